@@ -1,0 +1,1 @@
+"""What earlier rollouts said: trajectories, the tree per prompt, drafting and acceptance rules."""

@@ -1,0 +1,185 @@
+"""The trajectory: one sample of one prompt, with the story of every token in it.
+
+A trajectory is finished work and frozen. While it is being written it is a
+`TrajectoryBuilder`, to which an engine's chunks are appended; a different stage is a different type.
+
+Example:
+    >>> import numpy as np
+    >>> builder = TrajectoryBuilder(SampleId(group=3, sample=0), "add-17", np.array([5, 6], np.int32))
+    >>> builder.append(
+    ...     tokens=np.array([7, 8], np.int32),
+    ...     logprobs=np.array([-0.1, -0.2], np.float32),
+    ...     topk_ids=np.array([[7], [8]], np.int32),
+    ...     topk_logprobs=np.array([[-0.1], [-0.2]], np.float32),
+    ...     provenance=np.array([Provenance.SAMPLED, Provenance.DRAFTED], np.uint8),
+    ...     policy_version=4,
+    ... )
+    >>> trajectory = builder.finish("stop")
+    >>> trajectory.segments
+    (Segment(policy_version=4, start=0, end=2),)
+    >>> trajectory.staleness(trained_by=6).tolist()
+    [2, 2]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+ByteArray = NDArray[np.uint8]
+
+ScalarT = TypeVar("ScalarT", bound=np.generic)
+
+FinishReason = Literal["stop", "length", "abort"]
+"""`stop`: a stop token was drawn (it is the last token). `length`: the token limit. `abort`: told to."""
+
+
+class SampleId(msgspec.Struct, frozen=True, order=True):
+    """Which sample of which group. Unique in a run, the key of acknowledgement and de-duplication."""
+
+    group: int
+    """Index of the group in the order in which the run visits its prompts; never reused."""
+    sample: int
+    """Index of the sample in its group, from 0 to group_size - 1."""
+
+    def __str__(self) -> str:
+        return f"{self.group}.{self.sample}"
+
+
+class Provenance(IntEnum):
+    """How a kept token came to be. Every token carries one."""
+
+    SAMPLED = 0
+    """Drawn by the engine with no draft for its position, or after the draft was rejected."""
+    DRAFTED = 1
+    """Proposed by the cache and accepted by the policy in whose segment it lies."""
+    VERIFIED = 2
+    """Drawn under an older policy and accepted again under the one in whose segment it lies."""
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """A run of response tokens `[start, end)` whose distribution is that of one policy version."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished sample. Arrays are read-only; L is the response length, K the stored top-K."""
+
+    id: SampleId
+    prompt_id: str
+    """Identity of the prompt across epochs; the key of its tree in the cache."""
+    prompt_tokens: IntArray
+    """`[P]` token ids."""
+    tokens: IntArray
+    """`[L]` response token ids, the stop token included."""
+    behaviour_logprobs: FloatArray
+    """`[L]` log of the probability (after temperature and top-p) with which each token was drawn."""
+    topk_ids: IntArray
+    """`[L, K]` ids of the K most probable tokens of that distribution."""
+    topk_logprobs: FloatArray
+    """`[L, K]` their log-probabilities; padded with id -1 and -inf where fewer have mass."""
+    provenance: ByteArray
+    """`[L]` a `Provenance` value per token."""
+    segments: tuple[Segment, ...]
+    """In order, covering `[0, L)` without gaps; neighbours differ in version."""
+    finish_reason: FinishReason
+
+    def versions(self) -> IntArray:
+        """`[L]` policy version that each token's distribution follows."""
+        out = np.empty(len(self.tokens), np.int32)
+        for segment in self.segments:
+            out[segment.start : segment.end] = segment.policy_version
+        return out
+
+    def staleness(self, trained_by: int) -> IntArray:
+        """`[L]` optimizer steps between each token's policy and the version that trains on it."""
+        return np.asarray(trained_by - self.versions(), np.int32)
+
+
+@dataclass(slots=True)
+class TrajectoryBuilder:
+    """A trajectory while it is being written: append an engine's chunks, then `finish`."""
+
+    id: SampleId
+    prompt_id: str
+    prompt_tokens: IntArray
+    _tokens: list[IntArray] = field(default_factory=list)
+    _logprobs: list[FloatArray] = field(default_factory=list)
+    _topk_ids: list[IntArray] = field(default_factory=list)
+    _topk_logprobs: list[FloatArray] = field(default_factory=list)
+    _provenance: list[ByteArray] = field(default_factory=list)
+    _segments: list[Segment] = field(default_factory=list)
+    _length: int = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(
+        self,
+        *,
+        tokens: IntArray,
+        logprobs: FloatArray,
+        topk_ids: IntArray,
+        topk_logprobs: FloatArray,
+        provenance: ByteArray,
+        policy_version: int,
+    ) -> None:
+        """Append n tokens drawn under one policy version; shapes as in `Trajectory`.
+
+        Raises:
+            ValueError: arrays of different lengths, or a version older than the last one.
+        """
+        n = len(tokens)
+        if not n == len(logprobs) == len(topk_ids) == len(topk_logprobs) == len(provenance):
+            raise ValueError(f"trajectory {self.id}: a chunk's arrays differ in length")
+        if n == 0:
+            return
+        if self._segments and policy_version < self._segments[-1].policy_version:
+            raise ValueError(
+                f"trajectory {self.id}: a chunk of version {policy_version} "
+                f"after one of version {self._segments[-1].policy_version}"
+            )
+        self._tokens.append(tokens)
+        self._logprobs.append(logprobs)
+        self._topk_ids.append(topk_ids)
+        self._topk_logprobs.append(topk_logprobs)
+        self._provenance.append(provenance)
+        start, end = self._length, self._length + n
+        if self._segments and self._segments[-1].policy_version == policy_version:
+            start = self._segments.pop().start
+        self._segments.append(Segment(policy_version, start, end))
+        self._length = end
+
+    def finish(self, reason: FinishReason) -> Trajectory:
+        """Freeze what was appended. Raises ValueError when nothing was."""
+        if not self._length:
+            raise ValueError(f"trajectory {self.id}: finished without a token")
+        return Trajectory(
+            id=self.id,
+            prompt_id=self.prompt_id,
+            prompt_tokens=_frozen(self.prompt_tokens, np.int32),
+            tokens=_frozen(np.concatenate(self._tokens), np.int32),
+            behaviour_logprobs=_frozen(np.concatenate(self._logprobs), np.float32),
+            topk_ids=_frozen(np.concatenate(self._topk_ids), np.int32),
+            topk_logprobs=_frozen(np.concatenate(self._topk_logprobs), np.float32),
+            provenance=_frozen(np.concatenate(self._provenance), np.uint8),
+            segments=tuple(self._segments),
+            finish_reason=reason,
+        )
+
+
+def _frozen(values: NDArray[ScalarT], dtype: type[ScalarT]) -> NDArray[ScalarT]:
+    out = np.ascontiguousarray(values, dtype)
+    out.setflags(write=False)
+    return out

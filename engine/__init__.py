@@ -1,0 +1,1 @@
+"""Generators: one small protocol, and the engines behind it (embedded torch, vLLM)."""

@@ -1,0 +1,159 @@
+"""The one thing that every generator is: token chunks out, weights in.
+
+An engine never knows of groups, epochs or rewards. It serves requests; whoever asks for the
+eight samples of a group sends eight requests with the same `cache_key`.
+
+Errors: an engine raises `engine.errors.EngineError` and its children, with the request id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from cache.trajectory import ByteArray, FinishReason, FloatArray, IntArray
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. The distribution after temperature and top-p is *the* policy."""
+
+    max_tokens: int
+    """Most response tokens, a resumed prefix included."""
+    temperature: float = 1.0
+    """Divides the logits; greater than 0 (0 is refused: greedy has no behaviour probability)."""
+    top_p: float = 1.0
+    """Keep the smallest set of most probable tokens whose mass reaches this; 1.0 keeps all."""
+    stop_tokens: tuple[int, ...] = ()
+    """Drawing one of these ends the response; it is part of the response."""
+    top_k_logprobs: int = 8
+    """K: how many of the most probable tokens are reported per position."""
+    seed: int | None = None
+    """Seeds this request's own random stream; None draws one from the engine's stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Continue `prompt_tokens + prefix_tokens` until a stop token or the limit."""
+
+    request_id: str
+    cache_key: str
+    """Names the tree that this request drafts from and feeds. "" turns drafting off for it."""
+    prompt_tokens: IntArray
+    """`[P]`, P >= 1."""
+    sampling: SamplingParams
+    prefix_tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    """`[S]` response tokens to resume from; they are not reported again."""
+    draft_tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    """`[D]` an old continuation of the prefix, drafted from first. Changes speed, never samples."""
+    priority: int = 0
+    """Lower is served first. Primary work is 0; run-ahead is greater."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """The next n tokens of a response, all drawn under one policy version. n may be 0 at the end."""
+
+    request_id: str
+    tokens: IntArray
+    """`[n]`"""
+    logprobs: FloatArray
+    """`[n]` log-probability of each token after temperature and top-p."""
+    topk_ids: IntArray
+    """`[n, K]`, most probable first, padded with -1."""
+    topk_logprobs: FloatArray
+    """`[n, K]`, padded with -inf."""
+    provenance: ByteArray
+    """`[n]` `Provenance.SAMPLED` or `Provenance.DRAFTED`."""
+    policy_version: int
+    finish_reason: FinishReason | None = None
+    """Set on the last chunk of a request, and only there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """Score `tokens` as a continuation of `prompt_tokens` under the current policy."""
+
+    request_id: str
+    prompt_tokens: IntArray
+    tokens: IntArray
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What the current policy says of given tokens, under the distribution that it samples from."""
+
+    request_id: str
+    logprobs: FloatArray
+    """`[n]`; -inf for a token outside the top-p set."""
+    topk_ids: IntArray
+    """`[n, K]`"""
+    topk_logprobs: FloatArray
+    """`[n, K]`"""
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since start (monotone) and gauges (now)."""
+
+    tokens_generated: int
+    """Response tokens reported, drafted ones included."""
+    tokens_drafted: int
+    """Tokens proposed by the cache."""
+    tokens_accepted: int
+    """Of those, accepted."""
+    steps: int
+    """Forward passes of the decoding loop."""
+    busy_seconds: float
+    """Time inside those steps."""
+    running: int
+    """Requests that hold a slot now."""
+    waiting: int
+    """Requests that wait for one now."""
+    slots: int
+    """Requests that can run at once."""
+    kv_used: float
+    """Share of the KV space in use now, 0 to 1."""
+    policy_version: int
+
+
+class Engine(Protocol):
+    """A generator of tokens. All methods are called from one asyncio event loop."""
+
+    async def start(self) -> None:
+        """Load the model and become ready. Raises `EngineStartError` saying what was wrong."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Stream a response. Closing the iterator aborts the request and frees its slot."""
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """Score given tokens, in the order asked, with one policy version for all of them."""
+
+    async def pause(self) -> None:
+        """Stop drawing tokens; running requests keep their state. Idempotent."""
+
+    async def resume(self) -> None:
+        """Go on after `pause`. Idempotent."""
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
+    ) -> None:
+        """Swap the weights between two steps; running requests go on under the new version.
+
+        Tensors are named as in the HF state dict and only valid during the call. No token is
+        ever drawn from a mixture of two versions of the weights.
+        """
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges, without waiting."""
+
+    async def close(self) -> None:
+        """Abort what runs, free everything. Idempotent."""

@@ -1,0 +1,1 @@
+"""What a user sees of a run: metrics, time lines, the live view and the report."""

@@ -1,0 +1,1 @@
+"""Pure decisions, events in and commands out, and the messages of the wire."""

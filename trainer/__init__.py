@@ -1,0 +1,1 @@
+"""The learner: algorithms, packing, gradient accumulation, checkpoints and weight publishing."""
