@@ -1,0 +1,76 @@
+"""Controller to generator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cache.trajectory import SampleId
+from scheduler.messages.weights import WeightManifest
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of this direction."""
+
+
+class PromptPayload(msgspec.Struct, frozen=True):
+    """A prompt as a generator needs it."""
+
+    prompt_id: str
+    tokens: bytes
+    """int32, little-endian."""
+    row: dict[str, Any]
+    """The dataset row, handed to the reward functions (answer and whatever else it has)."""
+
+
+class Generate(Message, frozen=True):
+    """Write one sample and hold it until told to deliver or discard it."""
+
+    sample: SampleId
+    prompt: PromptPayload
+    seed: int
+    priority: int = 0
+
+
+class Evaluate(Message, frozen=True):
+    """Write one held-out sample, reward it, report, forget it."""
+
+    round: int
+    index: int
+    prompt: PromptPayload
+    seed: int
+
+
+class InstallWeights(Message, frozen=True):
+    """Swap to these weights between two steps; running requests go on (`on_update: keep`)."""
+
+    manifest: WeightManifest
+
+
+class Deliver(Message, frozen=True):
+    """Send these held samples to the trainer for this step, until it acknowledges each."""
+
+    step: int
+    samples: tuple[SampleId, ...]
+
+
+class Discard(Message, frozen=True):
+    """Abort or forget these samples."""
+
+    samples: tuple[SampleId, ...]
+
+
+class Pause(Message, frozen=True):
+    """Stop drawing tokens, keep all state."""
+
+
+class Resume(Message, frozen=True):
+    """Go on."""
+
+
+class Shutdown(Message, frozen=True):
+    """End, in order: answer with `Goodbye`."""
+
+
+ToGenerator = Generate | Evaluate | InstallWeights | Deliver | Discard | Pause | Resume | Shutdown
