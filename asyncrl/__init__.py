@@ -1,1 +1,1 @@
-"""Asynchronous RL post-training on data that is exactly on-policy: CLI, configuration, processes."""
+"""Asynchronous RL post-training on exactly on-policy data: CLI, configuration, processes."""

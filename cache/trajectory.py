@@ -1,11 +1,12 @@
 """The trajectory: one sample of one prompt, with the story of every token in it.
 
 A trajectory is finished work and frozen. While it is being written it is a
-`TrajectoryBuilder`, to which an engine's chunks are appended; a different stage is a different type.
-
+A trajectory is finished work and frozen. While it is being written it is a `TrajectoryBuilder`,
+to which an engine's chunks are appended; a different stage is a different type.
 Example:
     >>> import numpy as np
-    >>> builder = TrajectoryBuilder(SampleId(group=3, sample=0), "add-17", np.array([5, 6], np.int32))
+    >>> prompt = np.array([5, 6], np.int32)
+    >>> builder = TrajectoryBuilder(SampleId(group=3, sample=0), "add-17", prompt)
     >>> builder.append(
     ...     tokens=np.array([7, 8], np.int32),
     ...     logprobs=np.array([-0.1, -0.2], np.float32),
@@ -38,7 +39,7 @@ ByteArray = NDArray[np.uint8]
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: a stop token was drawn (it is the last token). `length`: the token limit. `abort`: told to."""
+"""`stop`: a stop token was drawn (the last token). `length`: the token limit. `abort`: told to."""
 
 
 class SampleId(msgspec.Struct, frozen=True, order=True):
@@ -65,7 +66,7 @@ class Provenance(IntEnum):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """A run of response tokens `[start, end)` whose distribution is that of one policy version."""
+    """Response tokens `[start, end)` whose distribution is that of one policy version."""
 
     policy_version: int
     start: int
@@ -84,7 +85,7 @@ class Trajectory:
     tokens: IntArray
     """`[L]` response token ids, the stop token included."""
     behaviour_logprobs: FloatArray
-    """`[L]` log of the probability (after temperature and top-p) with which each token was drawn."""
+    """`[L]` log-probability (after temperature and top-p) with which each token was drawn."""
     topk_ids: IntArray
     """`[L, K]` ids of the K most probable tokens of that distribution."""
     topk_logprobs: FloatArray

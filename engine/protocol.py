@@ -58,7 +58,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """The next n tokens of a response, all drawn under one policy version. n may be 0 at the end."""
+    """The next n tokens of a response, drawn under one policy version; n may be 0 at the end."""
 
     request_id: str
     tokens: IntArray

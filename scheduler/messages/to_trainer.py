@@ -10,7 +10,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepPlan(Message, frozen=True):
-    """The groups that step `step` trains on; sent when the set is final, before or after they arrive."""
+    """The groups that a step trains on; sent when the set is final, before or after they arrive."""
 
     step: int
     groups: tuple[int, ...]
