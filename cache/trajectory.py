@@ -3,6 +3,7 @@
 A trajectory is finished work and frozen. While it is being written it is a
 A trajectory is finished work and frozen. While it is being written it is a `TrajectoryBuilder`,
 to which an engine's chunks are appended; a different stage is a different type.
+
 Example:
     >>> import numpy as np
     >>> prompt = np.array([5, 6], np.int32)
@@ -39,7 +40,7 @@ ByteArray = NDArray[np.uint8]
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: a stop token was drawn (the last token). `length`: the token limit. `abort`: told to."""
+"""`stop`: a stop token was drawn (the last one). `length`: the token limit. `abort`: told to."""
 
 
 class SampleId(msgspec.Struct, frozen=True, order=True):
