@@ -44,7 +44,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class SampleId(msgspec.Struct, frozen=True, order=True):
-    """Which sample of which group. Unique in a run, the key of acknowledgement and de-duplication."""
+    """Which sample of which group: unique in a run, the key of acknowledgements."""
 
     group: int
     """Index of the group in the order in which the run visits its prompts; never reused."""
