@@ -1,0 +1,49 @@
+"""What can go wrong in monitoring.
+
+MonitoringError
+├── ExporterError    metrics cannot be served: change `monitoring.host` or `monitoring.port`
+│   └── PortInUse    somebody else listens there
+├── RecordError      a file that the run wrote cannot be read: names the file and the line
+└── ReportError      there is nothing in the directory that a report could be made of
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class MonitoringError(Exception):
+    """Root of what this package raises."""
+
+
+class ExporterError(MonitoringError):
+    """Metrics cannot be served at the configured address; the message says what to change."""
+
+
+class PortInUse(ExporterError):  # noqa: N818 - says what is the case, as callers read it
+    """Another process listens on the port that was asked for."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(
+            f"metrics port {port} on {host} is in use by another process. Set `monitoring.port` to "
+            "a base port that is free together with the ones after it (one per process of the "
+            "run), to 0 for any free ports, or `monitoring.metrics` to false."
+        )
+        self.host = host
+        self.port = port
+
+
+class RecordError(MonitoringError):
+    """A line of a run's file is not what it should be."""
+
+    def __init__(self, path: Path, line: int, reason: str) -> None:
+        super().__init__(
+            f"{path}, line {line}: {reason}. The file was changed by something other than "
+            "asyncrl, or its disk is faulty; remove that line to read the rest."
+        )
+        self.path = path
+        self.line = line
+
+
+class ReportError(MonitoringError):
+    """No report can be written; the message names the directory and what is missing in it."""

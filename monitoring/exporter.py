@@ -1,0 +1,78 @@
+"""Serve a registry to Prometheus over HTTP."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from dataclasses import dataclass, field
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from monitoring.config import MonitoringConfig
+from monitoring.errors import ExporterError, PortInUse
+
+CLOSE_SECONDS = 5.0
+"""How long `Exporter.close` waits for a scrape that is going on."""
+
+
+@dataclass(slots=True)
+class Exporter:
+    """A running HTTP server on its own daemon thread."""
+
+    host: str
+    port: int
+    """The port that it really listens on."""
+    _server: WSGIServer = field(repr=False)
+    _thread: threading.Thread = field(repr=False)
+    _closed: bool = False
+
+    @property
+    def url(self) -> str:
+        """Where Prometheus scrapes."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/metrics"
+
+    def close(self) -> None:
+        """Stop serving and free the port. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(CLOSE_SECONDS)
+
+
+def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporter:
+    """Serve `registry` on `host:port`; port 0 takes any free one.
+
+    Raises:
+        PortInUse: another process listens there.
+        ExporterError: the address is not one of this machine, or may not be used.
+    """
+    try:
+        server, thread = start_http_server(port, addr=host, registry=registry)
+    except OverflowError as error:
+        raise ExporterError(f"metrics port {port} is not between 0 and 65535") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(host, port) from error
+        raise ExporterError(
+            f"metrics cannot be served on {host}:{port} ({error.strerror or error}): set "
+            "`monitoring.host` to an address of this machine (127.0.0.1 serves this machine "
+            "alone) and `monitoring.port` to 0 or a number above 1023"
+        ) from error
+    return Exporter(host, server.server_port, server, thread)
+
+
+def exporter_for(
+    config: MonitoringConfig, registry: CollectorRegistry, index: int
+) -> Exporter | None:
+    """The exporter of the index-th process of a run (controller 0), None when turned off.
+
+    Raises:
+        ExporterError: as `start_exporter`.
+    """
+    if not config.metrics:
+        return None
+    return start_exporter(registry, config.host, config.port_of(index))

@@ -1,0 +1,101 @@
+"""What metrics are made of: their description, and counters and labels that are easy to use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+T = TypeVar("T")
+
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+TOKENS = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """What one metric is. `label` is one more label beside `process`, `values` what it may be."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    label: str | None = None
+    values: tuple[str, ...] | None = None
+    """None with a label: any value (keep them few)."""
+    buckets: tuple[float, ...] = SECONDS
+    key: str | None = None
+    """Name of this number in a line of metrics.jsonl, for `publish`."""
+
+
+class Total:
+    """A counter that can also follow a total kept elsewhere."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._last = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        """Count; amounts below 0 raise ValueError."""
+        self._counter.inc(amount)
+
+    def follow(self, total: float) -> None:
+        """Count what `total` grew by since the last call; a smaller one began again from 0."""
+        self._counter.inc(total - self._last if total >= self._last else total)
+        self._last = total
+
+
+class By(Generic[T]):
+    """One metric per value of a label."""
+
+    def __init__(self, spec: MetricSpec, make: Callable[[str], T]) -> None:
+        self._spec = spec
+        self._make = make
+        self._made: dict[str, T] = {value: make(value) for value in spec.values or ()}
+
+    def of(self, value: str) -> T:
+        """The metric with this value. Raises ValueError when the value is not a declared one."""
+        if value not in self._made:
+            if self._spec.values is not None:
+                known = ", ".join(self._spec.values)
+                raise ValueError(
+                    f"{self._spec.name}: {self._spec.label}={value!r} is none of {known}"
+                )
+            self._made[value] = self._make(value)
+        return self._made[value]
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry of this process alone, with the process's own CPU, memory and file numbers.
+
+    The client library's `_created` series are turned off for the whole process: they double the
+    number of series and nobody reads them.
+    """
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def build(spec: MetricSpec, registry: CollectorRegistry, process: str) -> Any:
+    """The metric that `spec` describes: `Total`, `Gauge`, `Histogram`, or `By` of one of these.
+
+    Raises:
+        ValueError: the registry already has a metric of this name.
+    """
+    labels: Sequence[str] = ("process",) if spec.label is None else ("process", spec.label)
+    family: Counter | Gauge | Histogram
+    if spec.kind == "counter":
+        family = Counter(spec.name, spec.help, labels, registry=registry)
+    elif spec.kind == "gauge":
+        family = Gauge(spec.name, spec.help, labels, registry=registry)
+    else:
+        family = Histogram(spec.name, spec.help, labels, registry=registry, buckets=spec.buckets)
+
+    def child(*values: str) -> Any:
+        made = family.labels(process, *values)
+        return Total(made) if isinstance(made, Counter) else made
+
+    return child() if spec.label is None else By(spec, child)

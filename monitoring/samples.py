@@ -1,0 +1,112 @@
+"""`samples.jsonl`: a few trajectories of a run, for people to read.
+
+Example:
+    >>> record = SampleRecord(
+    ...     step=3, prompt="1+1=", tokens=["2", "<eos>"], provenance=["drafted", "sampled"],
+    ...     segments=[SampleSegment(3, 0, 2)], reward=1.0, answer="2", logprobs=[-0.1, -0.01],
+    ... )
+    >>> record.count("drafted")
+    1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from monitoring.jsonl import JsonlWriter, read_jsonl
+
+TokenProvenance = Literal["sampled", "drafted", "verified"]
+"""How a token came to be: the names of `cache.trajectory.Provenance` in lower case."""
+
+
+class SampleSegment(msgspec.Struct, frozen=True):
+    """Tokens `[start, end)` follow the distribution of one policy version."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+class SampleRecord(msgspec.Struct, frozen=True):
+    """One trajectory as a reader sees it; L is the number of response tokens."""
+
+    step: int
+    """The optimizer step that trained on it."""
+    prompt: str
+    tokens: list[str]
+    """`[L]` text of each response token."""
+    provenance: list[TokenProvenance]
+    """`[L]`"""
+    segments: list[SampleSegment]
+    """In order, covering `[0, L)`."""
+    reward: float | None
+    answer: str | None = None
+    """The reference answer, where the task has one."""
+    logprobs: list[float | None] | None = None
+    """`[L]` behaviour log-probabilities; None where not finite."""
+    sample_id: str = ""
+    finish_reason: str = ""
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        if len(self.provenance) != n or (self.logprobs is not None and len(self.logprobs) != n):
+            raise ValueError(
+                f"sample {self.sample_id or self.step}: {n} tokens, {len(self.provenance)} "
+                "provenances"
+                + ("" if self.logprobs is None else f", {len(self.logprobs)} log-probabilities")
+            )
+
+    def count(self, provenance: TokenProvenance) -> int:
+        """How many tokens came to be that way."""
+        return self.provenance.count(provenance)
+
+    def version_at(self, position: int) -> int | None:
+        """Policy version of the token at `position`, None outside all segments."""
+        for segment in self.segments:
+            if segment.start <= position < segment.end:
+                return segment.policy_version
+        return None
+
+
+class SampleLog:
+    """Append trajectories to `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer = JsonlWriter(path)
+
+    def append(self, *records: SampleRecord) -> None:
+        """Write the records and hand them to the operating system."""
+        self._writer.append(records)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._writer.close()
+
+
+def read_samples(path: Path) -> list[SampleRecord]:
+    """All records in order; empty when the file does not exist.
+
+    Raises:
+        RecordError: a line other than a cut last one cannot be decoded.
+    """
+    try:
+        return read_jsonl(path, SampleRecord)
+    except FileNotFoundError:
+        return []
+
+
+def choose_samples(records: Iterable[SampleRecord], most: int) -> list[SampleRecord]:
+    """Up to `most` records, evenly spread over the run, the first and the last among them."""
+    everything = sorted(records, key=lambda record: record.step)
+    if most <= 0:
+        return []
+    if len(everything) <= most:
+        return everything
+    if most == 1:
+        return [everything[-1]]
+    last = len(everything) - 1
+    return [everything[round(i * last / (most - 1))] for i in range(most)]

@@ -1,0 +1,176 @@
+"""Who was busy when: spans of time, and what they say about idleness. Pure functions.
+
+Example:
+    >>> spans = [Span("generating", 0.0, 6.0), waiting_span(6.0, 9.0, "weights")]
+    >>> idle_ratio(spans, 0.0, 10.0)
+    0.4
+    >>> idle_by_cause(spans, 0.0, 10.0)
+    {'weights': 0.3, 'unaccounted': 0.1}
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from monitoring.jsonl import read_jsonl
+
+UNACCOUNTED = "unaccounted"
+"""Cause of idle time that no waiting span explains."""
+
+
+class SpanKind(StrEnum):
+    """What a process does. Where spans overlap, the one named first here is what counts."""
+
+    TRAINING = "training"
+    GENERATING = "generating"
+    VERIFYING = "verifying"
+    EVALUATING = "evaluating"
+    RUN_AHEAD = "run_ahead"
+    TRANSFERRING_WEIGHTS = "transferring_weights"
+    REWARDING = "rewarding"
+    STARTING = "starting"
+    WAITING = "waiting"
+    """Idle, for a cause named by the argument `for`."""
+
+
+_RANK = {kind.value: rank for rank, kind in enumerate(SpanKind)}
+
+
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One process did one thing from `start` to `end`."""
+
+    kind: str
+    """A `SpanKind` value; readers show kinds that they do not know as they are."""
+    start: float
+    """Seconds since 1970, of a clock that never goes back within a process."""
+    end: float
+    args: dict[str, Any] = {}
+    """What it was about: `step`, `for`, ..."""
+
+    @property
+    def seconds(self) -> float:
+        """Length."""
+        return self.end - self.start
+
+    @property
+    def cause(self) -> str:
+        """What a waiting span waits for."""
+        return str(self.args.get("for", UNACCOUNTED))
+
+
+def waiting_span(start: float, end: float, cause: str) -> Span:
+    """A span of idleness."""
+    return Span(SpanKind.WAITING, start, end, {"for": cause})
+
+
+def continues(first: Span, second: Span, gap: float) -> bool:
+    """Whether `second` is the same thing going on, at most `gap` seconds after `first`."""
+    return (
+        first.kind == second.kind
+        and first.args == second.args
+        and first.start <= second.start <= first.end + gap
+    )
+
+
+def join(first: Span, second: Span) -> Span:
+    """The span that covers both; they must continue one another."""
+    return Span(first.kind, first.start, max(first.end, second.end), first.args)
+
+
+def merge(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
+    """Join equal spans that touch, overlap or lie at most `gap` seconds apart, ordered by start."""
+    newest: dict[tuple[str, str], int] = {}
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        key = (span.kind, repr(span.args))
+        index = newest.get(key)
+        if index is not None and continues(merged[index], span, gap):
+            merged[index] = join(merged[index], span)
+        else:
+            newest[key] = len(merged)
+            merged.append(span)
+    return merged
+
+
+def clip(spans: Iterable[Span], start: float, end: float) -> list[Span]:
+    """What lies inside `[start, end)`; spans that reach over its edges are cut there."""
+    return [
+        Span(span.kind, max(span.start, start), min(span.end, end), span.args)
+        for span in spans
+        if span.end > start and span.start < end
+    ]
+
+
+def flatten(spans: Iterable[Span]) -> list[Span]:
+    """Spans without overlap: at each moment the most important running one (see `SpanKind`).
+
+    Cost: O(n log n + n m) for n spans of which at most m run at once.
+    """
+    ordered = sorted(spans, key=lambda span: span.start)
+    edges = sorted({edge for span in ordered for edge in (span.start, span.end)})
+    running: list[Span] = []
+    pieces: list[Span] = []
+    upcoming = 0
+    for left, right in itertools.pairwise(edges):
+        while upcoming < len(ordered) and ordered[upcoming].start <= left:
+            running.append(ordered[upcoming])
+            upcoming += 1
+        running = [span for span in running if span.end > left]
+        if not running:
+            continue
+        top = min(running, key=lambda span: (_RANK.get(span.kind, 0), -span.start))
+        piece = Span(top.kind, left, right, top.args)
+        if pieces and continues(pieces[-1], piece, 0.0):
+            pieces[-1] = join(pieces[-1], piece)
+        else:
+            pieces.append(piece)
+    return pieces
+
+
+def idle_by_cause(spans: Iterable[Span], start: float, end: float) -> dict[str, float]:
+    """Share of `[start, end)` in which a process did nothing, by what it waited for.
+
+    Time that no span covers counts as idle under `UNACCOUNTED`; causes are ordered by share.
+
+    Raises:
+        ValueError: the window is empty.
+    """
+    if not end > start:
+        raise ValueError(f"an idle share needs a window of some length; got {start} to {end}")
+    covered = 0.0
+    idle: dict[str, float] = {}
+    for span in flatten(clip(spans, start, end)):
+        covered += span.seconds
+        if span.kind == SpanKind.WAITING:
+            idle[span.cause] = idle.get(span.cause, 0.0) + span.seconds
+    missing = (end - start) - covered
+    if missing > 1e-9 * (end - start):
+        idle[UNACCOUNTED] = idle.get(UNACCOUNTED, 0.0) + missing
+    largest = sorted(idle.items(), key=lambda item: -item[1])
+    return {cause: seconds / (end - start) for cause, seconds in largest}
+
+
+def idle_ratio(spans: Iterable[Span], start: float, end: float) -> float:
+    """Share of `[start, end)` in which a process did nothing, 0 to 1. Raises as above."""
+    return min(1.0, sum(idle_by_cause(spans, start, end).values()))
+
+
+def read_spans(path: Path, gap: float = 0.002) -> list[Span]:
+    """One process's spans, merged and ordered by start.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RecordError: a line other than a cut last one cannot be decoded.
+    """
+    return merge((span for span in read_jsonl(path, Span) if span.end > span.start), gap)
+
+
+def read_timelines(folder: Path) -> Mapping[str, list[Span]]:
+    """Process name to its spans, for each `*.jsonl` in `folder`, ordered by name; may be empty."""
+    return {path.stem: read_spans(path) for path in sorted(folder.glob("*.jsonl"))}
