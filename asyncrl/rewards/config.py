@@ -1,0 +1,49 @@
+"""Configuration of the rewards (`rewards:`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class RewardFunctionConfig(BaseModel):
+    """One term of the reward: which function, how much it counts, with which settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(default="arithmetic", min_length=1)
+    """`exact_match`, `math_verify`, `format`, `arithmetic`, or the user's own function as
+    `my.module:function` or `path/to/file.py:function`."""
+    weight: float = 1.0
+    """Factor of this term in the sum."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments that the function is called with beside prompt, response and row."""
+
+    @field_validator("weight")
+    @classmethod
+    def _weight_is_finite(cls, weight: float) -> float:
+        if not math.isfinite(weight):
+            raise ValueError("weight must be a finite number")
+        return weight
+
+
+class RewardConfig(BaseModel):
+    """How responses are scored: a weighted sum of functions, in worker processes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    functions: tuple[RewardFunctionConfig, ...] = Field(
+        default=(RewardFunctionConfig(),), min_length=1
+    )
+    """The terms; the reward is the sum of weight times value."""
+    timeout_seconds: float = Field(default=10.0, gt=0)
+    """Longest time for scoring one response, all terms together; then its process is killed."""
+    startup_seconds: float = Field(default=60.0, gt=0)
+    """Longest time for a worker process to import the functions."""
+    workers: int = Field(default=1, ge=1, le=256)
+    """Worker processes: how many responses are scored at once."""
+    on_error: Literal["stop", "zero"] = "stop"
+    """A function that raises, hangs or returns no number: stop the run with its error, or count
+    the response as 0 and go on (counted and logged)."""
