@@ -49,17 +49,17 @@ class RewardError(UserError):
     """A reward function cannot be used or failed."""
 
 
-class RewardFailed(RewardError):
+class RewardFailed(RewardError):  # noqa: N818 - says what happened
     """A reward function raised or returned no finite number."""
 
 
-class RewardTimeout(RewardError):
+class RewardTimeout(RewardError):  # noqa: N818 - says what happened
     """A reward function did not return in time; its process was killed and replaced."""
 
 
-class ProcessDied(AsyncrlError):
+class ProcessDied(AsyncrlError):  # noqa: N818 - says what happened
     """A child process ended by itself."""
 
 
-class WaitTimeout(AsyncrlError):
+class WaitTimeout(AsyncrlError):  # noqa: N818 - says what happened
     """A bounded wait ran out."""
