@@ -1,0 +1,93 @@
+"""What the scheduler decides. The controller carries these out in the order given."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cache.trajectory import SampleId
+
+
+class StartSample(msgspec.Struct, frozen=True, gc=False):
+    """Have a generator write a sample and hold it. A reissued sample keeps its id."""
+
+    generator: str
+    sample: SampleId
+
+
+class InstallWeights(msgspec.Struct, frozen=True, gc=False):
+    """Have a generator swap to this version; at most one is outstanding per generator."""
+
+    generator: str
+    policy_version: int
+
+
+class DeliverGroup(msgspec.Struct, frozen=True):
+    """Have the holders of a group's finished samples send them to the trainer.
+
+    Normally the whole group from one generator. After a loss only the samples that the trainer
+    does not have yet, from the generator that wrote them again.
+    """
+
+    step: int
+    """The step that will train on them."""
+    group: int
+    samples: tuple[tuple[str, SampleId], ...]
+    """(generator, sample) pairs, by sample."""
+
+
+class DeclareStep(msgspec.Struct, frozen=True):
+    """Tell the trainer the final membership of a step. Once per step, in the order of steps.
+
+    Every group named is in the trainer already, so nothing can change the set any more.
+    """
+
+    step: int
+    groups: tuple[int, ...]
+    """Ascending, at least one; groups of the step that are missing have failed."""
+
+
+class DiscardSamples(msgspec.Struct, frozen=True):
+    """Have a generator abort or forget these samples."""
+
+    generator: str
+    samples: tuple[SampleId, ...]
+
+
+class ReportGroupFailed(msgspec.Struct, frozen=True, gc=False):
+    """Tell the user that this group is not trained on, and why. Once per group."""
+
+    group: int
+    reason: str
+
+
+class PauseGenerator(msgspec.Struct, frozen=True, gc=False):
+    """Have a generator stop drawing tokens and keep its state."""
+
+    generator: str
+
+
+class ResumeGenerator(msgspec.Struct, frozen=True, gc=False):
+    """Have a generator go on drawing tokens."""
+
+    generator: str
+
+
+class FinishRun(msgspec.Struct, frozen=True, gc=False):
+    """The last decision of a run (weights are still installed after it, for the evaluation)."""
+
+    reason: str
+    """`done`: all steps trained. `stopped` or `stopped: ...`: as asked. `failed: ...`: it cannot
+    go on."""
+
+
+Command = (
+    StartSample
+    | InstallWeights
+    | DeliverGroup
+    | DeclareStep
+    | DiscardSamples
+    | ReportGroupFailed
+    | PauseGenerator
+    | ResumeGenerator
+    | FinishRun
+)

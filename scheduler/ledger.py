@@ -1,0 +1,166 @@
+"""The run's memory of groups: issued, arrived or failed, consumed exactly once.
+
+Groups are numbered 0, 1, 2, … in the order of the data; step b consumes the groups
+`[b * groups_per_step, (b + 1) * groups_per_step)` that did not fail. Steps are consumed in order,
+so all that is settled is a prefix: a watermark and two counts. Only the groups of steps that are
+not trained yet are remembered one by one.
+
+Example:
+    >>> ledger = Ledger(groups_per_step=2, first_step=0)
+    >>> [ledger.issue(), ledger.issue()]
+    [0, 1]
+    >>> ledger.arrive(1)
+    >>> ledger.fail(0)
+    >>> ledger.membership(0)
+    (1,)
+    >>> ledger.consume(0, (1,))
+    >>> ledger.counts()
+    LedgerCounts(issued=2, arrived=0, consumed=1, failed=1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from scheduler.errors import LedgerError
+
+
+class LedgerCounts(NamedTuple):
+    """Groups since this ledger began (a resumed run begins at its first step)."""
+
+    issued: int
+    """All that were issued and not withdrawn."""
+    arrived: int
+    """In the trainer, not consumed yet."""
+    consumed: int
+    """Trained on."""
+    failed: int
+    """Reported, never trained on."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that is not trained yet."""
+
+    arrived: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
+
+
+class Ledger:
+    """Which groups were issued, arrived, failed and were consumed by which step."""
+
+    def __init__(self, *, groups_per_step: int, first_step: int) -> None:
+        self._per_step = groups_per_step
+        self._first_group = first_step * groups_per_step
+        self._next_group = self._first_group
+        self._issued_below = self._first_group
+        self._next_step = first_step
+        self._steps: dict[int, _Step] = {}
+        self._consumed = 0
+        self._failed = 0
+
+    @property
+    def next_step(self) -> int:
+        """The step to be consumed next; every earlier one is settled."""
+        return self._next_step
+
+    @property
+    def next_group(self) -> int:
+        """The group to be issued next; every lower index was issued."""
+        return self._next_group
+
+    @property
+    def issued_below(self) -> int:
+        """Every group that was ever issued has a lower index; withdrawn ones count as well."""
+        return self._issued_below
+
+    def step_of(self, group: int) -> int:
+        """The step that a group belongs to, whatever happens."""
+        return group // self._per_step
+
+    def issue(self) -> int:
+        """Take the next group in data order; returns its index."""
+        group = self._next_group
+        self._next_group += 1
+        self._issued_below = max(self._issued_below, self._next_group)
+        self._steps.setdefault(self.step_of(group), _Step())
+        return group
+
+    def arrive(self, group: int) -> None:
+        """All samples of the group are in the trainer. Raises LedgerError if already settled."""
+        self._open(group, "arrives").arrived.add(group)
+
+    def fail(self, group: int) -> None:
+        """The group will never be trained on. Raises LedgerError if already settled."""
+        self._open(group, "fails").failed.add(group)
+
+    def membership(self, step: int) -> tuple[int, ...] | None:
+        """The groups that the step trains on, ascending; None while one is not settled."""
+        entry = self._steps.get(step)
+        if entry is None or len(entry.arrived) + len(entry.failed) < self._per_step:
+            return None
+        return tuple(sorted(entry.arrived))
+
+    def progress(self, step: int) -> tuple[int, int]:
+        """How many groups of a step that is not trained yet (arrived, failed)."""
+        entry = self._steps.get(step)
+        return (len(entry.arrived), len(entry.failed)) if entry else (0, 0)
+
+    def consume(self, step: int, groups: tuple[int, ...]) -> None:
+        """A step was trained on exactly these groups.
+
+        Raises:
+            LedgerError: not the next step, or not exactly its final membership.
+        """
+        if step != self._next_step:
+            raise LedgerError(
+                f"step {step} was consumed out of turn: the next one is step {self._next_step}"
+            )
+        members = self.membership(step)
+        if members is None:
+            raise LedgerError(f"step {step} was consumed before all its groups were settled")
+        if tuple(sorted(groups)) != members:
+            raise LedgerError(
+                f"step {step} was consumed with groups {sorted(groups)}, "
+                f"but its members are {list(members)}"
+            )
+        entry = self._steps.pop(step)
+        self._consumed += len(members)
+        self._failed += len(entry.failed)
+        self._next_step = step + 1
+
+    def withdraw_after(self, step: int) -> None:
+        """Take back all groups issued for later steps; a resumed run issues them again."""
+        self._next_group = min(self._next_group, (step + 1) * self._per_step)
+        for later in [s for s in self._steps if s > step]:
+            del self._steps[later]
+
+    def unsettled(self) -> Iterator[int]:
+        """Groups that were issued and neither arrived nor failed, ascending."""
+        for group in range(self._next_step * self._per_step, self._next_group):
+            entry = self._steps[self.step_of(group)]
+            if group not in entry.arrived and group not in entry.failed:
+                yield group
+
+    def counts(self) -> LedgerCounts:
+        """Totals; O(steps in flight)."""
+        waiting = sum(len(entry.arrived) for entry in self._steps.values())
+        failed = self._failed + sum(len(entry.failed) for entry in self._steps.values())
+        return LedgerCounts(
+            issued=self._next_group - self._first_group,
+            arrived=waiting,
+            consumed=self._consumed,
+            failed=failed,
+        )
+
+    def _open(self, group: int, verb: str) -> _Step:
+        if group >= self._next_group or group < self._first_group:
+            raise LedgerError(f"group {group} {verb} but was never issued")
+        entry = self._steps.get(self.step_of(group))
+        if entry is None:
+            raise LedgerError(f"group {group} {verb} but its step was consumed already")
+        if group in entry.arrived or group in entry.failed:
+            raise LedgerError(f"group {group} {verb} but was settled already")
+        return entry

@@ -1,0 +1,113 @@
+"""Build a `SchedulerView`: the numbers, and in words what each wait waits for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scheduler.records import DELIVERING
+from scheduler.view import GeneratorView, SchedulerView, counted, named
+
+if TYPE_CHECKING:
+    from scheduler.scheduler import Scheduler
+
+
+def snapshot(scheduler: Scheduler) -> SchedulerView:
+    """The whole state in numbers."""
+    generators = tuple(
+        GeneratorView(
+            name=g.name,
+            slots=g.slots,
+            policy_version=g.version,
+            installing=g.installing,
+            queued=g.load - g.running,
+            running=g.running,
+            held=g.held,
+        )
+        for g in scheduler.placement.generators.values()
+    )
+    counts = scheduler.ledger.counts()
+    return SchedulerView(
+        step=scheduler.step,
+        total_steps=scheduler.total_steps,
+        policy_version=scheduler.published,
+        newest_open_step=scheduler.newest_open_step,
+        groups_in_flight=len(scheduler.groups),
+        groups_waiting=counts.arrived,
+        groups_consumed=counts.consumed,
+        groups_failed=counts.failed,
+        samples_queued=sum(g.queued for g in generators) + scheduler.placement.unplaced_samples(),
+        samples_running=sum(g.running for g in generators),
+        samples_held=sum(g.held for g in generators),
+        samples_finished=scheduler.samples_finished,
+        tokens_finished=scheduler.tokens_finished,
+        staleness_max=scheduler.staleness_max,
+        generators=generators,
+        paused=scheduler.paused,
+        stopping=scheduler.stopping,
+        finished=scheduler.finished,
+        waits=waits(scheduler),
+    )
+
+
+def waits(scheduler: Scheduler) -> tuple[str, ...]:
+    """What each wait waits for, most important first; empty only when the run is finished."""
+    if scheduler.finished is not None:
+        return ()
+    if not scheduler.trainer_joined:
+        return ("the run waits for the trainer to join",)
+    lines = []
+    if scheduler.paused:
+        lines.append("the run is paused: it waits to be resumed")
+    if not scheduler.placement.generators:
+        lines.append("the groups wait for a generator to join")
+    lines += _installs(scheduler)
+    lines += _step_in_hand(scheduler)
+    if not scheduler.stopping:
+        lines += _next_steps(scheduler)
+    return tuple(lines)
+
+
+def _installs(scheduler: Scheduler) -> list[str]:
+    by_version: dict[int, list[str]] = {}
+    for generator in scheduler.placement.generators.values():
+        if generator.installing is not None:
+            by_version.setdefault(generator.installing, []).append(generator.name)
+    return [
+        f"policy version {version} waits to be installed by {named(names)}"
+        for version, names in sorted(by_version.items())
+    ]
+
+
+def _step_in_hand(scheduler: Scheduler) -> list[str]:
+    """What the step to be trained next waits for: samples, acknowledgements or the trainer."""
+    step = scheduler.step
+    if scheduler.next_declared > step:
+        return [f"step {step} waits for the trainer to finish it"]
+    per_step = scheduler.config.groups_per_step
+    own = range(step * per_step, (step + 1) * per_step)
+    groups = [scheduler.groups[index] for index in own if index in scheduler.groups]
+    queued = sum(group.queued for group in groups)
+    running = sum(group.running for group in groups)
+    sent = sum(group.states.count(DELIVERING) for group in groups)
+    lines = []
+    if queued or running:
+        lines.append(
+            f"step {step} waits for {counted(queued + running, 'sample')} "
+            f"({running} running, {queued} to be started)"
+        )
+    if sent:
+        lines.append(f"step {step} waits for the trainer to acknowledge {counted(sent, 'sample')}")
+    return lines
+
+
+def _next_steps(scheduler: Scheduler) -> list[str]:
+    """Why no later step is open."""
+    step = scheduler.newest_open_step + 1
+    if step >= scheduler.total_steps:
+        return []
+    bound = scheduler.config.max_off_policy_steps
+    line = (
+        f"step {step} waits for policy version {step - bound} to be published "
+        f"(scheduler.max_off_policy_steps is {bound})"
+    )
+    return [line]

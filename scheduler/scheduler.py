@@ -1,0 +1,546 @@
+"""The conductor's decisions: events in, commands out. No I/O, no clock, no randomness.
+
+             GeneratorJoined              SampleFinished                SampleDelivered
+                   │                            │                             │
+data order ─► open steps ─► place ─► start samples ─► DeliverGroup ─► arrived ─► DeclareStep
+                   ▲                            ▲                                   │
+                   │ WeightsPublished           │ WeightsInstalled                  ▼
+                   └─────────────── InstallWeights ◄────────────────────── StepFinished
+
+Which steps are open is `scheduler.policy` (there the synchronous and the asynchronous loop stand
+side by side, as tables of what each loop consumes, produces, waits for, is unblocked by and is
+bounded by); where a group goes is `scheduler.placement`; who was consumed is `scheduler.ledger`.
+This module applies each event to the three and says what follows.
+
+What holds, and is checked by `Scheduler.check`:
+- each sample of each group in flight is in exactly one `SampleState`, at one generator;
+- at most (max_off_policy_steps + 1) * groups_per_step groups are issued and not consumed;
+- no generator has more RUNNING samples than its limit, or more than one install outstanding;
+- a token is at most max_off_policy_steps older than the policy that trains on it;
+- each group is consumed by the one step that it belongs to, or reported failed, never both.
+
+Losses. A lost generator's samples that the trainer has not acknowledged are written again
+elsewhere, under the same id. An acknowledgement is believed even if it comes after the loss. A
+sample that was started max_attempts times fails; a sample that fails takes its group with it.
+The membership of a step is declared when each of its groups is *acknowledged* or failed, not
+when delivery was commanded: a generator that dies in between could still take a group away.
+
+Stopping. `StopRequested` withdraws the work of later steps at once and finishes the step in hand
+(its samples are still started, and restarted after a loss), then `FinishRun("stopped")`. If
+nothing of that step was started, or no generator is left to write it, the run ends at once. A
+paused run is resumed for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cache.trajectory import SampleId
+from scheduler import commands as out
+from scheduler import events as ev
+from scheduler import invariants, report
+from scheduler.commands import Command
+from scheduler.config import SchedulerConfig
+from scheduler.errors import SchedulerError
+from scheduler.events import Event
+from scheduler.ledger import Ledger
+from scheduler.placement import Placement, prompt_key
+from scheduler.policy import policy_for
+from scheduler.records import DELIVERED, DELIVERING, HELD, QUEUED, RUNNING, Generator, Group
+from scheduler.view import SchedulerView
+
+
+class Scheduler:
+    """A deterministic state machine; the same object runs live and in simulations.
+
+    Args:
+        config: bounds and sizes.
+        first_step: step to begin with; more than 0 when a run is resumed.
+        total_steps: steps of the whole run; the last one is `total_steps - 1`.
+        group_key: prompt index of a group, so that a prompt prefers the generator that wrote it in
+            the epoch before; None for no such preference.
+
+    Raises:
+        SchedulerError: from `on_event`, when an event cannot have happened (a bug, or a liar on
+            the wire). Repeated and late events are not errors; they yield no commands.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        first_step: int,
+        total_steps: int,
+        group_key: Callable[[int], int] | None = None,
+    ) -> None:
+        if not 0 <= first_step < total_steps:
+            raise SchedulerError(
+                f"first_step {first_step} must be at least 0 and below total_steps {total_steps}"
+            )
+        self.config = config
+        self.policy = policy_for(config)
+        self.ledger = Ledger(groups_per_step=config.groups_per_step, first_step=first_step)
+        self.placement = Placement(config.group_size)
+        self.groups: dict[int, Group] = {}
+        """Groups in flight, by index."""
+        self.total_steps = total_steps
+        self.published = first_step
+        """Newest version whose weights can be installed, once the trainer has joined."""
+        self.next_declared = first_step
+        """The first step whose membership is not declared yet."""
+        self.trainer_joined = False
+        self.paused = False
+        self.stopping = False
+        self.finished: str | None = None
+        self.samples_finished = 0
+        self.tokens_finished = 0
+        self.staleness_max = 0
+        self._group_key = group_key
+        self._delivering = False
+        """Whether anything was ever delivered to the trainer."""
+        self._lost: set[str] = set()
+        self._commands: list[Command] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.GeneratorJoined: self._on_generator_joined,
+            ev.GeneratorLost: self._on_generator_lost,
+            ev.SampleFinished: self._on_sample_finished,
+            ev.SampleFailed: self._on_sample_failed,
+            ev.SampleDelivered: self._on_sample_delivered,
+            ev.WeightsInstalled: self._on_weights_installed,
+            ev.WeightsPublished: self._on_weights_published,
+            ev.StepFinished: self._on_step_finished,
+            ev.TrainerJoined: self._on_trainer_joined,
+            ev.StopRequested: self._on_stop,
+            ev.PauseRequested: self._on_pause,
+            ev.ResumeRequested: self._on_resume,
+        }
+
+    # ------------------------------------------------------------------ public
+
+    def on_event(self, event: Event) -> list[Command]:
+        """Take note of a fact and decide what follows, in the order to be carried out."""
+        self._commands = []
+        self._handlers[type(event)](event)
+        return self._commands
+
+    def snapshot(self) -> SchedulerView:
+        """The state in numbers, and what each wait waits for."""
+        return report.snapshot(self)
+
+    def check(self) -> None:
+        """Recount everything. O(in flight). Raises SchedulerError when an invariant is broken."""
+        invariants.check(self)
+
+    @property
+    def step(self) -> int:
+        """The step to be trained next, or in hand."""
+        return self.ledger.next_step
+
+    @property
+    def newest_open_step(self) -> int:
+        """Work is admitted for steps up to this one; below `step` when for none."""
+        if not self.trainer_joined or self.finished is not None:
+            return self.step - 1
+        if self.stopping:
+            return min(self.step, self.published)
+        # A version can be published before its StepFinished is known: still the old window.
+        version = min(self.published, self.step)
+        return min(self.policy.newest_step(version), self.total_steps - 1)
+
+    # -------------------------------------------------------------- generators
+
+    def _on_generator_joined(self, event: ev.GeneratorJoined) -> None:
+        known = self.placement.generators.get(event.generator)
+        if known is not None and known.slots == event.slots:
+            return
+        if known is not None or event.generator in self._lost:
+            raise SchedulerError(
+                f"generator {event.generator} joined before; one that comes back needs a new name, "
+                "or late news of the old one would be taken for news of the new one"
+            )
+        if event.slots < 1 or event.policy_version > self.published:
+            raise SchedulerError(
+                f"generator {event.generator} joined with {event.slots} slots and policy version "
+                f"{event.policy_version}; the newest published version is {self.published}"
+            )
+        generator = self.placement.add(
+            event.generator,
+            slots=event.slots,
+            limit=self.config.in_flight_limit(event.slots),
+            version=event.policy_version,
+        )
+        self._bring_up_to_date(generator)
+        if self.paused:
+            self._commands.append(out.PauseGenerator(generator.name))
+        self._place_waiting()
+        self._start(generator)
+
+    def _on_generator_lost(self, event: ev.GeneratorLost) -> None:
+        generator = self._generator(event.generator)
+        if generator is None:
+            return
+        self._lost.add(generator.name)
+        groups = self.placement.remove(generator)
+        for group in groups:
+            hopeless = self._take_back(group)
+            if hopeless is not None:
+                self._fail(
+                    group,
+                    f"sample {group.index}.{hopeless} was started "
+                    f"{self.config.max_attempts} times (scheduler.max_attempts) and its generator "
+                    f"was lost each time, the last one was {generator.name}",
+                )
+        self._declare()
+        for group in groups:
+            if group.index in self.groups:
+                self._place(group)
+        if self.stopping:
+            self._finish_if_stuck()
+
+    def _take_back(self, group: Group) -> int | None:
+        """Queue again what a lost generator had; returns a sample with no attempt left, if any."""
+        hopeless = None
+        for sample, state in enumerate(group.states):
+            if state == DELIVERED:
+                continue
+            if state != QUEUED and group.attempts[sample] >= self.config.max_attempts:
+                hopeless = sample
+            group.states[sample] = QUEUED
+        group.queued = self.config.group_size - group.delivered
+        group.running = 0
+        return hopeless
+
+    # ----------------------------------------------------------------- samples
+
+    def _on_sample_finished(self, event: ev.SampleFinished) -> None:
+        generator = self._generator(event.generator)
+        group = self._group(event.sample)
+        sample = event.sample.sample
+        if generator is None or group is None or group.owner is not generator:
+            return
+        if group.states[sample] != RUNNING:
+            return
+        staleness = group.step - event.oldest_version
+        if staleness > self.config.max_off_policy_steps or event.oldest_version > self.published:
+            raise SchedulerError(
+                f"sample {event.sample} of {generator.name} has tokens of policy version "
+                f"{event.oldest_version}, but is for step {group.step}, with max_off_policy_steps "
+                f"{self.config.max_off_policy_steps} and version {self.published} published"
+            )
+        group.states[sample] = HELD
+        group.running -= 1
+        generator.running -= 1
+        generator.load -= 1
+        generator.held += 1
+        self.samples_finished += 1
+        self.tokens_finished += event.length
+        if staleness > self.staleness_max:
+            self.staleness_max = staleness
+        self.placement.update(generator)
+        self._start(generator)
+        self._deliver_if_complete(group)
+
+    def _on_sample_failed(self, event: ev.SampleFailed) -> None:
+        generator = self._generator(event.generator)
+        group = self._group(event.sample)
+        if generator is None or group is None or group.owner is not generator:
+            return
+        if group.states[event.sample.sample] in (QUEUED, DELIVERED):
+            return
+        self._fail(group, f"sample {event.sample} of {generator.name}: {event.reason}")
+        self._declare()
+        if self.finished is None:
+            self._start(generator)
+
+    def _on_sample_delivered(self, event: ev.SampleDelivered) -> None:
+        generator = self._generator(event.generator)
+        group = self._group(event.sample)
+        sample = event.sample.sample
+        if group is None or group.states[sample] == DELIVERED:
+            return
+        owner = group.owner
+        state = group.states[sample]
+        if not group.sent[sample] or (owner is generator is not None and state != DELIVERING):
+            raise SchedulerError(
+                f"sample {event.sample} was acknowledged by the trainer, but generator "
+                f"{event.generator} was not told to deliver it"
+            )
+        group.states[sample] = DELIVERED
+        group.delivered += 1
+        if state == QUEUED:
+            group.queued -= 1
+            if owner is not None:
+                owner.load -= 1
+        elif owner is not None:
+            self._leave(owner, group, state)
+            if owner is not generator:  # the lost one had delivered it: do not write it again
+                self._commands.append(out.DiscardSamples(owner.name, (event.sample,)))
+        if owner is not None:
+            self.placement.update(owner)
+        if group.delivered == self.config.group_size:
+            self._arrive(group)
+        else:
+            self._deliver_if_complete(group)
+        if owner is not None and self.finished is None:
+            self._start(owner)
+
+    def _leave(self, owner: Generator, group: Group, state: int) -> None:
+        """Account for a RUNNING, HELD or DELIVERING sample that its owner no longer has."""
+        if state == RUNNING:
+            group.running -= 1
+            owner.running -= 1
+            owner.load -= 1
+        else:
+            owner.held -= 1
+
+    # ------------------------------------------------------------------ groups
+
+    def _deliver_if_complete(self, group: Group) -> None:
+        """Command delivery of what is HELD, once nothing of the group is left to write."""
+        owner = group.owner
+        if group.queued or group.running or owner is None:
+            return
+        samples = []
+        for sample, state in enumerate(group.states):
+            if state == HELD:
+                group.states[sample] = DELIVERING
+                group.sent[sample] = 1
+                samples.append((owner.name, SampleId(group.index, sample)))
+        if samples:
+            self._delivering = True
+            self._commands.append(out.DeliverGroup(group.step, group.index, tuple(samples)))
+
+    def _arrive(self, group: Group) -> None:
+        """The trainer has the whole group."""
+        self._forget(group)
+        self.ledger.arrive(group.index)
+        self._declare()
+
+    def _fail(self, group: Group, reason: str) -> None:
+        """Leave a group out, tell the user, and free what it occupies."""
+        self._discard([group])
+        self.ledger.fail(group.index)
+        self._commands.append(out.ReportGroupFailed(group.index, reason))
+
+    def _discard(self, groups: list[Group]) -> None:
+        """Forget groups; their owners abort or forget the samples, one command per owner."""
+        by_owner: dict[str, list[SampleId]] = {}
+        for group in groups:
+            owner = group.owner
+            if owner is not None:
+                for sample, state in enumerate(group.states):
+                    if state in (RUNNING, HELD, DELIVERING):
+                        self._leave(owner, group, state)
+                        by_owner.setdefault(owner.name, []).append(SampleId(group.index, sample))
+                owner.load -= group.queued
+                self.placement.update(owner)
+            group.queued = 0
+            self._forget(group)
+        for name, samples in by_owner.items():
+            self._commands.append(out.DiscardSamples(name, tuple(samples)))
+
+    def _forget(self, group: Group) -> None:
+        del self.groups[group.index]
+        if group.owner is not None:
+            del group.owner.groups[group.index]
+            group.owner = None
+
+    def _declare(self) -> None:
+        """Declare each step whose membership is final, in order; end the run if one is empty."""
+        while self.finished is None:
+            step = self.next_declared
+            members = self.ledger.membership(step)
+            if members is None:
+                return
+            if not members:
+                self._finish(f"failed: every group of step {step} failed")
+                return
+            self.next_declared += 1
+            self._commands.append(out.DeclareStep(step, members))
+
+    # ----------------------------------------------------------- trainer, steps
+
+    def _on_trainer_joined(self, event: ev.TrainerJoined) -> None:
+        if self.trainer_joined and not self._delivering:
+            return
+        if self.trainer_joined:
+            raise SchedulerError(
+                "the trainer joined again after groups were delivered to it; a trainer that "
+                "restarts has lost them, so the run must be resumed from its checkpoint"
+            )
+        if event.policy_version != self.published:
+            raise SchedulerError(
+                f"the trainer joined with policy version {event.policy_version}, but version "
+                f"{self.published} is expected; resume the run from that checkpoint"
+            )
+        self.trainer_joined = True
+        for generator in self.placement.generators.values():
+            self._bring_up_to_date(generator)
+        self._open_steps()
+
+    def _on_weights_published(self, event: ev.WeightsPublished) -> None:
+        if event.policy_version <= self.published:
+            return
+        if not self.trainer_joined or event.policy_version > self.next_declared:
+            raise SchedulerError(
+                f"weights of policy version {event.policy_version} were published, but step "
+                f"{event.policy_version - 1} cannot have been trained yet"
+            )
+        self.published = event.policy_version
+        for generator in self.placement.generators.values():
+            self._bring_up_to_date(generator)
+        self._open_steps()
+
+    def _on_step_finished(self, event: ev.StepFinished) -> None:
+        if event.step < self.step or self.finished is not None:
+            return
+        self.ledger.consume(event.step, event.groups)
+        if self.step == self.total_steps:
+            self._finish("done")
+        elif self.stopping:
+            self._finish("stopped")
+        else:
+            self._open_steps()
+
+    def _open_steps(self) -> None:
+        """Issue the groups of all steps that the policy admits now, in data order."""
+        last = self.newest_open_step
+        while self.ledger.step_of(self.ledger.next_group) <= last:
+            index = self.ledger.next_group
+            key = None if self._group_key is None else prompt_key(self._group_key(index))
+            self.ledger.issue()
+            step = self.ledger.step_of(index)
+            group = Group.new(index, step, key, self.config.group_size)
+            self.groups[index] = group
+            self._place(group)
+
+    # --------------------------------------------------------------- placement
+
+    def _place(self, group: Group) -> None:
+        """Give a group to a generator, which starts of it what it has room for."""
+        generator = self.placement.place(group)
+        if generator is not None:
+            self._start(generator)
+
+    def _place_waiting(self) -> None:
+        """Place what waited for a generator, as far as there is one now."""
+        placement = self.placement
+        while placement.has_candidates and (group := placement.next_unplaced()) is not None:
+            self._place(group)
+
+    def _start(self, generator: Generator) -> None:
+        """Start samples on a generator while it has room and admissible work."""
+        if self.paused:
+            return
+        newest_step = self.policy.newest_step(generator.version)
+        while generator.running < generator.limit:
+            group = self.placement.next_group(generator, newest_step)
+            if group is None:
+                return
+            sample = group.states.find(QUEUED)
+            group.states[sample] = RUNNING
+            group.attempts[sample] += 1
+            group.queued -= 1
+            group.running += 1
+            generator.running += 1
+            self._commands.append(out.StartSample(generator.name, SampleId(group.index, sample)))
+
+    # ----------------------------------------------------------------- weights
+
+    def _bring_up_to_date(self, generator: Generator) -> None:
+        """Command the newest version, unless it has it or an install is still outstanding."""
+        if not self.trainer_joined:
+            return
+        if generator.installing is None and generator.version < self.published:
+            generator.installing = self.published
+            self._commands.append(out.InstallWeights(generator.name, self.published))
+        self.placement.offer(generator, self.published)
+
+    def _on_weights_installed(self, event: ev.WeightsInstalled) -> None:
+        generator = self._generator(event.generator)
+        if generator is None:
+            return
+        if event.policy_version > self.published or not self.trainer_joined:
+            raise SchedulerError(
+                f"generator {generator.name} installed policy version {event.policy_version}, "
+                f"which was never published (newest: {self.published})"
+            )
+        if event.policy_version < generator.version:
+            return
+        missed = generator.installing if event.policy_version == generator.version else None
+        generator.version = event.policy_version
+        generator.installing = None
+        if missed is None or missed < self.published:
+            self._bring_up_to_date(generator)
+        else:
+            # Overwritten while it was read: newer weights are about to be published, and asking
+            # for the same version until then would go round in circles.
+            self.placement.offer(generator, self.published)
+        self._place_waiting()
+        self._start(generator)
+
+    # -------------------------------------------------------- pause, stop, end
+
+    def _on_pause(self, _: ev.PauseRequested) -> None:
+        if self.paused or self.finished is not None:
+            return
+        self.paused = True
+        self._commands.extend(out.PauseGenerator(name) for name in self.placement.generators)
+
+    def _on_resume(self, _: ev.ResumeRequested) -> None:
+        if not self.paused:
+            return
+        self.paused = False
+        for generator in list(self.placement.generators.values()):
+            self._commands.append(out.ResumeGenerator(generator.name))
+            self._start(generator)
+
+    def _on_stop(self, _: ev.StopRequested) -> None:
+        if self.stopping or self.finished is not None:
+            return
+        self.stopping = True
+        self._discard([group for group in self.groups.values() if group.step > self.step])
+        self.ledger.withdraw_after(self.step)
+        in_hand = self.groups.values()
+        settled = sum(self.ledger.progress(self.step))
+        if not settled and all(group.untouched for group in in_hand):
+            self._finish("stopped")
+            return
+        self._on_resume(ev.ResumeRequested())
+        for generator in list(self.placement.generators.values()):
+            self._start(generator)
+        self._finish_if_stuck()
+
+    def _finish_if_stuck(self) -> None:
+        """While stopping: do not wait for a generator that may never join."""
+        if self.finished is None and self.groups and not self.placement.generators:
+            self._finish(
+                f"stopped: step {self.step} was not trained, since no generator is left to "
+                f"write {len(self.groups)} of its groups"
+            )
+
+    def _finish(self, reason: str) -> None:
+        self._discard(list(self.groups.values()))
+        self.finished = reason
+        self._commands.append(out.FinishRun(reason))
+
+    # ----------------------------------------------------------------- look-up
+
+    def _generator(self, name: str) -> Generator | None:
+        """The generator of that name; None if it was lost. Raises SchedulerError if unknown."""
+        generator = self.placement.generators.get(name)
+        if generator is None and name not in self._lost:
+            raise SchedulerError(f"an event of generator {name}, which never joined")
+        return generator
+
+    def _group(self, sample: SampleId) -> Group | None:
+        """The group of a sample; None if settled. Raises SchedulerError if never issued."""
+        group = self.groups.get(sample.group)
+        if group is None and sample.group >= self.ledger.issued_below:
+            raise SchedulerError(f"an event of sample {sample}, whose group was never issued")
+        if not 0 <= sample.sample < self.config.group_size:
+            raise SchedulerError(
+                f"an event of sample {sample}; groups have {self.config.group_size} samples"
+            )
+        return group
