@@ -1,0 +1,74 @@
+"""Settings of the cache of earlier rollouts."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_MATCH_LIMIT = 40
+"""The head of a sequence must fit in its first block (`cache.store.SPAN`)."""
+
+
+class CacheConfig(BaseModel):
+    """What is kept, and how far ahead is drafted from it. Changes speed, never what is sampled."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: bool = Field(True, description="False: nothing is kept and nothing is drafted.")
+    max_bytes: int = Field(
+        1 << 30,
+        ge=1 << 14,
+        le=(1 << 33) - 512,
+        description="Most bytes that the cached rollouts of one process may take. Least recently "
+        "used prompts are dropped first.",
+    )
+    max_bytes_per_prompt: int = Field(
+        32 << 20,
+        ge=1 << 13,
+        description="Most bytes for one prompt; its oldest rollouts are dropped first.",
+    )
+    max_draft_tokens: int = Field(
+        16, ge=0, le=128, description="Most tokens drafted for a row in one step."
+    )
+    min_match: int = Field(
+        3, ge=1, description="Fewest recent tokens that must match before anything is drafted."
+    )
+    max_match: int = Field(
+        12,
+        ge=1,
+        le=MAX_MATCH_LIMIT,
+        description="Recent tokens that are compared; a match this long counts as certain context.",
+    )
+    min_probability: float = Field(
+        0.1,
+        ge=0.0,
+        le=1.0,
+        description="A draft ends before the token at which the estimated probability that all of "
+        "it is accepted falls below this.",
+    )
+    recency_half_life: float = Field(
+        32.0,
+        gt=0.0,
+        description="Rollouts of the same prompt after which an older one counts half: the policy "
+        "moves, so newer rollouts say more.",
+    )
+    max_candidates: int = Field(
+        24, ge=1, le=256, description="Most earlier occurrences that vote on a continuation."
+    )
+    doubt: float = Field(
+        0.15,
+        ge=0.0,
+        description="Votes, in units of one fresh rollout, that are counted for 'something never "
+        "seen here'. Larger: shorter drafts where few rollouts are known.",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> CacheConfig:
+        if self.min_match > self.max_match:
+            raise ValueError(
+                f"min_match ({self.min_match}) is greater than max_match ({self.max_match}); "
+                "the shortest match must not be longer than the longest"
+            )
+        if self.max_bytes_per_prompt > self.max_bytes:
+            # One prompt may take everything; a user who lowers max_bytes alone means just that.
+            object.__setattr__(self, "max_bytes_per_prompt", self.max_bytes)
+        return self

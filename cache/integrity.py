@@ -1,0 +1,227 @@
+"""Walk everything once and see that it adds up."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.jit import kernel
+from cache.store import (
+    BLOCK,
+    BLOCKS,
+    BUMP,
+    FIRST,
+    FREE,
+    FREE_HEAD,
+    HEADER,
+    LAST,
+    LIVE,
+    LOG2,
+    NEXT,
+    ORDINAL,
+    POSITIONS,
+    PREV,
+    ROOT,
+    SEQ_NEXT,
+    SEQUENCE,
+    SEQUENCES,
+    SPAN,
+    TOKENS,
+    USED,
+    LongArray,
+    bucket,
+    depth_of,
+    hash_back,
+    node_at,
+)
+from cache.trajectory import IntArray
+
+PROBLEMS = (
+    "",
+    "live + free blocks are not the allocated ones",
+    "a free block is linked twice or outside the arena",
+    "the free list's length is not its counter",
+    "a block of a sequence is linked twice or outside the arena",
+    "a sequence's blocks contradict each other",
+    "a block of an index is linked twice or outside the arena",
+    "a tree's block count is wrong",
+    "a tree's list of sequences does not end where it should",
+    "a chain leaves its tree, lies in the wrong bucket or is circular",
+    "the chains of a tree do not hold each of its positions once",
+    "the count of live blocks is wrong",
+    "the count of cached tokens or sequences is wrong",
+)
+
+Owners = NDArray[np.int32]
+
+
+@kernel
+def claim(owners: Owners, block: int, bump: int, owner: int) -> bool:
+    """Write down a block's owner; False when it has one or is no block."""
+    if block < BLOCK or block >= bump or block % BLOCK or owners[block // BLOCK]:
+        return False
+    owners[block // BLOCK] = owner
+    return True
+
+
+@kernel
+def check_free(arena: IntArray, state: LongArray, owners: Owners) -> int:
+    """Claim the free list; returns a problem's number or 0."""
+    if state[LIVE] + state[FREE] != state[BUMP] // BLOCK - 1:
+        return 1
+    block = state[FREE_HEAD]
+    seen = 0
+    while block:
+        if not claim(owners, block, state[BUMP], -1):
+            return 2
+        seen += 1
+        block = arena[block]
+    return 0 if seen == state[FREE] else 3
+
+
+@kernel
+def check_sequence(
+    arena: IntArray, state: LongArray, owners: Owners, first: int, owner: int
+) -> tuple[int, int, int]:
+    """Claim a sequence's blocks; returns problem, blocks, tokens (its head included)."""
+    blocks = 0
+    tokens = 0
+    former = 0
+    block = first
+    while block:
+        if not claim(owners, block, state[BUMP], owner):
+            return 4, 0, 0
+        used = arena[block + USED]
+        if (
+            arena[block + PREV] != former
+            or arena[block + SEQUENCE] != first
+            or arena[block + ORDINAL] != arena[first + ORDINAL]
+            or used < 1
+            or used > SPAN
+            or (arena[block + NEXT] and used < SPAN)
+        ):
+            return 5, 0, 0
+        blocks += 1
+        tokens += used
+        former = block
+        block = arena[block + NEXT]
+    return 0, blocks, tokens
+
+
+@kernel
+def check_chains(
+    arena: IntArray,
+    trees: LongArray,
+    tree: int,
+    owners: Owners,
+    order: int,
+    length: int,
+) -> int:
+    """All chains of one order; returns a problem's number or 0."""
+    root = trees[tree, ROOT]
+    log2 = trees[tree, LOG2]
+    depth = depth_of(log2)
+    seen = 0
+    for word in range(order, 2 << log2, 2):
+        slot = node_at(arena, root, depth, 0, word >> 7) + (word & 127)
+        position = int(arena[slot])
+        while position:
+            block = position & -BLOCK
+            offset = position - block - HEADER
+            if (
+                position < 0
+                or position >= len(arena)
+                or owners[block // BLOCK] != tree + 1
+                or offset < 0
+                or offset >= arena[block + USED]
+                or seen > trees[tree, POSITIONS]
+                or bucket(arena, root, log2, hash_back(arena, position, length), order) != slot
+            ):
+                return 9
+            seen += 1
+            position = int(arena[position + (order + 1) * SPAN])
+    return 0 if seen == trees[tree, POSITIONS] else 10
+
+
+@kernel
+def check_tree(
+    arena: IntArray,
+    state: LongArray,
+    trees: LongArray,
+    tree: int,
+    owners: Owners,
+    min_match: int,
+    max_match: int,
+) -> tuple[int, int, int]:
+    """One tree; returns problem, sequences, response tokens."""
+    blocks = 0
+    tokens = 0
+    sequences = 0
+    last = 0
+    first = trees[tree, FIRST]
+    while first:
+        problem, more, length = check_sequence(arena, state, owners, first, tree + 1)
+        if problem:
+            return problem, 0, 0
+        blocks += more
+        tokens += length - max_match
+        sequences += 1
+        last = first
+        first = arena[first + SEQ_NEXT]
+    if last != trees[tree, LAST]:
+        return 8, 0, 0
+    root = trees[tree, ROOT]
+    if root:
+        depth = depth_of(trees[tree, LOG2])
+        nodes = max(1, (2 << trees[tree, LOG2]) // BLOCK)
+        # From the root down: a node is followed only after it was found to be a block.
+        for level in range(depth, -1, -1):
+            count = (nodes + (1 << (7 * level)) - 1) >> (7 * level)
+            for item in range(count):
+                # Not a sequence's owner number, so that no chain may point into an index.
+                node = node_at(arena, root, depth, level, item)
+                if not claim(owners, node, state[BUMP], -tree - 2):
+                    return 6, 0, 0
+            blocks += count
+        if trees[tree, POSITIONS] != tokens + sequences:
+            return 10, 0, 0
+        for order in range(2):
+            problem = check_chains(
+                arena, trees, tree, owners, order, max_match if order else min_match
+            )
+            if problem:
+                return problem, 0, 0
+    elif sequences:
+        return 10, 0, 0
+    return (0 if blocks == trees[tree, BLOCKS] else 7), sequences, tokens
+
+
+@kernel
+def check(
+    arena: IntArray,
+    state: LongArray,
+    trees: LongArray,
+    used: IntArray,
+    min_match: int,
+    max_match: int,
+) -> int:
+    """Index into PROBLEMS, 0 when all is well. `used` `[T]` are the trees that exist."""
+    owners = np.zeros(state[BUMP] // BLOCK, np.int32)
+    problem = check_free(arena, state, owners)
+    if problem:
+        return problem
+    blocks = 0
+    tokens = 0
+    sequences = 0
+    for tree in used:
+        problem, more_sequences, more_tokens = check_tree(
+            arena, state, trees, tree, owners, min_match, max_match
+        )
+        if problem:
+            return problem
+        blocks += trees[tree, BLOCKS]
+        tokens += more_tokens
+        sequences += more_sequences
+    if blocks != state[LIVE]:
+        return 11
+    return 0 if tokens == state[TOKENS] and sequences == state[SEQUENCES] else 12
