@@ -1,0 +1,30 @@
+"""Settings of the embedded torch engine."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TorchConfig(BaseModel):
+    """How the embedded torch engine shapes its steps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_step_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens that a decoding step may feed, drafts included; rows beyond it still "
+        "run, without drafts. None: 48 on a CPU, 256 on a GPU.",
+    )
+    max_prefill_tokens: int = Field(
+        default=4096,
+        ge=1,
+        description="Prompt tokens that one step may take in, and tokens that one scoring pass "
+        "holds; a single longer prompt still goes, alone.",
+    )
+    chunk_tokens: int = Field(
+        default=16,
+        ge=1,
+        description="A request reports its tokens in chunks of at least this many (always at its "
+        "end, before a pause and before new weights). 1 streams every step, at a cost.",
+    )

@@ -1,0 +1,225 @@
+"""A HF causal LM behind one packed forward pass."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from cache.trajectory import IntArray
+from engine.errors import EngineError, EngineStartError
+from engine.torch.slots import (
+    Block,
+    SlotAttention,
+    SlotCache,
+    StepPlan,
+    causal_blocks,
+    decode_block,
+)
+
+_names = itertools.count()
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Largest total variation between packed and plain forward pass that the self-check lets pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The tokens of one forward pass: decoding rows `[0, m)`, then new rows with whole contexts."""
+
+    decode_tokens: IntArray
+    """`[sum(decode_counts)]` each decoding row's last token and its drafts, row by row."""
+    decode_counts: IntArray
+    """`[m]` tokens per decoding row, at least 1."""
+    decode_lengths: IntArray
+    """`[m]` valid keys of each decoding row."""
+    new_tokens: IntArray
+    """`[sum(new_lengths)]` whole contexts, best sorted by length."""
+    new_lengths: IntArray
+    """`[r]`; these rows take slots m .. m + r - 1."""
+
+
+class SlotModel:
+    """A loaded model with its KV slots."""
+
+    def __init__(self, model: Any, *, slots: int, max_len: int) -> None:
+        self.module = model
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.cache = SlotCache(slots, max_len)
+        self._attention = SlotAttention(self.cache)
+        self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def attach(self) -> None:
+        """Route the model's attention through the slots."""
+        name = f"asyncrl-slots-{next(_names)}"
+        AttentionInterface.register(name, self._attention)
+        self.module.set_attn_implementation(name)
+
+    def forward(self, feed: Feed) -> torch.Tensor:
+        """Logits in float32: `[sum(decode_counts) + r, V]`, for the new rows of the last token."""
+        decoding = len(feed.decode_tokens)
+        ends = decoding + np.cumsum(feed.new_lengths, dtype=np.int64) - 1
+        wanted = np.concatenate([np.arange(decoding), ends])
+        return self._run(self._plan(feed), wanted, self.cache)
+
+    def forward_fresh(
+        self, tokens: IntArray, lengths: IntArray, wanted: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Logits `[len(wanted), V]` of whole contexts packed one after another; no slot is used.
+
+        Args:
+            tokens: `[T]` packed contexts, best sorted by length.
+            lengths: `[r]` their lengths.
+            wanted: indices into `[T]`.
+        """
+        none = np.empty(0, np.int32)
+        return self._run(self._plan(Feed(none, none, none, tokens, lengths)), wanted, None)
+
+    def _plan(self, feed: Feed) -> StepPlan:
+        m, r = len(feed.decode_counts), len(feed.new_lengths)
+        counts = np.concatenate([feed.decode_counts, feed.new_lengths])
+        first = np.concatenate([feed.decode_lengths, np.zeros(r, np.int32)])
+        rows = np.repeat(np.arange(m + r), counts)
+        starts = np.cumsum(counts) - counts
+        positions = np.arange(int(counts.sum())) - np.repeat(starts - first, counts)
+        blocks: list[Block] = []
+        if m:
+            blocks.append(
+                decode_block(
+                    feed.decode_lengths, feed.decode_counts, dtype=self.dtype, device=self.device
+                )
+            )
+        if r:
+            blocks += causal_blocks(
+                feed.new_lengths,
+                first_row=m,
+                first_token=len(feed.decode_tokens),
+                device=self.device,
+            )
+        ids = np.concatenate([feed.decode_tokens, feed.new_tokens]).astype(np.int64)
+        return StepPlan(
+            input_ids=torch.from_numpy(ids)[None].to(self.device),
+            positions=torch.from_numpy(positions)[None].to(self.device),
+            rows=torch.from_numpy(rows).to(self.device),
+            blocks=blocks,
+        )
+
+    def _run(
+        self, plan: StepPlan, wanted: NDArray[np.int64], cache: SlotCache | None
+    ) -> torch.Tensor:
+        self._attention.plan = self.cache.plan = plan
+        index = None
+        options: dict[str, Any] = {}
+        if len(wanted) < plan.input_ids.shape[1]:
+            index = torch.from_numpy(wanted).to(self.device)
+            if self._picks_logits:
+                options["logits_to_keep"] = index
+        with torch.inference_mode():
+            out = self.module(
+                input_ids=plan.input_ids,
+                position_ids=plan.positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **options,
+            )
+            logits: torch.Tensor = out.logits[0]
+            if index is not None and not self._picks_logits:
+                logits = logits[index]
+            self._attention.plan = self.cache.plan = None
+            return logits.float()
+
+
+def load_model(
+    path: str, *, slots: int, max_len: int, device: torch.device, dtype: torch.dtype
+) -> SlotModel:
+    """Load a model from a directory or hub id, and check that slots represent it.
+
+    Raises:
+        EngineStartError: it cannot be loaded, or its attention or state does not fit KV slots.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model.eval().requires_grad_(requires_grad=False).to(device)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise EngineStartError(f"cannot load a causal LM from {path!r}: {error}") from error
+    _refuse_by_config(model, path, max_len)
+    out = SlotModel(model, slots=slots, max_len=max_len)
+    _check_against_plain_forward(out, path)
+    return out
+
+
+def _refuse_by_config(model: Any, path: str, max_len: int) -> None:
+    config = model.config.get_text_config()
+    other = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if model._is_stateful or other:  # noqa: SLF001  (transformers has no public name for it)
+        what = f"layers of type {sorted(other)}" if other else "a recurrent state"
+        raise EngineStartError(
+            f"{path!r} has {what}, which KV slots cannot represent: set engine.kind=vllm"
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise EngineStartError(
+            f"{path!r} ({type(model).__name__}) does not use transformers' attention interface, "
+            "which the embedded engine needs: set engine.kind=vllm"
+        )
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and longest < max_len:
+        raise EngineStartError(
+            f"engine.max_model_len={max_len} is more than the {longest} positions of {path!r}"
+        )
+
+
+def _check_against_plain_forward(model: SlotModel, path: str) -> None:
+    """Run a few tokens both ways: whatever this engine cannot represent shows as a difference."""
+    rng = np.random.default_rng(0)
+    lengths = [min(n, model.cache.max_len) for n in (6, 4)[: model.cache.slots]]
+    rows = [rng.integers(0, model.vocab_size, n).astype(np.int32) for n in lengths]
+    split = [max(1, n // 2) for n in lengths]
+    with torch.inference_mode():
+        plain = [
+            model.module(torch.from_numpy(row)[None].long().to(model.device)).logits[0]
+            for row in rows
+        ]
+    try:
+        model.attach()
+        packed = _packed_logits(model, rows, split)
+    except (
+        EngineError, TypeError, AttributeError, NotImplementedError, RuntimeError, ValueError,
+        LookupError,
+    ) as error:  # fmt: skip
+        raise EngineStartError(
+            f"the embedded engine cannot run {path!r}: {error}. Set engine.kind=vllm, or lower "
+            f"engine.slots ({model.cache.slots}) and engine.max_model_len ({model.cache.max_len}) "
+            "if memory ran out"
+        ) from error
+    expected = torch.cat([p[s - 1 :] for p, s in zip(plain, split, strict=True)]).float()
+    apart = (expected.softmax(-1) - packed.softmax(-1)).abs().sum(-1).max().item() / 2
+    if not apart <= _TOLERANCE.get(model.dtype, 0.1):
+        raise EngineStartError(
+            f"{path!r} gives other probabilities through KV slots than by itself (total variation "
+            f"{apart:.2g}): its attention is not plain causal. Set engine.kind=vllm"
+        )
+
+
+def _packed_logits(model: SlotModel, rows: list[IntArray], split: list[int]) -> torch.Tensor:
+    """Take the first tokens in as prompts, the rest as drafts; logits from each split on."""
+    none = np.empty(0, np.int32)
+    heads = np.array(split, np.int32)
+    first = np.concatenate([row[:s] for row, s in zip(rows, split, strict=True)])
+    prefilled = model.forward(Feed(none, none, none, first, heads))
+    tails = [row[s:] for row, s in zip(rows, split, strict=True)]
+    counts = np.array([len(t) for t in tails], np.int32)
+    if not counts.all():
+        return prefilled
+    decoded = model.forward(Feed(np.concatenate(tails), counts, heads, none, none))
+    parts = decoded.split(counts.tolist())
+    return torch.cat([torch.cat([p[None], d]) for p, d in zip(prefilled, parts, strict=True)])

@@ -1,0 +1,86 @@
+"""What a request must satisfy before it may wait for a slot."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cache.trajectory import IntArray
+from engine.errors import RequestError
+from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this engine can hold."""
+
+    max_model_len: int
+    vocab_size: int
+    top_k: int
+
+    def check_generate(self, request: GenerateRequest) -> None:
+        """Raise RequestError, naming the request, when it cannot be served."""
+        name, sampling = request.request_id, request.sampling
+        self._check_sampling(name, sampling)
+        for what, tokens in (
+            ("prompt_tokens", request.prompt_tokens),
+            ("prefix_tokens", request.prefix_tokens),
+            ("draft_tokens", request.draft_tokens),
+        ):
+            self._check_tokens(name, what, tokens)
+        prompt, prefix = len(request.prompt_tokens), len(request.prefix_tokens)
+        if prompt == 0:
+            raise RequestError(f"request {name!r}: prompt_tokens is empty, at least 1 is needed")
+        if prompt + sampling.max_tokens > self.max_model_len:
+            raise RequestError(
+                f"request {name!r}: a prompt of {prompt} tokens and max_tokens="
+                f"{sampling.max_tokens} exceed engine.max_model_len={self.max_model_len}"
+            )
+        if prefix >= sampling.max_tokens:
+            raise RequestError(
+                f"request {name!r}: its prefix of {prefix} tokens leaves nothing to write within "
+                f"max_tokens={sampling.max_tokens}"
+            )
+
+    def check_score(self, request: ScoreRequest) -> None:
+        """Raise RequestError, naming the request, when it cannot be scored."""
+        name = request.request_id
+        self._check_sampling(name, request.sampling)
+        self._check_tokens(name, "prompt_tokens", request.prompt_tokens)
+        self._check_tokens(name, "tokens", request.tokens)
+        if len(request.prompt_tokens) == 0:
+            raise RequestError(f"request {name!r}: prompt_tokens is empty, at least 1 is needed")
+        length = len(request.prompt_tokens) + len(request.tokens)
+        if length > self.max_model_len:
+            raise RequestError(
+                f"request {name!r}: {length} tokens exceed engine.max_model_len="
+                f"{self.max_model_len}"
+            )
+
+    def _check_sampling(self, name: str, sampling: SamplingParams) -> None:
+        if not (sampling.temperature > 0 and math.isfinite(sampling.temperature)):
+            raise RequestError(
+                f"request {name!r}: temperature={sampling.temperature} must be greater than 0 "
+                "(greedy drawing has no behaviour probability)"
+            )
+        if not 0 < sampling.top_p <= 1:
+            raise RequestError(f"request {name!r}: top_p={sampling.top_p} must be in (0, 1]")
+        if sampling.max_tokens < 1:
+            raise RequestError(f"request {name!r}: max_tokens={sampling.max_tokens} must be >= 1")
+        if not 0 <= sampling.top_k_logprobs <= self.top_k:
+            raise RequestError(
+                f"request {name!r}: top_k_logprobs={sampling.top_k_logprobs} must be from 0 to "
+                f"engine.top_k_logprobs={self.top_k}"
+            )
+        if any(not 0 <= stop < self.vocab_size for stop in sampling.stop_tokens):
+            raise RequestError(
+                f"request {name!r}: stop_tokens {sampling.stop_tokens} must be ids from 0 to "
+                f"{self.vocab_size - 1}"
+            )
+
+    def _check_tokens(self, name: str, what: str, tokens: IntArray) -> None:
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.vocab_size):
+            raise RequestError(
+                f"request {name!r}: {what} has ids from {tokens.min()} to {tokens.max()}, the "
+                f"model's vocabulary is 0 to {self.vocab_size - 1}"
+            )

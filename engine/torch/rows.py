@@ -1,0 +1,146 @@
+"""The running requests as a table of arrays: one row per request, the first n of them in use.
+
+Rows stay contiguous: when a request ends, the last row moves into its place (`release`). The KV
+slot of a row has the row's index and moves with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.trajectory import FinishReason
+from engine.errors import EngineError
+from engine.protocol import GenerateRequest, TokenChunk
+
+NO_ROW = -1
+
+
+class Rows:
+    """State of every running request. S slots, W context width, B buffered tokens, K top-K."""
+
+    def __init__(self, slots: int, width: int, buffer: int, top_k: int) -> None:
+        self.slots = slots
+        self.n = 0
+        self.requests: list[GenerateRequest] = []
+        self._row_of: dict[str, int] = {}
+        # Context: prompt, prefix and response, `[S, W]`; the next token to feed is the last one.
+        self.tokens = np.zeros((slots, width), np.int32)
+        self.total = np.zeros(slots, np.int32)
+        self.prompt = np.zeros(slots, np.int32)
+        self.limit = np.zeros(slots, np.int32)
+        self.kv_version = np.zeros(slots, np.int64)
+        # How it samples.
+        self.seed = np.zeros(slots, np.uint64)
+        self.temperature = np.ones(slots, np.float32)
+        self.top_p = np.ones(slots, np.float32)
+        self.stops = np.full((slots, 1), -1, np.int64)
+        # Where drafts come from: a row of the cache, and an old continuation with a cursor.
+        self.cache_row = np.full(slots, NO_ROW, np.int64)
+        self.old = np.full((slots, width), -1, np.int32)
+        self.old_length = np.zeros(slots, np.int32)
+        self.old_at = np.zeros(slots, np.int32)
+        self.in_step = np.zeros(slots, np.bool_)
+        # Tokens drawn but not reported yet.
+        self.unsent = np.zeros(slots, np.int32)
+        self.out_tokens = np.zeros((slots, buffer), np.int32)
+        self.out_logprobs = np.zeros((slots, buffer), np.float32)
+        self.out_ids = np.zeros((slots, buffer, top_k), np.int32)
+        self.out_topk = np.zeros((slots, buffer, top_k), np.float32)
+        self.out_provenance = np.zeros((slots, buffer), np.uint8)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._row_of
+
+    def row_of(self, request_id: str) -> int:
+        """Row of a running request. Raises KeyError when it is not running."""
+        return self._row_of[request_id]
+
+    def left(self) -> NDArray[np.int32]:
+        """`[n]` tokens that each row may still write."""
+        return self.limit[: self.n] - self.total[: self.n]
+
+    def take(
+        self, request: GenerateRequest, *, seed: int, policy_version: int, cache_row: int
+    ) -> int:
+        """Give the next row to a request. Raises EngineError when all are taken."""
+        if self.n == self.slots:
+            raise EngineError(f"no free slot for request {request.request_id!r}")
+        row = self.n
+        sampling = request.sampling
+        start, prefix = len(request.prompt_tokens), len(request.prefix_tokens)
+        self.tokens[row, :start] = request.prompt_tokens
+        self.tokens[row, start : start + prefix] = request.prefix_tokens
+        self.total[row] = start + prefix
+        self.prompt[row] = start
+        self.limit[row] = start + sampling.max_tokens
+        self.kv_version[row] = policy_version
+        self.seed[row] = seed
+        self.temperature[row] = sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self._set_stops(row, sampling.stop_tokens)
+        self.cache_row[row] = cache_row
+        old = request.draft_tokens[: self.old.shape[1]]
+        self.old[row, : len(old)] = old
+        self.old_length[row] = len(old)
+        self.old_at[row] = 0
+        self.in_step[row] = True
+        self.unsent[row] = 0
+        self.requests.append(request)
+        self._row_of[request.request_id] = row
+        self.n += 1
+        return row
+
+    def release(self, row: int) -> int | None:
+        """End a row; gives the row that must move into its place (already moved here), or None."""
+        if not 0 <= row < self.n:
+            raise EngineError(f"row {row} released twice")
+        last = self.n - 1
+        del self._row_of[self.requests[row].request_id]
+        moved = self.requests.pop()
+        self.n = last
+        if row == last:
+            return None
+        self.requests[row] = moved
+        self._row_of[moved.request_id] = row
+        for column in self._columns():
+            column[row] = column[last]
+        return last
+
+    def chunk(
+        self, row: int, policy_version: int, reason: FinishReason | None = None
+    ) -> TokenChunk:
+        """Hand over what was drawn since the last chunk."""
+        n = int(self.unsent[row])
+        self.unsent[row] = 0
+        k = self.requests[row].sampling.top_k_logprobs
+        return TokenChunk(
+            request_id=self.requests[row].request_id,
+            tokens=self.out_tokens[row, :n].copy(),
+            logprobs=self.out_logprobs[row, :n].copy(),
+            topk_ids=self.out_ids[row, :n, :k].copy(),
+            topk_logprobs=self.out_topk[row, :n, :k].copy(),
+            provenance=self.out_provenance[row, :n].copy(),
+            policy_version=policy_version,
+            finish_reason=reason,
+        )
+
+    def check(self) -> None:
+        """Raise EngineError unless free + held == slots and names and rows agree."""
+        named = sorted(self._row_of.values())
+        held = len(self.requests)
+        if held != self.n or named != list(range(self.n)) or not 0 <= self.n <= self.slots:
+            raise EngineError(f"slots: {self.n} in use, {held} held, rows named {named}")
+
+    def _set_stops(self, row: int, stops: tuple[int, ...]) -> None:
+        missing = len(stops) - self.stops.shape[1]
+        if missing > 0:
+            more = np.full((self.slots, missing), -1, np.int64)
+            self.stops = np.concatenate([self.stops, more], axis=1)
+        self.stops[row] = -1
+        self.stops[row, : len(stops)] = stops
+
+    def _columns(self) -> Iterator[NDArray[np.generic]]:
+        return (value for value in vars(self).values() if isinstance(value, np.ndarray))

@@ -1,0 +1,75 @@
+"""Log-probabilities of given tokens, under the same processed distribution as sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.protocol import Score, ScoreRequest
+from engine.torch.model import SlotModel
+from engine.torch.sampling import processed_logprobs, top_k
+
+_LOGITS = 1 << 27
+"""Most logits held at once (half a gibibyte in float32); one request alone may hold more."""
+
+
+def score_all(
+    model: SlotModel, requests: Sequence[ScoreRequest], *, max_tokens: int, policy_version: int
+) -> list[Score]:
+    """Score in the order asked; contexts go through the model packed, sorted by length."""
+    order = sorted(range(len(requests)), key=lambda i: _length(requests[i]))
+    scores: dict[int, Score] = {}
+    batch: list[int] = []
+    tokens = logits = 0
+    for i in order:
+        wanted = len(requests[i].tokens) * model.vocab_size
+        if batch and (tokens + _length(requests[i]) > max_tokens or logits + wanted > _LOGITS):
+            scores |= _score_batch(model, requests, batch, policy_version)
+            batch, tokens, logits = [], 0, 0
+        batch.append(i)
+        tokens += _length(requests[i])
+        logits += wanted
+    if batch:
+        scores |= _score_batch(model, requests, batch, policy_version)
+    return [scores[i] for i in range(len(requests))]
+
+
+def _length(request: ScoreRequest) -> int:
+    return len(request.prompt_tokens) + len(request.tokens)
+
+
+def _score_batch(
+    model: SlotModel, requests: Sequence[ScoreRequest], batch: list[int], policy_version: int
+) -> dict[int, Score]:
+    chosen = [requests[i] for i in batch]
+    lengths = np.array([_length(r) for r in chosen], np.int32)
+    counts = np.array([len(r.tokens) for r in chosen], np.int64)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    # The logits of a token are those of the position before it.
+    wanted = np.concatenate(
+        [np.arange(end - n, end) - 1 for end, n in zip(ends, counts, strict=True)]
+    )
+    packed = np.concatenate([part for r in chosen for part in (r.prompt_tokens, r.tokens)]).astype(
+        np.int32
+    )
+    logprobs = processed_logprobs(
+        model.forward_fresh(packed, lengths, wanted),
+        np.repeat(np.array([r.sampling.temperature for r in chosen], np.float32), counts),
+        np.repeat(np.array([r.sampling.top_p for r in chosen], np.float32), counts),
+    )
+    targets = torch.from_numpy(packed[wanted + 1].astype(np.int64)).to(logprobs.device)
+    picked = logprobs.gather(1, targets[:, None]).squeeze(1).cpu().numpy()
+    ids, values = top_k(logprobs, max(r.sampling.top_k_logprobs for r in chosen))
+    spans = [slice(end - n, end) for end, n in zip(np.cumsum(counts), counts, strict=True)]
+    return {
+        i: Score(
+            request_id=request.request_id,
+            logprobs=picked[span].copy(),
+            topk_ids=ids[span, : request.sampling.top_k_logprobs].copy(),
+            topk_logprobs=values[span, : request.sampling.top_k_logprobs].copy(),
+            policy_version=policy_version,
+        )
+        for i, request, span in zip(batch, chosen, spans, strict=True)
+    }

@@ -1,0 +1,63 @@
+"""Random models small enough to enumerate: a vocabulary of ten tokens, two layers.
+
+Weights are scaled up, so that distributions are far from uniform and depend on the context.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCAB = 10
+STOP = 9
+"""The token that tests use as their stop token."""
+
+
+def _sizes() -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": STOP,
+        "pad_token_id": None,
+    }
+
+
+def make_qwen3(seed: int = 0, *, scale: float = 6.0, **changes: Any) -> Any:
+    """A random Qwen3 with tied embeddings."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(**(_sizes() | {"tie_word_embeddings": True} | changes))
+    return _random(Qwen3ForCausalLM, config, seed, scale)
+
+
+def make_llama(seed: int = 0, *, scale: float = 6.0, **changes: Any) -> Any:
+    """A random Llama with separate output embeddings."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**(_sizes() | {"tie_word_embeddings": False} | changes))
+    return _random(LlamaForCausalLM, config, seed, scale)
+
+
+def _random(kind: Any, config: Any, seed: int, scale: float) -> Any:
+    import torch
+
+    torch.manual_seed(seed)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(scale * (1.5 if "lm_head" in name else 1.0))
+    return model
+
+
+def save(model: Any, path: Path) -> str:
+    """Write in HF format; gives the directory as a string."""
+    model.save_pretrained(path)
+    return str(path)
