@@ -1,0 +1,209 @@
+"""One worker process seen from the pool: started when needed, asked, killed."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.errors import RewardError, RewardFailed, RewardTimeout
+from asyncrl.rewards.config import RewardConfig
+from asyncrl.rewards.protocol import (
+    MAX_FRAME,
+    Began,
+    Call,
+    FromWorker,
+    Raised,
+    Ready,
+    Refused,
+    Scored,
+    Setup,
+    Term,
+    ToWorker,
+    pack,
+)
+
+log = logging.getLogger(__name__)
+
+_DECODER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_STDERR_LINES = 20
+_END_SECONDS = 5.0
+
+
+class WorkerProcess:
+    """A slot of the pool. Its process may be dead; the next call starts another."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._terms = tuple(Term(f.name, f.weight, f.args) for f in config.functions)
+        self._process: asyncio.subprocess.Process | None = None
+        self._stderr: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES)
+        self._stderr_reader: asyncio.Task[None] | None = None
+        self._term = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, None while there is no process."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start the process and load the functions; nothing to do when it runs.
+
+        Raises:
+            RewardError: a function cannot be loaded, or not within `startup_seconds`.
+        """
+        if self._process is not None and self._process.returncode is None:
+            return
+        await self.kill()
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "asyncrl.rewards.worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            # A session of its own: Ctrl-C is not sent to it, and killing it takes along whatever
+            # the user's function has started.
+            start_new_session=True,
+        )
+        self._stderr_reader = asyncio.create_task(self._keep_stderr(self._process))
+        ready = False
+        try:
+            async with asyncio.timeout(self._config.startup_seconds):
+                await self._send(Setup(self._terms, str(Path.cwd())))
+                answer = await self._receive()
+            if isinstance(answer, Refused):
+                raise RewardError(answer.message)
+            ready = isinstance(answer, Ready)
+        except TimeoutError as error:
+            raise RewardError(
+                f"the rewards ({self._names()}) were not loaded within "
+                f"{self._config.startup_seconds:g} s; what does their module do when it is "
+                "imported? (rewards.startup_seconds)"
+            ) from error
+        except (EOFError, ConnectionError) as error:
+            raise RewardError(
+                f"the process that loads the rewards ({self._names()}) {await self._ending()}"
+            ) from error
+        finally:
+            if not ready:
+                await self.kill()
+
+    async def score(self, call: Call) -> float:
+        """Score one response. After any exception there is no process left.
+
+        Raises:
+            RewardTimeout: no answer within `timeout_seconds`.
+            RewardFailed: a function raised, returned no finite number, or ended its process.
+        """
+        await self.start()
+        done = False
+        try:
+            async with asyncio.timeout(self._config.timeout_seconds):
+                answer = await self._ask(call)
+            done = True
+        except TimeoutError as error:
+            raise RewardTimeout(
+                f"reward {self._culprit()!r} did not return within "
+                f"{self._config.timeout_seconds:g} s (rewards.timeout_seconds) for the response "
+                f"{_shortened(call.response)}; its process was killed"
+            ) from error
+        except (EOFError, ConnectionError) as error:
+            raise RewardFailed(
+                f"reward {self._culprit()!r}: its process {await self._ending()}; it was scoring "
+                f"the response {_shortened(call.response)}"
+            ) from error
+        finally:
+            # Also when cancelled: an answer still to come would be taken for the next call's.
+            if not done:
+                await self.kill()
+        if isinstance(answer, Raised):
+            self._term = answer.term
+            raise RewardFailed(
+                f"reward {self._culprit()!r} failed for the response "
+                f"{_shortened(call.response)}:\n{answer.message}"
+            )
+        return answer.value
+
+    async def kill(self) -> None:
+        """End the process and whatever it has started. Idempotent."""
+        process, self._process = self._process, None
+        reader, self._stderr_reader = self._stderr_reader, None
+        if process is None:
+            return
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.stdin is not None:
+            process.stdin.close()
+        await process.wait()
+        if reader is not None:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+
+    async def _ask(self, call: Call) -> Scored | Raised:
+        self._term = 0
+        await self._send(call)
+        while True:
+            answer = await self._receive()
+            if isinstance(answer, Began):
+                self._term = answer.term
+            elif isinstance(answer, Scored | Raised):
+                return answer
+            else:
+                raise EOFError(f"unexpected {type(answer).__name__}")
+
+    async def _send(self, message: ToWorker) -> None:
+        assert self._process is not None and self._process.stdin is not None  # noqa: S101, PT018
+        self._process.stdin.write(pack(message))
+        await self._process.stdin.drain()
+
+    async def _receive(self) -> FromWorker:
+        assert self._process is not None and self._process.stdout is not None  # noqa: S101, PT018
+        stdout = self._process.stdout
+        length = int.from_bytes(await stdout.readexactly(4), "little")
+        if length > MAX_FRAME:
+            raise EOFError("a frame that is too long")
+        return _DECODER.decode(await stdout.readexactly(length))
+
+    async def _keep_stderr(self, process: asyncio.subprocess.Process) -> None:
+        """What the user's functions print: to the log, the last lines kept for errors."""
+        assert process.stderr is not None  # noqa: S101
+        while chunk := await process.stderr.read(4096):
+            for line in chunk.decode(errors="replace").splitlines():
+                self._stderr.append(line)
+                log.info("reward worker %d: %s", process.pid, line)
+
+    async def _ending(self) -> str:
+        """How the process ended, for an error message."""
+        process = self._process
+        if process is None:
+            return "ended"
+        try:
+            async with asyncio.timeout(_END_SECONDS):
+                code = await process.wait()
+                if self._stderr_reader is not None:
+                    await asyncio.wait([self._stderr_reader])
+        except TimeoutError:
+            return "closed its output but did not end"
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return f"{how}. Its last lines:\n" + "\n".join(self._stderr) if self._stderr else how
+
+    def _names(self) -> str:
+        return ", ".join(term.name for term in self._terms)
+
+    def _culprit(self) -> str:
+        return self._terms[self._term].name
+
+
+def _shortened(text: str, limit: int = 80) -> str:
+    return repr(text if len(text) <= limit else text[:limit] + "...")

@@ -1,0 +1,129 @@
+"""A reward worker: `python -m asyncrl.rewards.worker`, started by `RewardPool`, one call at a time.
+
+The user's functions run here, so that one that hangs can be killed and one that crashes takes
+nothing with it. What they print goes to standard error; the frames have a descriptor of their
+own. Kept import-light (no torch, no pydantic): a killed worker is replaced in a fraction of a
+second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import sys
+import traceback
+from typing import Any, BinaryIO
+
+import msgspec
+
+from asyncrl.errors import RewardError
+from asyncrl.rewards.functions import RewardFunction
+from asyncrl.rewards.loading import load_function
+from asyncrl.rewards.protocol import (
+    MAX_FRAME,
+    Began,
+    Call,
+    FromWorker,
+    Raised,
+    Ready,
+    Refused,
+    Scored,
+    Setup,
+    Term,
+    ToWorker,
+    pack,
+)
+
+TRACEBACK_LINES = 8
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    _die_with_parent()
+    inbox, outbox = _private_streams()
+    decoder = msgspec.msgpack.Decoder(ToWorker)
+    setup = _read(inbox, decoder)
+    if not isinstance(setup, Setup):
+        return
+    sys.path.insert(0, setup.search_path)
+    try:
+        functions = [load_function(term.name, term.args) for term in setup.terms]
+    except RewardError as error:
+        _send(outbox, Refused(str(error)))
+        return
+    except (Exception, SystemExit):  # noqa: BLE001 - process edge: reported to the pool
+        names = ", ".join(term.name for term in setup.terms)
+        _send(outbox, Refused(f"loading the rewards ({names}) failed:\n{_last_lines()}"))
+        return
+    _send(outbox, Ready())
+    while (message := _read(inbox, decoder)) is not None:
+        if isinstance(message, Call):
+            _send(outbox, _score(message, setup.terms, functions, outbox))
+
+
+def _score(
+    call: Call, terms: tuple[Term, ...], functions: list[RewardFunction], outbox: BinaryIO
+) -> Scored | Raised:
+    total = 0.0
+    for index, (term, function) in enumerate(zip(terms, functions, strict=True)):
+        _send(outbox, Began(index))
+        try:
+            result = function(call.prompt, call.response, dict(call.row), **term.args)
+            total += term.weight * _finite(result)
+        except (Exception, SystemExit):  # noqa: BLE001 - process edge: reported to the pool
+            return Raised(index, _last_lines())
+    return Scored(total)
+
+
+def _finite(result: Any) -> float:
+    """A plain float of a number, also numpy's or a 0-d tensor. Raises TypeError or ValueError."""
+    if isinstance(result, str | bytes) or not hasattr(result, "__float__"):
+        raise TypeError(f"a reward must return a number, got {type(result).__name__}: {result!r}")
+    value = float(result)
+    if not math.isfinite(value):
+        raise ValueError(f"a reward must return a finite number, got {value}")
+    return value
+
+
+def _last_lines() -> str:
+    lines = traceback.format_exc().strip().splitlines()
+    return "\n".join(lines[-TRACEBACK_LINES:])
+
+
+def _private_streams() -> tuple[BinaryIO, BinaryIO]:
+    """Take the frame streams away from the user's code: its print and input must not meet them."""
+    inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return inbox, outbox
+
+
+def _die_with_parent() -> None:
+    """A controller killed by SIGKILL closes our input, which a hanging function never reads."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _read(inbox: BinaryIO, decoder: msgspec.msgpack.Decoder[ToWorker]) -> ToWorker | None:
+    head = inbox.read(4)
+    if len(head) < 4:
+        return None
+    length = int.from_bytes(head, "little")
+    if length > MAX_FRAME:
+        return None
+    body = inbox.read(length)
+    return decoder.decode(body) if len(body) == length else None
+
+
+def _send(outbox: BinaryIO, message: FromWorker) -> None:
+    outbox.write(pack(message))
+    outbox.flush()
+
+
+if __name__ == "__main__":
+    main()
