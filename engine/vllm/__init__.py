@@ -1,1 +1,1 @@
-"""The vLLM engine."""
+"""vLLM as a generator. Importing this package does not import vLLM: it loads with the engine."""

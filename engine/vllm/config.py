@@ -2,10 +2,69 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class VllmConfig(BaseModel):
-    """How vLLM is started."""
+    """How vLLM is started and how its steps are shaped.
+
+    How far a row drafts is the cache's setting (`CacheConfig.max_draft_tokens`); with the cache
+    disabled vLLM runs without speculation.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kv_cache_gib: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Memory for KV, in GiB. None: 0.5 on a CPU; on a GPU what "
+        "gpu_memory_utilization leaves.",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.85,
+        gt=0,
+        le=1,
+        description="Share of a GPU's memory that vLLM may take; unused when kv_cache_gib is set.",
+    )
+    enforce_eager: bool | None = Field(
+        default=None,
+        description="Run without compiling the model. None: yes on a CPU (ready sooner, as fast "
+        "on small models), no on a GPU.",
+    )
+    enable_prefix_caching: bool = Field(
+        default=True,
+        description="Share the KV of equal prompts. Never across versions of the weights.",
+    )
+    max_step_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens that a decoding step may feed, drafts included; rows beyond it still "
+        "run, without drafts. None: 48 on a CPU, 256 on a GPU.",
+    )
+    max_prefill_tokens: int = Field(
+        default=4096,
+        ge=1,
+        description="Tokens that one step may take in, prompts included. On a CPU at least "
+        "engine.max_model_len is used: prompts are not split there.",
+    )
+    chunk_tokens: int = Field(
+        default=16,
+        ge=1,
+        description="A request reports its tokens in chunks of at least this many (always at its "
+        "end, at a pause and before new weights). 1 streams every step, at a cost.",
+    )
+    startup_timeout_seconds: float = Field(
+        default=300.0, ge=1, description="Longest wait for vLLM to become ready."
+    )
+    call_timeout_seconds: float = Field(
+        default=120.0,
+        ge=1,
+        description="Longest wait for vLLM to pause, resume or take new weights.",
+    )
+    log_level: str = Field(
+        default="WARNING",
+        pattern="^(DEBUG|INFO|WARNING|ERROR)$",
+        description="What vLLM writes to stderr. INFO and above goes to a file beside it, whose "
+        "end is quoted when vLLM fails.",
+    )

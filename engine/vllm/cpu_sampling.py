@@ -1,0 +1,84 @@
+"""Repair of vLLM's sampling with drafts on a CPU, applied only where it is broken.
+
+vLLM 0.32.0 on a CPU replaces its Triton kernels by C++ ones. The replacement for `expand_kernel`
+(one value per request -> one value per drafted position) hands the C++ code an int64 *copy* of its
+output and drops it, so temperature, top-p and top-k of drafted positions are uninitialised memory
+unless they happen to be int64. Tokens are then drawn from a wrong distribution, silently.
+
+`apply_if_affected` is the entry point `vllm.general_plugins: asyncrl_cpu_sampling`, so it runs in
+every process that vLLM starts, before the replacements are registered. It tries the function and
+replaces it only if the output stays unwritten; on a GPU it returns at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LOG = logging.getLogger("vllm.asyncrl.cpu_sampling")
+_NAME = "_expand_kernel_impl"
+_UNWRITTEN = -7.0
+
+Expand = Callable[..., None]
+
+
+def apply_if_affected() -> None:
+    """Replace vLLM's `expand` for the CPU if it is there and loses its output. Idempotent."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.utils import cpu_triton_utils
+
+    current_platform.import_kernels()
+    if writes_its_output(getattr(cpu_triton_utils, _NAME, None)):
+        return
+    setattr(cpu_triton_utils, _NAME, expand)
+    _LOG.info("CPU sampling with drafts: vLLM's expand loses its output, replaced")
+
+
+def writes_its_output(impl: Expand | None) -> bool:
+    """Whether an `expand` fills a float32 output as the Triton kernel does.
+
+    A missing function (None) counts as fine: this vLLM does it in another way.
+    """
+    if impl is None:
+        return True
+    output = torch.full((4,), _UNWRITTEN)
+    impl(output, torch.tensor([0.5, 2.0]), torch.tensor([1, 4], dtype=torch.int32), 2.0, 3.0)
+    return output.tolist() == [0.5, 3.0, 3.0, 3.0]
+
+
+def registered_expand() -> Expand | None:
+    """The `expand` that vLLM's sampler calls in this process; None where Triton's own runs."""
+    from vllm.v1.sample import rejection_sampler
+
+    impl: Expand | None = getattr(rejection_sampler.expand_kernel, "func", None)
+    return impl if type(rejection_sampler.expand_kernel).__name__ == "KernelOverride" else None
+
+
+def expand(
+    output: torch.Tensor,
+    input_val: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: Any = None,  # noqa: N803  (vLLM passes it by this name)
+) -> None:
+    """Fill `output [sum n_i]` with `input_val [B]`, value i repeated n_i times.
+
+    Args:
+        output: written in place, any dtype.
+        input_val: a value per request.
+        cu_num_tokens: `[B]` running sum of n_i, the drafted tokens of each request.
+        replace_from: values equal to this become `replace_to`.
+        replace_to: see `replace_from`.
+        MAX_NUM_TOKENS: unused; part of the kernel's signature.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+    values = torch.where(input_val == replace_from, replace_to, input_val)
+    total = int(counts.sum())
+    output[:total] = torch.repeat_interleave(values, counts).to(output.dtype)
