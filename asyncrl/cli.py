@@ -1,0 +1,201 @@
+"""The command line: `asyncrl run|status|stop|pause|resume|report|eval`.
+
+Exit codes: 0 done (or stopped as asked), 1 the run failed, 2 something given must be changed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.package_guard import refuse_foreign_packages
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Asynchronous RL post-training on data that is exactly on-policy.",
+)
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: engine.kind=vllm"),
+]
+RunName = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="Name or folder; the newest run if left out.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Runs = Annotated[Path, typer.Option("--runs", help="Where run folders are.")]
+
+_DEFAULT_RUNS = Path("runs")
+
+
+@app.command()
+def run(
+    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    overrides: Set = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint of this run.")
+    ] = False,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Throw away an earlier run of this name.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved configuration and end.")
+    ] = False,
+) -> None:
+    """Train: evaluate, run the steps, evaluate again, write a report."""
+    from asyncrl.config import dump_config, load_config
+
+    config = load_config(config_file, overrides or [])
+    if dry_run:
+        typer.echo(dump_config(config), nl=False)
+        return
+    if resume and clean:
+        raise UserError("--resume goes on with a run, --clean throws it away: say one of them")
+    console = Console()
+    from asyncrl.run import execute, prepare
+
+    result = execute(prepare(config, console), resume=resume, clean=clean, console=console)
+    _print_result(console, config.directory, result)
+
+
+@app.command()
+def status(name: RunName = None, runs: Runs = _DEFAULT_RUNS, as_json: _Json = False) -> None:
+    """Say what a run is doing."""
+    from asyncrl.control import ask
+    from asyncrl.run_directory import find_run
+    from scheduler.messages import control
+
+    reply = ask(find_run(name, runs), control.StatusRequest())
+    if not isinstance(reply, control.StatusReply):
+        raise AsyncrlError(f"the controller answered {reply}")
+    if as_json:
+        typer.echo(json.dumps(reply.status, indent=2))
+        return
+    for key, value in reply.status.items():
+        if key == "processes":
+            for process, about in value.items():
+                details = ", ".join(f"{k} {v}" for k, v in about.items() if v is not None)
+                typer.echo(f"  {process}: {details}")
+        elif value is not None:
+            typer.echo(f"{key.replace('_', ' ')}: {_short(value)}")
+
+
+@app.command()
+def stop(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
+    """Finish the step in hand, write a checkpoint, end."""
+    from scheduler.messages import control
+
+    _request(name, runs, control.StopRequest())
+
+
+@app.command()
+def pause(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
+    """Stop drawing tokens; everything is kept."""
+    from scheduler.messages import control
+
+    _request(name, runs, control.PauseRequest())
+
+
+@app.command("resume")
+def resume_run(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
+    """Go on after `pause`. (To go on with a run that ended: asyncrl run CONFIG --resume.)"""
+    from scheduler.messages import control
+
+    _request(name, runs, control.ResumeRequest())
+
+
+@app.command()
+def report(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
+    """Write report.html of a run, also of one that is going on or was killed."""
+    from asyncrl.run_directory import find_run
+    from monitoring.report import write_report
+
+    typer.echo(f"report: {write_report(find_run(name, runs))}")
+
+
+@app.command("eval")
+def evaluate(
+    what: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run, or a model directory.")],
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="Task and sampling, for a MODEL.")
+    ] = None,
+    overrides: Set = None,
+    runs: Runs = _DEFAULT_RUNS,
+) -> None:
+    """Held-out accuracy of a run's newest checkpoint or of a model, sampled as in training."""
+    from asyncrl.evaluate import evaluate_model, resolve_target
+
+    console = Console()
+    config, model = resolve_target(what, config_file, overrides or [], runs, console)
+    accuracy = evaluate_model(config, model, console)
+    console.print(
+        f"{model}: accuracy {accuracy.value:.3f} ± {accuracy.margin:.3f} "
+        f"({accuracy.right} of {accuracy.samples} held-out samples right)",
+        highlight=False,
+    )
+
+
+def _request(name: str | None, runs: Path, request: object) -> None:
+    from asyncrl.control import ask
+    from asyncrl.run_directory import find_run
+    from scheduler.messages import control
+
+    reply = ask(find_run(name, runs), request)  # type: ignore[arg-type]
+    if isinstance(reply, control.Refused):
+        raise UserError(reply.reason)
+    if isinstance(reply, control.Accepted):
+        typer.echo(reply.message)
+
+
+def _print_result(console: Console, directory: Path, result: dict[str, object]) -> None:
+    before, after = result["accuracy_before"], result["accuracy_after"]
+    if isinstance(before, float) and isinstance(after, float):
+        console.print(
+            f"[bold]held-out accuracy {before:.3f} → {after:.3f}[/] "
+            f"({after - before:+.3f}) after {result['steps']} steps, "
+            f"{float(str(result['wall_seconds'])):.0f} s of training",
+            highlight=False,
+        )
+    else:
+        console.print(
+            f"stopped after {result['steps']} steps; go on with --resume", highlight=False
+        )
+    console.print(f"result: {directory / 'result.json'}", highlight=False, soft_wrap=True)
+    console.print(f"report: {directory / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def _short(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    """Entry point: errors become one paragraph and an exit code."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - so that `my_rewards:function` is found
+    console = Console(stderr=True)
+    from monitoring.errors import MonitoringError
+
+    try:
+        refuse_foreign_packages()
+        app()
+    except AsyncrlError as error:
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        sys.exit(error.exit_code)
+    except MonitoringError as error:
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The processes of a run: which there are, which live, what they last said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import WaitTimeout
+from asyncrl.launch import Launcher, ProcessHandle
+from asyncrl.processes.child import ChildSpec
+from asyncrl.run_directory import RunDirectory
+from asyncrl.wire import RuntimeDirectory
+from scheduler.messages import from_generator, from_trainer
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process, from its start to its end."""
+
+    name: str
+    is_trainer: bool
+    handle: ProcessHandle
+    heard: float = field(default_factory=time.monotonic)
+    """When it last said something (monotonic seconds)."""
+    is_ready: bool = False
+    said_goodbye: bool = False
+    gone: bool = False
+    reason: str = ""
+    """What it said before it ended."""
+    policy_version: int = -1
+    slots: int = 0
+    metrics_port: int | None = None
+    generator_report: from_generator.GeneratorReport | None = None
+    trainer_report: from_trainer.TrainerReport | None = None
+
+    def ready(self, policy_version: int, slots: int, metrics_port: int | None) -> None:
+        """It can take work."""
+        self.is_ready = True
+        self.policy_version = policy_version
+        self.slots = slots
+        self.metrics_port = metrics_port
+
+
+class Fleet:
+    """Starts, watches, replaces and ends the trainer and the generators."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        launcher: Launcher,
+        directory: RunDirectory,
+        runtime: RuntimeDirectory,
+        *,
+        model_path: str,
+        resume: bool,
+    ) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._directory = directory
+        self._runtime = runtime
+        self._model_path = model_path
+        self._resume = resume
+        self._workers: dict[str, Worker] = {}
+        self._restarts = 0
+        self._started = 0
+
+    def start_all(self) -> None:
+        """Start the trainer and the generators."""
+        self._start("trainer", "trainer")
+        for index in range(self._config.launcher.generators):
+            self._start(f"generator-{index}", "generator")
+
+    def _start(self, name: str, role: str) -> Worker:
+        self._started += 1
+        spec = ChildSpec(
+            role=role,
+            name=name,
+            run_directory=str(self._directory.path.resolve()),
+            model_path=self._model_path,
+            control_address=self._runtime.address("control"),
+            data_address=self._runtime.address("data"),
+            parent=os.getpid(),
+            threads=self._launcher.threads_for(role),
+            process_index=self._started,
+            resume=self._resume,
+        )
+        worker = Worker(name, role == "trainer", self._launcher.start(spec))
+        self._workers[name] = worker
+        return worker
+
+    @property
+    def trainer(self) -> Worker:
+        """The trainer."""
+        return self._workers["trainer"]
+
+    def generators(self) -> list[Worker]:
+        """Generators that can take work now."""
+        return [
+            worker
+            for worker in self._workers.values()
+            if not worker.is_trainer and worker.is_ready and not worker.gone
+        ]
+
+    @property
+    def alive(self) -> list[Worker]:
+        """Processes that have not ended, as far as is known."""
+        return [worker for worker in self._workers.values() if not worker.gone]
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether all that live can take work."""
+        return all(worker.is_ready for worker in self.alive)
+
+    def unready(self) -> str:
+        """Names of those that cannot take work yet."""
+        return ", ".join(worker.name for worker in self.alive if not worker.is_ready)
+
+    def everyone(self) -> Iterable[Worker]:
+        """All that were ever started, lost ones included."""
+        return self._workers.values()
+
+    def metrics_ports(self) -> dict[str, int]:
+        """Where each process serves its metrics."""
+        return {
+            worker.name: worker.metrics_port
+            for worker in self.alive
+            if worker.metrics_port is not None
+        }
+
+    def heard_from(self, name: str) -> Worker | None:
+        """Note a sign of life; None for a stranger."""
+        worker = self._workers.get(name)
+        if worker is not None:
+            worker.heard = time.monotonic()
+        return worker
+
+    def deaths(self) -> list[tuple[Worker, str]]:
+        """Processes found dead since the last call, each once, and how they ended."""
+        found = []
+        for worker in self.alive:
+            code = worker.handle.exit_code()
+            silent = time.monotonic() - worker.heard
+            limit = self._config.launcher.silence_seconds
+            if code is not None:
+                reason = _how_it_ended(code) + (f": {worker.reason}" if worker.reason else "")
+            elif worker.is_ready and silent > limit:
+                worker.handle.end(by_force=True)
+                reason = f"said nothing for {silent:.0f} s (launcher.silence_seconds) and was killed"
+            else:
+                continue
+            worker.gone = True
+            found.append((worker, reason))
+        return found
+
+    def restart(self, lost: Worker) -> str | None:
+        """Start a generator in place of a lost one; None when too many were lost."""
+        if self._restarts >= self._config.launcher.max_restarts:
+            return None
+        self._restarts += 1
+        base = lost.name.split(".")[0]
+        return self._start(f"{base}.{self._restarts}", "generator").name
+
+    def end_all(self, *, by_force: bool = False) -> None:
+        """Ask those that have not ended to end, or kill them; does not wait."""
+        for worker in self.alive:
+            worker.handle.end(by_force=by_force)
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait until all have ended; kill those that have not by then, and say so.
+
+        Raises:
+            WaitTimeout: some had to be killed.
+        """
+        deadline = time.monotonic() + seconds
+        left = self.alive
+        while left and time.monotonic() < deadline:
+            left = [worker for worker in left if worker.handle.exit_code() is None]
+            time.sleep(0.02)
+        for worker in left:
+            worker.handle.end(by_force=True)
+        if left:
+            names = ", ".join(worker.name for worker in left)
+            raise WaitTimeout(f"{names} did not end within {seconds:.0f} s and had to be killed")
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return f"ended with exit code {code}"

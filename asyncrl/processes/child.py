@@ -1,0 +1,87 @@
+"""What every child process of a run does first and last.
+
+A child is started as `python -m asyncrl.processes.child ROLE RUNTIME_JSON`. It never outlives the
+process that started it, leaves Ctrl-C to it, logs to its own file (its standard error, opened by the
+launcher) and says why it fails before it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import RunConfig, parse_config
+from asyncrl.errors import AsyncrlError
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ChildSpec(msgspec.Struct, frozen=True):
+    """What a child is told when it starts, as JSON on its command line."""
+
+    role: str
+    """"generator" or "trainer"."""
+    name: str
+    run_directory: str
+    model_path: str
+    control_address: str
+    data_address: str
+    parent: int
+    """Process id of the launcher."""
+    threads: int
+    """Threads for tensor work."""
+    process_index: int = 1
+    """Which process of the run this is; the controller is 0. Its metrics port hangs on it."""
+    resume: bool = False
+
+    def config(self) -> RunConfig:
+        """The run's resolved configuration, from the run's folder."""
+        import yaml
+
+        path = Path(self.run_directory) / "config.yaml"
+        return parse_config(yaml.safe_load(path.read_text(encoding="utf-8")), source=str(path))
+
+
+def live_and_die_with(parent: int) -> None:
+    """Ask the kernel to end this process with its parent; end at once if it is gone already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit(0)
+
+
+def main() -> None:
+    """Entry point of every child process."""
+    spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
+    live_and_die_with(spec.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    import torch
+
+    torch.set_num_threads(spec.threads)
+    logger = logging.getLogger(f"asyncrl.{spec.name}")
+    try:
+        if spec.role == "generator":
+            from asyncrl.processes.generator import run_generator
+
+            asyncio.run(run_generator(spec))
+        else:
+            from asyncrl.processes.trainer import run_trainer
+
+            asyncio.run(run_trainer(spec))
+    except AsyncrlError as error:
+        logger.error("%s", error)  # noqa: TRY400 - the message is for a user, not a trace
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

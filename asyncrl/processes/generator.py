@@ -1,0 +1,422 @@
+"""The generator process: an engine, a pool of reward workers, and the samples they made.
+
+| loop     | consumes                 | produces                     | waits for         | bounded by        |
+|----------|--------------------------|------------------------------|-------------------|-------------------|
+| commands | messages of the hub      | sample tasks, weight swaps   | the controller    | its own end       |
+| sample   | token chunks, a reward   | a held trajectory, a report  | engine, rewards   | tokens, timeout   |
+| delivery | acknowledgements         | deliveries (again, if lost)  | the trainer       | RESEND_SECONDS    |
+| report   | engine counters          | `GeneratorReport`            | the clock         | REPORT_SECONDS    |
+
+A finished trajectory stays here until the trainer has acknowledged it; only its length, versions and
+reward go to the controller. So tokens cross the machine once, and a finished sample can still be
+verified or discarded by a later decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.processes.child import ChildSpec
+from asyncrl.processes.sample_log import SampleLog
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.tasks import load_tokenizer
+from asyncrl.wire import Line
+from cache.trajectory import SampleId, Trajectory, TrajectoryBuilder
+from engine.errors import EngineError, RequestError, WeightsError
+from engine.factory import create_engine
+from engine.protocol import Engine, GenerateRequest, SamplingParams
+from engine.weights import read_weights
+from monitoring.exporter import start_exporter
+from monitoring.metrics import GeneratorMetrics
+from monitoring.timeline import Kind, Timeline
+from scheduler.messages import data, from_generator, to_generator
+from scheduler.messages.weights import WeightManifest
+
+logger = logging.getLogger("asyncrl.generator")
+
+REPORT_SECONDS = 0.5
+RESEND_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSample:
+    """A finished sample that the trainer does not have yet."""
+
+    trajectory: Trajectory
+    reward: float
+    prompt: to_generator.PromptPayload
+    text: str
+
+
+class GeneratorProcess:
+    """The loops of one generator. Built by `run_generator`, tested with a fake engine."""
+
+    def __init__(
+        self,
+        spec: ChildSpec,
+        *,
+        engine: Engine,
+        rewards: RewardPool,
+        decode: Callable[[list[int]], str],
+        sampling: SamplingParams,
+        control: Line[to_generator.ToGenerator],
+        data_line: Line[data.ToGeneratorData],
+        samples: SampleLog,
+        timeline: Timeline,
+        metrics: GeneratorMetrics,
+    ) -> None:
+        self._name = spec.name
+        self._engine = engine
+        self._rewards = rewards
+        self._decode = decode
+        self._sampling = sampling
+        self._control = control
+        self._data = data_line
+        self._samples = samples
+        self._timeline = timeline
+        self._metrics = metrics
+        self._writing: dict[SampleId, asyncio.Task[None]] = {}
+        self._evaluating: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._held: dict[SampleId, HeldSample] = {}
+        self._undelivered: dict[SampleId, tuple[data.TrajectoryDelivery, float]] = {}
+        self._newest: WeightManifest | None = None
+        self._swap = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()
+        self._activity_since = time.monotonic()
+        self._activity: Kind = Kind.WAITING
+
+    async def run(self, *, metrics_port: int | None) -> None:
+        """Serve until told to shut down. Raises what broke a loop."""
+        stats = self._engine.stats()
+        await self._control.send(
+            from_generator.GeneratorReady(
+                self._name, stats.slots, stats.policy_version, metrics_port
+            )
+        )
+        try:
+            async with asyncio.TaskGroup() as loops:
+                running = [
+                    loops.create_task(self._commands()),
+                    loops.create_task(self._acknowledgements()),
+                    loops.create_task(self._reports()),
+                ]
+                await self._ended.wait()
+                for task in running:
+                    task.cancel()
+        finally:
+            for task in [*self._writing.values(), *self._evaluating.values(), *self._background]:
+                task.cancel()
+            self._note_activity(Kind.WAITING)
+        await self._control.send(from_generator.Goodbye(self._name))
+
+    async def _commands(self) -> None:
+        while not self._ended.is_set():
+            await self._carry_out(await self._control.receive())
+
+    async def _carry_out(self, message: to_generator.ToGenerator) -> None:
+        match message:
+            case to_generator.Generate():
+                if message.sample not in self._writing and message.sample not in self._held:
+                    self._writing[message.sample] = asyncio.create_task(self._write(message))
+            case to_generator.Evaluate():
+                key = (message.round, message.index)
+                self._evaluating[key] = asyncio.create_task(self._evaluate(message))
+            case to_generator.InstallWeights():
+                self._newest = message.manifest
+                self._start(self._install())
+            case to_generator.Deliver():
+                for sample in message.samples:
+                    await self._deliver(sample, message.step)
+            case to_generator.Discard():
+                for sample in message.samples:
+                    self._discard(sample)
+            case to_generator.Pause():
+                await self._engine.pause()
+            case to_generator.Resume():
+                await self._engine.resume()
+            case to_generator.Shutdown():
+                self._ended.set()
+
+    async def _write(self, order: to_generator.Generate) -> None:
+        """Write one sample, reward it, hold it, report it."""
+        try:
+            held = await self._sample(order)
+        except AsyncrlError as error:
+            await self._report_failure(order.sample, str(error), isinstance(error, UserError))
+        except RequestError as error:
+            await self._report_failure(order.sample, str(error), user_error=False)
+        except EngineError as error:
+            await self._give_up(error)
+        else:
+            self._held[order.sample] = held
+            trajectory = held.trajectory
+            await self._control.send(
+                from_generator.SampleFinished(
+                    self._name,
+                    order.sample,
+                    length=len(trajectory.tokens),
+                    oldest_version=trajectory.segments[0].policy_version,
+                    reward=held.reward,
+                    finish_reason=trajectory.finish_reason,
+                )
+            )
+        finally:
+            self._writing.pop(order.sample, None)
+
+    async def _sample(self, order: to_generator.Generate) -> HeldSample:
+        prompt_tokens = np.frombuffer(order.prompt.tokens, "<i4").astype(np.int32)
+        builder = TrajectoryBuilder(order.sample, order.prompt.prompt_id, prompt_tokens)
+        trajectory = await self._generate(
+            builder, request_id=f"train-{order.sample}", seed=order.seed, priority=order.priority
+        )
+        text = self._decode(trajectory.tokens.tolist())
+        reward = await self._rewards.score(
+            str(order.prompt.row.get("prompt", "")), text, order.prompt.row
+        )
+        return HeldSample(trajectory, reward, order.prompt, text)
+
+    async def _generate(
+        self, builder: TrajectoryBuilder, *, request_id: str, seed: int, priority: int
+    ) -> Trajectory:
+        request = GenerateRequest(
+            request_id=request_id,
+            cache_key=builder.prompt_id,
+            prompt_tokens=builder.prompt_tokens,
+            sampling=SamplingParams(
+                max_tokens=self._sampling.max_tokens,
+                temperature=self._sampling.temperature,
+                top_p=self._sampling.top_p,
+                stop_tokens=self._sampling.stop_tokens,
+                top_k_logprobs=self._sampling.top_k_logprobs,
+                seed=seed,
+            ),
+            priority=priority,
+        )
+        async for chunk in self._engine.generate(request):
+            builder.append(
+                tokens=chunk.tokens,
+                logprobs=chunk.logprobs,
+                topk_ids=chunk.topk_ids,
+                topk_logprobs=chunk.topk_logprobs,
+                provenance=chunk.provenance,
+                policy_version=chunk.policy_version,
+            )
+            if chunk.finish_reason is not None:
+                return builder.finish(chunk.finish_reason)
+        raise EngineError(f"request {request_id}: the engine ended the stream without a reason")
+
+    async def _evaluate(self, order: to_generator.Evaluate) -> None:
+        """Write one held-out sample, reward it, report it, forget it."""
+        prompt_tokens = np.frombuffer(order.prompt.tokens, "<i4").astype(np.int32)
+        placeholder = SampleId(group=order.round, sample=order.index)
+        builder = TrajectoryBuilder(placeholder, order.prompt.prompt_id, prompt_tokens)
+        try:
+            trajectory = await self._generate(
+                builder, request_id=f"eval-{placeholder}", seed=order.seed, priority=0
+            )
+            text = self._decode(trajectory.tokens.tolist())
+            reward = await self._rewards.score(
+                str(order.prompt.row.get("prompt", "")), text, order.prompt.row
+            )
+        except (AsyncrlError, EngineError) as error:
+            await self._give_up(error)
+            return
+        finally:
+            self._evaluating.pop((order.round, order.index), None)
+        await self._control.send(
+            from_generator.EvaluationSample(
+                self._name,
+                order.round,
+                order.index,
+                reward,
+                len(trajectory.tokens),
+                trajectory.segments[-1].policy_version,
+            )
+        )
+
+    async def _install(self) -> None:
+        """Swap to the newest weights; those overtaken meanwhile are skipped."""
+        async with self._swap:
+            manifest, self._newest = self._newest, None
+            if manifest is None:
+                return
+            started = time.monotonic()
+            with self._timeline.span(Kind.TRANSFERRING_WEIGHTS, version=manifest.policy_version):
+                try:
+                    with read_weights(manifest) as weights:
+                        await self._engine.update_weights(weights, manifest.policy_version)
+                except WeightsError as error:
+                    if self._newest is None:
+                        await self._give_up(error)
+                    return
+                except EngineError as error:
+                    await self._give_up(error)
+                    return
+        seconds = time.monotonic() - started
+        self._metrics.weight_update_seconds.observe(seconds)
+        await self._control.send(
+            from_generator.WeightsInstalled(self._name, manifest.policy_version, seconds)
+        )
+
+    async def _deliver(self, sample: SampleId, step: int) -> None:
+        held = self._held.pop(sample, None)
+        if held is None:
+            logger.warning("asked to deliver %s, which is not held here", sample)
+            return
+        delivery = data.TrajectoryDelivery.of(held.trajectory, reward=held.reward, step=step)
+        self._undelivered[sample] = (delivery, time.monotonic())
+        self._samples.consider(held.trajectory, held.prompt, reward=held.reward, step=step)
+        await self._data.send(delivery)
+
+    async def _acknowledgements(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RESEND_SECONDS):
+                    received = await self._data.receive()
+                    if self._undelivered.pop(received.sample, None) is not None:
+                        await self._control.send(
+                            from_generator.SampleDelivered(self._name, received.sample)
+                        )
+            await self._send_again()
+
+    async def _send_again(self) -> None:
+        late = time.monotonic() - RESEND_SECONDS
+        for sample, (delivery, sent) in list(self._undelivered.items()):
+            if sent < late:
+                logger.warning("trajectory %s was not acknowledged; sending it again", sample)
+                self._undelivered[sample] = (delivery, time.monotonic())
+                await self._data.send(delivery)
+
+    async def _reports(self) -> None:
+        while True:
+            stats = self._engine.stats()
+            self._metrics.observe(stats, held=len(self._held), rewards_waiting=self._rewards.waiting)
+            self._note_activity(self._doing())
+            await self._control.send(
+                from_generator.GeneratorReport(
+                    self._name,
+                    tokens_generated=stats.tokens_generated,
+                    tokens_drafted=stats.tokens_drafted,
+                    tokens_accepted=stats.tokens_accepted,
+                    steps=stats.steps,
+                    busy_seconds=stats.busy_seconds,
+                    running=stats.running,
+                    waiting=stats.waiting,
+                    held=len(self._held),
+                    slots=stats.slots,
+                    kv_used=stats.kv_used,
+                    policy_version=stats.policy_version,
+                    rewards_waiting=self._rewards.waiting,
+                    rewards_failed=self._rewards.failed,
+                )
+            )
+            # In short naps, so that the time line sees when work ran out and when it came back.
+            for _ in range(10):
+                await asyncio.sleep(REPORT_SECONDS / 10)
+                self._note_activity(self._doing())
+
+    def _doing(self) -> Kind:
+        if self._swap.locked():
+            return Kind.TRANSFERRING_WEIGHTS
+        if self._engine.stats().running:
+            return Kind.EVALUATING if self._evaluating else Kind.GENERATING
+        return Kind.REWARDING if self._rewards.waiting else Kind.WAITING
+
+    def _note_activity(self, kind: Kind) -> None:
+        """Close the span of the old activity when another one has begun."""
+        now = time.monotonic()
+        if self._activity is not Kind.TRANSFERRING_WEIGHTS and now > self._activity_since:
+            cause = {"cause": "work to admit"} if self._activity is Kind.WAITING else {}
+            self._timeline.record(self._activity, self._activity_since, now, **cause)
+        self._activity, self._activity_since = kind, now
+
+    def _discard(self, sample: SampleId) -> None:
+        task = self._writing.pop(sample, None)
+        if task is not None:
+            task.cancel()
+        self._held.pop(sample, None)
+
+    async def _report_failure(self, sample: SampleId, reason: str, user_error: bool) -> None:
+        logger.error("sample %s failed: %s", sample, reason)
+        await self._control.send(
+            from_generator.SampleFailed(self._name, sample, reason, user_error)
+        )
+
+    async def _give_up(self, error: Exception) -> None:
+        """Tell the controller that this process cannot go on, and end."""
+        logger.error("%s", error)
+        await self._control.send(
+            from_generator.Failure(self._name, str(error), isinstance(error, UserError))
+        )
+        self._ended.set()
+
+    def _start(self, work: asyncio.Coroutine[None, None, None]) -> None:  # type: ignore[name-defined]
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+async def run_generator(spec: ChildSpec) -> None:
+    """Bring up an engine as the run's configuration says, and serve the controller."""
+    config = spec.config()
+    directory = Path(spec.run_directory)
+    control: Line[to_generator.ToGenerator] = Line(
+        spec.control_address, spec.name, to_generator.ToGenerator
+    )
+    timeline = Timeline(directory / "timeline" / f"{spec.name}.jsonl", spec.name)
+    metrics = GeneratorMetrics(spec.name)
+    exporter = None
+    engine: Engine | None = None
+    rewards = RewardPool(config.rewards)
+    try:
+        with timeline.span(Kind.STARTING):
+            if spec.metrics_port is not None:
+                exporter = start_exporter(
+                    metrics.registry, config.monitoring.host, spec.metrics_port
+                )
+            engine_config = config.engine.model_copy(update={"threads": spec.threads})
+            engine = create_engine(
+                engine_config, spec.model_path, cache_config=config.cache, seed=config.run.seed
+            )
+            await rewards.start()
+            await engine.start()
+            tokenizer = load_tokenizer(spec.model_path)
+        process = GeneratorProcess(
+            spec,
+            engine=engine,
+            rewards=rewards,
+            decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+            sampling=config.sampling.params(
+                stop_tokens=tokenizer_stop_tokens(spec.model_path, tokenizer),
+                top_k_logprobs=config.engine.top_k_logprobs,
+            ),
+            control=control,
+            data_line=Line(spec.data_address, spec.name, data.ToGeneratorData),
+            samples=SampleLog(directory, tokenizer, steps=config.run.steps, config=config.monitoring),
+            timeline=timeline,
+            metrics=metrics,
+        )
+        await process.run(metrics_port=None if exporter is None else exporter.port)
+    except (AsyncrlError, EngineError) as error:
+        await control.send(
+            from_generator.Failure(spec.name, str(error), isinstance(error, UserError))
+        )
+        raise
+    finally:
+        timeline.close()
+        await rewards.close()
+        if engine is not None:
+            await engine.close()
+        if exporter is not None:
+            exporter.close()
+        control.close()

@@ -1,0 +1,74 @@
+"""The trainer's queue: trajectories that came, gathered into groups, by step.
+
+Pure: no sockets, no clock. Every trajectory is taken at most once, whatever comes twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from cache.trajectory import FloatArray, Trajectory
+from scheduler.messages.data import TrajectoryDelivery
+
+
+class GroupQueue:
+    """Groups of `group_size` trajectories, whole ones handed out once."""
+
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+        self._partial: dict[int, dict[int, TrajectoryDelivery]] = {}
+        self._whole: dict[int, dict[int, dict[int, TrajectoryDelivery]]] = {}
+        self._taken: dict[int, set[int]] = {}
+
+    @property
+    def trajectories(self) -> int:
+        """Trajectories held."""
+        partial = sum(len(samples) for samples in self._partial.values())
+        return partial + self._group_size * sum(len(groups) for groups in self._whole.values())
+
+    def add(self, delivery: TrajectoryDelivery, *, next_step: int) -> bool:
+        """Take a delivery in; False when it is a duplicate or its step is past.
+
+        Raises:
+            ValueError: its arrays disagree in length, or its sample index is outside the group.
+        """
+        group, sample = delivery.sample.group, delivery.sample.sample
+        if not 0 <= sample < self._group_size:
+            raise ValueError(f"sample {sample} is outside a group of {self._group_size}")
+        if delivery.step < next_step or group in self._taken.get(delivery.step, ()):
+            return False
+        if group in self._whole.get(delivery.step, {}):
+            return False
+        samples = self._partial.setdefault(group, {})
+        if sample in samples:
+            return False
+        delivery.trajectory()
+        samples[sample] = delivery
+        if len(samples) == self._group_size:
+            self._whole.setdefault(delivery.step, {})[group] = self._partial.pop(group)
+        return True
+
+    def take(
+        self, step: int, *, allowed: Collection[int] | None
+    ) -> tuple[int, list[Trajectory], FloatArray] | None:
+        """A whole group of this step, each once; with `allowed`, only one of those."""
+        groups = self._whole.get(step, {})
+        for group in groups:
+            if allowed is None or group in allowed:
+                samples = groups.pop(group)
+                self._taken.setdefault(step, set()).add(group)
+                ordered = [samples[index] for index in sorted(samples)]
+                rewards = np.array([delivery.reward for delivery in ordered], np.float32)
+                return group, [delivery.trajectory() for delivery in ordered], rewards
+        return None
+
+    def forget_before(self, step: int) -> None:
+        """Drop what belongs to steps that are done (left over from failed groups)."""
+        for kept in (self._whole, self._taken):
+            for old in [key for key in kept if key < step]:
+                del kept[old]
+        for group, samples in list(self._partial.items()):
+            if next(iter(samples.values())).step < step:
+                del self._partial[group]

@@ -1,0 +1,259 @@
+"""What a run has done so far, in numbers: for the live view, metrics.jsonl, Prometheus and status."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.config import RunConfig
+from asyncrl.evaluation import Accuracy, EvaluationRound
+from asyncrl.fleet import Fleet
+from monitoring.live import LiveView
+from monitoring.metrics import ControllerMetrics
+from monitoring.metrics_log import MetricsLog
+from monitoring.run_view import RunView
+from scheduler.messages.from_trainer import StepFinished
+from scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Sums over all generators that ever were, since this process began."""
+
+    generated: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    busy_seconds: float = 0.0
+    """Engine time inside steps, summed over generators."""
+
+    def since(self, other: Counters) -> Counters:
+        """What was added after `other`."""
+        return Counters(
+            self.generated - other.generated,
+            self.drafted - other.drafted,
+            self.accepted - other.accepted,
+            self.busy_seconds - other.busy_seconds,
+        )
+
+
+def count(fleet: Fleet) -> Counters:
+    """Add up the last report of every generator."""
+    reports = [w.generator_report for w in fleet.everyone() if w.generator_report is not None]
+    return Counters(
+        sum(report.tokens_generated for report in reports),
+        sum(report.tokens_drafted for report in reports),
+        sum(report.tokens_accepted for report in reports),
+        sum(report.busy_seconds for report in reports),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What the processes before a resume had done."""
+
+    generated: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, rows: list[dict[str, Any]]) -> Earlier:
+        """From the last line of metrics.jsonl."""
+        if not rows:
+            return cls()
+        last = rows[-1]
+        return cls(
+            int(last.get("tokens_generated", 0)),
+            int(last.get("tokens_drafted", 0)),
+            int(last.get("tokens_accepted", 0)),
+            float(last.get("wall_seconds", 0.0)),
+        )
+
+
+class Progress:
+    """Follows a run. Only the controller's event loop calls it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        view: LiveView,
+        log: MetricsLog,
+        metrics: ControllerMetrics,
+        rows: list[dict[str, Any]],
+    ) -> None:
+        self._config = config
+        self._view = view
+        self._log = log
+        self._metrics = metrics
+        self._earlier = Earlier.of(rows)
+        self._rewards = deque(
+            (float(row["reward_mean"]) for row in rows if "reward_mean" in row), maxlen=200
+        )
+        self._staleness = [
+            (float(row["staleness_mean"]), float(row["staleness_max"]))
+            for row in rows
+            if "staleness_mean" in row and "staleness_max" in row
+        ]
+        self._scheduler: Scheduler | None = None
+        self._phase = "starting"
+        self._before: float | None = None
+        self._fleet: Fleet | None = None
+        self._began = time.monotonic()
+        self._base = Counters()
+        self._trained_seconds = 0.0
+        self._final: Counters | None = None
+        self._last_step_at = self._began
+        self._last_counters = Counters()
+        self._last_row: dict[str, Any] = {}
+        self._steps_here = 0
+        self._step = len(rows)
+        self.stopping = False
+
+    # ------------------------------------------------------------ what happened
+
+    def say(self, text: str) -> None:
+        """A message for the person who watches."""
+        self._view.log(text)
+
+    def evaluated(self, when: str, accuracy: Accuracy) -> None:
+        """An evaluation round is done."""
+        if when == "before":
+            self._before = accuracy.value
+        self._metrics.accuracy.of(when).set(accuracy.value)
+        self._view.log(
+            f"held-out accuracy {when} training: {accuracy.value:.3f} ± {accuracy.margin:.3f} "
+            f"({accuracy.samples} samples, drawn as in training)"
+        )
+
+    def training_begins(self, scheduler: Scheduler, first_step: int) -> None:
+        """From here on the clock of the training phase runs."""
+        self._scheduler = scheduler
+        self._phase = "training"
+        self._step = first_step
+        self._began = self._last_step_at = time.monotonic()
+        if self._fleet is not None:
+            self._base = self._last_counters = count(self._fleet)
+
+    def training_ends(self) -> None:
+        """Freeze the totals: what follows is evaluation."""
+        self._trained_seconds = time.monotonic() - self._began
+        if self._fleet is not None:
+            self._final = count(self._fleet).since(self._base)
+        self._phase = "training is over"
+
+    def step_finished(self, message: StepFinished) -> None:
+        """An optimizer step is done: write its line."""
+        now = time.monotonic()
+        seconds = max(1e-9, now - self._last_step_at)
+        counters = count(self._fleet) if self._fleet is not None else Counters()
+        new = counters.since(self._last_counters)
+        total = counters.since(self._base)
+        generators = max(1, len(self._fleet.generators()) if self._fleet is not None else 1)
+        self._step, self._steps_here = message.step + 1, self._steps_here + 1
+        row: dict[str, Any] = {
+            "step": message.step,
+            "time": time.time(),
+            "wall_seconds": self._earlier.seconds + now - self._began,
+            "step_seconds": seconds,
+            **message.metrics,
+            "tokens_generated": self._earlier.generated + total.generated,
+            "tokens_drafted": self._earlier.drafted + total.drafted,
+            "tokens_accepted": self._earlier.accepted + total.accepted,
+            "tokens_per_second": new.generated / seconds,
+            "generator_idle": min(1.0, max(0.0, 1 - new.busy_seconds / seconds / generators)),
+            "trainer_idle": min(1.0, message.metrics.get("wait_seconds", 0.0) / seconds),
+        }
+        self._last_step_at, self._last_counters, self._last_row = now, counters, row
+        self._log.append(row)
+        self._rewards.append(float(row.get("reward_mean", 0.0)))
+        self._staleness.append((row.get("staleness_mean", 0.0), row.get("staleness_max", 0.0)))
+        self._metrics.publish(row)
+        self._metrics.steps.inc()
+        self._metrics.step_time.observe(seconds)
+        self._metrics.policy_version.set(message.manifest.policy_version)
+
+    # ---------------------------------------------------------------- to be seen
+
+    def show(self, fleet: Fleet, evaluation: EvaluationRound | None) -> None:
+        """Refresh the live view."""
+        self._fleet = fleet
+        self._view.update(self._run_view(fleet, evaluation))
+
+    def _phase_text(self, fleet: Fleet, evaluation: EvaluationRound | None) -> str:
+        if evaluation is not None:
+            return f"evaluating {evaluation.finished}/{evaluation.total}"
+        if self.stopping:
+            return "stopping"
+        return self._phase if fleet.all_ready or self._scheduler is not None else "starting"
+
+    def _run_view(self, fleet: Fleet, evaluation: EvaluationRound | None) -> RunView:
+        row = self._last_row
+        new = count(fleet).since(self._base)
+        left = self._config.run.steps - self._step
+        elapsed = time.monotonic() - self._began
+        trainer = fleet.trainer.trainer_report
+        view = None if self._scheduler is None else self._scheduler.snapshot()
+        waiting_for = view.waits[0] if view is not None and view.waits else None
+        if view is None and not fleet.all_ready:
+            waiting_for = f"{fleet.unready()} to become ready"
+        return RunView(
+            phase=self._phase_text(fleet, evaluation),
+            step=self._step,
+            reward_mean=row.get("reward_mean"),
+            recent_rewards=tuple(self._rewards),
+            tokens_per_second=row.get("tokens_per_second"),
+            staleness_mean=row.get("staleness_mean"),
+            staleness_max=row.get("staleness_max"),
+            draft_acceptance=new.accepted / new.drafted if new.drafted else None,
+            drafted_share=new.accepted / new.generated if new.generated else None,
+            samples_running=None if view is None else view.samples_running,
+            samples_held=None if view is None else view.samples_held,
+            samples_queued=None if trainer is None else trainer.queued_trajectories,
+            generator_idle=row.get("generator_idle"),
+            trainer_idle=row.get("trainer_idle"),
+            eta_seconds=elapsed / self._steps_here * left if self._steps_here else None,
+            accuracy_before=self._before,
+            waiting_for=waiting_for,
+        )
+
+    def status(self, fleet: Fleet, evaluation: EvaluationRound | None) -> dict[str, Any]:
+        """The same for `asyncrl status`, as plain values."""
+        view = self._run_view(fleet, evaluation)
+        shown = {
+            name: getattr(view, name)
+            for name in RunView.__dataclass_fields__
+            if name != "recent_rewards"
+        }
+        processes = {
+            worker.name: {
+                "state": "gone" if worker.gone else "ready" if worker.is_ready else "starting",
+                "policy_version": worker.policy_version,
+                "metrics_port": worker.metrics_port,
+            }
+            for worker in fleet.everyone()
+        }
+        return {
+            "run": self._config.run.name,
+            "steps": self._config.run.steps,
+            "engine": self._config.engine.kind,
+            **shown,
+            "processes": processes,
+        }
+
+    def result(self) -> dict[str, Any]:
+        """Totals of the training phase for result.json."""
+        total = self._final or Counters()
+        means = [mean for mean, _ in self._staleness]
+        return {
+            "steps": self._step,
+            "wall_seconds": self._earlier.seconds + self._trained_seconds,
+            "tokens_generated": self._earlier.generated + total.generated,
+            "tokens_drafted": self._earlier.drafted + total.drafted,
+            "tokens_reused": self._earlier.accepted + total.accepted,
+            "staleness_mean": statistics.fmean(means) if means else 0.0,
+            "staleness_max": max((most for _, most in self._staleness), default=0.0),
+        }

@@ -1,0 +1,229 @@
+"""Carry out one run: from a resolved configuration to result.json and report.html.
+
+    prepare    everything that can be the user's mistake is found here, before a folder is made
+    run        processes up, evaluate, train, evaluate (asyncrl.controller)
+    finish     processes down in order, result and report written, also after a failure
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from asyncrl.config import RunConfig
+from asyncrl.control import serve_control
+from asyncrl.controller import Controller
+from asyncrl.errors import AsyncrlError, WaitTimeout
+from asyncrl.evaluation import Accuracy
+from asyncrl.fleet import Fleet
+from asyncrl.launch import LocalLauncher
+from asyncrl.progress import Progress
+from asyncrl.rewards.pool import check_rewards
+from asyncrl.run_directory import RunDirectory, RunState
+from asyncrl.tasks import Task, load_task, resolve_model
+from asyncrl.wire import Hub, RuntimeDirectory
+from monitoring.exporter import exporter_for
+from monitoring.live import LiveView
+from monitoring.metrics import ControllerMetrics, new_registry
+from monitoring.metrics_log import MetricsLog, read_metrics
+from monitoring.report import write_report
+from monitoring.timeline import Timeline
+from scheduler.messages import control, from_generator, from_trainer, to_generator, to_trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a run needs and what cannot go wrong any more."""
+
+    config: RunConfig
+    model_path: str
+    task: Task
+
+
+def prepare(config: RunConfig, console: Console) -> Prepared:
+    """Make or find the model, load the data, check the rewards.
+
+    Raises:
+        UserError: what was wrong with the model, the data or the rewards.
+    """
+    check_rewards(config.rewards)
+    model_path = resolve_model(config.model, console)
+    task = load_task(config.task, model_path, config.run.seed)
+    return Prepared(config, model_path, task)
+
+
+def execute(prepared: Prepared, *, resume: bool, clean: bool, console: Console) -> dict[str, Any]:
+    """Run to the end and return what is in result.json.
+
+    Raises:
+        UserError: the run name is in use, or the user's part failed during the run.
+        AsyncrlError: the run failed; its folder holds what it did.
+    """
+    directory = RunDirectory.create(prepared.config, resume=resume, clean=clean)
+    return asyncio.run(_Run(prepared, directory, resume=resume, console=console).execute())
+
+
+class _Run:
+    """One execution: owns what must be closed at its end."""
+
+    def __init__(
+        self, prepared: Prepared, directory: RunDirectory, *, resume: bool, console: Console
+    ) -> None:
+        self._config = prepared.config
+        self._task = prepared.task
+        self._directory = directory
+        self._console = console
+        self._closing = contextlib.ExitStack()
+        self._runtime = RuntimeDirectory()
+        self._closing.callback(self._runtime.close)
+        self._earlier = directory.read_state() if resume else None
+        self._fleet = Fleet(
+            prepared.config,
+            LocalLauncher(
+                directory.path / "logs",
+                processes=1 + prepared.config.launcher.generators,
+                threads=prepared.config.launcher.threads,
+            ),
+            directory,
+            self._runtime,
+            model_path=prepared.model_path,
+            resume=resume,
+        )
+
+    async def execute(self) -> dict[str, Any]:
+        """Everything between the making of the folder and the report."""
+        began = time.monotonic()
+        ended = "failed"
+        with self._closing:
+            state = self._new_state()
+            progress = self._progress()
+            hub: Hub[Any] = Hub(
+                self._runtime.address("control"),
+                from_generator.FromGenerator | from_trainer.FromTrainer,
+            )
+            self._closing.callback(hub.close)
+            timeline = Timeline(
+                self._directory.path / "timeline" / "controller.jsonl", "controller"
+            )
+            self._closing.callback(timeline.close)
+            controller = Controller(
+                self._config,
+                task=self._task,
+                directory=self._directory,
+                state=state,
+                fleet=self._fleet,
+                hub=hub,
+                progress=progress,
+                timeline=timeline,
+            )
+            background = [asyncio.create_task(self._serve_user(state, controller))]
+            self._stop_on_signals(controller)
+            try:
+                before, after = await controller.run()
+                ended = "done" if controller.trained_steps >= self._config.run.steps else "stopped"
+            finally:
+                for task in background:
+                    task.cancel()
+                await self._end_processes(hub, orderly=ended != "failed")
+                state.ended = ended
+                self._directory.write_state(state)
+            result = self._result(progress, before, after, seconds=time.monotonic() - began)
+        self._directory.write_result(result)
+        write_report(self._directory.path)
+        return result
+
+    def _new_state(self) -> RunState:
+        earlier = self._earlier
+        state = RunState(
+            pid=os.getpid(),
+            control_address=self._runtime.address("user"),
+            accuracy_before=None if earlier is None else earlier.accuracy_before,
+            evaluation_samples=0 if earlier is None else earlier.evaluation_samples,
+        )
+        self._directory.write_state(state)
+        return state
+
+    def _progress(self) -> Progress:
+        config = self._config
+        registry = new_registry()
+        metrics = ControllerMetrics.register(registry, process="controller")
+        exporter = exporter_for(config.monitoring, registry, 0)
+        if exporter is not None:
+            self._closing.callback(exporter.close)
+            self._console.print(f"metrics: {exporter.url}", highlight=False)
+        rows = read_metrics(self._directory.path / "metrics.jsonl")
+        log = MetricsLog(self._directory.path / "metrics.jsonl")
+        self._closing.callback(log.close)
+        view = LiveView(config.monitoring, config.run.steps, config.run.name, self._console)
+        self._closing.callback(view.close)
+        return Progress(config, view=view, log=log, metrics=metrics, rows=rows)
+
+    async def _serve_user(self, state: RunState, controller: Controller) -> None:
+        hub: Hub[control.Request] = Hub(state.control_address, control.Request)
+        try:
+            await serve_control(hub, controller.answer)
+        finally:
+            hub.close()
+
+    def _stop_on_signals(self, controller: Controller) -> None:
+        """Ctrl-C ends in order; a second one ends at once."""
+        loop = asyncio.get_running_loop()
+        waiting: set[asyncio.Task[None]] = set()
+
+        def stop() -> None:
+            if waiting:
+                self._fleet.end_all(by_force=True)
+                return
+            self._console.print(
+                "stopping: the step in hand is finished and a checkpoint written "
+                "(once more to end at once)"
+            )
+            waiting.add(asyncio.ensure_future(controller.stop()))
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+            self._closing.callback(loop.remove_signal_handler, number)
+
+    async def _end_processes(self, hub: Hub[Any], *, orderly: bool) -> None:
+        for worker in self._fleet.alive:
+            message = (
+                to_trainer.Shutdown(checkpoint=orderly)
+                if worker.is_trainer
+                else to_generator.Shutdown()
+            )
+            with contextlib.suppress(AsyncrlError):
+                await hub.send(worker.name, message)
+        if not orderly:
+            self._fleet.end_all()
+        try:
+            await asyncio.to_thread(
+                self._fleet.wait_for_end, self._config.launcher.stop_seconds
+            )
+        except WaitTimeout as error:
+            self._console.print(f"[yellow]{error}[/]")
+
+    def _result(
+        self,
+        progress: Progress,
+        before: Accuracy | None,
+        after: Accuracy | None,
+        *,
+        seconds: float,
+    ) -> dict[str, Any]:
+        return {
+            "run": self._config.run.name,
+            "engine": self._config.engine.kind,
+            "accuracy_before": None if before is None else before.value,
+            "accuracy_after": None if after is None else after.value,
+            "evaluation_samples": 0 if before is None else before.samples,
+            **progress.result(),
+            "total_seconds": seconds,
+        }
