@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from cache.trajectory import SampleId
 from scheduler.messages.weights import WeightManifest
 
 
@@ -21,12 +20,6 @@ class TrainerReady(Message, frozen=True):
     data_address: str
     """Where generators deliver trajectories."""
     metrics_port: int | None = None
-
-
-class TrajectoriesReceived(Message, frozen=True):
-    """These samples are safe in the trainer."""
-
-    samples: tuple[SampleId, ...]
 
 
 class StepFinished(Message, frozen=True):
@@ -70,7 +63,6 @@ class Goodbye(Message, frozen=True):
 
 FromTrainer = (
     TrainerReady
-    | TrajectoriesReceived
     | StepFinished
     | CheckpointWritten
     | TrainerReport
