@@ -1,0 +1,191 @@
+"""The view of a run while it goes on: a panel in a terminal, lines anywhere else.
+
+    with LiveView(config.monitoring, total_steps=60, run_name="demo") as live:
+        live.update(RunView(phase="training", step=3, reward_mean=0.7))
+        live.log("checkpoint written")
+
+Nothing but text ever reaches a stream that is not a terminal: no colours, no cursor movements, no
+lines broken at eighty columns. `update` may be called as often as there is news; the panel is
+redrawn four times a second, and lines are printed when a step is done, when the phase changes, and
+at least every half a minute so that a log never looks dead.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from monitoring.config import MonitoringConfig
+from monitoring.live_panel import panel, plain_line
+from monitoring.run_view import RunView
+from monitoring.wording import without_controls
+
+__all__ = ["LiveView", "RunView"]
+
+REFRESHES_PER_SECOND = 4
+QUIET_SECONDS = 30.0
+"""Longest silence of the plain view while `update` is being called."""
+WIDE_COLUMNS = 92
+"""From this width on the panel has two columns of numbers."""
+
+
+class _View(Protocol):
+    def update(self, view: RunView) -> None: ...
+
+    def log(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LiveView:
+    """Shows snapshots of a run in the way that the configuration and the terminal allow.
+
+    Args:
+        config: `live` chooses the view.
+        total_steps: optimizer steps that the run will do.
+        run_name: shown in the title.
+        console: where to; a new one on standard output if None.
+        clock: seconds, never going back; for tests.
+    """
+
+    def __init__(
+        self,
+        config: MonitoringConfig,
+        total_steps: int,
+        run_name: str,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        console = console or Console()
+        terminal = console.is_terminal and not console.is_dumb_terminal
+        self._view: _View
+        if config.live == "off":
+            self._view = _Nothing()
+        elif terminal and config.live != "plain":
+            self._view = _PanelView(console, total_steps, run_name)
+        else:
+            self._view = _PlainView(console, total_steps, run_name, clock)
+            if config.live == "rich":
+                self._view.log(
+                    "monitoring.live is rich but this is no terminal: printing lines instead"
+                )
+
+    def update(self, view: RunView) -> None:
+        """Show a newer snapshot."""
+        self._view.update(view)
+
+    def log(self, text: str) -> None:
+        """Print a message that stays, above the panel or as a line."""
+        self._view.log(without_controls(text))
+
+    def close(self) -> None:
+        """Leave the last state on the screen and give the terminal back. Idempotent."""
+        self._view.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Nothing:
+    """`live: off`."""
+
+    def update(self, view: RunView) -> None:
+        pass
+
+    def log(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _PanelView:
+    """A panel that is redrawn in place."""
+
+    def __init__(self, console: Console, total_steps: int, run_name: str) -> None:
+        self._total_steps = total_steps
+        self._run_name = run_name
+        self._console = console
+        self._last = RunView()
+        self._live = Live(
+            console=console,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            get_renderable=self._render,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+
+    def _render(self) -> RenderableType:
+        wide = self._console.width >= WIDE_COLUMNS
+        return panel(self._last, run_name=self._run_name, total_steps=self._total_steps, wide=wide)
+
+    def update(self, view: RunView) -> None:
+        self._last = view
+
+    def log(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class _PlainView:
+    """A line per step, per phase, and now and then."""
+
+    def __init__(
+        self, console: Console, total_steps: int, run_name: str, clock: Callable[[], float]
+    ) -> None:
+        self._stream = console.file
+        self._total_steps = total_steps
+        self._run_name = without_controls(run_name).replace("\n", " ")
+        self._clock = clock
+        self._phase = ""
+        self._step: int | None = None
+        self._printed_at = clock()
+
+    def update(self, view: RunView) -> None:
+        phase = re.sub(r"[\d/.%]+", "", view.phase).strip()
+        if phase != self._phase:
+            self._phase = phase
+            self._line(without_controls(view.phase))
+        if view.step != self._step:
+            first = self._step is None
+            self._step = view.step
+            if view.step or not first:
+                self._line(plain_line(view, self._total_steps))
+        if self._clock() - self._printed_at >= QUIET_SECONDS:
+            self._line(self._still(view))
+
+    def log(self, text: str) -> None:
+        self._line(text)
+
+    def close(self) -> None:
+        pass
+
+    def _still(self, view: RunView) -> str:
+        text = f"{without_controls(view.phase)}, step {view.step}/{self._total_steps}"
+        if view.waiting_for:
+            text += f", waiting for {without_controls(view.waiting_for)}"
+        return text
+
+    def _line(self, text: str) -> None:
+        self._printed_at = self._clock()
+        for part in text.splitlines():
+            self._stream.write(f"{self._run_name}: {part}\n")
+        self._stream.flush()

@@ -1,0 +1,181 @@
+"""How a run looks in a terminal: one calm panel. Pure: a snapshot in, a renderable out."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from monitoring.run_view import RunView
+from monitoring.wording import (
+    UNKNOWN,
+    count,
+    duration,
+    number,
+    percent,
+    sparkline,
+    without_controls,
+)
+
+IDLE_MUCH = 0.3
+"""An idle share from here on is shown in a warning colour."""
+
+
+def panel(view: RunView, *, run_name: str, total_steps: int, wide: bool = True) -> Panel:
+    """The panel; `wide` puts the numbers into two columns."""
+    body = Group(
+        _head(view, total_steps),
+        Text(),
+        _progress(view, total_steps),
+        Text(),
+        _numbers(view, wide),
+        *_foot(view),
+    )
+    title = Text.assemble(("asyncrl", "bold"), ("  ·  ", "dim"), (_clean(run_name), "cyan"))
+    return Panel(
+        body,
+        title=title,
+        title_align="left",
+        border_style="bright_black",
+        box=box.ROUNDED,
+        padding=(1, 2),
+    )
+
+
+def _clean(text: str) -> str:
+    return without_controls(text).replace("\n", " ")
+
+
+def _head(view: RunView, total_steps: int) -> RenderableType:
+    left = Text(_clean(view.phase), style="bold")
+    right = Text.assemble(
+        ("step ", "dim"),
+        (f"{view.step}", "bold"),
+        (f" of {total_steps}", "dim"),
+        ("      left ", "dim"),
+        duration(view.eta_seconds),
+    )
+    grid = Table.grid(expand=True)
+    grid.add_column(ratio=1, no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(left, right)
+    return grid
+
+
+def _progress(view: RunView, total_steps: int) -> RenderableType:
+    bar = ProgressBar(
+        total=max(total_steps, 1),
+        completed=min(view.step, total_steps),
+        complete_style="cyan",
+        finished_style="green",
+        style="grey23",
+    )
+    line = Table.grid(expand=True)
+    line.add_row(bar)
+    return line
+
+
+def _numbers(view: RunView, wide: bool) -> RenderableType:
+    outcome = [
+        ("reward", _reward(view)),
+        ("accuracy before", Text(percent(view.accuracy_before, 1))),
+        ("staleness", _staleness(view)),
+        ("drafts accepted", _drafts(view)),
+    ]
+    flow = [
+        ("tokens/s", Text(count(view.tokens_per_second), style="bold")),
+        ("samples", _samples(view)),
+        ("generator idle", _idle(view.generator_idle)),
+        ("trainer idle", _idle(view.trainer_idle)),
+    ]
+    grid = Table.grid(expand=True, padding=(0, 2))
+    if wide:
+        for _ in range(2):
+            grid.add_column(style="dim", no_wrap=True, min_width=15)
+            grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        for (name, value), (other_name, other_value) in zip(outcome, flow, strict=True):
+            grid.add_row(name, value, other_name, other_value)
+    else:
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        for name, value in [*outcome, *flow]:
+            grid.add_row(name, value)
+    return grid
+
+
+def _reward(view: RunView) -> Text:
+    return Text.assemble(
+        (number(view.reward_mean), "bold green" if view.reward_mean is not None else ""),
+        "  ",
+        (sparkline(view.recent_rewards, 20), "green"),
+    )
+
+
+def _staleness(view: RunView) -> Text:
+    if view.staleness_mean is None:
+        return Text(UNKNOWN)
+    return Text.assemble(
+        number(view.staleness_mean), ("  at most ", "dim"), f"{view.staleness_max or 0:.0f}"
+    )
+
+
+def _drafts(view: RunView) -> Text:
+    if view.draft_acceptance is None and view.drafted_share is None:
+        return Text(UNKNOWN)
+    return Text.assemble(
+        percent(view.draft_acceptance), ("  share of text ", "dim"), percent(view.drafted_share)
+    )
+
+
+def _samples(view: RunView) -> Text:
+    parts = (
+        (view.samples_running, "running"),
+        (view.samples_held, "held"),
+        (view.samples_queued, "queued"),
+    )
+    known = [(value, name) for value, name in parts if value is not None]
+    if not known:
+        return Text(UNKNOWN)
+    text = Text()
+    for index, (value, name) in enumerate(known):
+        text.append(("  " if index else "") + str(value))
+        text.append(f" {name}", style="dim")
+    return text
+
+
+def _idle(share: float | None) -> Text:
+    return Text(percent(share), style="yellow" if (share or 0.0) >= IDLE_MUCH else "")
+
+
+def _foot(view: RunView) -> list[RenderableType]:
+    if not view.waiting_for:
+        return []
+    return [
+        Text(),
+        Text.assemble(("waiting for ", "yellow"), (_clean(view.waiting_for), "")),
+    ]
+
+
+def plain_line(view: RunView, total_steps: int) -> str:
+    """One finished step as a line for a log file."""
+    parts = [f"step {view.step}/{total_steps}"]
+    if view.reward_mean is not None:
+        parts.append(f"reward {view.reward_mean:.3f}")
+    if view.tokens_per_second is not None:
+        parts.append(f"{count(view.tokens_per_second)} tokens/s")
+    if view.staleness_mean is not None:
+        parts.append(f"staleness {view.staleness_mean:.2f} (max {view.staleness_max or 0:.0f})")
+    if view.draft_acceptance is not None:
+        parts.append(f"drafts accepted {percent(view.draft_acceptance)}")
+    if view.drafted_share is not None:
+        parts.append(f"reused {percent(view.drafted_share)}")
+    if view.generator_idle is not None or view.trainer_idle is not None:
+        parts.append(
+            f"idle generator {percent(view.generator_idle)} trainer {percent(view.trainer_idle)}"
+        )
+    if view.eta_seconds is not None:
+        parts.append(f"{duration(view.eta_seconds)} left")
+    return " | ".join(parts)

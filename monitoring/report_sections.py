@@ -1,0 +1,362 @@
+"""The report's sections, each a function of the run's data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from monitoring.markup import Child, Markup, element
+from monitoring.plots import Series, bar_plot, empty, figure, line_plot
+from monitoring.report_data import RunData
+from monitoring.report_samples import sample_card, samples_legend
+from monitoring.samples import choose_samples
+from monitoring.series import difference_interval, growth, mean, smooth, ticks, wilson
+from monitoring.wording import count, duration, number, percent
+
+OPEN_SAMPLES = 4
+"""This many sample trajectories are shown at once; the others unfold."""
+
+
+def section(title: str, about: str, *content: Child) -> Markup:
+    """A heading, what there is to see, and it."""
+    return element("section", element("h2", title), element("p", about, class_="about"), *content)
+
+
+def headline(data: RunData) -> list[Child]:
+    """Name, one sentence, settings that matter, and the numbers."""
+    return [
+        element("div", "asyncrl run report", class_="eyebrow"),
+        element("h1", data.name),
+        element("p", sentence(data), class_="lead"),
+        element("div", _facts(data), class_="facts"),
+        [element("p", note, class_="note") for note in data.notes],
+        element("div", *_tiles(data), class_="tiles"),
+    ]
+
+
+def sentence(data: RunData) -> str:
+    """The run in one sentence."""
+    before, after = data.outcome("accuracy_before"), data.outcome("accuracy_after")
+    steps, wall = _steps_done(data), _wall_seconds(data)
+    took = f"{steps} optimizer step{'' if steps == 1 else 's'}"
+    if wall is not None:
+        took += f" and {duration(wall)}"
+    if data.result is None:
+        planned = data.setting("run.steps")
+        of = f" of {planned}" if isinstance(planned, int) else ""
+        return (
+            f"This run has not finished: its records end after step {steps}{of}. "
+            "The numbers are as of then."
+        )
+    if before is None or after is None:
+        return f"The run took {took}."
+    verb = "rose" if after > before else "fell" if after < before else "stayed"
+    return f"Held-out accuracy {verb} from {percent(before, 1)} to {percent(after, 1)} in {took}."
+
+
+def _facts(data: RunData) -> list[Child]:
+    settings = (
+        ("engine", (data.result or {}).get("engine") or data.setting("engine.kind")),
+        ("algorithm", data.setting("trainer.algorithm")),
+        ("on update", data.setting("scheduler.on_update")),
+        ("off-policy steps allowed", data.setting("scheduler.max_off_policy_steps")),
+        ("learning rate", data.setting("trainer.learning_rate")),
+    )
+    return [
+        element("span", f"{name} ", element("b", str(value)))
+        for name, value in settings
+        if value is not None
+    ]
+
+
+def _steps_done(data: RunData) -> int:
+    steps = data.outcome("steps")
+    if steps is not None:
+        return int(steps)
+    return int(data.rows[-1]["step"]) + 1 if data.rows else 0
+
+
+def _wall_seconds(data: RunData) -> float | None:
+    wall = data.outcome("wall_seconds")
+    return data.last("wall_seconds") if wall is None else wall
+
+
+def _tile(name: str, value: Child, more: str, *, hero: bool = False) -> Markup:
+    return element(
+        "div",
+        element("div", name, class_="name"),
+        element("div", value, class_="value"),
+        element("div", more, class_="more"),
+        class_="tile hero" if hero else "tile",
+    )
+
+
+def _tiles(data: RunData) -> list[Markup]:
+    steps, wall = _steps_done(data), _wall_seconds(data)
+    generated, reused = _tokens(data)
+    step_seconds = mean(data.column("step_seconds"))
+    rate = mean(data.column("tokens_per_second"))
+    if rate is None and generated is not None and wall:
+        rate = generated / wall
+    stale = data.outcome("staleness_mean")
+    stale = mean(data.column("staleness_mean")) if stale is None else stale
+    worst = data.outcome("staleness_max")
+    if worst is None:
+        worst = max((v for v in data.column("staleness_max") if v is not None), default=None)
+    planned = data.setting("run.steps")
+    share = reused / generated if reused is not None and generated else None
+    return [
+        _accuracy_tile(data),
+        _tile("optimizer steps", str(steps), f"of {planned} planned" if planned else ""),
+        _tile(
+            "wall time",
+            duration(wall),
+            f"{duration(step_seconds)} a step" if step_seconds is not None else "",
+        ),
+        _tile("tokens per second", count(rate), f"{count(generated)} response tokens in all"),
+        _tile("reused tokens", percent(share), f"{count(reused)} came from accepted drafts"),
+        _tile("staleness", number(stale), f"steps in the mean, {number(worst, 0)} at most"),
+        _tile(
+            "idle",
+            percent(mean(data.column("generator_idle"))),
+            f"of the generators' time, {percent(mean(data.column('trainer_idle')))} of the "
+            "trainer's",
+        ),
+    ]
+
+
+def _tokens(data: RunData) -> tuple[float | None, float | None]:
+    generated, reused = data.outcome("tokens_generated"), data.outcome("tokens_reused")
+    return (
+        data.last("tokens_generated") if generated is None else generated,
+        data.last("tokens_accepted") if reused is None else reused,
+    )
+
+
+def _trials(data: RunData) -> int | None:
+    trials = data.outcome("evaluation_samples")
+    return int(trials) if trials is not None and trials >= 1 else None
+
+
+def _accuracy_tile(data: RunData) -> Markup:
+    before, after = data.outcome("accuracy_before"), data.outcome("accuracy_after")
+    trials = _trials(data)
+    value: list[Child] = [
+        percent(before, 1),
+        element("span", "→", class_="arrow"),
+        percent(after, 1),
+    ]
+    more = "not measured"
+    if before is not None and after is not None:
+        more = f"{100 * (after - before):+.1f} points"
+        if trials is not None and 0 <= before <= 1 and 0 <= after <= 1:
+            low, high = difference_interval(before, after, trials)
+            more += (
+                f", 95% interval {100 * low:+.1f} to {100 * high:+.1f}, {trials} held-out samples"
+            )
+    return _tile("accuracy on held-out questions, before → after", value, more, hero=True)
+
+
+def learning(data: RunData) -> Markup:
+    """Reward and evaluation."""
+    rewards = data.column("reward_mean")
+    return section(
+        "Learning",
+        "Rewards are those of the samples that each step trained on. Accuracy is measured on "
+        "questions that are never trained on, sampled as in training.",
+        element(
+            "div",
+            line_plot(
+                "Reward",
+                data.steps(),
+                [
+                    Series("smoothed", smooth(rewards), "c1"),
+                    Series("mean of the step", rewards, "c1", faint=True),
+                ],
+                note="Mean over each step's samples (thin) and its moving average (bold).",
+                y_label="reward",
+            )
+            if data.rows
+            else empty("Reward", "No step is finished yet."),
+            _evaluation(data),
+            class_="grid",
+        ),
+    )
+
+
+def _evaluation(data: RunData) -> Markup:
+    trials = _trials(data)
+    points = []
+    for name, style in (("before", "c6"), ("after", "c3")):
+        value = data.outcome(f"accuracy_{name}")
+        if value is not None and 0 <= value <= 1:
+            points.append((name, style, value, wilson(value, trials) if trials else (value, value)))
+    if not points:
+        return empty("Held-out accuracy", "Not evaluated.")
+    note = f"With 95% intervals from {trials} samples." if trials else ""
+    return figure("Held-out accuracy", note, _intervals(points))
+
+
+def _intervals(points: Sequence[tuple[str, str, float, tuple[float, float]]]) -> Markup:
+    width, height, left, right, top = 520.0, 236.0, 62.0, 28.0, 12.0
+    bottom = height - 38
+    low = max(0.0, min(bounds[0] for *_, bounds in points) - 0.08)
+    high = min(1.0, max(bounds[1] for *_, bounds in points) + 0.08)
+
+    def x(value: float) -> float:
+        return left + (value - low) / (high - low) * (width - left - right)
+
+    marks: list[Child] = []
+    for value in ticks(low, high, 6):
+        at = x(value)
+        marks.append(element("line", x1=at, x2=at, y1=top, y2=bottom, class_="grid"))
+        marks.append(element("text", percent(value), x=at, y=bottom + 15, class_="tick mid"))
+    for index, (name, style, value, bounds) in enumerate(points):
+        y = top + (bottom - top) * (index + 0.5) / len(points)
+        told = f"{name}: {percent(value, 1)} ({percent(bounds[0], 1)} to {percent(bounds[1], 1)})"
+        marks.append(element("text", name, x=left - 12, y=y + 4, class_="lane end"))
+        bar = element(
+            "path",
+            d=f"M{x(bounds[0]):.1f} {y - 6:.1f}v12M{x(bounds[0]):.1f} {y:.1f}H{x(bounds[1]):.1f}"
+            f"M{x(bounds[1]):.1f} {y - 6:.1f}v12",
+        )
+        dot = element("circle", cx=x(value), cy=y, r=6)
+        marks.append(element("g", element("title", told), bar, dot, class_=f"line {style}"))
+        marks.append(
+            element("text", percent(value, 1), x=x(value), y=y - 14, class_="value-label mid")
+        )
+    marks.append(
+        element("text", "accuracy", x=(left + width - right) / 2, y=height - 5, class_="label mid")
+    )
+    return element(
+        "svg", marks, viewBox=f"0 0 {width:.0f} {height:.0f}", role="img", aria_label="accuracy"
+    )
+
+
+def work(data: RunData) -> Markup:
+    """Tokens, staleness, time per step, throughput."""
+    steps = data.steps()
+    generated = growth(data.column("tokens_generated"))
+    accepted = growth(data.column("tokens_accepted"))
+    drawn = [
+        None if all_ is None else max(0.0, all_ - (kept or 0.0))
+        for all_, kept in zip(generated, accepted, strict=True)
+    ]
+    train, wait = data.column("train_seconds"), data.column("wait_seconds")
+    other = [
+        None if whole is None else max(0.0, whole - (a or 0.0) - (b or 0.0))
+        for whole, a, b in zip(data.column("step_seconds"), train, wait, strict=True)
+    ]
+    plots = [
+        bar_plot(
+            "Rollout tokens, reused and generated",
+            steps,
+            [Series("accepted drafts", accepted, "c3"), Series("drawn one by one", drawn, "c6")],
+            note="Response tokens between one finished step and the next.",
+            y_label="tokens",
+        ),
+        line_plot(
+            "Staleness",
+            steps,
+            [
+                Series("mean", data.column("staleness_mean"), "c1"),
+                Series("largest", data.column("staleness_max"), "c2"),
+            ],
+            note="Optimizer steps between the policy that a token follows and the one trained.",
+            y_label="steps",
+            y_limits=(0.0, None),
+        ),
+        bar_plot(
+            "Where the time of a step goes",
+            steps,
+            [
+                Series("training", train, "c2"),
+                Series("waiting for samples", wait, "c6"),
+                Series("everything else", other, "c4"),
+            ],
+            note="Seconds from one finished step to the next, seen by the trainer.",
+            y_label="seconds",
+        ),
+        line_plot(
+            "Throughput",
+            steps,
+            [Series("tokens per second", data.column("tokens_per_second"), "c1")],
+            note="Response tokens per second, all generators together.",
+            y_label="tokens per second",
+            y_limits=(0.0, None),
+        ),
+    ]
+    return section(
+        "Work",
+        "What the rollouts cost, how much of them the cache supplied, and how old the tokens were "
+        "when they were trained on. Point at a step for its numbers.",
+        element("div", plots, class_="grid"),
+    )
+
+
+_INTERNALS = (
+    ("mismatch_abs_mean", "Engine against trainer", "c5", "nats",
+     "Mean absolute difference of the two log-probabilities of the same token."),
+    ("response_length_mean", "Response length", "c4", "tokens", "Mean over the step's samples."),
+    ("entropy", "Entropy", "c3", "nats", "Mean over tokens, of the policy being trained."),
+    ("loss", "Loss", "c1", "", "Before the optimizer's step."),
+    ("grad_norm", "Gradient norm", "c1", "", "Before clipping."),
+    ("clip_ratio", "Clipped tokens", "c2", "share", "Tokens whose importance ratio was clipped."),
+    ("kl", "Distance from the behaviour policy", "c2", "nats", "Estimated per token."),
+    ("reward_std", "Spread of rewards", "c4", "", "Standard deviation over the step's samples."),
+    ("learning_rate", "Learning rate", "c6", "", ""),
+)  # fmt: skip
+
+
+def internals(data: RunData) -> Markup | None:
+    """How healthy the training is; only what was recorded."""
+    plots = []
+    for key, title, style, unit, note in _INTERNALS:
+        values = data.column(key)
+        if any(value is not None for value in values):
+            line = [Series(title.lower(), values, style)]
+            plots.append(line_plot(title, data.steps(), line, note=note, y_label=unit))
+    if not plots:
+        return None
+    return section(
+        "Health of the training",
+        "The first plot should stay near zero: it shows that engine and trainer mean the same "
+        "policy.",
+        element("div", plots, class_="grid"),
+    )
+
+
+def samples(data: RunData) -> Markup | None:
+    """A few trajectories, token by token."""
+    chosen = choose_samples(data.samples, data.shown_samples)
+    if not chosen:
+        return None
+    cards = [sample_card(record) for record in reversed(chosen)]
+    rest = cards[OPEN_SAMPLES:]
+    more = element("details", element("summary", f"{len(rest)} earlier samples"), *rest)
+    return section(
+        "Sample trajectories",
+        "Newest first. Every token shows how it came to be; point at one for its probability.",
+        samples_legend(),
+        *cards[:OPEN_SAMPLES],
+        more if rest else None,
+    )
+
+
+def settings(data: RunData) -> Markup | None:
+    """The configuration as it was resolved."""
+    if not data.config_text:
+        return None
+    lines: list[Child] = []
+    for line in data.config_text.splitlines():
+        match = re.match(r"^([\s-]*)([\w.-]+)(:)(\s.*)?$", line)
+        if match:
+            indent, key, colon, value = match.groups()
+            lines += [indent, element("b", key, class_="c1"), colon, value or "", "\n"]
+        else:
+            lines.append(line + "\n")
+    return section(
+        "Configuration",
+        "Complete: run it again with `asyncrl run config.yaml`.",
+        element("details", element("summary", "config.yaml"), element("pre", lines)),
+    )

@@ -1,0 +1,74 @@
+"""Numbers and text as people read them; used by the live view and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+UNKNOWN = "–"
+"""Stands for a number that is not known (yet)."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """`0.71`, or a dash for what is not known or not a number."""
+    if value is None or value != value:
+        return UNKNOWN
+    return f"{value:.{digits}f}"
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """`42%` for 0.42."""
+    if value is None or value != value:
+        return UNKNOWN
+    return f"{100 * value:.{digits}f}%"
+
+
+def count(value: float | None) -> str:
+    """`950`, `7,512`, `1.25M`, `3.1G`: whole below a million, shortened above."""
+    if value is None or value != value:
+        return UNKNOWN
+    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:,.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """`0.4 s`, `42 s`, `3 min 20 s`, `5 h 07 min`, `2 d 3 h`."""
+    if seconds is None or seconds != seconds:
+        return UNKNOWN
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """The last `width` values as bars of eight heights, lowest to highest of those shown.
+
+    Example:
+        >>> sparkline([0.0, 0.5, 1.0])
+        '▁▅█'
+    """
+    shown = [value for value in values if value == value][-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    if high - low < 1e-12:
+        return _BARS[3] * len(shown)
+    top = len(_BARS) - 1
+    return "".join(_BARS[round((value - low) / (high - low) * top)] for value in shown)
+
+
+def without_controls(text: str) -> str:
+    """The text without control characters (also those that colour a terminal), tabs as spaces."""
+    return "".join(
+        char for char in text.expandtabs(4) if char == "\n" or (char.isprintable() or char == " ")
+    )

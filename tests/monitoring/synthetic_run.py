@@ -1,0 +1,214 @@
+"""A run directory as a real run would leave it, made up from a seed: for tests and for looking at.
+
+`python tests/monitoring/synthetic_run.py DIRECTORY` writes one with its report.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from pathlib import Path
+
+import msgspec
+
+from monitoring.metrics_log import MetricsLog
+from monitoring.report import write_report
+from monitoring.samples import SampleLog, SampleRecord, SampleSegment
+from monitoring.timeline import Clock, Timeline
+
+START = 1_795_000_000.0
+CONFIG = """\
+run:
+  name: {name}
+  steps: {steps}
+  seed: 7
+engine:
+  kind: torch
+  slots: 64
+scheduler:
+  max_off_policy_steps: 1
+  on_update: keep
+trainer:
+  algorithm: grpo
+  learning_rate: 3.0e-05
+monitoring:
+  report_samples: 6
+"""
+
+
+class FakeTime:
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def clock(self) -> Clock:
+        return Clock(monotonic=lambda: self.now, wall=lambda: START - 100.0 + self.now)
+
+
+def make_run(
+    folder: Path, *, steps: int = 60, generators: int = 2, finished: bool = True, seed: int = 0
+) -> Path:
+    """Write all files of a run of that many steps into `folder`."""
+    random_ = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "arithmetic-demo"
+    (folder / "config.yaml").write_text(CONFIG.format(name=name, steps=steps))
+    ends = _timelines(folder / "timeline", steps, generators, random_)
+    totals = _metrics(folder / "metrics.jsonl", ends, random_)
+    _samples(folder / "samples.jsonl", steps, random_)
+    if finished:
+        result = {
+            "accuracy_before": 0.664,
+            "accuracy_after": 0.859,
+            "evaluation_samples": 256,
+            "steps": steps,
+            "wall_seconds": ends[-1] - START + 9.0,
+            "tokens_generated": totals[0],
+            "tokens_reused": totals[1],
+            "staleness_mean": 0.61,
+            "staleness_max": 1,
+            "engine": "torch",
+        }
+        (folder / "result.json").write_bytes(msgspec.json.encode(result))
+    return folder
+
+
+def _timelines(folder: Path, steps: int, generators: int, random_: random.Random) -> list[float]:
+    """Write lanes; return the moments (unix seconds) at which steps finished."""
+    ends: list[float] = []
+    train = [1.6 + 0.3 * random_.random() for _ in range(steps)]
+    wait = [0.5 + 0.7 * random_.random() for _ in range(steps)]
+    ready, evaluated = 8.0, 19.0
+    fake = FakeTime()
+    with Timeline(folder / "trainer.jsonl", "trainer", clock=fake.clock()) as line:
+        line.record("starting", 100.0, 100.0 + ready)
+        line.record("waiting", 100.0 + ready, 100.0 + evaluated, for_="evaluation")
+        at = 100.0 + evaluated
+        for step in range(steps):
+            line.record("waiting", at, at + wait[step], for_="trajectories", step=step)
+            at += wait[step]
+            line.record("training", at, at + train[step], step=step)
+            at += train[step]
+            line.record("transferring_weights", at, at + 0.08, step=step)
+            at += 0.08
+            ends.append(START - 100.0 + at)
+            fake.now = at
+        line.record("waiting", at, at + 9.0, for_="evaluation")
+    for index in range(generators):
+        _generator(folder, f"generator-{index}", ends, ready + index, evaluated, random_)
+    return ends
+
+
+def _generator(
+    folder: Path,
+    name: str,
+    ends: list[float],
+    ready: float,
+    evaluated: float,
+    random_: random.Random,
+) -> None:
+    fake = FakeTime()
+    with Timeline(folder / f"{name}.jsonl", name, clock=fake.clock()) as line:
+        line.record("starting", 100.0, 100.0 + ready)
+        line.record("evaluating", 100.0 + ready, 100.0 + evaluated - 0.4)
+        at = 100.0 + evaluated - 0.3
+        for step, end in enumerate(ends):
+            until = end - START + 100.0
+            while at < until - 0.5:
+                busy = min(until - at - 0.1, 0.3 + 0.4 * random_.random())
+                line.record("generating", at, at + busy)
+                line.record("rewarding", at + busy, at + busy + 0.03)
+                at += busy + 0.03
+            line.record("waiting", at, until + 0.02, for_="weights" if step % 3 else "admission")
+            line.record("transferring_weights", until + 0.02, until + 0.07)
+            at = until + 0.07
+            fake.now = at
+        line.record("evaluating", at, at + 8.5)
+
+
+def _metrics(path: Path, ends: list[float], random_: random.Random) -> tuple[int, int]:
+    generated = drafted = accepted = 0
+    log = MetricsLog(path)
+    for step, end in enumerate(ends):
+        tokens = round(8600 + 700 * random_.gauss(0, 1))
+        share = 0.62 * (1 - math.exp(-step / 14)) * (0.95 + 0.1 * random_.random())
+        generated += tokens
+        accepted += round(tokens * share)
+        drafted += round(tokens * share * 1.25)
+        seconds = end - (ends[step - 1] if step else START + 19.0)
+        log.append(
+            {
+                "step": step,
+                "time": end,
+                "wall_seconds": end - START,
+                "reward_mean": min(
+                    1.0, 0.66 + 0.2 * (1 - math.exp(-step / 25)) + 0.03 * random_.gauss(0, 1)
+                ),
+                "reward_std": 0.42 - 0.001 * step,
+                "loss": 0.02 * random_.gauss(0, 1),
+                "grad_norm": 0.6 + 0.1 * random_.gauss(0, 1),
+                "entropy": 0.31 - 0.001 * step + 0.004 * random_.gauss(0, 1),
+                "clip_ratio": 0.003 + 0.001 * random_.random(),
+                "kl": 0.0006 + 0.0002 * random_.random(),
+                "staleness_mean": 0.6 + 0.1 * random_.gauss(0, 1) if step else 0.0,
+                "staleness_max": 1 if step else 0,
+                "tokens": tokens,
+                "response_length_mean": 67 + 2 * random_.gauss(0, 1),
+                "tokens_generated": generated,
+                "tokens_drafted": drafted,
+                "tokens_accepted": accepted,
+                "mismatch_abs_mean": 1.2e-6 * (1 + 0.1 * random_.random()),
+                "learning_rate": 3e-5,
+                "step_seconds": seconds,
+                "train_seconds": seconds * 0.68,
+                "wait_seconds": seconds * 0.27,
+                "generator_idle": 0.05 + 0.02 * random_.random(),
+                "trainer_idle": 0.27 + 0.03 * random_.random(),
+                "tokens_per_second": tokens / seconds,
+            }
+        )
+    log.close()
+    return generated, accepted
+
+
+def _samples(path: Path, steps: int, random_: random.Random) -> None:
+    log = SampleLog(path)
+    for step in range(0, steps, max(1, steps // 8)):
+        a, b = random_.randint(1000, 99999), random_.randint(1000, 99999)
+        right = random_.random() < 0.8
+        answer = a + b if right else a + b + 10
+        text = f"{a}+{b}: write them one under the other.\n{a % 10}+{b % 10}={a % 10 + b % 10}, carry.\nThe sum is {answer}"
+        tokens = [*text, "<eos>"]
+        kept = len(tokens) // 3 if step else 0
+        provenance = [
+            "verified"
+            if i < kept // 2
+            else "drafted"
+            if step and random_.random() < 0.6
+            else "sampled"
+            for i in range(len(tokens))
+        ]
+        segments = [SampleSegment(step, kept, len(tokens))]
+        if kept:
+            segments.insert(0, SampleSegment(max(0, step - 1), 0, kept))
+        log.append(
+            SampleRecord(
+                step=step,
+                prompt=f"What is {a} + {b}?",
+                tokens=tokens,
+                provenance=provenance,
+                segments=segments,
+                reward=float(right),
+                answer=str(a + b),
+                logprobs=[-0.4 * random_.random() for _ in tokens],
+                sample_id=f"{step * 16 + 3}.{random_.randint(0, 7)}",
+                finish_reason="stop" if right else "length",
+            )
+        )
+    log.close()
+
+
+if __name__ == "__main__":
+    print(write_report(make_run(Path(sys.argv[1]))))
