@@ -48,8 +48,9 @@ class TaskConfig(BaseModel):
     """Dataset only: a file or hub id with the held-out rows; null holds out some of `path`."""
     evaluation_split: str = "test"
     """Dataset only: split read from `evaluation_path` when that is not a file."""
-    evaluation_size: int = Field(default=512, ge=0)
-    """Held-out prompts: how many are split off, or at most used of `evaluation_path`."""
+    evaluation_size: int | None = Field(default=None, ge=0)
+    """Held-out prompts: how many are split off, or at most used of `evaluation_path`. null: 512,
+    but when split off a dataset at most a tenth of its rows."""
 
     digits: tuple[int, int] = (2, 3)
     """Arithmetic only: fewest and most digits of a summand. The built-in model knows 2 to 3."""

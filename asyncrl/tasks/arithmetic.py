@@ -1,0 +1,144 @@
+"""The built-in task: addition with the working written out, column by column.
+
+    question   add 38 to 295.
+    response   5+8+0=13,9+3+1=13,2+0+1=03:333
+
+Each column reads `digit+digit+carry=sum` from the right, the sum always with two digits; the
+answer follows after a colon. About 29 tokens for 2 to 3 digits.
+
+Held-out problems are chosen by a hash of the two summands (in either order), so that whatever the
+seed neither the warm start nor a training set ever holds one of them, in any phrasing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.errors import DataError
+from asyncrl.tasks.config import TaskConfig
+from asyncrl.tasks.encoding import Question
+
+PHRASINGS = (
+    "what is {a}+{b}?",
+    "{a}+{b}=?",
+    "add {a} to {b}.",
+    "compute {a} plus {b}.",
+    "find the sum of {a} and {b}.",
+)
+TRAIN_SIZE = 2048
+EVALUATION_SIZE = 512
+EVALUATION_SEED = 20261121
+"""The held-out set is the same whatever the run's seed, so that runs can be compared."""
+
+_HELD_OUT_SHARE = 8
+"""One pair of summands in so many is held out."""
+_MAX_TRIES = 200
+"""Draws per problem before a set counts as impossible to fill with distinct problems."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Two summands and the words around them."""
+
+    a: int
+    b: int
+    phrasing: int
+    """Index into `PHRASINGS`."""
+
+    @property
+    def question(self) -> str:
+        """The question as text."""
+        return PHRASINGS[self.phrasing].format(a=self.a, b=self.b)
+
+    @property
+    def answer(self) -> str:
+        """The sum as text."""
+        return str(self.a + self.b)
+
+    @property
+    def held_out(self) -> bool:
+        """Whether this problem belongs to the evaluation side."""
+        low, high = sorted((self.a, self.b))
+        return zlib.crc32(f"{low}+{high}".encode()) % _HELD_OUT_SHARE == 0
+
+
+def working(problem: Problem, rng: np.random.Generator | None = None, slip: float = 0.0) -> str:
+    """The response to imitate; with probability `slip` per column its sum is wrong.
+
+    A slip is off by one or by ten (a carry lost or invented); what follows is consistent with it,
+    as in the work of somebody careless.
+    """
+    a, b = (str(n)[::-1] for n in (problem.a, problem.b))
+    columns, digits, carry = [], [], 0
+    for place in range(max(len(a), len(b))):
+        x = int(a[place]) if place < len(a) else 0
+        y = int(b[place]) if place < len(b) else 0
+        total = x + y + carry
+        if rng is not None and slip and rng.random() < slip:
+            wrong = [total + d for d in (-1, 1, -10, 10) if 0 <= total + d <= 19]
+            total = wrong[rng.integers(len(wrong))]
+        columns.append(f"{x}+{y}+{carry}={total:02d}")
+        carry, digit = divmod(total, 10)
+        digits.append(digit)
+    digits.append(carry)
+    answer = "".join(str(d) for d in reversed(digits)).lstrip("0") or "0"
+    return f"{','.join(columns)}:{answer}"
+
+
+def draw_problems(
+    rng: np.random.Generator, digits: tuple[int, int], *, held_out: bool
+) -> Iterator[Problem]:
+    """Problems of one side without end (repeats happen); each number of digits equally often."""
+    low, high = digits
+    while True:
+        a, b = (_number(rng, int(rng.integers(low, high + 1))) for _ in range(2))
+        problem = Problem(a, b, int(rng.integers(len(PHRASINGS))))
+        if problem.held_out == held_out:
+            yield problem
+
+
+def arithmetic_questions(config: TaskConfig, seed: int) -> tuple[list[Question], list[Question]]:
+    """Training and evaluation questions, each distinct; the same for the same seed.
+
+    Raises:
+        DataError: there are not so many distinct problems with these digits.
+    """
+    train = _distinct(seed % 2**64, config.train_size or TRAIN_SIZE, config.digits, held_out=False)
+    size = EVALUATION_SIZE if config.evaluation_size is None else config.evaluation_size
+    return train, _distinct(EVALUATION_SEED, size, config.digits, held_out=True)
+
+
+def _distinct(seed: int, count: int, digits: tuple[int, int], *, held_out: bool) -> list[Question]:
+    found: dict[Problem, None] = {}
+    source = draw_problems(np.random.default_rng(seed), digits, held_out=held_out)
+    for _ in range(_MAX_TRIES * count):
+        if len(found) == count:
+            break
+        found[next(source)] = None
+    if len(found) < count:
+        name = "task.evaluation_size" if held_out else "task.train_size"
+        raise DataError(
+            f"there are only about {len(found)} distinct problems with {digits[0]} to {digits[1]} "
+            f"digits on this side, fewer than {name} ({count}); lower it or raise task.digits"
+        )
+    return [_as_question(problem) for problem in found]
+
+
+def _as_question(problem: Problem) -> Question:
+    identity = f"add-{problem.a}-{problem.b}-{problem.phrasing}"
+    row = {
+        "prompt": problem.question,
+        "answer": problem.answer,
+        "a": problem.a,
+        "b": problem.b,
+    }
+    return Question(identity, problem.question, row, where=identity)
+
+
+def _number(rng: np.random.Generator, digits: int) -> int:
+    lowest = 0 if digits == 1 else 10 ** (digits - 1)
+    return int(rng.integers(lowest, 10**digits))

@@ -1,0 +1,159 @@
+"""From a question to tokens: the model's tokenizer, its chat template, its stop tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncrl.errors import DataError, ModelError
+from asyncrl.tasks.config import TaskConfig
+from asyncrl.tasks.prompts import Prompt
+
+log = logging.getLogger(__name__)
+
+Messages = list[dict[str, Any]]
+"""Chat messages with `role` and `content`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt before it is tokenised."""
+
+    prompt_id: str
+    content: str | Messages
+    row: dict[str, Any]
+    where: str
+    """File and line, for errors."""
+
+
+def load_tokenizer(model_path: str) -> Any:
+    """The model's tokenizer. Raises ModelError when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_path)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"no tokenizer could be loaded from {model_path!r}: {_first_line(error)}. A model "
+            "directory needs tokenizer.json (or its older forms) and tokenizer_config.json beside "
+            "config.json; save both with tokenizer.save_pretrained(directory)."
+        ) from error
+
+
+def model_stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a response: the generation config's, the tokenizer's, or both.
+
+    Raises:
+        ModelError: neither names one; a response could then only end at the token limit.
+    """
+    from transformers import GenerationConfig
+
+    found: set[int] = set()
+    try:
+        configured = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:  # a model without generation_config.json
+        configured = None
+    if isinstance(configured, int):
+        found.add(configured)
+    elif configured is not None:
+        found.update(configured)
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    if not found:
+        raise ModelError(
+            f"{model_path!r} names no end-of-sequence token, neither in generation_config.json nor "
+            'in its tokenizer; add "eos_token" to tokenizer_config.json'
+        )
+    return tuple(sorted(found))
+
+
+class PromptEncoder:
+    """Turns questions into prompts, all in the same way."""
+
+    def __init__(self, tokenizer: Any, config: TaskConfig) -> None:
+        """Raises DataError: `chat_template: always` and a tokenizer without one."""
+        self._tokenizer = tokenizer
+        self._config = config
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if config.chat_template == "always" and not has_template:
+            raise DataError(
+                "task.chat_template is 'always', but the model's tokenizer has no chat template; "
+                "use 'auto' or 'never', or add chat_template.jinja to the model directory"
+            )
+        self._template = has_template and config.chat_template != "never"
+
+    def encode(self, questions: Sequence[Question]) -> tuple[list[Prompt], int]:
+        """Prompts in order, and how many were left out as too long.
+
+        Raises:
+            DataError: an empty prompt, chat messages without a template, or a prompt over
+                `max_prompt_tokens` with `too_long: refuse`.
+        """
+        if not questions:
+            return [], 0
+        texts = [self._render(question) for question in questions]
+        # A chat template writes the special tokens itself; without one the tokenizer adds its own.
+        ids = self._tokenizer(texts, add_special_tokens=not self._template)["input_ids"]
+        prompts, left_out = [], 0
+        for question, text, tokens in zip(questions, texts, ids, strict=True):
+            if not tokens:
+                raise DataError(f"{question.where}: the prompt is empty once tokenised")
+            if self._too_long(question, len(tokens)):
+                left_out += 1
+                continue
+            array = np.asarray(tokens, np.int32)
+            array.setflags(write=False)
+            prompts.append(Prompt(question.prompt_id, array, text, question.row))
+        if left_out:
+            log.warning(
+                "left out %d of %d prompts longer than %s tokens (task.too_long: filter)",
+                left_out,
+                len(questions),
+                self._config.max_prompt_tokens,
+            )
+        return prompts, left_out
+
+    def _render(self, question: Question) -> str:
+        system = self._config.system_prompt
+        content = question.content
+        if not self._template:
+            if not isinstance(content, str):
+                raise DataError(
+                    f"{question.where}: the prompt is a list of chat messages, which needs a chat "
+                    "template; the tokenizer has none, or task.chat_template is 'never'"
+                )
+            return content if system is None else f"{system}\n\n{content}"
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        if system is not None:
+            messages = [{"role": "system", "content": system}, *messages]
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise DataError(
+                f"{question.where}: the model's chat template refused the messages: {error}"
+            ) from error
+        return str(text)
+
+    def _too_long(self, question: Question, length: int) -> bool:
+        limit = self._config.max_prompt_tokens
+        if limit is None or length <= limit:
+            return False
+        if self._config.too_long == "refuse":
+            raise DataError(
+                f"{question.where}: the prompt has {length} tokens, more than "
+                f"task.max_prompt_tokens ({limit}); raise it, or leave such prompts out with "
+                "task.too_long: filter"
+            )
+        return True
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]

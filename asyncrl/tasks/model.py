@@ -1,0 +1,216 @@
+"""Which model is trained: the built-in one, made on first use and cached, or the user's own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import ModelError
+from asyncrl.tasks.config import ModelConfig
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from asyncrl.tasks.warm_start import WarmStart
+
+log = logging.getLogger(__name__)
+
+BUILTIN_ARITHMETIC = "builtin:arithmetic"
+
+WORDS = ("what", "is", "add", "to", "compute", "plus", "find", "the", "sum", "of", "and")
+"""Words of the built-in task's questions, a token each; any other text is read by character."""
+CHARACTERS = "0123456789+=,:?. abcdefghijklmnopqrstuvwxyz"
+PAD, END, UNKNOWN, USER, ASSISTANT = "<pad>", "<end>", "<unknown>", "<user>", "<assistant>"
+SPECIAL = (PAD, END, UNKNOWN, USER, ASSISTANT)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<assistant>{{ message['content'] }}<end>"
+    "{% else %}<user>{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
+    """What the engines and the trainer load: a checked directory, or a hub id as it is.
+
+    Raises:
+        ModelError: no such directory, no config.json or no tokenizer in it, or not an id at all.
+    """
+    path = config.path
+    if path == BUILTIN_ARITHMETIC:
+        return str(ensure_builtin_model(default_cache_dir(), progress))
+    if path.startswith("builtin:"):
+        raise ModelError(f"there is no model {path!r}; the built-in one is {BUILTIN_ARITHMETIC!r}")
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        _check_directory(directory)
+        return str(directory.resolve())
+    if directory.is_file():
+        raise ModelError(f"model.path {path!r} is a file; give the directory that holds it")
+    if not _HUB_ID.fullmatch(path):
+        raise ModelError(
+            f"model.path {path!r}: there is no such directory (looked from {Path.cwd()}); give a "
+            f"HF model directory, a hub id such as Qwen/Qwen3-0.6B, or {BUILTIN_ARITHMETIC!r}"
+        )
+    return path
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/asyncrl`, by default `~/.cache/asyncrl`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "asyncrl"
+
+
+def ensure_builtin_model(
+    cache_dir: Path, progress: Progress | None = None, recipe: WarmStart | None = None
+) -> Path:
+    """The built-in model's directory; trained first (about half a minute) if it is not cached.
+
+    Written beside its place and renamed into it, so an interrupted or concurrent call leaves
+    nothing half-made.
+
+    Raises:
+        ModelError: the cache directory cannot be written.
+    """
+    from asyncrl.tasks.warm_start import RECIPE
+
+    recipe = RECIPE if recipe is None else recipe
+    place = cache_dir / f"arithmetic-{_recipe_hash(recipe)}"
+    if place.is_dir():
+        return place
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(prefix=".making-", dir=cache_dir))
+    except OSError as error:
+        raise ModelError(
+            f"the built-in model cannot be cached in {cache_dir}: {error}; set XDG_CACHE_HOME to a "
+            "folder that can be written"
+        ) from error
+    try:
+        _make(making, recipe, progress)
+        making.chmod(0o755)
+        _move(making, place)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    return place
+
+
+def builtin_tokenizer() -> Any:
+    """The built-in model's tokenizer: words of the task, otherwise characters, lower case."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = dict.fromkeys((*SPECIAL, *CHARACTERS, *WORDS))
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Lowercase()
+    words = "|".join(sorted(WORDS, key=len, reverse=True))
+    tokenizer.pre_tokenizer = Split(Regex(f"{words}|[\\s\\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[USER, ASSISTANT],
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+        padding_side="left",
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None:
+    from asyncrl.tasks.warm_start import recipe_fields, warm_start
+
+    tokenizer = builtin_tokenizer()
+    bar = None
+    if progress is not None:
+        bar = progress.add_task("Warm start of the built-in model (first use)", total=recipe.steps)
+    log.info("making the built-in model: %d supervised steps", recipe.steps)
+
+    def advance(done: int, total: int) -> None:
+        if progress is not None and bar is not None:
+            progress.update(bar, completed=done, total=total)
+
+    result = warm_start(tokenizer, recipe, advance)
+    with _no_transformers_bars():
+        result.model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    record = {
+        "sampled_accuracy": result.sampled_accuracy,
+        "seconds": round(result.seconds, 2),
+        "steps": result.steps,
+        "recipe": recipe_fields(recipe),
+    }
+    (directory / "warm_start.json").write_text(json.dumps(record, indent=2) + "\n")
+    log.info(
+        "made the built-in model in %.0f s; sampled accuracy %.2f",
+        result.seconds,
+        result.sampled_accuracy,
+    )
+
+
+@contextlib.contextmanager
+def _no_transformers_bars() -> Iterator[None]:
+    """Saving a megabyte needs no bar of its own beside ours."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _move(source: Path, place: Path) -> None:
+    try:
+        source.rename(place)
+    except OSError:
+        # Another process was faster: a directory cannot be renamed onto one that has files.
+        if not place.is_dir():
+            raise
+
+
+def _recipe_hash(recipe: WarmStart) -> str:
+    from asyncrl.tasks.warm_start import recipe_fields
+
+    content = [recipe_fields(recipe), SPECIAL, CHARACTERS, WORDS, CHAT_TEMPLATE]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _check_directory(directory: Path) -> None:
+    if not (directory / "config.json").is_file():
+        raise ModelError(
+            f"{directory} is not a HF model directory: it has no config.json; save one with "
+            "model.save_pretrained(directory)"
+        )
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            f"the model directory {directory} has no tokenizer (none of "
+            f"{', '.join(_TOKENIZER_FILES)}); save it there with "
+            "tokenizer.save_pretrained(directory)"
+        )
+    if not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
+        raise ModelError(
+            f"the model directory {directory} has no weights (*.safetensors); save them with "
+            "model.save_pretrained(directory)"
+        )

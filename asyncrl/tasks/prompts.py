@@ -1,0 +1,86 @@
+"""What a task gives to the run: prompts to train on, prompts held out, and their order.
+
+Example:
+    >>> [prompt_order(3, seed=0, position=p) for p in range(6)]  # each epoch in an order of its own
+    [2, 0, 1, 2, 1, 0]
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.trajectory import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question, ready for an engine."""
+
+    prompt_id: str
+    """Unique among the task's prompts, the same in every epoch and after a resume."""
+    tokens: IntArray
+    """`[P]` token ids, chat template included; read-only."""
+    text: str
+    """What was tokenised: the question with system prompt and chat template."""
+    row: dict[str, Any]
+    """For the rewards, JSON-able: `prompt` (the plain question), `answer`, and the row's fields."""
+
+
+class Task(Protocol):
+    """Prompts with everything that is needed to sample and score answers to them."""
+
+    @property
+    def train(self) -> Sequence[Prompt]:
+        """Prompts to train on, at least one."""
+
+    @property
+    def evaluation(self) -> Sequence[Prompt]:
+        """Held-out prompts, none of them in `train`; may be empty."""
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Ids that end a response."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's HF tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTask:
+    """A `Task` in memory."""
+
+    train: Sequence[Prompt]
+    evaluation: Sequence[Prompt]
+    stop_tokens: tuple[int, ...]
+    tokenizer: Any
+    left_out: int = 0
+    """Prompts left out because they were longer than `max_prompt_tokens`."""
+
+
+def prompt_order(n: int, seed: int, position: int) -> int:
+    """Index of the prompt that the `position`-th group of a run visits.
+
+    Every epoch of n positions visits each prompt once, in an order that depends on seed and epoch
+    only, so a resumed run goes on where it was. The current epochs' orders are cached.
+
+    Raises:
+        ValueError: n < 1 or position < 0.
+    """
+    if n < 1 or position < 0:
+        raise ValueError(f"no prompt at position {position} of {n} prompts")
+    epoch, place = divmod(position, n)
+    return int(_epoch_order(n, seed, epoch)[place])
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch_order(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    # Seeds of numpy's SeedSequence are not negative; a negative one of the user's is still a seed.
+    entropy = (seed % 2**64, epoch)
+    return np.random.default_rng(entropy).permutation(n)

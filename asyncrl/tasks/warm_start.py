@@ -1,0 +1,243 @@
+"""The supervised phase that gives the built-in model something to improve.
+
+A 2-layer Qwen3 (0.33 M parameters, float32) imitates worked additions: first correct ones, so
+that it learns the procedure, then ones in which a tenth of the columns holds a slip. It ends as
+somebody who knows how to add and is careless: greedy decoding is almost always right, a sample at
+temperature 1 about two times in three. Because the slips bound the accuracy from above and the
+learning is finished, that number hardly depends on seed, threads or machine. Reinforcement
+learning then has the right task: to stop the slips, which every group of samples shows.
+
+The recipe of the RL run that belongs to it is `RL_RECIPE`; how it was found and its curve are in
+its docstring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from asyncrl.rewards.functions import arithmetic
+from asyncrl.tasks.arithmetic import Problem, draw_problems, working
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """Everything that decides what the built-in model is; a cached one is keyed by its hash."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    layers: int = 2
+    heads: int = 2
+    head_dim: int = 64
+    digits: tuple[int, int] = (2, 3)
+    steps: int = 600
+    """Optimizer steps."""
+    batch_size: int = 32
+    """Worked examples per step."""
+    learning_rate: float = 4e-3
+    """Peak; linear warm-up over `warmup_steps`, linear decay over the second half."""
+    warmup_steps: int = 30
+    beta2: float = 0.95
+    weight_decay: float = 0.01
+    clean_share: float = 0.75
+    """Share of the steps without slips."""
+    slip: float = 0.10
+    """Probability of a slip per column afterwards."""
+    seed: int = 2
+    dev_problems: int = 512
+    """Problems of the training side on which the sampled accuracy is measured."""
+    expected: tuple[float, float] = (0.58, 0.78)
+    """Sampled accuracy that the recipe ends with; below it, steps are added."""
+    extra_rounds: int = 3
+    """Rounds of `extra_steps` more, at most, while the accuracy is below `expected`."""
+    extra_steps: int = 60
+    version: int = 1
+    """Raised when the code changes what the numbers above lead to."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartResult:
+    """A trained model and what it can do."""
+
+    model: Any
+    sampled_accuracy: float
+    """At temperature 1, on problems of the training side."""
+    seconds: float
+    steps: int
+
+
+RECIPE = WarmStart()
+
+
+def warm_start(
+    tokenizer: Any, recipe: WarmStart = RECIPE, advance: Callable[[int, int], None] | None = None
+) -> WarmStartResult:
+    """Make the model and train it. `advance(done, total)` is called after every step.
+
+    Uses torch's own random state within a fork, so the caller's is untouched.
+    """
+    started = time.monotonic()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = new_model(tokenizer, recipe)
+        trainer = _Trainer(model, tokenizer, recipe)
+        steps = 0
+        for steps in range(1, recipe.steps + 1):
+            trainer.step(recipe.slip if steps > recipe.clean_share * recipe.steps else 0.0)
+            if advance is not None:
+                advance(steps, recipe.steps)
+        accuracy = sampled_accuracy(model, tokenizer, recipe)
+        for _ in range(recipe.extra_rounds):
+            if accuracy >= recipe.expected[0]:
+                break
+            for _ in range(recipe.extra_steps):
+                trainer.step(recipe.slip)
+            steps += recipe.extra_steps
+            accuracy = sampled_accuracy(model, tokenizer, recipe)
+    if not recipe.expected[0] <= accuracy <= recipe.expected[1]:
+        log.warning(
+            "the built-in model's sampled accuracy is %.2f; expected is %.2f to %.2f",
+            accuracy,
+            *recipe.expected,
+        )
+    return WarmStartResult(model, accuracy, time.monotonic() - started, steps)
+
+
+def new_model(tokenizer: Any, recipe: WarmStart) -> Any:
+    """An untrained model for the tokenizer, in float32."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads,
+        head_dim=recipe.head_dim,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        initializer_range=0.05,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    return Qwen3ForCausalLM(config).to(torch.float32)
+
+
+class _Trainer:
+    """AdamW on batches of worked examples drawn as they are needed."""
+
+    def __init__(self, model: Any, tokenizer: Any, recipe: WarmStart) -> None:
+        self._model, self._tokenizer, self._recipe = model, tokenizer, recipe
+        self._rng = np.random.default_rng(recipe.seed)
+        self._problems = draw_problems(self._rng, recipe.digits, held_out=False)
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=recipe.learning_rate,
+            betas=(0.9, recipe.beta2),
+            weight_decay=recipe.weight_decay,
+        )
+        self._done = 0
+
+    def step(self, slip: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._learning_rate()
+        tokens, is_response = self._batch(slip)
+        logits = self._model(input_ids=tokens[:, :-1], use_cache=False).logits
+        wanted = is_response[:, 1:]
+        loss = functional.cross_entropy(logits[wanted], tokens[:, 1:][wanted])
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._done += 1
+
+    def _learning_rate(self) -> float:
+        done, recipe = self._done, self._recipe
+        rising = (done + 1) / recipe.warmup_steps
+        falling = 2.0 * (1.0 - done / recipe.steps)
+        return recipe.learning_rate * max(0.02, min(1.0, rising, falling))
+
+    def _batch(self, slip: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids `[B, T]`, padded on the right, and where the response is, `[B, T]` bool."""
+        problems = [next(self._problems) for _ in range(self._recipe.batch_size)]
+        prompts = _prompt_ids(self._tokenizer, problems)
+        texts = [working(p, self._rng, slip) + self._tokenizer.eos_token for p in problems]
+        responses = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+        tokens = torch.full((len(problems), longest), self._tokenizer.pad_token_id)
+        is_response = torch.zeros(tokens.shape, dtype=torch.bool)
+        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            end = len(prompt) + len(response)
+            tokens[row, :end] = torch.tensor(prompt + response)
+            is_response[row, len(prompt) : end] = True
+        return tokens, is_response
+
+
+@torch.no_grad()
+def sampled_accuracy(model: Any, tokenizer: Any, recipe: WarmStart) -> float:
+    """Share of right answers at temperature 1, on problems of the training side."""
+    rng = np.random.default_rng(recipe.seed + 1)
+    source = draw_problems(rng, recipe.digits, held_out=False)
+    problems = [next(source) for _ in range(recipe.dev_problems)]
+    prompts = _prompt_ids(tokenizer, problems)
+    longest = max(map(len, prompts))
+    pad = tokenizer.pad_token_id
+    # Padded on the left, so that all rows go on at the same column.
+    tokens = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    with _evaluating(model):
+        out = model.generate(
+            input_ids=tokens,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=12 * recipe.digits[1],
+            pad_token_id=pad,
+        )
+    texts = tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
+    right = [
+        arithmetic(p.question, text, {"answer": p.answer})
+        for p, text in zip(problems, texts, strict=True)
+    ]
+    return float(np.mean(right))
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
+def _prompt_ids(tokenizer: Any, problems: list[Problem]) -> list[list[int]]:
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": p.question}], tokenize=False, add_generation_prompt=True
+        )
+        for p in problems
+    ]
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def recipe_fields(recipe: WarmStart) -> dict[str, Any]:
+    """The recipe as plain values, for its hash and for the record beside the model."""
+    return dataclasses.asdict(recipe)
