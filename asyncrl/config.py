@@ -175,8 +175,9 @@ def _explain(detail: ErrorDetails) -> str:
         names = _field_names(RunConfig, location[:-1])
         return f"{path}: there is no such key.{_nearest(str(location[-1]), names)}"
     message = detail["msg"].removeprefix("Value error, ")
-    given = "" if isinstance(detail["input"], dict | BaseModel) else f" (given: {detail['input']!r})"
-    return f"{path}: {message}{given}"
+    given = detail["input"]
+    shown = "" if isinstance(given, dict | BaseModel) else f" (given: {given!r})"
+    return f"{path}: {message}{shown}"
 
 
 def _field_names(model: type[BaseModel], location: Iterable[int | str]) -> list[str]:

@@ -6,16 +6,17 @@
                                  │                                                    │
                                  └──────────── trajectories (data line) ──────────► trainer
 
-| loop    | consumes                   | produces                     | waits for        | bounded by               |
-|---------|----------------------------|------------------------------|------------------|--------------------------|
-| pump    | messages of all processes  | scheduler events, reports    | any process      | watch (silence, death)   |
-| watch   | exit codes, times of life  | losses, restarts, failures   | the clock        | silence_seconds          |
-| control | requests of the user       | replies, stop/pause/resume   | the user         | one request at a time    |
-| show    | reports, the scheduler     | live view, metrics           | the clock        | SHOW_SECONDS             |
-| phases  | what the pump makes true   | evaluation, training, result | the pump         | timeouts of each phase   |
+pump        consumes: messages of all processes. produces: scheduler events, commands to them.
+            waits for: any process. bounded by: watch (a process that dies or falls silent).
+watch       consumes: exit codes, times of life. produces: losses, restarts, failures.
+            waits for: the clock. bounded by: WATCH_SECONDS.
+show        consumes: reports, the scheduler's view. produces: the live view.
+            waits for: the clock. bounded by: SHOW_SECONDS.
+phases      evaluate, train, evaluate; each looks again whenever pump or watch did something.
+            waits for: a condition, named. unblocked by: `_changed`, or `_broken`.
+            bounded by: the phase's timeout; training by what it waits for being watched.
 
-Unblocked by: `_changed` is set by the pump and by watch after everything that they do; phases look
-again then. Whatever breaks the run is put into `_broken` once, and raised wherever a phase waits.
+Whatever breaks the run is put into `_broken` once and raised wherever a phase waits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError, WaitTimeout
@@ -53,7 +55,7 @@ WATCH_SECONDS = 0.2
 SHOW_SECONDS = 0.25
 
 
-class RunFailed(AsyncrlError):
+class RunFailed(AsyncrlError):  # noqa: N818 - says what happened
     """The run cannot go on; what it did until its last checkpoint is kept."""
 
 
@@ -197,9 +199,7 @@ class Controller:
         self._progress.training_begins(self._scheduler, first_step)
         await self._apply(ev.TrainerJoined(first_step))
         for worker in self._fleet.generators():
-            await self._apply(
-                ev.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
-            )
+            await self._apply(ev.GeneratorJoined(worker.name, worker.slots, worker.policy_version))
         while self._finish is None:
             self._changed.clear()
             await self._next_change()
@@ -225,8 +225,9 @@ class Controller:
     async def _next_change(self) -> None:
         """Until something happened; raises what broke the run, if something did."""
         change = asyncio.ensure_future(self._changed.wait())
+        either: set[asyncio.Future[Any]] = {change, self._broken}
         try:
-            await asyncio.wait({change, self._broken}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             change.cancel()
         if self._broken.done():
@@ -234,13 +235,11 @@ class Controller:
 
     # ----------------------------------------------------------------- loops
 
-    async def _guarded(self, loop: Callable[[], object]) -> None:
+    async def _guarded(self, loop: Callable[[], Awaitable[None]]) -> None:
         """A loop that breaks ends the run with what broke it; nothing stops silently."""
         try:
-            await loop()  # type: ignore[misc]
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # the edge of the process: whatever it is, it ends the run
+            await loop()
+        except Exception as error:  # noqa: BLE001 - the edge: raised again where the phases wait
             self._end_with(error)
 
     async def _pump(self) -> None:
@@ -256,7 +255,7 @@ class Controller:
                 await self._from_generator(worker, message)
             self._changed.set()
 
-    async def _from_generator(
+    async def _from_generator(  # noqa: C901 - one flat case per message
         self, worker: Worker, message: fg.FromGenerator | ft.FromTrainer
     ) -> None:
         name = worker.name
@@ -326,9 +325,7 @@ class Controller:
         self._state.metrics_ports = self._fleet.metrics_ports()
         self._directory.write_state(self._state)
         if self._scheduler is not None:
-            await self._apply(
-                ev.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
-            )
+            await self._apply(ev.GeneratorJoined(worker.name, worker.slots, worker.policy_version))
         await self._ask_for_evaluation()
 
     async def _watch(self) -> None:
@@ -371,7 +368,7 @@ class Controller:
         for command in self._scheduler.on_event(event):
             await self._carry_out(command)
 
-    async def _carry_out(self, command: cmd.Command) -> None:
+    async def _carry_out(self, command: cmd.Command) -> None:  # noqa: C901 - flat
         match command:
             case cmd.StartSample(generator=name, sample=sample):
                 await self._send(name, self._generate(sample))

@@ -56,6 +56,7 @@ class Fleet:
         runtime: RuntimeDirectory,
         *,
         model_path: str,
+        stop_tokens: tuple[int, ...],
         resume: bool,
     ) -> None:
         self._config = config
@@ -63,6 +64,7 @@ class Fleet:
         self._directory = directory
         self._runtime = runtime
         self._model_path = model_path
+        self._stop_tokens = stop_tokens
         self._resume = resume
         self._workers: dict[str, Worker] = {}
         self._restarts = 0
@@ -86,6 +88,7 @@ class Fleet:
             parent=os.getpid(),
             threads=self._launcher.threads_for(role),
             process_index=self._started,
+            stop_tokens=self._stop_tokens,
             resume=self._resume,
         )
         worker = Worker(name, role == "trainer", self._launcher.start(spec))
@@ -149,7 +152,9 @@ class Fleet:
                 reason = _how_it_ended(code) + (f": {worker.reason}" if worker.reason else "")
             elif worker.is_ready and silent > limit:
                 worker.handle.end(by_force=True)
-                reason = f"said nothing for {silent:.0f} s (launcher.silence_seconds) and was killed"
+                reason = (
+                    f"said nothing for {silent:.0f} s (launcher.silence_seconds) and was killed"
+                )
             else:
                 continue
             worker.gone = True

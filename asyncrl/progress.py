@@ -1,4 +1,4 @@
-"""What a run has done so far, in numbers: for the live view, metrics.jsonl, Prometheus and status."""
+"""What a run has done so far, in numbers: for the live view, metrics.jsonl, metrics and status."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Carry out one run: from a resolved configuration to result.json and report.html.
 
-    prepare    everything that can be the user's mistake is found here, before a folder is made
-    run        processes up, evaluate, train, evaluate (asyncrl.controller)
-    finish     processes down in order, result and report written, also after a failure
+prepare    everything that can be the user's mistake is found here, before a folder is made
+run        processes up, evaluate, train, evaluate (asyncrl.controller)
+finish     processes down in order, result and report written, also after a failure
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +25,7 @@ from asyncrl.evaluation import Accuracy
 from asyncrl.fleet import Fleet
 from asyncrl.launch import LocalLauncher
 from asyncrl.progress import Progress
-from asyncrl.rewards.pool import check_rewards
+from asyncrl.rewards.loading import check_name
 from asyncrl.run_directory import RunDirectory, RunState
 from asyncrl.tasks import Task, load_task, resolve_model
 from asyncrl.wire import Hub, RuntimeDirectory
@@ -54,7 +53,8 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     Raises:
         UserError: what was wrong with the model, the data or the rewards.
     """
-    check_rewards(config.rewards)
+    for function in config.rewards.functions:
+        check_name(function.name)
     model_path = resolve_model(config.model, console)
     task = load_task(config.task, model_path, config.run.seed)
     return Prepared(config, model_path, task)
@@ -95,6 +95,7 @@ class _Run:
             directory,
             self._runtime,
             model_path=prepared.model_path,
+            stop_tokens=prepared.task.stop_tokens,
             resume=resume,
         )
 
@@ -204,9 +205,7 @@ class _Run:
         if not orderly:
             self._fleet.end_all()
         try:
-            await asyncio.to_thread(
-                self._fleet.wait_for_end, self._config.launcher.stop_seconds
-            )
+            await asyncio.to_thread(self._fleet.wait_for_end, self._config.launcher.stop_seconds)
         except WaitTimeout as error:
             self._console.print(f"[yellow]{error}[/]")
 

@@ -1,14 +1,14 @@
 """The folder of a run: `runs/NAME/`, what is in it, and who may use it.
 
-    config.yaml       the resolved configuration
-    run.json          the state of the run: process id, addresses, accuracy before, how it ended
-    checkpoints/      step-000010/, ... complete ones only
-    metrics.jsonl     one line per optimizer step
-    logs/             one file per process
-    timeline/         who did what when, one file per process
-    samples.jsonl     a few trajectories for the report
-    result.json       the outcome, for scripts
-    report.html       the outcome, for people
+config.yaml       the resolved configuration
+run.json          the state of the run: process id, addresses, accuracy before, how it ended
+checkpoints/      step-000010/, ... complete ones only
+metrics.jsonl     one line per optimizer step
+logs/             one file per process
+timeline/         who did what when, one file per process
+samples.jsonl     a few trajectories for the report
+result.json       the outcome, for scripts
+report.html       the outcome, for people
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What every child process of a run does first and last.
 
 A child is started as `python -m asyncrl.processes.child ROLE RUNTIME_JSON`. It never outlives the
-process that started it, leaves Ctrl-C to it, logs to its own file (its standard error, opened by the
-launcher) and says why it fails before it ends.
+process that started it, leaves Ctrl-C to it, logs to its own file (its standard error, opened by
+the launcher) and says why it fails before it ends.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import msgspec
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import AsyncrlError
+from engine.errors import EngineError
+from monitoring.errors import MonitoringError
+from trainer.errors import TrainerError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -39,6 +42,7 @@ class ChildSpec(msgspec.Struct, frozen=True):
     """Threads for tensor work."""
     process_index: int = 1
     """Which process of the run this is; the controller is 0. Its metrics port hangs on it."""
+    stop_tokens: tuple[int, ...] = ()
     resume: bool = False
 
     def config(self) -> RunConfig:
@@ -57,11 +61,23 @@ def live_and_die_with(parent: int) -> None:
         sys.exit(0)
 
 
+def _end_what_was_started() -> None:
+    """The child leads a process group of its own; nothing in it may outlive it."""
+    if os.getpgrp() == os.getpid():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+
+
+def _end_by_signal(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """Entry point of every child process."""
     spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
     live_and_die_with(spec.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end_by_signal)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -79,8 +95,13 @@ def main() -> None:
 
             asyncio.run(run_trainer(spec))
     except AsyncrlError as error:
-        logger.error("%s", error)  # noqa: TRY400 - the message is for a user, not a trace
+        logger.error("%s", error)
         sys.exit(error.exit_code)
+    except (EngineError, TrainerError, MonitoringError) as error:
+        logger.error("%s", error)
+        sys.exit(1)
+    finally:
+        _end_what_was_started()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """The generator process: an engine, a pool of reward workers, and the samples they made.
 
-| loop     | consumes                 | produces                     | waits for         | bounded by        |
-|----------|--------------------------|------------------------------|-------------------|-------------------|
-| commands | messages of the hub      | sample tasks, weight swaps   | the controller    | its own end       |
-| sample   | token chunks, a reward   | a held trajectory, a report  | engine, rewards   | tokens, timeout   |
-| delivery | acknowledgements         | deliveries (again, if lost)  | the trainer       | RESEND_SECONDS    |
-| report   | engine counters          | `GeneratorReport`            | the clock         | REPORT_SECONDS    |
+commands    consumes: messages of the hub. produces: sample tasks, weight swaps, deliveries.
+            waits for: the controller. bounded by: the scheduler's limit on work in flight.
+sample      consumes: token chunks, a reward. produces: a held trajectory and its report.
+            waits for: the engine, a reward worker. bounded by: tokens, the reward's timeout.
+delivery    consumes: acknowledgements. produces: deliveries, again when one is not acknowledged.
+            waits for: the trainer. bounded by: RESEND_SECONDS.
+report      consumes: engine counters. produces: `GeneratorReport`, the time line.
+            waits for: the clock. bounded by: REPORT_SECONDS.
 
-A finished trajectory stays here until the trainer has acknowledged it; only its length, versions and
-reward go to the controller. So tokens cross the machine once, and a finished sample can still be
-verified or discarded by a later decision.
+A finished trajectory stays here until the trainer has acknowledged it; only its length, versions
+and reward go to the controller. So tokens cross the machine once, and a finished sample can still
+be verified or discarded by a later decision.
 """
 
 from __future__ import annotations
@@ -18,26 +20,27 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from transformers import AutoTokenizer
 
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.child import ChildSpec
-from asyncrl.processes.sample_log import SampleLog
+from asyncrl.processes.kept_samples import KeptSamples
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.tasks import load_tokenizer
 from asyncrl.wire import Line
 from cache.trajectory import SampleId, Trajectory, TrajectoryBuilder
-from engine.errors import EngineError, RequestError, WeightsError
+from engine.errors import EngineError, EngineStartError, RequestError, WeightsSupersededError
 from engine.factory import create_engine
-from engine.protocol import Engine, GenerateRequest, SamplingParams
+from engine.protocol import Engine, EngineStats, GenerateRequest, SamplingParams
 from engine.weights import read_weights
-from monitoring.exporter import start_exporter
-from monitoring.metrics import GeneratorMetrics
-from monitoring.timeline import Kind, Timeline
+from monitoring.errors import MonitoringError
+from monitoring.exporter import exporter_for
+from monitoring.metrics import GeneratorMetrics, new_registry
+from monitoring.timeline import SpanKind, Timeline
 from scheduler.messages import data, from_generator, to_generator
 from scheduler.messages.weights import WeightManifest
 
@@ -62,7 +65,7 @@ class GeneratorProcess:
 
     def __init__(
         self,
-        spec: ChildSpec,
+        name: str,
         *,
         engine: Engine,
         rewards: RewardPool,
@@ -70,11 +73,11 @@ class GeneratorProcess:
         sampling: SamplingParams,
         control: Line[to_generator.ToGenerator],
         data_line: Line[data.ToGeneratorData],
-        samples: SampleLog,
+        samples: KeptSamples,
         timeline: Timeline,
         metrics: GeneratorMetrics,
     ) -> None:
-        self._name = spec.name
+        self._name = name
         self._engine = engine
         self._rewards = rewards
         self._decode = decode
@@ -88,12 +91,11 @@ class GeneratorProcess:
         self._evaluating: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._held: dict[SampleId, HeldSample] = {}
         self._undelivered: dict[SampleId, tuple[data.TrajectoryDelivery, float]] = {}
-        self._newest: WeightManifest | None = None
         self._swap = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         self._activity_since = time.monotonic()
-        self._activity: Kind = Kind.WAITING
+        self._activity: SpanKind = SpanKind.WAITING
 
     async def run(self, *, metrics_port: int | None) -> None:
         """Serve until told to shut down. Raises what broke a loop."""
@@ -116,14 +118,14 @@ class GeneratorProcess:
         finally:
             for task in [*self._writing.values(), *self._evaluating.values(), *self._background]:
                 task.cancel()
-            self._note_activity(Kind.WAITING)
+            self._note_activity(SpanKind.WAITING)
         await self._control.send(from_generator.Goodbye(self._name))
 
     async def _commands(self) -> None:
         while not self._ended.is_set():
             await self._carry_out(await self._control.receive())
 
-    async def _carry_out(self, message: to_generator.ToGenerator) -> None:
+    async def _carry_out(self, message: to_generator.ToGenerator) -> None:  # noqa: C901 - flat
         match message:
             case to_generator.Generate():
                 if message.sample not in self._writing and message.sample not in self._held:
@@ -132,8 +134,7 @@ class GeneratorProcess:
                 key = (message.round, message.index)
                 self._evaluating[key] = asyncio.create_task(self._evaluate(message))
             case to_generator.InstallWeights():
-                self._newest = message.manifest
-                self._start(self._install())
+                self._start(self._install(message.manifest))
             case to_generator.Deliver():
                 for sample in message.samples:
                     await self._deliver(sample, message.step)
@@ -160,6 +161,8 @@ class GeneratorProcess:
         else:
             self._held[order.sample] = held
             trajectory = held.trajectory
+            self._metrics.samples_finished.of(trajectory.finish_reason).inc()
+            self._metrics.response_length.observe(len(trajectory.tokens))
             await self._control.send(
                 from_generator.SampleFinished(
                     self._name,
@@ -244,28 +247,29 @@ class GeneratorProcess:
             )
         )
 
-    async def _install(self) -> None:
-        """Swap to the newest weights; those overtaken meanwhile are skipped."""
+    async def _install(self, manifest: WeightManifest) -> None:
+        """Swap to these weights; if newer ones took their place, say that nothing changed."""
+        started = time.monotonic()
+        version = manifest.policy_version
         async with self._swap:
-            manifest, self._newest = self._newest, None
-            if manifest is None:
-                return
-            started = time.monotonic()
-            with self._timeline.span(Kind.TRANSFERRING_WEIGHTS, version=manifest.policy_version):
+            with self._timeline.span(SpanKind.TRANSFERRING_WEIGHTS, version=version):
                 try:
+                    # Copied first: the trainer may begin to overwrite them at any moment, and
+                    # leaving the block is what says that it had not.
                     with read_weights(manifest) as weights:
-                        await self._engine.update_weights(weights, manifest.policy_version)
-                except WeightsError as error:
-                    if self._newest is None:
-                        await self._give_up(error)
-                    return
+                        whole = [(name, tensor.clone()) for name, tensor in weights]
+                    await self._engine.update_weights(whole, version)
+                except WeightsSupersededError:
+                    logger.info("weights of version %d were overtaken by newer ones", version)
                 except EngineError as error:
                     await self._give_up(error)
                     return
         seconds = time.monotonic() - started
-        self._metrics.weight_update_seconds.observe(seconds)
+        self._metrics.weights_time.observe(seconds)
         await self._control.send(
-            from_generator.WeightsInstalled(self._name, manifest.policy_version, seconds)
+            from_generator.WeightsInstalled(
+                self._name, self._engine.stats().policy_version, seconds
+            )
         )
 
     async def _deliver(self, sample: SampleId, step: int) -> None:
@@ -276,6 +280,7 @@ class GeneratorProcess:
         delivery = data.TrajectoryDelivery.of(held.trajectory, reward=held.reward, step=step)
         self._undelivered[sample] = (delivery, time.monotonic())
         self._samples.consider(held.trajectory, held.prompt, reward=held.reward, step=step)
+        self._metrics.deliveries.inc()
         await self._data.send(delivery)
 
     async def _acknowledgements(self) -> None:
@@ -295,12 +300,14 @@ class GeneratorProcess:
             if sent < late:
                 logger.warning("trajectory %s was not acknowledged; sending it again", sample)
                 self._undelivered[sample] = (delivery, time.monotonic())
+                self._metrics.deliveries.inc()
+                self._metrics.redeliveries.inc()
                 await self._data.send(delivery)
 
     async def _reports(self) -> None:
         while True:
             stats = self._engine.stats()
-            self._metrics.observe(stats, held=len(self._held), rewards_waiting=self._rewards.waiting)
+            self._measure(stats)
             self._note_activity(self._doing())
             await self._control.send(
                 from_generator.GeneratorReport(
@@ -316,7 +323,7 @@ class GeneratorProcess:
                     slots=stats.slots,
                     kv_used=stats.kv_used,
                     policy_version=stats.policy_version,
-                    rewards_waiting=self._rewards.waiting,
+                    rewards_waiting=self._rewards.waiting + self._rewards.running,
                     rewards_failed=self._rewards.failed,
                 )
             )
@@ -325,18 +332,35 @@ class GeneratorProcess:
                 await asyncio.sleep(REPORT_SECONDS / 10)
                 self._note_activity(self._doing())
 
-    def _doing(self) -> Kind:
-        if self._swap.locked():
-            return Kind.TRANSFERRING_WEIGHTS
-        if self._engine.stats().running:
-            return Kind.EVALUATING if self._evaluating else Kind.GENERATING
-        return Kind.REWARDING if self._rewards.waiting else Kind.WAITING
+    def _measure(self, stats: EngineStats) -> None:
+        metrics = self._metrics
+        metrics.generated_tokens.follow(stats.tokens_generated)
+        metrics.drafted_tokens.follow(stats.tokens_drafted)
+        metrics.accepted_tokens.follow(stats.tokens_accepted)
+        metrics.engine_steps.follow(stats.steps)
+        metrics.engine_busy.follow(stats.busy_seconds)
+        metrics.slots.set(stats.slots)
+        metrics.running.set(stats.running)
+        metrics.waiting.set(stats.waiting)
+        metrics.kv_used.set(stats.kv_used)
+        metrics.policy_version.set(stats.policy_version)
+        metrics.samples_held.set(len(self._held) + len(self._undelivered))
+        metrics.rewards_waiting.set(self._rewards.waiting + self._rewards.running)
+        metrics.rewards_failed.follow(self._rewards.failed)
 
-    def _note_activity(self, kind: Kind) -> None:
+    def _doing(self) -> SpanKind:
+        if self._swap.locked():
+            return SpanKind.TRANSFERRING_WEIGHTS
+        if self._engine.stats().running:
+            return SpanKind.EVALUATING if self._evaluating else SpanKind.GENERATING
+        rewarding = self._rewards.waiting + self._rewards.running
+        return SpanKind.REWARDING if rewarding else SpanKind.WAITING
+
+    def _note_activity(self, kind: SpanKind) -> None:
         """Close the span of the old activity when another one has begun."""
         now = time.monotonic()
-        if self._activity is not Kind.TRANSFERRING_WEIGHTS and now > self._activity_since:
-            cause = {"cause": "work to admit"} if self._activity is Kind.WAITING else {}
+        if self._activity is not SpanKind.TRANSFERRING_WEIGHTS and now > self._activity_since:
+            cause = {"for": "admissible work"} if self._activity is SpanKind.WAITING else {}
             self._timeline.record(self._activity, self._activity_since, now, **cause)
         self._activity, self._activity_since = kind, now
 
@@ -360,7 +384,7 @@ class GeneratorProcess:
         )
         self._ended.set()
 
-    def _start(self, work: asyncio.Coroutine[None, None, None]) -> None:  # type: ignore[name-defined]
+    def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -373,50 +397,49 @@ async def run_generator(spec: ChildSpec) -> None:
     control: Line[to_generator.ToGenerator] = Line(
         spec.control_address, spec.name, to_generator.ToGenerator
     )
-    timeline = Timeline(directory / "timeline" / f"{spec.name}.jsonl", spec.name)
-    metrics = GeneratorMetrics(spec.name)
-    exporter = None
-    engine: Engine | None = None
-    rewards = RewardPool(config.rewards)
-    try:
-        with timeline.span(Kind.STARTING):
-            if spec.metrics_port is not None:
-                exporter = start_exporter(
-                    metrics.registry, config.monitoring.host, spec.metrics_port
+    registry = new_registry()
+    metrics = GeneratorMetrics.register(registry, spec.name)
+    async with contextlib.AsyncExitStack() as closing:
+        closing.callback(control.close)
+        timeline = Timeline(
+            directory / "timeline" / f"{spec.name}.jsonl" if config.monitoring.timeline else None,
+            spec.name,
+            observe=metrics.observe_span,
+        )
+        closing.callback(timeline.close)
+        try:
+            with timeline.span(SpanKind.STARTING):
+                exporter = exporter_for(config.monitoring, registry, spec.process_index)
+                if exporter is not None:
+                    closing.callback(exporter.close)
+                engine_config = config.engine.model_copy(update={"threads": spec.threads})
+                engine = create_engine(
+                    engine_config, spec.model_path, cache_config=config.cache, seed=config.run.seed
                 )
-            engine_config = config.engine.model_copy(update={"threads": spec.threads})
-            engine = create_engine(
-                engine_config, spec.model_path, cache_config=config.cache, seed=config.run.seed
+                closing.push_async_callback(engine.close)
+                rewards = RewardPool(config.rewards)
+                closing.push_async_callback(rewards.close)
+                await rewards.start()
+                await engine.start()
+                tokenizer = AutoTokenizer.from_pretrained(spec.model_path)
+            process = GeneratorProcess(
+                spec.name,
+                engine=engine,
+                rewards=rewards,
+                decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+                sampling=config.sampling.params(
+                    stop_tokens=spec.stop_tokens,
+                    top_k_logprobs=config.engine.top_k_logprobs,
+                    seed=None,
+                ),
+                control=control,
+                data_line=Line(spec.data_address, spec.name, data.ToGeneratorData),
+                samples=KeptSamples(directory, tokenizer, config),
+                timeline=timeline,
+                metrics=metrics,
             )
-            await rewards.start()
-            await engine.start()
-            tokenizer = load_tokenizer(spec.model_path)
-        process = GeneratorProcess(
-            spec,
-            engine=engine,
-            rewards=rewards,
-            decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
-            sampling=config.sampling.params(
-                stop_tokens=tokenizer_stop_tokens(spec.model_path, tokenizer),
-                top_k_logprobs=config.engine.top_k_logprobs,
-            ),
-            control=control,
-            data_line=Line(spec.data_address, spec.name, data.ToGeneratorData),
-            samples=SampleLog(directory, tokenizer, steps=config.run.steps, config=config.monitoring),
-            timeline=timeline,
-            metrics=metrics,
-        )
-        await process.run(metrics_port=None if exporter is None else exporter.port)
-    except (AsyncrlError, EngineError) as error:
-        await control.send(
-            from_generator.Failure(spec.name, str(error), isinstance(error, UserError))
-        )
-        raise
-    finally:
-        timeline.close()
-        await rewards.close()
-        if engine is not None:
-            await engine.close()
-        if exporter is not None:
-            exporter.close()
-        control.close()
+            await process.run(metrics_port=None if exporter is None else exporter.port)
+        except (AsyncrlError, EngineError, MonitoringError) as error:
+            at_fault = isinstance(error, UserError | EngineStartError | MonitoringError)
+            await control.send(from_generator.Failure(spec.name, str(error), at_fault))
+            raise

@@ -17,7 +17,9 @@ class GroupQueue:
     """Groups of `group_size` trajectories, whole ones handed out once."""
 
     def __init__(self, group_size: int) -> None:
-        self._group_size = group_size
+        self.group_size = group_size
+        self.duplicates = 0
+        """Deliveries that came again, or too late."""
         self._partial: dict[int, dict[int, TrajectoryDelivery]] = {}
         self._whole: dict[int, dict[int, dict[int, TrajectoryDelivery]]] = {}
         self._taken: dict[int, set[int]] = {}
@@ -26,7 +28,7 @@ class GroupQueue:
     def trajectories(self) -> int:
         """Trajectories held."""
         partial = sum(len(samples) for samples in self._partial.values())
-        return partial + self._group_size * sum(len(groups) for groups in self._whole.values())
+        return partial + self.group_size * sum(len(groups) for groups in self._whole.values())
 
     def add(self, delivery: TrajectoryDelivery, *, next_step: int) -> bool:
         """Take a delivery in; False when it is a duplicate or its step is past.
@@ -35,18 +37,21 @@ class GroupQueue:
             ValueError: its arrays disagree in length, or its sample index is outside the group.
         """
         group, sample = delivery.sample.group, delivery.sample.sample
-        if not 0 <= sample < self._group_size:
-            raise ValueError(f"sample {sample} is outside a group of {self._group_size}")
-        if delivery.step < next_step or group in self._taken.get(delivery.step, ()):
-            return False
-        if group in self._whole.get(delivery.step, {}):
-            return False
-        samples = self._partial.setdefault(group, {})
-        if sample in samples:
+        if not 0 <= sample < self.group_size:
+            raise ValueError(f"sample {sample} is outside a group of {self.group_size}")
+        known = (
+            delivery.step < next_step
+            or group in self._taken.get(delivery.step, ())
+            or group in self._whole.get(delivery.step, ())
+            or sample in self._partial.get(group, ())
+        )
+        if known:
+            self.duplicates += 1
             return False
         delivery.trajectory()
+        samples = self._partial.setdefault(group, {})
         samples[sample] = delivery
-        if len(samples) == self._group_size:
+        if len(samples) == self.group_size:
             self._whole.setdefault(delivery.step, {})[group] = self._partial.pop(group)
         return True
 

@@ -1,42 +1,49 @@
 """The trainer process: trajectories in, optimizer steps and new weights out.
 
-| loop     | consumes                  | produces                        | waits for            | bounded by          |
-|----------|---------------------------|---------------------------------|----------------------|---------------------|
-| intake   | deliveries of generators  | acknowledgements, whole groups  | generators           | the scheduler's     |
-| commands | messages of the hub       | step plans, checkpoints, an end | the controller       | its own end         |
-| training | whole groups, step plans  | gradients, steps, weights       | groups of this step  | the step's groups   |
-| report   | counters                  | `TrainerReport`                 | the clock            | REPORT_SECONDS      |
+intake      consumes: deliveries of generators. produces: acknowledgements, whole groups.
+            waits for: generators. bounded by: the scheduler's admission of steps.
+commands    consumes: messages of the hub. produces: step plans, a wish to save or to end.
+            waits for: the controller. bounded by: its own end.
+training    consumes: whole groups, step plans. produces: gradients, steps, weights, checkpoints.
+            waits for: groups of this step, then its plan. unblocked by: intake and commands.
+            bounded by: the groups of one step.
+report      consumes: counters. produces: `TrainerReport`.
+            waits for: the clock. bounded by: REPORT_SECONDS.
 
-A group's gradient is accumulated as soon as the group is whole; the optimizer steps when every group
-of the step's plan has been. Trajectories of later steps wait in the queue, which the scheduler's
-admission rule bounds. A trajectory that comes twice is acknowledged twice and kept once.
+A group's gradient is accumulated as soon as the group is whole; the optimizer steps when every
+group of the step's plan has been. Trajectories of later steps wait in the queue. A trajectory that
+comes twice is acknowledged twice and kept once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from pathlib import Path
 
-
+from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.child import ChildSpec
 from asyncrl.processes.group_queue import GroupQueue
 from asyncrl.wire import Hub, Line
-from monitoring.exporter import start_exporter
-from monitoring.metrics import TrainerMetrics
-from monitoring.timeline import Kind, Timeline
+from monitoring.errors import MonitoringError
+from monitoring.exporter import exporter_for
+from monitoring.metrics import TrainerMetrics, new_registry
+from monitoring.timeline import SpanKind, Timeline
 from scheduler.messages import data, from_trainer, to_trainer
+from scheduler.messages.weights import WeightManifest
 from trainer.checkpoint import latest
 from trainer.config import TrainerConfig
-from trainer.errors import TrainerError
+from trainer.errors import CheckpointError, ModelError, TrainerError
 from trainer.learner import Learner
 from trainer.publish import WeightPublisher
 
 logger = logging.getLogger("asyncrl.trainer")
 
 REPORT_SECONDS = 0.5
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and files of mode 0600
 
 
 class TrainerProcess:
@@ -97,8 +104,10 @@ class TrainerProcess:
             try:
                 self._queue.add(delivery, next_step=self._learner.policy_version)
             except ValueError as error:
-                logger.error("refused trajectory %s from %s: %s", delivery.sample, peer, error)
-                continue
+                # A generator that sends nonsense is a bug, not weather: end the run and say so.
+                raise AsyncrlError(
+                    f"trajectory {delivery.sample} from {peer} cannot be trained on: {error}"
+                ) from error
             await self._data.send(peer, data.Received(delivery.sample))
             self._changed.set()
 
@@ -125,7 +134,7 @@ class TrainerProcess:
             began = time.monotonic()
             if group is not None:
                 index, trajectories, rewards = group
-                with self._timeline.span(Kind.TRAINING, step=step):
+                with self._timeline.span(SpanKind.TRAINING, step=step):
                     await asyncio.to_thread(self._learner.add_group, trajectories, rewards)
                 done.add(index)
                 trained += time.monotonic() - began
@@ -134,7 +143,7 @@ class TrainerProcess:
                 done, waited, trained = set(), 0.0, 0.0
             else:
                 self._changed.clear()
-                with self._timeline.span(Kind.WAITING, cause="trajectories"):
+                with self._timeline.waiting("trajectories", step=step):
                     await self._changed.wait()
                 waited += time.monotonic() - began
             self._busy_seconds += 0.0 if group is None else time.monotonic() - began
@@ -142,13 +151,13 @@ class TrainerProcess:
     async def _finish_step(self, plan: frozenset[int], *, waited: float, trained: float) -> None:
         step = self._learner.policy_version
         began = time.monotonic()
-        with self._timeline.span(Kind.TRAINING, step=step):
+        with self._timeline.span(SpanKind.TRAINING, step=step):
             metrics = await asyncio.to_thread(self._learner.step)
         trained += time.monotonic() - began
         self._busy_seconds += time.monotonic() - began
         version = self._learner.policy_version
         began = time.monotonic()
-        with self._timeline.span(Kind.TRANSFERRING_WEIGHTS, version=version):
+        with self._timeline.span(SpanKind.TRANSFERRING_WEIGHTS, version=version):
             manifest = await asyncio.to_thread(
                 self._publisher.publish, self._learner.tensors(), version
             )
@@ -157,7 +166,7 @@ class TrainerProcess:
             "wait_seconds": waited,
             "publish_seconds": time.monotonic() - began,
         }
-        self._metrics.observe_step(metrics)
+        self._measure(metrics, samples=len(plan) * self._queue.group_size, manifest=manifest)
         self._plans.pop(step, None)
         self._queue.forget_before(version)
         await self._control.send(
@@ -166,19 +175,33 @@ class TrainerProcess:
         if self._save_now or version % self._config.checkpoint_every == 0:
             await self._save()
 
+    def _measure(self, row: dict[str, float], *, samples: int, manifest: WeightManifest) -> None:
+        metrics = self._metrics
+        metrics.publish(row)
+        metrics.steps.inc()
+        metrics.tokens.inc(row.get("tokens", 0.0))
+        metrics.samples.inc(samples)
+        metrics.train_time.observe(row["train_seconds"])
+        metrics.publish_time.observe(row["publish_seconds"])
+        metrics.weights_size.set(manifest.nbytes)
+        metrics.policy_version.set(manifest.policy_version)
+        metrics.duplicates.follow(self._queue.duplicates)
+
     async def _save(self) -> None:
         version = self._learner.policy_version
         self._save_now = False
         if version == self._saved_version:
             return
         path = self._checkpoints / f"step-{version:06d}"
+        began = time.monotonic()
         await asyncio.to_thread(self._learner.save, path)
+        self._metrics.checkpoint_time.observe(time.monotonic() - began)
         self._saved_version = version
         await self._control.send(from_trainer.CheckpointWritten(version, str(path)))
 
     async def _reports(self) -> None:
         while True:
-            self._metrics.queued_trajectories.set(self._queue.trajectories)
+            self._metrics.queued.set(self._queue.trajectories)
             await self._control.send(
                 from_trainer.TrainerReport(
                     self._learner.policy_version, self._queue.trajectories, self._busy_seconds
@@ -194,51 +217,59 @@ async def run_trainer(spec: ChildSpec) -> None:
     control: Line[to_trainer.ToTrainer] = Line(
         spec.control_address, spec.name, to_trainer.ToTrainer
     )
-    data_hub: Hub[data.FromGeneratorData] = Hub(spec.data_address, data.FromGeneratorData)
-    timeline = Timeline(directory / "timeline" / f"{spec.name}.jsonl", spec.name)
-    metrics = TrainerMetrics(spec.name)
-    publisher = WeightPublisher(Path("/dev/shm"), f"{config.run.name}-{spec.parent}")  # noqa: S108
-    exporter = None
-    try:
-        with timeline.span(Kind.STARTING):
-            if spec.metrics_port is not None:
-                exporter = start_exporter(
-                    metrics.registry, config.monitoring.host, spec.metrics_port
-                )
-            learner = Learner(
-                config.trainer.model_copy(update={"threads": spec.threads}),
-                spec.model_path,
-                group_size=config.scheduler.group_size,
-                seed=config.run.seed,
-                temperature=config.sampling.temperature,
-                top_p=config.sampling.top_p,
-                total_steps=config.run.steps,
+    registry = new_registry()
+    metrics = TrainerMetrics.register(registry, spec.name)
+    with contextlib.ExitStack() as closing:
+        closing.callback(control.close)
+        data_hub: Hub[data.FromGeneratorData] = Hub(spec.data_address, data.FromGeneratorData)
+        closing.callback(data_hub.close)
+        timeline = Timeline(
+            directory / "timeline" / f"{spec.name}.jsonl" if config.monitoring.timeline else None,
+            spec.name,
+            observe=metrics.observe_span,
+        )
+        closing.callback(timeline.close)
+        publisher = WeightPublisher(SHARED_MEMORY, f"{config.run.name}-{spec.parent}")
+        closing.callback(publisher.close)
+        try:
+            with timeline.span(SpanKind.STARTING):
+                exporter = exporter_for(config.monitoring, registry, spec.process_index)
+                if exporter is not None:
+                    closing.callback(exporter.close)
+                learner = _learner(spec, config, directory)
+            process = TrainerProcess(
+                config.trainer,
+                learner=learner,
+                queue=GroupQueue(config.scheduler.group_size),
+                publisher=publisher,
+                checkpoints=directory / "checkpoints",
+                control=control,
+                data_hub=data_hub,
+                timeline=timeline,
+                metrics=metrics,
             )
-            newest = latest(directory / "checkpoints") if spec.resume else None
-            if newest is not None:
-                learner.restore(newest)
-        process = TrainerProcess(
-            config.trainer,
-            learner=learner,
-            queue=GroupQueue(config.scheduler.group_size),
-            publisher=publisher,
-            checkpoints=directory / "checkpoints",
-            control=control,
-            data_hub=data_hub,
-            timeline=timeline,
-            metrics=metrics,
-        )
-        await process.run(
-            data_address=spec.data_address,
-            metrics_port=None if exporter is None else exporter.port,
-        )
-    except (AsyncrlError, TrainerError) as error:
-        await control.send(from_trainer.Failure(str(error), isinstance(error, UserError)))
-        raise
-    finally:
-        timeline.close()
-        publisher.close()
-        if exporter is not None:
-            exporter.close()
-        data_hub.close()
-        control.close()
+            await process.run(
+                data_address=spec.data_address,
+                metrics_port=None if exporter is None else exporter.port,
+            )
+        except (AsyncrlError, TrainerError, MonitoringError) as error:
+            at_fault = isinstance(error, UserError | ModelError | CheckpointError | MonitoringError)
+            await control.send(from_trainer.Failure(str(error), at_fault))
+            raise
+
+
+def _learner(spec: ChildSpec, config: RunConfig, directory: Path) -> Learner:
+    """The learner at the newest checkpoint of a resumed run, else at the start."""
+    learner = Learner(
+        config.trainer.model_copy(update={"threads": spec.threads}),
+        spec.model_path,
+        group_size=config.scheduler.group_size,
+        seed=config.run.seed,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        total_steps=config.run.steps,
+    )
+    newest = latest(directory / "checkpoints") if spec.resume else None
+    if newest is not None:
+        learner.restore(newest)
+    return learner

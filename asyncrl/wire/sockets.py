@@ -24,7 +24,7 @@ _HIGH_WATER = 100_000
 """Messages queued per peer before a send fails; the scheduler's bounds keep far below it."""
 
 
-class Unreachable(AsyncrlError):
+class Unreachable(AsyncrlError):  # noqa: N818 - says what is the case
     """A message was sent to a peer that is not connected."""
 
 

@@ -1,0 +1,52 @@
+"""A few trajectories kept for the report, chosen evenly over the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import RunConfig
+from cache.trajectory import Provenance, Trajectory
+from monitoring.samples import SampleLog, SampleRecord, SampleSegment
+from scheduler.messages.to_generator import PromptPayload
+
+
+class KeptSamples:
+    """Writes one sample of every n-th step to `samples.jsonl`, with each token's story."""
+
+    def __init__(self, directory: Path, tokenizer: Any, config: RunConfig) -> None:
+        self._log = SampleLog(directory / "samples.jsonl")
+        self._tokenizer = tokenizer
+        self._every = max(1, config.run.steps // max(1, 2 * config.monitoring.report_samples))
+        self._newest = -1
+
+    def consider(
+        self, trajectory: Trajectory, prompt: PromptPayload, *, reward: float, step: int
+    ) -> None:
+        """Keep this trajectory if its step is due and none of that step was kept yet."""
+        if step % self._every or step <= self._newest:
+            return
+        self._newest = step
+        self._log.append(
+            SampleRecord(
+                step=step,
+                prompt=str(prompt.row.get("prompt", "")),
+                tokens=[str(self._tokenizer.decode([t])) for t in trajectory.tokens.tolist()],
+                provenance=[
+                    Provenance(value).name.lower()  # type: ignore[misc]
+                    for value in trajectory.provenance.tolist()
+                ],
+                segments=[
+                    SampleSegment(s.policy_version, s.start, s.end) for s in trajectory.segments
+                ],
+                reward=reward,
+                answer=str(prompt.row.get("answer", "")),
+                logprobs=trajectory.behaviour_logprobs.tolist(),
+                sample_id=str(trajectory.id),
+                finish_reason=trajectory.finish_reason,
+            )
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._log.close()
