@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 def check(scheduler: Scheduler) -> None:
     """Raise SchedulerError naming the first invariant that does not hold."""
-    for group in scheduler.groups.values():
+    for group in scheduler.work.groups.values():
         _check_group(scheduler, group)
-    for generator in scheduler.placement.generators.values():
+    for generator in scheduler.work.generators.values():
         _check_generator(scheduler, generator)
     _check_books(scheduler)
 
@@ -45,7 +45,7 @@ def _check_group(scheduler: Scheduler, group: Group) -> None:
     if owner is None:
         _require(group.queued + delivered == size, f"{name} has no owner, but was started")
         return
-    alive = scheduler.placement.generators.get(owner.name) is owner
+    alive = scheduler.work.generators.get(owner.name) is owner
     _require(alive, f"{name} belongs to {owner.name}, which is lost")
     _require(owner.groups.get(group.index) is group, f"{name} is unknown to its owner {owner.name}")
     if group.queued:
@@ -67,9 +67,9 @@ def _check_generator(scheduler: Scheduler, generator: Generator) -> None:
 
 def _check_books(scheduler: Scheduler) -> None:
     if scheduler.finished is not None:
-        _require(not scheduler.groups, "the run is finished, but groups are in flight")
+        _require(not scheduler.work.groups, "the run is finished, but groups are in flight")
         return
-    in_flight = sorted(scheduler.groups)
+    in_flight = sorted(scheduler.work.groups)
     unsettled = list(scheduler.ledger.unsettled())
     _require(in_flight == unsettled, f"in flight {in_flight}, but the ledger says {unsettled}")
     ledger, config = scheduler.ledger, scheduler.config

@@ -37,7 +37,7 @@ class LedgerCounts(NamedTuple):
     consumed: int
     """Trained on."""
     failed: int
-    """Reported, never trained on."""
+    """Reported and left out; withdrawn ones count, although a resumed run tries them again."""
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class Ledger:
         """Take back all groups issued for later steps; a resumed run issues them again."""
         self._next_group = min(self._next_group, (step + 1) * self._per_step)
         for later in [s for s in self._steps if s > step]:
-            del self._steps[later]
+            self._failed += len(self._steps.pop(later).failed)
 
     def unsettled(self) -> Iterator[int]:
         """Groups that were issued and neither arrived nor failed, ascending."""

@@ -23,7 +23,7 @@ def snapshot(scheduler: Scheduler) -> SchedulerView:
             running=g.running,
             held=g.held,
         )
-        for g in scheduler.placement.generators.values()
+        for g in scheduler.work.generators.values()
     )
     counts = scheduler.ledger.counts()
     return SchedulerView(
@@ -31,18 +31,19 @@ def snapshot(scheduler: Scheduler) -> SchedulerView:
         total_steps=scheduler.total_steps,
         policy_version=scheduler.published,
         newest_open_step=scheduler.newest_open_step,
-        groups_in_flight=len(scheduler.groups),
+        groups_in_flight=len(scheduler.work.groups),
         groups_waiting=counts.arrived,
         groups_consumed=counts.consumed,
         groups_failed=counts.failed,
-        samples_queued=sum(g.queued for g in generators) + scheduler.placement.unplaced_samples(),
+        samples_queued=sum(g.queued for g in generators)
+        + scheduler.work.placement.unplaced_samples(),
         samples_running=sum(g.running for g in generators),
         samples_held=sum(g.held for g in generators),
         samples_finished=scheduler.samples_finished,
         tokens_finished=scheduler.tokens_finished,
         staleness_max=scheduler.staleness_max,
         generators=generators,
-        paused=scheduler.paused,
+        paused=scheduler.work.paused,
         stopping=scheduler.stopping,
         finished=scheduler.finished,
         waits=waits(scheduler),
@@ -56,9 +57,9 @@ def waits(scheduler: Scheduler) -> tuple[str, ...]:
     if not scheduler.trainer_joined:
         return ("the run waits for the trainer to join",)
     lines = []
-    if scheduler.paused:
+    if scheduler.work.paused:
         lines.append("the run is paused: it waits to be resumed")
-    if not scheduler.placement.generators:
+    if not scheduler.work.generators:
         lines.append("the groups wait for a generator to join")
     lines += _installs(scheduler)
     lines += _step_in_hand(scheduler)
@@ -69,7 +70,7 @@ def waits(scheduler: Scheduler) -> tuple[str, ...]:
 
 def _installs(scheduler: Scheduler) -> list[str]:
     by_version: dict[int, list[str]] = {}
-    for generator in scheduler.placement.generators.values():
+    for generator in scheduler.work.generators.values():
         if generator.installing is not None:
             by_version.setdefault(generator.installing, []).append(generator.name)
     return [
@@ -85,7 +86,7 @@ def _step_in_hand(scheduler: Scheduler) -> list[str]:
         return [f"step {step} waits for the trainer to finish it"]
     per_step = scheduler.config.groups_per_step
     own = range(step * per_step, (step + 1) * per_step)
-    groups = [scheduler.groups[index] for index in own if index in scheduler.groups]
+    groups = [scheduler.work.groups[index] for index in own if index in scheduler.work.groups]
     queued = sum(group.queued for group in groups)
     running = sum(group.running for group in groups)
     sent = sum(group.states.count(DELIVERING) for group in groups)

@@ -9,8 +9,8 @@ data order ─► open steps ─► place ─► start samples ─► DeliverGro
 
 Which steps are open is `scheduler.policy` (there the synchronous and the asynchronous loop stand
 side by side, as tables of what each loop consumes, produces, waits for, is unblocked by and is
-bounded by); where a group goes is `scheduler.placement`; who was consumed is `scheduler.ledger`.
-This module applies each event to the three and says what follows.
+bounded by); where a group goes is `scheduler.placement`; how its samples move is `scheduler.work`;
+what was consumed is `scheduler.ledger`. This module says what each event means for them.
 
 What holds, and is checked by `Scheduler.check`:
 - each sample of each group in flight is in exactly one `SampleState`, at one generator;
@@ -45,10 +45,11 @@ from scheduler.config import SchedulerConfig
 from scheduler.errors import SchedulerError
 from scheduler.events import Event
 from scheduler.ledger import Ledger
-from scheduler.placement import Placement, prompt_key
+from scheduler.placement import prompt_key
 from scheduler.policy import policy_for
-from scheduler.records import DELIVERED, DELIVERING, HELD, QUEUED, RUNNING, Generator, Group
+from scheduler.records import DELIVERED, DELIVERING, QUEUED, RUNNING, Generator, Group
 from scheduler.view import SchedulerView
+from scheduler.work import Work
 
 
 class Scheduler:
@@ -81,26 +82,21 @@ class Scheduler:
         self.config = config
         self.policy = policy_for(config)
         self.ledger = Ledger(groups_per_step=config.groups_per_step, first_step=first_step)
-        self.placement = Placement(config.group_size)
-        self.groups: dict[int, Group] = {}
-        """Groups in flight, by index."""
+        self.work = Work(config, self.policy)
+        """Groups in flight and who has them."""
         self.total_steps = total_steps
         self.published = first_step
         """Newest version whose weights can be installed, once the trainer has joined."""
         self.next_declared = first_step
         """The first step whose membership is not declared yet."""
         self.trainer_joined = False
-        self.paused = False
         self.stopping = False
         self.finished: str | None = None
         self.samples_finished = 0
         self.tokens_finished = 0
         self.staleness_max = 0
         self._group_key = group_key
-        self._delivering = False
-        """Whether anything was ever delivered to the trainer."""
         self._lost: set[str] = set()
-        self._commands: list[Command] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.GeneratorJoined: self._on_generator_joined,
             ev.GeneratorLost: self._on_generator_lost,
@@ -120,9 +116,9 @@ class Scheduler:
 
     def on_event(self, event: Event) -> list[Command]:
         """Take note of a fact and decide what follows, in the order to be carried out."""
-        self._commands = []
+        self.work.commands = []
         self._handlers[type(event)](event)
-        return self._commands
+        return self.work.commands
 
     def snapshot(self) -> SchedulerView:
         """The state in numbers, and what each wait waits for."""
@@ -151,7 +147,7 @@ class Scheduler:
     # -------------------------------------------------------------- generators
 
     def _on_generator_joined(self, event: ev.GeneratorJoined) -> None:
-        known = self.placement.generators.get(event.generator)
+        known = self.work.generators.get(event.generator)
         if known is not None and known.slots == event.slots:
             return
         if known is not None or event.generator in self._lost:
@@ -164,26 +160,26 @@ class Scheduler:
                 f"generator {event.generator} joined with {event.slots} slots and policy version "
                 f"{event.policy_version}; the newest published version is {self.published}"
             )
-        generator = self.placement.add(
+        generator = self.work.placement.add(
             event.generator,
             slots=event.slots,
             limit=self.config.in_flight_limit(event.slots),
             version=event.policy_version,
         )
         self._bring_up_to_date(generator)
-        if self.paused:
-            self._commands.append(out.PauseGenerator(generator.name))
-        self._place_waiting()
-        self._start(generator)
+        if self.work.paused:
+            self.work.commands.append(out.PauseGenerator(generator.name))
+        self.work.place_waiting()
+        self.work.start(generator)
 
     def _on_generator_lost(self, event: ev.GeneratorLost) -> None:
         generator = self._generator(event.generator)
         if generator is None:
             return
         self._lost.add(generator.name)
-        groups = self.placement.remove(generator)
+        groups = self.work.placement.remove(generator)
         for group in groups:
-            hopeless = self._take_back(group)
+            hopeless = self.work.take_back(group)
             if hopeless is not None:
                 self._fail(
                     group,
@@ -193,23 +189,10 @@ class Scheduler:
                 )
         self._declare()
         for group in groups:
-            if group.index in self.groups:
-                self._place(group)
+            if group.index in self.work.groups:
+                self.work.place(group)
         if self.stopping:
             self._finish_if_stuck()
-
-    def _take_back(self, group: Group) -> int | None:
-        """Queue again what a lost generator had; returns a sample with no attempt left, if any."""
-        hopeless = None
-        for sample, state in enumerate(group.states):
-            if state == DELIVERED:
-                continue
-            if state != QUEUED and group.attempts[sample] >= self.config.max_attempts:
-                hopeless = sample
-            group.states[sample] = QUEUED
-        group.queued = self.config.group_size - group.delivered
-        group.running = 0
-        return hopeless
 
     # ----------------------------------------------------------------- samples
 
@@ -228,18 +211,11 @@ class Scheduler:
                 f"{event.oldest_version}, but is for step {group.step}, with max_off_policy_steps "
                 f"{self.config.max_off_policy_steps} and version {self.published} published"
             )
-        group.states[sample] = HELD
-        group.running -= 1
-        generator.running -= 1
-        generator.load -= 1
-        generator.held += 1
         self.samples_finished += 1
         self.tokens_finished += event.length
         if staleness > self.staleness_max:
             self.staleness_max = staleness
-        self.placement.update(generator)
-        self._start(generator)
-        self._deliver_if_complete(group)
+        self.work.finished(generator, group, sample)
 
     def _on_sample_failed(self, event: ev.SampleFailed) -> None:
         generator = self._generator(event.generator)
@@ -251,7 +227,7 @@ class Scheduler:
         self._fail(group, f"sample {event.sample} of {generator.name}: {event.reason}")
         self._declare()
         if self.finished is None:
-            self._start(generator)
+            self.work.start(generator)
 
     def _on_sample_delivered(self, event: ev.SampleDelivered) -> None:
         generator = self._generator(event.generator)
@@ -266,85 +242,27 @@ class Scheduler:
                 f"sample {event.sample} was acknowledged by the trainer, but generator "
                 f"{event.generator} was not told to deliver it"
             )
-        group.states[sample] = DELIVERED
-        group.delivered += 1
-        if state == QUEUED:
-            group.queued -= 1
-            if owner is not None:
-                owner.load -= 1
-        elif owner is not None:
-            self._leave(owner, group, state)
-            if owner is not generator:  # the lost one had delivered it: do not write it again
-                self._commands.append(out.DiscardSamples(owner.name, (event.sample,)))
-        if owner is not None:
-            self.placement.update(owner)
+        self.work.delivered(group, sample, generator)
         if group.delivered == self.config.group_size:
             self._arrive(group)
         else:
-            self._deliver_if_complete(group)
+            self.work.deliver_if_complete(group)
         if owner is not None and self.finished is None:
-            self._start(owner)
-
-    def _leave(self, owner: Generator, group: Group, state: int) -> None:
-        """Account for a RUNNING, HELD or DELIVERING sample that its owner no longer has."""
-        if state == RUNNING:
-            group.running -= 1
-            owner.running -= 1
-            owner.load -= 1
-        else:
-            owner.held -= 1
+            self.work.start(owner)
 
     # ------------------------------------------------------------------ groups
 
-    def _deliver_if_complete(self, group: Group) -> None:
-        """Command delivery of what is HELD, once nothing of the group is left to write."""
-        owner = group.owner
-        if group.queued or group.running or owner is None:
-            return
-        samples = []
-        for sample, state in enumerate(group.states):
-            if state == HELD:
-                group.states[sample] = DELIVERING
-                group.sent[sample] = 1
-                samples.append((owner.name, SampleId(group.index, sample)))
-        if samples:
-            self._delivering = True
-            self._commands.append(out.DeliverGroup(group.step, group.index, tuple(samples)))
-
     def _arrive(self, group: Group) -> None:
         """The trainer has the whole group."""
-        self._forget(group)
+        self.work.forget(group)
         self.ledger.arrive(group.index)
         self._declare()
 
     def _fail(self, group: Group, reason: str) -> None:
         """Leave a group out, tell the user, and free what it occupies."""
-        self._discard([group])
+        self.work.discard([group])
         self.ledger.fail(group.index)
-        self._commands.append(out.ReportGroupFailed(group.index, reason))
-
-    def _discard(self, groups: list[Group]) -> None:
-        """Forget groups; their owners abort or forget the samples, one command per owner."""
-        by_owner: dict[str, list[SampleId]] = {}
-        for group in groups:
-            owner = group.owner
-            if owner is not None:
-                for sample, state in enumerate(group.states):
-                    if state in (RUNNING, HELD, DELIVERING):
-                        self._leave(owner, group, state)
-                        by_owner.setdefault(owner.name, []).append(SampleId(group.index, sample))
-                owner.load -= group.queued
-                self.placement.update(owner)
-            group.queued = 0
-            self._forget(group)
-        for name, samples in by_owner.items():
-            self._commands.append(out.DiscardSamples(name, tuple(samples)))
-
-    def _forget(self, group: Group) -> None:
-        del self.groups[group.index]
-        if group.owner is not None:
-            del group.owner.groups[group.index]
-            group.owner = None
+        self.work.commands.append(out.ReportGroupFailed(group.index, reason))
 
     def _declare(self) -> None:
         """Declare each step whose membership is final, in order; end the run if one is empty."""
@@ -354,15 +272,16 @@ class Scheduler:
             if members is None:
                 return
             if not members:
-                self._finish(f"failed: every group of step {step} failed")
+                if step == self.step:  # otherwise the steps before it are still trained
+                    self._finish(f"failed: every group of step {step} failed")
                 return
             self.next_declared += 1
-            self._commands.append(out.DeclareStep(step, members))
+            self.work.commands.append(out.DeclareStep(step, members))
 
     # ----------------------------------------------------------- trainer, steps
 
     def _on_trainer_joined(self, event: ev.TrainerJoined) -> None:
-        if self.trainer_joined and not self._delivering:
+        if self.trainer_joined and not self.work.anything_sent:
             return
         if self.trainer_joined:
             raise SchedulerError(
@@ -375,7 +294,7 @@ class Scheduler:
                 f"{self.published} is expected; resume the run from that checkpoint"
             )
         self.trainer_joined = True
-        for generator in self.placement.generators.values():
+        for generator in self.work.generators.values():
             self._bring_up_to_date(generator)
         self._open_steps()
 
@@ -388,7 +307,7 @@ class Scheduler:
                 f"{event.policy_version - 1} cannot have been trained yet"
             )
         self.published = event.policy_version
-        for generator in self.placement.generators.values():
+        for generator in self.work.generators.values():
             self._bring_up_to_date(generator)
         self._open_steps()
 
@@ -401,6 +320,7 @@ class Scheduler:
         elif self.stopping:
             self._finish("stopped")
         else:
+            self._declare()
             self._open_steps()
 
     def _open_steps(self) -> None:
@@ -410,41 +330,7 @@ class Scheduler:
             index = self.ledger.next_group
             key = None if self._group_key is None else prompt_key(self._group_key(index))
             self.ledger.issue()
-            step = self.ledger.step_of(index)
-            group = Group.new(index, step, key, self.config.group_size)
-            self.groups[index] = group
-            self._place(group)
-
-    # --------------------------------------------------------------- placement
-
-    def _place(self, group: Group) -> None:
-        """Give a group to a generator, which starts of it what it has room for."""
-        generator = self.placement.place(group)
-        if generator is not None:
-            self._start(generator)
-
-    def _place_waiting(self) -> None:
-        """Place what waited for a generator, as far as there is one now."""
-        placement = self.placement
-        while placement.has_candidates and (group := placement.next_unplaced()) is not None:
-            self._place(group)
-
-    def _start(self, generator: Generator) -> None:
-        """Start samples on a generator while it has room and admissible work."""
-        if self.paused:
-            return
-        newest_step = self.policy.newest_step(generator.version)
-        while generator.running < generator.limit:
-            group = self.placement.next_group(generator, newest_step)
-            if group is None:
-                return
-            sample = group.states.find(QUEUED)
-            group.states[sample] = RUNNING
-            group.attempts[sample] += 1
-            group.queued -= 1
-            group.running += 1
-            generator.running += 1
-            self._commands.append(out.StartSample(generator.name, SampleId(group.index, sample)))
+            self.work.issue(index, self.ledger.step_of(index), key)
 
     # ----------------------------------------------------------------- weights
 
@@ -454,8 +340,8 @@ class Scheduler:
             return
         if generator.installing is None and generator.version < self.published:
             generator.installing = self.published
-            self._commands.append(out.InstallWeights(generator.name, self.published))
-        self.placement.offer(generator, self.published)
+            self.work.commands.append(out.InstallWeights(generator.name, self.published))
+        self.work.placement.offer(generator, self.published)
 
     def _on_weights_installed(self, event: ev.WeightsInstalled) -> None:
         generator = self._generator(event.generator)
@@ -468,75 +354,79 @@ class Scheduler:
             )
         if event.policy_version < generator.version:
             return
-        missed = generator.installing if event.policy_version == generator.version else None
+        target = generator.installing
+        if target is not None and event.policy_version == generator.version:
+            if self.next_declared <= target:
+                return  # newer weights cannot be under way: this is an old answer, repeated
+            if target == self.published:
+                # Overwritten while it was read; asking again before the newer weights are
+                # published would go round in circles.
+                generator.installing = None
+                self.work.placement.offer(generator, self.published)
+                return
         generator.version = event.policy_version
         generator.installing = None
-        if missed is None or missed < self.published:
-            self._bring_up_to_date(generator)
-        else:
-            # Overwritten while it was read: newer weights are about to be published, and asking
-            # for the same version until then would go round in circles.
-            self.placement.offer(generator, self.published)
-        self._place_waiting()
-        self._start(generator)
+        self._bring_up_to_date(generator)
+        self.work.place_waiting()
+        self.work.start(generator)
 
     # -------------------------------------------------------- pause, stop, end
 
     def _on_pause(self, _: ev.PauseRequested) -> None:
-        if self.paused or self.finished is not None:
+        if self.work.paused or self.finished is not None:
             return
-        self.paused = True
-        self._commands.extend(out.PauseGenerator(name) for name in self.placement.generators)
+        self.work.paused = True
+        self.work.commands.extend(out.PauseGenerator(name) for name in self.work.generators)
 
     def _on_resume(self, _: ev.ResumeRequested) -> None:
-        if not self.paused:
+        if not self.work.paused:
             return
-        self.paused = False
-        for generator in list(self.placement.generators.values()):
-            self._commands.append(out.ResumeGenerator(generator.name))
-            self._start(generator)
+        self.work.paused = False
+        for generator in list(self.work.generators.values()):
+            self.work.commands.append(out.ResumeGenerator(generator.name))
+            self.work.start(generator)
 
     def _on_stop(self, _: ev.StopRequested) -> None:
         if self.stopping or self.finished is not None:
             return
         self.stopping = True
-        self._discard([group for group in self.groups.values() if group.step > self.step])
+        self.work.discard([group for group in self.work.groups.values() if group.step > self.step])
         self.ledger.withdraw_after(self.step)
-        in_hand = self.groups.values()
+        in_hand = self.work.groups.values()
         settled = sum(self.ledger.progress(self.step))
         if not settled and all(group.untouched for group in in_hand):
             self._finish("stopped")
             return
         self._on_resume(ev.ResumeRequested())
-        for generator in list(self.placement.generators.values()):
-            self._start(generator)
+        for generator in list(self.work.generators.values()):
+            self.work.start(generator)
         self._finish_if_stuck()
 
     def _finish_if_stuck(self) -> None:
         """While stopping: do not wait for a generator that may never join."""
-        if self.finished is None and self.groups and not self.placement.generators:
+        if self.finished is None and self.work.groups and not self.work.generators:
             self._finish(
                 f"stopped: step {self.step} was not trained, since no generator is left to "
-                f"write {len(self.groups)} of its groups"
+                f"write {len(self.work.groups)} of its groups"
             )
 
     def _finish(self, reason: str) -> None:
-        self._discard(list(self.groups.values()))
+        self.work.discard(list(self.work.groups.values()))
         self.finished = reason
-        self._commands.append(out.FinishRun(reason))
+        self.work.commands.append(out.FinishRun(reason))
 
     # ----------------------------------------------------------------- look-up
 
     def _generator(self, name: str) -> Generator | None:
         """The generator of that name; None if it was lost. Raises SchedulerError if unknown."""
-        generator = self.placement.generators.get(name)
+        generator = self.work.generators.get(name)
         if generator is None and name not in self._lost:
             raise SchedulerError(f"an event of generator {name}, which never joined")
         return generator
 
     def _group(self, sample: SampleId) -> Group | None:
         """The group of a sample; None if settled. Raises SchedulerError if never issued."""
-        group = self.groups.get(sample.group)
+        group = self.work.groups.get(sample.group)
         if group is None and sample.group >= self.ledger.issued_below:
             raise SchedulerError(f"an event of sample {sample}, whose group was never issued")
         if not 0 <= sample.sample < self.config.group_size:

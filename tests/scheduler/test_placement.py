@@ -1,0 +1,112 @@
+import heapq
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.errors import SchedulerError
+from scheduler.load import MinIndex
+from scheduler.placement import Placement, prompt_key
+from scheduler.records import Group
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4) | st.none())))
+def test_the_least_is_the_lowest_key_longest_unchanged(changes):
+    index, model = MinIndex(), {}
+    for clock, (name, key) in enumerate(changes):
+        if key is None:
+            index.discard(name)
+            model.pop(name, None)
+        else:
+            index.set(name, key)
+            if name not in model or model[name][0] != key:
+                model[name] = (key, clock)
+        expected = min(model, key=model.__getitem__) if model else None
+        assert index.least() == expected
+        assert len(index) == len(model)
+
+
+def test_memory_of_the_index_does_not_grow_with_changes():
+    index = MinIndex()
+    for i in range(10_000):
+        index.set("a", 0)
+        index.set("b", i)
+    assert len(index._heap) <= 2 * 2 + 65
+
+
+def placement_of(*slots, group_size=4):
+    placement = Placement(group_size)
+    for i, n in enumerate(slots):
+        generator = placement.add(f"g{i}", slots=n, limit=n, version=0)
+        placement.offer(generator, 0)
+    return placement, list(placement.generators.values())
+
+
+def group(index, key=None, size=4):
+    return Group.new(index, 0, key, size)
+
+
+def test_groups_go_to_the_least_loaded_relative_to_slots():
+    placement, _ = placement_of(4, 12)
+    owners = [placement.place(group(i)).name for i in range(8)]
+    assert owners.count("g0") == 2
+    assert owners.count("g1") == 6
+
+
+def test_a_prompt_stays_unless_its_generator_is_clearly_more_loaded():
+    placement, (g0, g1) = placement_of(32, 32)
+    assert placement.place(group(0, key=7)) is g0
+    assert placement.place(group(1)) is g1
+    assert placement.place(group(2)) is g0
+    assert placement.place(group(3, key=7)) is g0, "more loaded, but not clearly"
+    assert placement.place(group(4, key=7)) is g0, "more loaded by 8 samples, the slack"
+    assert placement.place(group(5, key=7)) is g1, "by more than that"
+    assert placement.place(group(6, key=7)) is g1, "and there it stays"
+
+
+def test_a_prompt_does_not_queue_while_another_generator_is_idle():
+    placement, (g0, g1) = placement_of(4, 4)
+    assert placement.place(group(0, key=7)) is g0
+    assert placement.place(group(1, key=7)) is g1
+
+
+def test_an_idle_generator_takes_over_the_next_group_of_a_full_one():
+    placement, (g0,) = placement_of(4)
+    for i in range(4):
+        placement.place(group(i))
+    assert placement.next_group(g0, 0).index == 0
+    g1 = placement.add("g1", slots=4, limit=4, version=0)
+    placement.offer(g1, 0)
+    assert placement.next_group(g1, -1) is None, "its version does not permit that step"
+    taken = placement.next_group(g1, 0)
+    assert (taken.index, taken.owner) == (1, g1)
+    assert (g0.load, g1.load) == (12, 4)
+    assert placement.next_group(g1, 0) is taken
+
+
+def test_nothing_is_taken_over_from_one_that_has_room():
+    placement, (g0, g1) = placement_of(8, 4)
+    first = group(0)
+    placement.place(first)
+    assert first.owner is g0
+    assert placement.next_group(g1, 0) is None
+
+
+def test_groups_of_a_lost_generator_lose_their_owner_and_wait_if_there_is_no_other():
+    placement, (g0,) = placement_of(4)
+    groups = [group(2), group(1)]
+    for g in groups:
+        placement.place(g)
+    assert [g.index for g in placement.remove(g0)] == [1, 2]
+    assert not placement.has_candidates
+    for g in groups:
+        assert placement.place(g) is None
+    assert placement.unplaced_samples() == 8
+    assert placement.next_unplaced().index == 1
+    assert heapq.nsmallest(1, placement.unplaced)[0][0] == 2
+
+
+@pytest.mark.parametrize("key", [-1, 1 << 31])
+def test_a_prompt_key_must_be_an_index(key):
+    with pytest.raises(SchedulerError, match="prompt index"):
+        prompt_key(key)

@@ -1,0 +1,294 @@
+"""Single events: what each one leads to, what is ignored, what is refused."""
+
+import pytest
+
+from cache.trajectory import SampleId
+from scheduler.commands import (
+    DeclareStep,
+    DeliverGroup,
+    DiscardSamples,
+    FinishRun,
+    InstallWeights,
+    PauseGenerator,
+    ReportGroupFailed,
+    ResumeGenerator,
+    StartSample,
+)
+from scheduler.config import SchedulerConfig
+from scheduler.errors import LedgerError, SchedulerError
+from scheduler.events import (
+    GeneratorJoined,
+    GeneratorLost,
+    PauseRequested,
+    ResumeRequested,
+    SampleDelivered,
+    SampleFailed,
+    SampleFinished,
+    StepFinished,
+    StopRequested,
+    TrainerJoined,
+    WeightsInstalled,
+    WeightsPublished,
+)
+from scheduler.scheduler import Scheduler
+
+
+def scheduler_of(*generators, slots=4, steps=3, **settings):
+    """Two samples a group, one group a step; the trainer has joined. Also returns the commands."""
+    config = SchedulerConfig(**{"group_size": 2, "groups_per_step": 1, **settings})
+    scheduler = Scheduler(config, first_step=0, total_steps=steps)
+    commands = []
+    for name in generators:
+        commands += scheduler.on_event(GeneratorJoined(name, slots, 0))
+    commands += scheduler.on_event(TrainerJoined(0))
+    return scheduler, commands
+
+
+def finish(scheduler, generator, group, samples=(0, 1), version=0):
+    commands = []
+    for i in samples:
+        event = SampleFinished(generator, SampleId(group, i), 5, version, 1.0)
+        commands += scheduler.on_event(event)
+    scheduler.check()
+    return commands
+
+
+def acknowledge(scheduler, generator, group, samples=(0, 1)):
+    commands = []
+    for i in samples:
+        commands += scheduler.on_event(SampleDelivered(generator, SampleId(group, i)))
+    scheduler.check()
+    return commands
+
+
+def starts(generator, *samples):
+    return [StartSample(generator, SampleId(*sample)) for sample in samples]
+
+
+def test_synchronous_run_event_by_event():
+    s, commands = scheduler_of("a", max_off_policy_steps=0, steps=2)
+    assert commands == starts("a", (0, 0), (0, 1))
+    pair = (("a", SampleId(0, 0)), ("a", SampleId(0, 1)))
+    assert finish(s, "a", 0) == [DeliverGroup(0, 0, pair)]
+    assert acknowledge(s, "a", 0) == [DeclareStep(0, (0,))]
+    assert s.on_event(StepFinished(0, (0,))) == []
+    assert s.on_event(WeightsPublished(1)) == [InstallWeights("a", 1)]
+    assert s.on_event(WeightsInstalled("a", 1)) == starts("a", (1, 0), (1, 1))
+    finish(s, "a", 1, version=1)
+    acknowledge(s, "a", 1)
+    assert s.on_event(StepFinished(1, (1,))) == [FinishRun("done")]
+    assert s.snapshot().waits == ()
+    assert s.on_event(WeightsPublished(2)) == [InstallWeights("a", 2)], "for the evaluation"
+
+
+def test_asynchronous_run_starts_the_next_step_at_once():
+    s, commands = scheduler_of("a", max_off_policy_steps=1)
+    assert commands == starts("a", (0, 0), (0, 1), (1, 0), (1, 1))
+    assert s.snapshot().newest_open_step == 1
+
+
+def test_published_and_finished_may_come_in_either_order():
+    s, _ = scheduler_of("a", max_off_policy_steps=0)
+    finish(s, "a", 0)
+    acknowledge(s, "a", 0)
+    assert s.on_event(WeightsPublished(1)) == [InstallWeights("a", 1)]
+    assert s.on_event(WeightsInstalled("a", 1)) == [], "step 0 is not settled yet"
+    assert s.on_event(StepFinished(0, (0,))) == starts("a", (1, 0), (1, 1))
+
+
+def test_a_lost_generators_work_goes_elsewhere_and_late_news_changes_nothing():
+    s, _ = scheduler_of("a", "b", max_off_policy_steps=0)
+    finish(s, "a", 0, samples=[0])
+    assert s.on_event(GeneratorLost("a")) == starts("b", (0, 0), (0, 1))
+    assert s.on_event(GeneratorLost("a")) == []
+    assert finish(s, "a", 0) == []
+    assert len(finish(s, "b", 0)) == 1
+
+
+def test_an_acknowledgement_is_believed_after_the_loss():
+    s, _ = scheduler_of("a", "b", max_off_policy_steps=0)
+    finish(s, "a", 0)
+    acknowledge(s, "a", 0, samples=[0])
+    assert s.on_event(GeneratorLost("a")) == starts("b", (0, 1))
+    commands = acknowledge(s, "a", 0, samples=[1])
+    assert commands == [DiscardSamples("b", (SampleId(0, 1),)), DeclareStep(0, (0,))]
+    assert acknowledge(s, "a", 0) == []
+
+
+def test_only_what_the_trainer_lacks_is_delivered_after_a_loss():
+    s, _ = scheduler_of("a", "b", max_off_policy_steps=0)
+    finish(s, "a", 0)
+    acknowledge(s, "a", 0, samples=[0])
+    s.on_event(GeneratorLost("a"))
+    assert finish(s, "b", 0, samples=[1]) == [DeliverGroup(0, 0, (("b", SampleId(0, 1)),))]
+    assert acknowledge(s, "b", 0, samples=[1]) == [DeclareStep(0, (0,))]
+
+
+def test_attempts_run_out():
+    s, _ = scheduler_of("a", max_off_policy_steps=0, max_attempts=1, groups_per_step=2)
+    finish(s, "a", 1)
+    acknowledge(s, "a", 1)
+    (report,) = [c for c in s.on_event(GeneratorLost("a")) if isinstance(c, ReportGroupFailed)]
+    assert report.group == 0
+    assert "started 1 times (scheduler.max_attempts)" in report.reason
+    assert s.snapshot().waits[0] == "the groups wait for a generator to join"
+
+
+def test_a_failed_sample_takes_its_group_and_the_step_goes_on_without_it():
+    s, _ = scheduler_of("a", max_off_policy_steps=0, groups_per_step=2)
+    finish(s, "a", 0, samples=[0])
+    commands = s.on_event(SampleFailed("a", SampleId(0, 1), "reward raised"))
+    assert commands[:2] == [
+        DiscardSamples("a", (SampleId(0, 0), SampleId(0, 1))),
+        ReportGroupFailed(0, "sample 0.1 of a: reward raised"),
+    ]
+    assert s.on_event(SampleFailed("a", SampleId(0, 1), "reward raised")) == []
+    finish(s, "a", 1)
+    assert acknowledge(s, "a", 1) == [DeclareStep(0, (1,))]
+
+
+def test_a_step_without_groups_ends_the_run_once_the_steps_before_it_are_trained():
+    s, _ = scheduler_of("a", max_off_policy_steps=1)
+    commands = s.on_event(SampleFailed("a", SampleId(1, 0), "reward raised"))
+    assert not any(isinstance(c, FinishRun) for c in commands)
+    finish(s, "a", 0)
+    acknowledge(s, "a", 0)
+    assert s.on_event(StepFinished(0, (0,))) == [FinishRun("failed: every group of step 1 failed")]
+
+
+def test_one_install_at_a_time_then_the_newest():
+    s, _ = scheduler_of("a", "slow", max_off_policy_steps=2, steps=5)
+    for step in range(2):
+        owner = s.work.groups[step].owner.name
+        finish(s, owner, step)
+        acknowledge(s, owner, step)
+        s.on_event(StepFinished(step, (step,)))
+        s.on_event(WeightsPublished(step + 1))
+    commands = s.on_event(WeightsInstalled("slow", 1))
+    assert InstallWeights("slow", 2) in commands
+    assert "policy version 1 waits to be installed by a" in s.snapshot().waits
+
+
+def test_overwritten_weights_are_not_asked_for_again_before_newer_ones_are_there():
+    s, _ = scheduler_of("a", max_off_policy_steps=1, steps=5)
+    for step in range(2):
+        finish(s, "a", step)
+        acknowledge(s, "a", step)
+    s.on_event(StepFinished(0, (0,)))
+    s.on_event(WeightsPublished(1))
+    assert s.on_event(WeightsInstalled("a", 0)) == [], "step 1 is being trained: overwritten"
+    s.on_event(StepFinished(1, (1,)))
+    assert s.on_event(WeightsPublished(2))[0] == InstallWeights("a", 2)
+    assert s.on_event(WeightsInstalled("a", 0)) == [], "old news: nothing newer can be there"
+    assert "policy version 2 waits to be installed by a" in s.snapshot().waits
+    assert s.on_event(WeightsInstalled("a", 2)) != []
+
+
+def test_pause_stops_starting_and_resume_goes_on():
+    s, _ = scheduler_of("a", slots=1, max_off_policy_steps=0, groups_per_step=4)
+    assert s.on_event(PauseRequested()) == [PauseGenerator("a")]
+    assert s.on_event(PauseRequested()) == []
+    assert finish(s, "a", 0, samples=[0]) == []
+    assert s.on_event(GeneratorJoined("b", 2, 0)) == [PauseGenerator("b")]
+    assert "paused" in s.snapshot().waits[0]
+    commands = s.on_event(ResumeRequested())
+    assert commands[0] == ResumeGenerator("a")
+    assert ResumeGenerator("b") in commands
+    assert StartSample("a", SampleId(1, 0)) in commands
+
+
+def test_stop_finishes_the_step_in_hand_and_withdraws_the_next():
+    s, _ = scheduler_of("a", max_off_policy_steps=1)
+    commands = s.on_event(StopRequested())
+    assert commands == [DiscardSamples("a", (SampleId(1, 0), SampleId(1, 1)))]
+    assert s.on_event(SampleFinished("a", SampleId(1, 0), 5, 0, 1.0)) == [], "late"
+    finish(s, "a", 0)
+    acknowledge(s, "a", 0)
+    assert s.on_event(StepFinished(0, (0,))) == [FinishRun("stopped")]
+    assert s.on_event(StopRequested()) == []
+
+
+def test_stop_with_nothing_started_or_nobody_left_ends_at_once():
+    s, _ = scheduler_of(max_off_policy_steps=0)
+    assert s.on_event(StopRequested()) == [FinishRun("stopped")]
+    s, _ = scheduler_of("a", max_off_policy_steps=0)
+    s.on_event(StopRequested())
+    (finished,) = s.on_event(GeneratorLost("a"))
+    assert finished.reason.startswith("stopped: step 0 was not trained")
+
+
+def test_what_each_wait_waits_for():
+    config = SchedulerConfig(group_size=2, groups_per_step=1, max_off_policy_steps=0)
+    s = Scheduler(config, first_step=0, total_steps=3)
+    assert s.snapshot().waits == ("the run waits for the trainer to join",)
+    s.on_event(TrainerJoined(0))
+    assert s.snapshot().waits[0] == "the groups wait for a generator to join"
+    s.on_event(GeneratorJoined("a", 4, 0))
+    running, closed = s.snapshot().waits
+    assert running == "step 0 waits for 2 samples (2 running, 0 to be started)"
+    assert closed.startswith("step 1 waits for policy version 1 to be published")
+    finish(s, "a", 0)
+    assert s.snapshot().waits[0] == "step 0 waits for the trainer to acknowledge 2 samples"
+    acknowledge(s, "a", 0)
+    assert s.snapshot().waits[0] == "step 0 waits for the trainer to finish it"
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (SampleFinished("x", SampleId(0, 0), 1, 0, 0.0), "generator x, which never joined"),
+        (GeneratorLost("x"), "never joined"),
+        (SampleFinished("a", SampleId(9, 0), 1, 0, 0.0), "never issued"),
+        (SampleFinished("a", SampleId(0, 2), 1, 0, 0.0), "groups have 2 samples"),
+        (SampleFinished("a", SampleId(0, 0), 1, -1, 0.0), "tokens of policy version -1"),
+        (SampleFinished("a", SampleId(0, 0), 1, 1, 0.0), "tokens of policy version 1"),
+        (SampleDelivered("a", SampleId(0, 0)), "was not told to deliver"),
+        (GeneratorJoined("a", 9, 0), "needs a new name"),
+        (GeneratorJoined("b", 0, 0), "0 slots"),
+        (GeneratorJoined("b", 1, 1), "newest published version is 0"),
+        (WeightsInstalled("a", 1), "never published"),
+        (WeightsPublished(1), "cannot have been trained"),
+        (StepFinished(0, (0,)), "before all its groups"),
+        (StepFinished(1, (1,)), "out of turn"),
+    ],
+)
+def test_impossible_events_are_refused_and_change_nothing(event, message):
+    s, _ = scheduler_of("a", max_off_policy_steps=0)
+    before = s.snapshot()
+    with pytest.raises(SchedulerError, match=message):
+        s.on_event(event)
+    assert s.snapshot() == before
+    s.check()
+
+
+def test_a_trainer_of_another_version_or_that_lost_its_groups_is_refused():
+    s, _ = scheduler_of("a", max_off_policy_steps=0)
+    assert s.on_event(TrainerJoined(0)) == []
+    finish(s, "a", 0)
+    with pytest.raises(SchedulerError, match="joined again after groups were delivered"):
+        s.on_event(TrainerJoined(0))
+    other = Scheduler(SchedulerConfig(), first_step=2, total_steps=3)
+    with pytest.raises(SchedulerError, match="version 2 is expected"):
+        other.on_event(TrainerJoined(0))
+
+
+def test_a_name_is_never_used_again():
+    s, _ = scheduler_of("a", "b", max_off_policy_steps=0)
+    assert s.on_event(GeneratorJoined("a", 4, 0)) == []
+    s.on_event(GeneratorLost("a"))
+    with pytest.raises(SchedulerError, match="needs a new name"):
+        s.on_event(GeneratorJoined("a", 4, 0))
+
+
+def test_a_step_consumed_with_other_groups_is_refused():
+    s, _ = scheduler_of("a", max_off_policy_steps=0)
+    finish(s, "a", 0)
+    acknowledge(s, "a", 0)
+    with pytest.raises(LedgerError, match=r"members are \[0\]"):
+        s.on_event(StepFinished(0, (0, 1)))
+
+
+@pytest.mark.parametrize(("first", "total"), [(-1, 2), (2, 2)])
+def test_a_run_needs_a_step(first, total):
+    with pytest.raises(SchedulerError, match="total_steps"):
+        Scheduler(SchedulerConfig(), first_step=first, total_steps=total)
