@@ -56,5 +56,6 @@ def accept_point_mass(samples: ArrayT, drafts: ArrayT, lengths: ArrayT) -> Array
             f"and {tuple(lengths.shape)}"
         )
     agree = samples[:, :-1] == drafts
-    leading = agree.cumprod(1).sum(1)  # draws before the first that differs
-    return leading.clip(max=lengths)
+    leading: ArrayT = agree.cumprod(1).sum(1)  # draws before the first that differs
+    kept: ArrayT = leading.clip(max=lengths)
+    return kept

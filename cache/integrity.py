@@ -144,6 +144,28 @@ def check_chains(
 
 
 @kernel
+def check_index(
+    arena: IntArray, state: LongArray, trees: LongArray, tree: int, owners: Owners
+) -> int:
+    """Claim the blocks of a tree's index; returns their number, -1 when one is no block."""
+    root = trees[tree, ROOT]
+    if root == 0:
+        return 0
+    depth = depth_of(trees[tree, LOG2])
+    nodes = max(1, (2 << trees[tree, LOG2]) // BLOCK)
+    total = 0
+    # From the root down: a node is followed only after it was found to be a block.
+    for level in range(depth, -1, -1):
+        count = (nodes + (1 << (7 * level)) - 1) >> (7 * level)
+        for item in range(count):
+            # Not a sequence's owner number, so that no chain may point into an index.
+            if not claim(owners, node_at(arena, root, depth, level, item), state[BUMP], -tree - 2):
+                return -1
+        total += count
+    return total
+
+
+@kernel
 def check_tree(
     arena: IntArray,
     state: LongArray,
@@ -170,30 +192,19 @@ def check_tree(
         first = arena[first + SEQ_NEXT]
     if last != trees[tree, LAST]:
         return 8, 0, 0
-    root = trees[tree, ROOT]
-    if root:
-        depth = depth_of(trees[tree, LOG2])
-        nodes = max(1, (2 << trees[tree, LOG2]) // BLOCK)
-        # From the root down: a node is followed only after it was found to be a block.
-        for level in range(depth, -1, -1):
-            count = (nodes + (1 << (7 * level)) - 1) >> (7 * level)
-            for item in range(count):
-                # Not a sequence's owner number, so that no chain may point into an index.
-                node = node_at(arena, root, depth, level, item)
-                if not claim(owners, node, state[BUMP], -tree - 2):
-                    return 6, 0, 0
-            blocks += count
-        if trees[tree, POSITIONS] != tokens + sequences:
-            return 10, 0, 0
-        for order in range(2):
-            problem = check_chains(
-                arena, trees, tree, owners, order, max_match if order else min_match
-            )
-            if problem:
-                return problem, 0, 0
-    elif sequences:
+    more = check_index(arena, state, trees, tree, owners)
+    if more < 0:
+        return 6, 0, 0
+    if blocks + more != trees[tree, BLOCKS]:
+        return 7, 0, 0
+    if trees[tree, POSITIONS] != tokens + sequences:
         return 10, 0, 0
-    return (0 if blocks == trees[tree, BLOCKS] else 7), sequences, tokens
+    problem = 0
+    if more:
+        problem = check_chains(arena, trees, tree, owners, 0, min_match)
+        if problem == 0:
+            problem = check_chains(arena, trees, tree, owners, 1, max_match)
+    return problem, sequences, tokens
 
 
 @kernel

@@ -44,7 +44,7 @@ def hash_of(tokens: IntArray, stop: int, length: int) -> int:
     """Hash of tokens[stop - length : stop]."""
     hashed = 0
     for index in range(stop - length, stop):
-        hashed = (hashed * BASE + np.int64(tokens[index]) + 1) & MASK
+        hashed = (hashed * BASE + 1 + int(tokens[index])) & MASK
     return hashed
 
 

@@ -252,8 +252,9 @@ def power(exponent: int) -> int:
 @kernel
 def roll(hashed: int, leaving: int, entering: int, scale: int) -> int:
     """Move a hash one token on; `scale` is BASE ** (length - 1)."""
-    hashed = (hashed - (np.int64(leaving) + 1) * scale) & MASK
-    return (hashed * BASE + np.int64(entering) + 1) & MASK
+    # One is added after the first product, in 64 bits: a token may be 2 ** 31 - 1.
+    hashed = (hashed - scale - leaving * scale) & MASK
+    return (hashed * BASE + 1 + entering) & MASK
 
 
 @kernel
