@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from engine.protocol import SamplingParams
 from engine.torch.config import TorchConfig
@@ -73,18 +73,5 @@ class EngineConfig(BaseModel):
         le=64,
         description="K: most probable tokens reported per position; a request may ask for fewer.",
     )
-    torch: TorchConfig = Field(default_factory=TorchConfig, description="Used when kind=torch.")
-    vllm: VllmConfig = Field(default_factory=VllmConfig, description="Used when kind=vllm.")
-
-    @model_validator(mode="after")
-    def _sections_match_the_kind(self) -> Self:
-        """A section of another kind would be ignored in silence: refuse it."""
-        for section in ("torch", "vllm"):
-            if section != self.kind and section in self.model_fields_set:
-                unused: BaseModel = getattr(self, section)
-                if unused.model_fields_set:
-                    raise ValueError(
-                        f"engine.{section} is set but engine.kind is {self.kind!r}: "
-                        f"remove engine.{section}, or set engine.kind={section}"
-                    )
-        return self
+    torch: TorchConfig = Field(default_factory=TorchConfig, description="Used when kind=torch, and only then.")
+    vllm: VllmConfig = Field(default_factory=VllmConfig, description="Used when kind=vllm, and only then.")

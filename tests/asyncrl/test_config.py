@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrl.config import dump_config, load_config, parse_config
+from asyncrl.errors import ConfigError
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
+
+
+def write(path: Path, text: str) -> Path:
+    file = path / "run.yaml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_loads_and_survives_being_written(path: Path) -> None:
+    config = load_config(path)
+    assert parse_config(yaml.safe_load(dump_config(config)), source="the dump") == config
+
+
+@pytest.mark.parametrize("kind", ["torch", "vllm"])
+def test_the_resolved_configuration_of_each_engine_loads_again(kind: str) -> None:
+    for path in EXAMPLES:
+        config = load_config(path, [f"engine.kind={kind}"])
+        assert parse_config(yaml.safe_load(dump_config(config)), source="the dump") == config
+
+
+def test_overrides_reach_any_depth(tmp_path: Path) -> None:
+    file = write(tmp_path, "run: {name: a}\n")
+    config = load_config(
+        file, ["engine.kind=vllm", "trainer.learning_rate=5e-5", "run.steps=7", "run.name=b"]
+    )
+    assert config.engine.kind == "vllm"
+    assert config.trainer.learning_rate == 5e-5
+    assert (config.run.name, config.run.steps) == ("b", 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("schduler: {}", [], r"schduler: there is no such key. Did you mean 'scheduler'"),
+        ("trainer: {learning_rat: 1}", [], r"trainer.learning_rat: .*'learning_rate'"),
+        ("run: {steps: 0}", [], r"run.steps: .*greater than or equal to 1.*given: 0"),
+        ("run: {name: a/b}", [], r"run.name: "),
+        ("engine: {kind: tensorrt}", [], r"engine.kind: .*'torch', 'vllm' or 'sglang'"),
+        ("scheduler: {on_update: verify}", [], r"'verify' is not built yet"),
+        ("sampling: {max_tokens: 4000}", [], r"sampling.max_tokens \(4000\) leaves no room"),
+        ("- a list", [], r"must be a mapping"),
+        ("run: [", [], r"not valid YAML"),
+        ("", ["engine.kind"], r"write it as key.path=value"),
+        ("run: {name: a}", ["run.name.first=x"], r"name is a value, not a section"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    tmp_path: Path, text: str, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text), overrides)
+
+
+def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path, "")
+    with pytest.raises(ConfigError, match=r"no configuration file at .*Did you mean 'run.yaml'"):
+        load_config(tmp_path / "runs.yaml")

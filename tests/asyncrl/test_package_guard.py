@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.errors import UserError
+from asyncrl.package_guard import OURS, refuse_foreign_packages
+
+
+def test_nobody_else_provides_our_packages_here() -> None:
+    refuse_foreign_packages()
+
+
+def test_somebody_else_is_named_with_what_to_do() -> None:
+    providers = {name: ["asyncrl"] for name in OURS} | {"cache": ["asyncrl", "cachelib"]}
+    with pytest.raises(UserError, match=r"'cache' by cachelib.*virtual environment"):
+        refuse_foreign_packages(providers)
