@@ -6,6 +6,7 @@ the height of a colour is that kind's share of the slice, so that nothing is los
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -198,7 +199,8 @@ def slice_shares(
 
 def _axis(window: Window, bottom: float) -> Markup:
     length = window.end - window.start
-    step = next((one for one in _TIME_STEPS if length / one <= 12), _TIME_STEPS[-1])
+    longest = _TIME_STEPS[-1] * math.ceil(length / (12 * _TIME_STEPS[-1]))
+    step = next((one for one in _TIME_STEPS if length / one <= 12), longest)
     marks = []
     tick = int((window.start - window.origin) / step)
     while (at := window.origin + tick * step) <= window.end:

@@ -66,10 +66,6 @@ class ProcessMetrics:
     idle: By[Total] = _total(
         "asyncrl_idle_seconds_total", "Time spent waiting, by what for.", label="cause"
     )
-    idle_share: Gauge = _gauge(
-        "asyncrl_idle_ratio",
-        "Share of the time between the last two reports in which the process did nothing.",
-    )
 
     @classmethod
     def register(cls, registry: CollectorRegistry, process: str) -> Self:
@@ -129,6 +125,16 @@ class ControllerMetrics(ProcessMetrics):
         "asyncrl_generation_tokens_per_second",
         "Response tokens finished per second over the last step, all generators together.",
         key="tokens_per_second",
+    )
+    generator_idle: Gauge = _gauge(
+        "asyncrl_generator_idle_ratio",
+        "Share of the last step's time in which generators did nothing, their mean.",
+        key="generator_idle",
+    )
+    trainer_idle: Gauge = _gauge(
+        "asyncrl_trainer_idle_ratio",
+        "Share of the last step's time in which the trainer did nothing.",
+        key="trainer_idle",
     )
     accuracy: By[Gauge] = _gauge(
         "asyncrl_evaluation_accuracy_ratio",

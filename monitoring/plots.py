@@ -14,7 +14,7 @@ from monitoring.series import Values, thin, ticks
 
 WIDTH = 520
 HEIGHT = 236
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 38
+LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 38
 MOST_POINTS = 260
 """Longer runs are drawn as means over neighbouring steps."""
 
@@ -29,7 +29,8 @@ def compact(value: float) -> str:
     if size >= 1e3:
         return f"{value / 1e3:.3g}k"
     if size and size < 1e-3:
-        return f"{value:.1e}".replace("e-0", "e-")
+        digits, exponent = f"{value:.2e}".split("e")
+        return f"{float(digits):g}e{int(exponent)}"
     return f"{value:.3g}"
 
 
@@ -174,7 +175,7 @@ def _layer(
     scale: Scale, x: Sequence[float], one: Series, bases: Sequence[float], spacing: float
 ) -> Markup:
     width = scale.x(spacing) - scale.x(0.0)
-    gap = min(2.0, width * 0.18)
+    gap = min(2.0, width * 0.18) if width >= 4.0 else 0.0
     floor = scale.y(0.0)
     pieces = []
     for at, value, base in zip(x, one.values, bases, strict=True):
@@ -227,7 +228,7 @@ def _svg(
 ) -> Markup:
     bottom = HEIGHT - BOTTOM
     grid: list[Child] = []
-    for value in ticks(scale.y_low, scale.y_high, 4):
+    for value in ticks(scale.y_low, scale.y_high, 5):
         y = scale.y(value)
         grid.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
         grid.append(element("text", form(value), x=LEFT - 7, y=y + 3.5, class_="tick end"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from monitoring.markup import Child, Markup, element
 from monitoring.plots import Series, bar_plot, empty, figure, line_plot
@@ -294,34 +295,75 @@ def work(data: RunData) -> Markup:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Internal:
+    """One plot of a number that says how healthy the training is."""
+
+    key: str
+    title: str
+    style: str
+    unit: str
+    note: str
+    from_zero: bool = True
+
+
 _INTERNALS = (
-    ("mismatch_abs_mean", "Engine against trainer", "c5", "nats",
-     "Mean absolute difference of the two log-probabilities of the same token."),
-    ("response_length_mean", "Response length", "c4", "tokens", "Mean over the step's samples."),
-    ("entropy", "Entropy", "c3", "nats", "Mean over tokens, of the policy being trained."),
-    ("loss", "Loss", "c1", "", "Before the optimizer's step."),
-    ("grad_norm", "Gradient norm", "c1", "", "Before clipping."),
-    ("clip_ratio", "Clipped tokens", "c2", "share", "Tokens whose importance ratio was clipped."),
-    ("kl", "Distance from the behaviour policy", "c2", "nats", "Estimated per token."),
-    ("reward_std", "Spread of rewards", "c4", "", "Standard deviation over the step's samples."),
-    ("learning_rate", "Learning rate", "c6", "", ""),
-)  # fmt: skip
+    _Internal(
+        "mismatch_abs_mean",
+        "Engine against trainer",
+        "c5",
+        "nats",
+        "Mean absolute difference of the two log-probabilities of the same token.",
+    ),
+    _Internal(
+        "response_length_mean",
+        "Response length",
+        "c4",
+        "tokens",
+        "Mean over the step's samples.",
+        from_zero=False,
+    ),
+    _Internal("entropy", "Entropy", "c3", "nats", "Mean over tokens, of the policy in training."),
+    _Internal("loss", "Loss", "c1", "", "Before the optimizer's step.", from_zero=False),
+    _Internal("grad_norm", "Gradient norm", "c1", "", "Before clipping."),
+    _Internal("clip_ratio", "Clipped tokens", "c2", "share", "Their importance ratio was clipped."),
+    _Internal(
+        "kl",
+        "Distance from the behaviour policy",
+        "c2",
+        "nats",
+        "Estimated per token.",
+        from_zero=False,
+    ),
+    _Internal(
+        "reward_std", "Spread of rewards", "c4", "", "Standard deviation of a step's samples."
+    ),
+    _Internal("learning_rate", "Learning rate", "c6", "", "Of the optimizer's step."),
+)
 
 
 def internals(data: RunData) -> Markup | None:
     """How healthy the training is; only what was recorded."""
     plots = []
-    for key, title, style, unit, note in _INTERNALS:
-        values = data.column(key)
+    for one in _INTERNALS:
+        values = data.column(one.key)
         if any(value is not None for value in values):
-            line = [Series(title.lower(), values, style)]
-            plots.append(line_plot(title, data.steps(), line, note=note, y_label=unit))
+            plots.append(
+                line_plot(
+                    one.title,
+                    data.steps(),
+                    [Series(one.title.lower(), values, one.style)],
+                    note=one.note,
+                    y_label=one.unit,
+                    y_limits=(0.0 if one.from_zero else None, None),
+                )
+            )
     if not plots:
         return None
     return section(
         "Health of the training",
-        "The first plot should stay near zero: it shows that engine and trainer mean the same "
-        "policy.",
+        "The difference between engine and trainer should stay near zero: it shows that both mean "
+        "the same policy.",
         element("div", plots, class_="grid"),
     )
 

@@ -79,12 +79,27 @@ class SampleLog:
         self._writer = JsonlWriter(path)
 
     def append(self, *records: SampleRecord) -> None:
-        """Write the records and hand them to the operating system."""
-        self._writer.append(records)
+        """Write the records and hand them to the operating system.
+
+        Halves of surrogate pairs, which no file can hold, are written as question marks.
+        """
+        self._writer.append([_writable(record) for record in records])
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._writer.close()
+
+
+def _writable(record: SampleRecord) -> SampleRecord:
+    def clean(text: str) -> str:
+        return text.encode("utf-8", "replace").decode("utf-8")
+
+    return msgspec.structs.replace(
+        record,
+        prompt=clean(record.prompt),
+        tokens=[clean(token) for token in record.tokens],
+        answer=None if record.answer is None else clean(record.answer),
+    )
 
 
 def read_samples(path: Path) -> list[SampleRecord]:

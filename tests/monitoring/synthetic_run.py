@@ -179,7 +179,8 @@ def _samples(path: Path, steps: int, random_: random.Random) -> None:
         a, b = random_.randint(1000, 99999), random_.randint(1000, 99999)
         right = random_.random() < 0.8
         answer = a + b if right else a + b + 10
-        text = f"{a}+{b}: write them one under the other.\n{a % 10}+{b % 10}={a % 10 + b % 10}, carry.\nThe sum is {answer}"
+        units = f"{a % 10}+{b % 10}={a % 10 + b % 10}, carry."
+        text = f"{a}+{b}: write them one under the other.\n{units}\nThe sum is {answer}"
         tokens = [*text, "<eos>"]
         kept = len(tokens) // 3 if step else 0
         provenance = [

@@ -1,0 +1,98 @@
+import re
+import shutil
+import subprocess
+
+import pytest
+from prometheus_client import generate_latest
+
+from monitoring.metrics import (
+    ROLES,
+    ControllerMetrics,
+    GeneratorMetrics,
+    TrainerMetrics,
+    all_specs,
+    new_registry,
+)
+from monitoring.spans import Span, waiting_span
+
+PROMTOOL = shutil.which("promtool")
+
+
+def exposition(role, process="p-0"):
+    registry = new_registry()
+    metrics = role.register(registry, process)
+    return metrics, lambda: generate_latest(registry).decode()
+
+
+@pytest.mark.parametrize(
+    ("role", "spec"), list(all_specs()), ids=lambda value: getattr(value, "name", "")
+)
+def test_names_follow_the_conventions(role, spec):
+    assert re.fullmatch(r"asyncrl_[a-z][a-z0-9_]*", spec.name)
+    assert spec.help.endswith(".")
+    assert (spec.kind == "counter") == spec.name.endswith("_total")
+    assert not re.search(r"_(ms|millis|minutes|percent|kb|mb|count|sum|bucket)(_|$)", spec.name)
+    if spec.kind == "histogram":
+        assert spec.name.endswith(("_seconds", "_bytes", "_tokens"))
+
+
+def test_a_name_means_one_thing_everywhere():
+    seen = {}
+    for _, spec in all_specs():
+        assert seen.setdefault(spec.name, spec) == spec
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_series_names_its_process(role):
+    _, text = exposition(role, 'odd"name')
+    lines = [line for line in text().splitlines() if line.startswith("asyncrl_")]
+    assert lines
+    assert all('process="odd\\"name"' in line for line in lines)
+    assert "_created" not in text()
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+def test_promtool_finds_nothing_to_complain_about(role):
+    metrics, text = exposition(role)
+    metrics.observe_span(waiting_span(0, 1, "weights"))
+    ours = "\n".join(line for line in text().splitlines() if "asyncrl_" in line)
+    done = subprocess.run(
+        [PROMTOOL, "check", "metrics"],
+        input=ours + "\n",
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_total_follows_a_counter_kept_elsewhere_and_its_restart():
+    metrics, text = exposition(GeneratorMetrics)
+    for total in (10, 10, 25, 5):
+        metrics.generated_tokens.follow(total)
+    assert 'asyncrl_generated_tokens_total{process="p-0"} 30.0' in text()
+
+
+def test_label_values_exist_from_the_start_and_others_are_refused():
+    metrics, text = exposition(GeneratorMetrics)
+    assert 'asyncrl_finished_samples_total{process="p-0",reason="length"} 0.0' in text()
+    metrics.samples_finished.of("length").inc(2)
+    assert 'reason="length"} 2.0' in text()
+    with pytest.raises(ValueError, match="none of stop, length, abort"):
+        metrics.samples_finished.of("lenght")
+
+
+def test_publish_sets_the_gauges_that_a_line_of_metrics_names():
+    metrics, text = exposition(TrainerMetrics)
+    metrics.publish({"loss": 0.25, "grad_norm": None, "unknown": 3.0})
+    assert 'asyncrl_loss{process="p-0"} 0.25' in text()
+    assert 'asyncrl_gradient_norm{process="p-0"} 0.0' in text()
+
+
+def test_spans_become_busy_and_idle_seconds():
+    metrics, text = exposition(ControllerMetrics)
+    metrics.observe_span(Span("training", 1.0, 3.0))
+    metrics.observe_span(waiting_span(3.0, 4.5, "weights"))
+    assert 'asyncrl_activity_seconds_total{kind="training",process="p-0"} 2.0' in text()
+    assert 'asyncrl_idle_seconds_total{cause="weights",process="p-0"} 1.5' in text()

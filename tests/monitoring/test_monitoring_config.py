@@ -1,0 +1,28 @@
+import pytest
+from pydantic import ValidationError
+
+from monitoring.config import MonitoringConfig
+
+
+def test_ports_follow_the_base_port():
+    assert [MonitoringConfig(port=9100).port_of(i) for i in range(3)] == [9100, 9101, 9102]
+    assert MonitoringConfig(port=0).port_of(5) == 0
+
+
+def test_a_port_beyond_the_last_one_says_what_to_do():
+    with pytest.raises(ValueError, match="choose a lower base port"):
+        MonitoringConfig(port=65_535).port_of(1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("port", -1), ("port", 70_000), ("live", "fancy"), ("host", "http://x"), ("host", ""),
+     ("report_samples", -1), ("prot", 1)],
+)  # fmt: skip
+def test_impossible_values_are_refused(field, value):
+    with pytest.raises(ValidationError, match=field):
+        MonitoringConfig(**{field: value})
+
+
+def test_every_field_is_described():
+    assert all(field.description for field in MonitoringConfig.model_fields.values())

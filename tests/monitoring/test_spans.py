@@ -1,0 +1,98 @@
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monitoring.spans import (
+    UNACCOUNTED,
+    Span,
+    SpanKind,
+    clip,
+    flatten,
+    idle_by_cause,
+    idle_ratio,
+    merge,
+    waiting_span,
+)
+
+times = st.integers(0, 60).map(float)
+
+
+@st.composite
+def some_span(draw):
+    start, length = draw(times), draw(st.integers(1, 12))
+    kind = draw(st.sampled_from([*SpanKind, "from_the_future"]))
+    args = {"for": draw(st.sampled_from(["weights", "admission"]))} if kind == "waiting" else {}
+    return Span(str(kind), start, start + length, args)
+
+
+spans = st.lists(some_span(), max_size=25)
+
+
+def covered(some, second):
+    return any(span.start <= second < span.end for span in some)
+
+
+@settings(max_examples=80, deadline=None)
+@given(spans)
+def test_flattening_neither_loses_nor_doubles_time(some):
+    flat = flatten(some)
+    assert all(a.end <= b.start for a, b in itertools.pairwise(flat))
+    seconds = sum(covered(some, second + 0.5) for second in range(80))
+    assert sum(span.seconds for span in flat) == pytest.approx(seconds)
+
+
+@settings(max_examples=80, deadline=None)
+@given(spans)
+def test_work_always_wins_over_waiting(some):
+    for second in range(80):
+        running = [one for one in some if one.start <= second < one.end]
+        shown = [one for one in flatten(some) if one.start <= second < one.end]
+        if any(one.kind != "waiting" for one in running):
+            assert shown[0].kind != "waiting"
+
+
+@settings(max_examples=80, deadline=None)
+@given(spans)
+def test_merging_keeps_every_moment_of_every_kind(some):
+    merged = merge(some)
+    assert len(merged) <= len(some)
+    for kind in {span.kind for span in some}:
+        for second in range(80):
+            assert covered([s for s in some if s.kind == kind], second) == covered(
+                [s for s in merged if s.kind == kind], second
+            )
+
+
+@settings(max_examples=80, deadline=None)
+@given(spans, times, st.integers(1, 40))
+def test_idle_shares_add_up(some, start, length):
+    shares = idle_by_cause(some, start, start + length)
+    ratio = idle_ratio(some, start, start + length)
+    assert 0.0 <= ratio <= 1.0
+    assert math.isclose(sum(shares.values()), ratio, abs_tol=1e-9)
+    busy = sum(
+        covered([s for s in some if s.kind != "waiting"], start + second + 0.5)
+        for second in range(length)
+    )
+    assert ratio == pytest.approx(1.0 - busy / length)
+
+
+def test_idle_time_is_named():
+    some = [Span("training", 0, 5), waiting_span(5, 7, "trajectories"), Span("training", 9, 10)]
+    assert idle_by_cause(some, 0, 10) == pytest.approx({"trajectories": 0.2, UNACCOUNTED: 0.2})
+    assert idle_ratio([], 0, 1) == 1.0
+    with pytest.raises(ValueError, match="window"):
+        idle_ratio(some, 3, 3)
+
+
+def test_clip_cuts_at_the_edges():
+    assert clip([Span("training", 0, 5), Span("training", 8, 9)], 2, 8) == [Span("training", 2, 5)]
+
+
+def test_merge_bridges_small_gaps_of_equal_spans_only():
+    a, b = Span("training", 0, 1, {"step": 1}), Span("training", 1.001, 2, {"step": 1})
+    c = Span("training", 2, 3, {"step": 2})
+    assert merge([c, b, a], gap=0.002) == [Span("training", 0, 2, {"step": 1}), c]
