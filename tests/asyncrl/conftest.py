@@ -1,0 +1,31 @@
+"""A command line in folders of a test's own, and a model for it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from asyncrl_runs import OWN, CommandLine
+
+
+@pytest.fixture(scope="session")
+def own_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama with a tokenizer."""
+    directory = tmp_path_factory.mktemp("own") / "llama"
+    runpy.run_path(str(OWN / "make_model.py"))["make"](directory)
+    return directory
+
+
+@pytest.fixture
+def command_line(tmp_path: Path, own_model: Path) -> Iterator[CommandLine]:
+    """A command line whose processes are gone when the test ends."""
+    command = CommandLine(tmp_path / "runs", own_model)
+    yield command
+    left = [pid for role in ("trainer", "generator") for pid in command.children(role)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "the run left processes behind"

@@ -1,0 +1,103 @@
+"""What a user can get wrong: one paragraph that says what to change, exit code 2, nothing made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from asyncrl_runs import OWN, CommandLine, call
+
+pytestmark = pytest.mark.slow
+
+
+def refused(command_line: CommandLine, *expected: str, **settings: object) -> str:
+    done = command_line.run(**settings)
+    assert done.returncode == 2, done.stdout
+    assert "Traceback" not in done.stdout
+    flat = " ".join(done.stdout.split())
+    for text in expected:
+        assert text in flat, done.stdout
+    return flat
+
+
+def test_a_missing_configuration() -> None:
+    done = call([sys.executable, "-m", "asyncrl", "run", "examples/aritmetic.yaml"])
+    assert done.returncode == 2
+    assert "no configuration file at examples/aritmetic.yaml" in " ".join(done.stdout.split())
+
+
+def test_a_misspelt_key(command_line: CommandLine) -> None:
+    refused(command_line, "trainer.learning_rte", "'learning_rate'", trainer__learning_rte=1)
+    assert not command_line.folder.exists()
+
+
+def test_a_missing_data_file(command_line: CommandLine) -> None:
+    refused(command_line, "nowhere.jsonl", task__path="nowhere.jsonl")
+    assert not command_line.folder.exists()
+
+
+def test_a_row_without_the_field(command_line: CommandLine, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    rows = (OWN / "questions.jsonl").read_text().splitlines()
+    data.write_text("\n".join([*rows, json.dumps({"frage": "?", "reference": "1"})]))
+    refused(command_line, "data.jsonl", "line 13", "'question'", task__path=data)
+    assert not command_line.folder.exists()
+
+
+def test_a_model_without_a_tokenizer(
+    command_line: CommandLine, own_model: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(own_model, bare, ignore=shutil.ignore_patterns("token*", "special*"))
+    refused(command_line, str(bare.name), "tokenizer", model__path=bare)
+    assert not command_line.folder.exists()
+
+
+def test_a_reward_that_is_not_there(command_line: CommandLine) -> None:
+    functions = "[{name: exact_mach}]"
+    refused(command_line, "exact_mach", "exact_match", rewards__functions=functions)
+    assert not command_line.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("raise KeyError('colour')", "KeyError"),
+        ("while True: pass", "rewards.timeout_seconds"),
+    ],
+)
+def test_a_reward_that_fails(
+    command_line: CommandLine, tmp_path: Path, body: str, expected: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"def score(prompt, response, row):\n    {body}\n")
+    refused(
+        command_line,
+        "mine.py:score",
+        expected,
+        rewards__functions=f"[{{name: '{file}:score'}}]",
+        rewards__timeout_seconds=2,
+    )
+
+
+def test_a_metrics_port_in_use(command_line: CommandLine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused(command_line, f"port {port}", "monitoring.port", monitoring__port=port)
+
+
+def test_a_run_name_in_use(command_line: CommandLine) -> None:
+    command_line.folder.mkdir(parents=True)
+    (command_line.folder / "config.yaml").write_text("{}\n")
+    refused(command_line, "'your-own' is in use", "--resume", "--clean")
+
+
+def test_a_dry_run_makes_nothing(command_line: CommandLine) -> None:
+    done = command_line.run("--dry-run", engine__kind="vllm")
+    assert done.returncode == 0
+    assert "kind: vllm" in done.stdout
+    assert not command_line.runs.exists()

@@ -1,0 +1,142 @@
+"""Whole runs through the command line: real processes, real sockets, real kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import urllib.request
+from typing import Any
+
+import pytest
+from asyncrl_runs import CommandLine, call, until
+
+pytestmark = pytest.mark.slow
+
+STEPS = 60
+
+
+def test_a_users_own_model_data_and_reward(command_line: CommandLine) -> None:
+    done = command_line.run()
+    assert done.returncode == 0, done.stdout
+    assert "held-out accuracy before training" in done.stdout
+    result = command_line.result()
+    assert result["steps"] == 3
+    assert result["engine"] == "torch"
+    assert result["tokens_generated"] > 0
+    assert result["staleness_max"] <= 1
+    assert 0 <= result["accuracy_before"] <= 1
+    assert 0 <= result["accuracy_after"] <= 1
+    rows = command_line.metrics()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["mismatch_abs_mean"] < 1e-4 for row in rows[:1]), rows[0]
+    page = (command_line.folder / "report.html").read_text()
+    assert "<svg" in page
+    assert "http://" not in page.replace("http://www.w3.org/", "")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = command_line.folder / "checkpoints" / "step-000003" / "model"
+    AutoModelForCausalLM.from_pretrained(model)
+    AutoTokenizer.from_pretrained(model)
+    evaluated = call([sys.executable, "-m", "asyncrl", "eval", str(command_line.folder)])
+    assert evaluated.returncode == 0, evaluated.stdout
+    assert "accuracy" in evaluated.stdout
+
+
+def test_synchronous_training_has_no_staleness(command_line: CommandLine) -> None:
+    done = command_line.run(scheduler__max_off_policy_steps=0)
+    assert done.returncode == 0, done.stdout
+    assert command_line.result()["staleness_max"] == 0
+
+
+def test_a_killed_generator_is_replaced_and_nothing_is_lost(command_line: CommandLine) -> None:
+    process = command_line.start(run__steps=STEPS)
+    until(lambda: command_line.steps() >= 2, seconds=90, what="two steps")
+    victim = command_line.children("generator")[0]
+    os.kill(victim, signal.SIGKILL)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert "generator-0 was killed by SIGKILL" in output
+    assert "started generator-0.1 in place of generator-0" in output
+    assert [row["step"] for row in command_line.metrics()] == list(range(STEPS))
+    assert all(row["groups"] == 4 for row in command_line.metrics())
+
+
+def test_a_killed_trainer_ends_the_run_with_its_last_words(command_line: CommandLine) -> None:
+    process = command_line.start(run__steps=STEPS)
+    until(lambda: command_line.steps() >= 2, seconds=90, what="two steps")
+    os.kill(command_line.children("trainer")[0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert "the trainer was killed by SIGKILL; its last words" in output
+
+
+def test_a_killed_run_takes_its_processes_along_and_resumes(command_line: CommandLine) -> None:
+    process = command_line.start(run__steps=STEPS, trainer__checkpoint_every=2)
+    until(lambda: command_line.steps() >= 5, seconds=90, what="five steps")
+    process.kill()
+    process.communicate(timeout=30)
+    until(
+        lambda: not command_line.children("generator") + command_line.children("trainer"),
+        seconds=30,
+        what="the run's processes to end with it",
+    )
+    saved = sorted((command_line.folder / "checkpoints").iterdir())
+    before = command_line.metrics()
+    done = command_line.run("--resume", run__steps=STEPS + 2, trainer__checkpoint_every=2)
+    assert done.returncode == 0, done.stdout
+    rows = command_line.metrics()
+    assert [row["step"] for row in rows] == list(range(STEPS + 2))
+    kept = int(saved[-1].name.removeprefix("step-"))
+    assert rows[:kept] == before[:kept], "steps up to the checkpoint are not done again"
+
+
+def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandLine) -> None:
+    process = command_line.start(run__steps=500)
+    until(lambda: command_line.steps() >= 2, seconds=90, what="two steps")
+    asyncrl = [sys.executable, "-m", "asyncrl"]
+    status = call([*asyncrl, "status", str(command_line.folder), "--json"])
+    assert status.returncode == 0, status.stdout
+    shown: dict[str, Any] = json.loads(status.stdout)
+    assert shown["phase"] == "training"
+    assert set(shown["processes"]) == {"trainer", "generator-0"}
+    for about in shown["processes"].values():
+        url = f"http://127.0.0.1:{about['metrics_port']}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            assert "asyncrl_policy_version" in reply.read().decode()
+    in_use = command_line.run()
+    assert in_use.returncode == 2
+    assert "is going on" in in_use.stdout
+    stopped = call([*asyncrl, "stop", str(command_line.folder)])
+    assert stopped.returncode == 0, stopped.stdout
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "go on with --resume" in output
+    steps = command_line.steps()
+    assert (command_line.folder / "checkpoints" / f"step-{steps:06d}").is_dir()
+    done = command_line.run("--resume", run__steps=steps + 2)
+    assert done.returncode == 0, done.stdout
+    assert [row["step"] for row in command_line.metrics()] == list(range(steps + 2))
+
+
+def test_ctrl_c_ends_in_order(command_line: CommandLine) -> None:
+    process = command_line.start(run__steps=500)
+    until(lambda: command_line.steps() >= 1, seconds=90, what="a step")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "a checkpoint written" in output
+    assert json.loads((command_line.folder / "run.json").read_text())["ended"] == "stopped"
+
+
+@pytest.mark.vllm
+def test_the_same_run_on_real_vllm(command_line: CommandLine) -> None:
+    done = command_line.run(engine__kind="vllm")
+    assert done.returncode == 0, done.stdout
+    result = command_line.result()
+    assert result["engine"] == "vllm"
+    assert result["steps"] == 3
+    rows = command_line.metrics()
+    assert rows[0]["mismatch_abs_mean"] < 1e-3
+    assert result["staleness_max"] <= 1

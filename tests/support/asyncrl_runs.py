@@ -1,0 +1,97 @@
+"""Runs of the real command line on the example of docs/your-own.md."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OWN = ROOT / "examples" / "your_own"
+
+
+@dataclass
+class CommandLine:
+    """`asyncrl run examples/your_own/run.yaml` in folders of the test's own."""
+
+    runs: Path
+    model: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / "your-own"
+
+    def arguments(self, *more: str, **settings: object) -> list[str]:
+        values = {"model.path": self.model, "run.directory": self.runs} | {
+            key.replace("__", "."): value for key, value in settings.items()
+        }
+        pairs = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+        config = str(OWN / "run.yaml")
+        return [sys.executable, "-m", "asyncrl", "run", config, *pairs, *more]
+
+    def run(self, *more: str, **settings: object) -> subprocess.CompletedProcess[str]:
+        return call(self.arguments(*more, **settings))
+
+    def start(self, *more: str, **settings: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.arguments(*more, **settings),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+    def result(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / "result.json").read_text()))
+
+    def steps(self) -> int:
+        return len(self.metrics())
+
+    def children(self, role: str) -> list[int]:
+        """Process ids of the run's processes of this role."""
+        marker = f'"role":"{role}"'.encode()
+        folder = str(self.folder).encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                command = path.read_bytes()
+            except OSError:
+                continue
+            if marker in command and folder in command:
+                found.append(int(path.parent.name))
+        return found
+
+
+def call(arguments: list[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, output and errors together."""
+    return subprocess.run(
+        arguments,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def until(condition: Callable[[], Any], *, seconds: float, what: str) -> None:
+    """Wait for a condition, with a deadline."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {seconds} s for {what}")
+        time.sleep(0.05)
