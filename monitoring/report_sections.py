@@ -375,7 +375,9 @@ def samples(data: RunData) -> Markup | None:
         return None
     cards = [sample_card(record) for record in reversed(chosen)]
     rest = cards[OPEN_SAMPLES:]
-    more = element("details", element("summary", f"{len(rest)} earlier samples"), *rest)
+    more = element(
+        "details", element("summary", f"{len(rest)} more from earlier in the run"), *rest
+    )
     return section(
         "Sample trajectories",
         "Newest first. Every token shows how it came to be; point at one for its probability.",
