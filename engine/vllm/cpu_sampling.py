@@ -48,7 +48,7 @@ def writes_its_output(impl: Expand | None) -> bool:
     if impl is None:
         return True
     output = torch.full((4,), _UNWRITTEN)
-    impl(output, torch.tensor([0.5, 2.0]), torch.tensor([1, 4], dtype=torch.int32), 2.0, 3.0)
+    impl(output, torch.tensor([0.5, 2.0]), torch.tensor([1, 4], dtype=torch.int32), 2, 3)
     return output.tolist() == [0.5, 3.0, 3.0, 3.0]
 
 
@@ -64,9 +64,9 @@ def expand(
     output: torch.Tensor,
     input_val: torch.Tensor,
     cu_num_tokens: torch.Tensor,
-    replace_from: float,
-    replace_to: float,
-    MAX_NUM_TOKENS: Any = None,  # noqa: N803  (vLLM passes it by this name)
+    replace_from: int,
+    replace_to: int,
+    MAX_NUM_TOKENS: Any = None,  # noqa: ARG001, N803  (vLLM passes it by this name)
 ) -> None:
     """Fill `output [sum n_i]` with `input_val [B]`, value i repeated n_i times.
 

@@ -1,0 +1,85 @@
+"""The environment that vLLM is started in, and the log that says why it failed.
+
+vLLM takes many settings from environment variables, read when it is imported and again in the
+process of its core, so they are set before the first import. Does not import vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from engine.config import EngineConfig
+
+_QUOTED_LINES = 15
+
+
+class VllmLog:
+    """A private directory with vLLM's log; `tail` is what an error message quotes."""
+
+    def __init__(self, level: str) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="asyncrl-vllm-"))
+        self.path = self.directory / "vllm.log"
+        self.path.touch()
+        self.config_path = self.directory / "logging.json"
+        self.config_path.write_text(json.dumps(_logging(str(self.path), level)))
+
+    def tail(self) -> str:
+        """The last lines, "" when nothing was written."""
+        if not self.path.exists():
+            return ""
+        lines = self.path.read_text(errors="replace").splitlines()[-_QUOTED_LINES:]
+        return "\n".join(lines)
+
+    def remove(self) -> None:
+        """Delete the directory. Idempotent."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def prepare(config: EngineConfig, log: VllmLog) -> None:
+    """Set what vLLM reads from the environment of this process and, inherited, of its core."""
+    threads = config.threads or os.cpu_count() or 1
+    os.environ.update(
+        {
+            "VLLM_LOGGING_CONFIG_PATH": str(log.config_path),
+            "VLLM_CONFIGURE_LOGGING": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_DO_NOT_TRACK": "1",
+            "DO_NOT_TRACK": "1",
+            # Only asks AsyncLLM's core, a process of its own anyway, to run the model itself: a
+            # second process for it costs half the start. vLLM wants one for its thread binding.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.vllm.startup_timeout_seconds)),
+            # The drafting hook and the scoring patch belong to the first model runner.
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            # vLLM gets room for drafts beyond max_model_len; no request may use it.
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+            # Cores are shared with the trainer and other generators: the system places threads.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(threads),
+        }
+    )
+
+
+def _logging(path: str, level: str) -> dict[str, object]:
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {
+            "line": {"format": "%(asctime)s %(levelname)s vllm[%(process)d] %(message)s"}
+        },
+        "handlers": {
+            "stderr": {"class": "logging.StreamHandler", "formatter": "line", "level": level},
+            "file": {
+                "class": "logging.FileHandler",
+                "formatter": "line",
+                "level": "INFO",
+                "filename": path,
+                "delay": True,
+            },
+        },
+        "loggers": {"vllm": {"handlers": ["stderr", "file"], "level": "DEBUG", "propagate": False}},
+    }

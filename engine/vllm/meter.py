@@ -1,0 +1,71 @@
+"""Counters and gauges of a running vLLM, from the statistics that its core sends with each step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+
+class Meter:
+    """What vLLM has done so far. `logger` is the hook that AsyncLLM calls."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.drafted = 0
+        self.accepted = 0
+        self.busy_seconds = 0.0
+        self.running = 0
+        self.waiting = 0
+        self.kv_used = 0.0
+        self._busy_since: float | None = None
+
+    def logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
+        """The factory to put into `AsyncLLM(stat_loggers=[...])`."""
+        return _MeterLogger(self, vllm_config, engine_index)
+
+    def idle(self) -> None:
+        """Nothing runs from now on (paused, or the last request was aborted)."""
+        self._busy_since = None
+
+    def busy(self) -> None:
+        """Something runs from now on."""
+        if self._busy_since is None:
+            self._busy_since = time.monotonic()
+
+    def record(self, stats: Any) -> None:
+        """One step's `SchedulerStats`."""
+        now = time.monotonic()
+        if self._busy_since is not None:
+            self.busy_seconds += now - self._busy_since
+        self.running = stats.num_running_reqs
+        self.waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        self.kv_used = stats.kv_cache_usage
+        self._busy_since = now if self.running else None
+        self.steps += 1
+        drafts = stats.spec_decoding_stats
+        if drafts is not None:
+            self.drafted += drafts.num_draft_tokens
+            self.accepted += drafts.num_accepted_tokens
+
+
+class _MeterLogger(StatLoggerBase):
+    """AsyncLLM's side of a Meter."""
+
+    def __init__(self, meter: Meter, _vllm_config: Any, _engine_index: int) -> None:
+        self._meter = meter
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,  # noqa: ARG002
+        mm_cache_stats: Any = None,  # noqa: ARG002
+        engine_idx: int = 0,  # noqa: ARG002
+    ) -> None:
+        """Called by AsyncLLM with each message of the core."""
+        if scheduler_stats is not None:
+            self._meter.record(scheduler_stats)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
