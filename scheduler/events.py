@@ -12,7 +12,10 @@ from cache.trajectory import SampleId
 
 
 class GeneratorJoined(msgspec.Struct, frozen=True, gc=False):
-    """A generator can take work. Names are never reused: one that comes back has a new name."""
+    """A generator can take work. Names are never reused: one that comes back has a new name.
+
+    Ignored after its `GeneratorLost`: what watches over processes may be quicker than their news.
+    """
 
     generator: str
     slots: int
@@ -22,7 +25,7 @@ class GeneratorJoined(msgspec.Struct, frozen=True, gc=False):
 
 
 class GeneratorLost(msgspec.Struct, frozen=True, gc=False):
-    """A generator is gone with all that it held."""
+    """A generator is gone with all that it held; perhaps before it joined."""
 
     generator: str
 

@@ -25,10 +25,11 @@ sample that was started max_attempts times fails; a sample that fails takes its 
 The membership of a step is declared when each of its groups is *acknowledged* or failed, not
 when delivery was commanded: a generator that dies in between could still take a group away.
 
-Stopping. `StopRequested` withdraws the work of later steps at once and finishes the step in hand
-(its samples are still started, and restarted after a loss), then `FinishRun("stopped")`. If
-nothing of that step was started, or no generator is left to write it, the run ends at once. A
-paused run is resumed for that.
+Stopping. `StopRequested` finishes the step in hand (its samples are still started, and restarted
+after a loss) and those later ones that are declared already, since the trainer will not wait. The
+work of all others is withdrawn at once. Then `FinishRun("stopped")`. If nothing of the step in hand
+was started, or no generator is left to write it, the run ends at once. A paused run is resumed for
+that.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class Scheduler:
         self.work = Work(config, self.policy)
         """Groups in flight and who has them."""
         self.total_steps = total_steps
+        self.last_step = total_steps - 1
+        """The last step to be trained; a stop makes it an earlier one."""
         self.published = first_step
         """Newest version whose weights can be installed, once the trainer has joined."""
         self.next_declared = first_step
@@ -138,22 +141,21 @@ class Scheduler:
         """Work is admitted for steps up to this one; below `step` when for none."""
         if not self.trainer_joined or self.finished is not None:
             return self.step - 1
-        if self.stopping:
-            return min(self.step, self.published)
         # A version can be published before its StepFinished is known: still the old window.
         version = min(self.published, self.step)
-        return min(self.policy.newest_step(version), self.total_steps - 1)
+        return min(self.policy.newest_step(version), self.last_step)
 
     # -------------------------------------------------------------- generators
 
     def _on_generator_joined(self, event: ev.GeneratorJoined) -> None:
         known = self.work.generators.get(event.generator)
-        if known is not None and known.slots == event.slots:
+        if event.generator in self._lost or (known is not None and known.slots == event.slots):
             return
-        if known is not None or event.generator in self._lost:
+        if known is not None:
             raise SchedulerError(
-                f"generator {event.generator} joined before; one that comes back needs a new name, "
-                "or late news of the old one would be taken for news of the new one"
+                f"generator {event.generator} joined before, with {known.slots} slots instead of "
+                f"{event.slots}; one that comes back needs a new name, or late news of the old one "
+                "would be taken for news of the new one"
             )
         if event.slots < 1 or event.policy_version > self.published:
             raise SchedulerError(
@@ -173,10 +175,10 @@ class Scheduler:
         self.work.start(generator)
 
     def _on_generator_lost(self, event: ev.GeneratorLost) -> None:
-        generator = self._generator(event.generator)
-        if generator is None:
+        self._lost.add(event.generator)
+        generator = self.work.generators.get(event.generator)
+        if generator is None:  # lost before, or before it was known to have joined
             return
-        self._lost.add(generator.name)
         groups = self.work.placement.remove(generator)
         for group in groups:
             hopeless = self.work.take_back(group)
@@ -317,7 +319,7 @@ class Scheduler:
         self.ledger.consume(event.step, event.groups)
         if self.step == self.total_steps:
             self._finish("done")
-        elif self.stopping:
+        elif self.step > self.last_step:
             self._finish("stopped")
         else:
             self._declare()
@@ -390,8 +392,9 @@ class Scheduler:
         if self.stopping or self.finished is not None:
             return
         self.stopping = True
-        self.work.discard([group for group in self.work.groups.values() if group.step > self.step])
-        self.ledger.withdraw_after(self.step)
+        last = self.last_step = max(self.step, self.next_declared - 1)
+        self.work.discard([group for group in self.work.groups.values() if group.step > last])
+        self.ledger.withdraw_after(last)
         in_hand = self.work.groups.values()
         settled = sum(self.ledger.progress(self.step))
         if not settled and all(group.untouched for group in in_hand):

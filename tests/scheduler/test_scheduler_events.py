@@ -208,6 +208,17 @@ def test_stop_finishes_the_step_in_hand_and_withdraws_the_next():
     assert s.on_event(StopRequested()) == []
 
 
+def test_stop_finishes_what_the_trainer_was_told_to_train():
+    s, _ = scheduler_of("a", max_off_policy_steps=2)
+    for group in (0, 1):
+        finish(s, "a", group)
+        acknowledge(s, "a", group)
+    assert s.on_event(StopRequested()) == [DiscardSamples("a", (SampleId(2, 0), SampleId(2, 1)))]
+    assert s.on_event(GeneratorLost("a")) == []
+    assert s.on_event(StepFinished(0, (0,))) == []
+    assert s.on_event(StepFinished(1, (1,))) == [FinishRun("stopped")]
+
+
 def test_stop_with_nothing_started_or_nobody_left_ends_at_once():
     s, _ = scheduler_of(max_off_policy_steps=0)
     assert s.on_event(StopRequested()) == [FinishRun("stopped")]
@@ -237,7 +248,6 @@ def test_what_each_wait_waits_for():
     ("event", "message"),
     [
         (SampleFinished("x", SampleId(0, 0), 1, 0, 0.0), "generator x, which never joined"),
-        (GeneratorLost("x"), "never joined"),
         (SampleFinished("a", SampleId(9, 0), 1, 0, 0.0), "never issued"),
         (SampleFinished("a", SampleId(0, 2), 1, 0, 0.0), "groups have 2 samples"),
         (SampleFinished("a", SampleId(0, 0), 1, -1, 0.0), "tokens of policy version -1"),
@@ -274,10 +284,17 @@ def test_a_trainer_of_another_version_or_that_lost_its_groups_is_refused():
 
 def test_a_name_is_never_used_again():
     s, _ = scheduler_of("a", "b", max_off_policy_steps=0)
-    assert s.on_event(GeneratorJoined("a", 4, 0)) == []
+    assert s.on_event(GeneratorJoined("a", 4, 0)) == [], "again"
     s.on_event(GeneratorLost("a"))
-    with pytest.raises(SchedulerError, match="needs a new name"):
-        s.on_event(GeneratorJoined("a", 4, 0))
+    assert s.on_event(GeneratorJoined("a", 4, 0)) == []
+    assert [g.name for g in s.snapshot().generators] == ["b"]
+
+
+def test_a_generator_may_be_lost_before_it_is_known_to_have_joined():
+    s, _ = scheduler_of(max_off_policy_steps=0)
+    assert s.on_event(GeneratorLost("a")) == []
+    assert s.on_event(GeneratorJoined("a", 4, 0)) == []
+    assert s.snapshot().generators == ()
 
 
 def test_a_step_consumed_with_other_groups_is_refused():

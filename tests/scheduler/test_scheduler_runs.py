@@ -441,7 +441,7 @@ class AnyOrder(RuleBasedStateMachine):
         """Repeated news yields no new command, whenever it comes."""
         again = [
             e for e in self.world.history[-30:]
-            if not isinstance(e, ev.GeneratorJoined | ev.TrainerJoined | ev.PauseRequested
+            if not isinstance(e, ev.TrainerJoined | ev.PauseRequested
                               | ev.ResumeRequested | ev.StopRequested | ev.WeightsInstalled)
         ]  # fmt: skip
         if again:
