@@ -1,7 +1,7 @@
 """Write `report.html`: a run on one page that needs nothing else, not even a network.
 
 What the run left behind is read by `report_data`, drawn by `plots` and `lanes`, put into words by
-`report_sections`, `report_time` and `report_samples`, and framed by `report_page`. A run that is
+`report_headline`, `report_sections`, `report_time` and `report_samples`, and framed by `report_page`. A run that is
 still going on, or that ended early, gets a report as of now that says so.
 """
 
@@ -13,8 +13,9 @@ from pathlib import Path
 
 from monitoring.markup import element
 from monitoring.report_data import RunData, load_run
+from monitoring.report_headline import headline
 from monitoring.report_page import page
-from monitoring.report_sections import headline, internals, learning, samples, settings, work
+from monitoring.report_sections import internals, learning, samples, settings, work
 from monitoring.report_time import time_line
 
 FILE_NAME = "report.html"

@@ -54,6 +54,11 @@ class RunData:
         """A number of result.json, None if the run is not finished or it is not there."""
         return finite((self.result or {}).get(name))
 
+    def evaluation_samples(self) -> int | None:
+        """How many held-out samples each accuracy is measured on."""
+        trials = self.outcome("evaluation_samples")
+        return int(trials) if trials is not None and trials >= 1 else None
+
     def setting(self, path: str, default: Any = None) -> Any:
         """A value of the configuration by its dotted path."""
         value: Any = self.config

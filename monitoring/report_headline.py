@@ -1,0 +1,138 @@
+"""The top of the report: the run's name, one sentence, and the numbers that matter most."""
+
+from __future__ import annotations
+
+from monitoring.markup import Child, Markup, element
+from monitoring.report_data import RunData
+from monitoring.series import difference_interval, mean
+from monitoring.wording import count, duration, number, percent
+
+
+def headline(data: RunData) -> list[Child]:
+    """Name, one sentence, settings that matter, and the numbers."""
+    return [
+        element("div", "asyncrl run report", class_="eyebrow"),
+        element("h1", data.name),
+        element("p", sentence(data), class_="lead"),
+        element("div", _facts(data), class_="facts"),
+        [element("p", note, class_="note") for note in data.notes],
+        element("div", *_tiles(data), class_="tiles"),
+    ]
+
+
+def sentence(data: RunData) -> str:
+    """The run in one sentence."""
+    before, after = data.outcome("accuracy_before"), data.outcome("accuracy_after")
+    steps, wall = _steps_done(data), _wall_seconds(data)
+    took = f"{steps} optimizer step{'' if steps == 1 else 's'}"
+    if wall is not None:
+        took += f" and {duration(wall)}"
+    if data.result is None:
+        planned = data.setting("run.steps")
+        of = f" of {planned}" if isinstance(planned, int) else ""
+        return (
+            f"This run has not finished: its records end after step {steps}{of}. "
+            "The numbers are as of then."
+        )
+    if before is None or after is None:
+        return f"The run took {took}."
+    verb = "rose" if after > before else "fell" if after < before else "stayed"
+    return f"Held-out accuracy {verb} from {percent(before, 1)} to {percent(after, 1)} in {took}."
+
+
+def _facts(data: RunData) -> list[Child]:
+    settings = (
+        ("engine", (data.result or {}).get("engine") or data.setting("engine.kind")),
+        ("algorithm", data.setting("trainer.algorithm")),
+        ("on update", data.setting("scheduler.on_update")),
+        ("off-policy steps allowed", data.setting("scheduler.max_off_policy_steps")),
+        ("learning rate", data.setting("trainer.learning_rate")),
+    )
+    return [
+        element("span", f"{name} ", element("b", str(value)))
+        for name, value in settings
+        if value is not None
+    ]
+
+
+def _steps_done(data: RunData) -> int:
+    steps = data.outcome("steps")
+    if steps is not None:
+        return int(steps)
+    return int(data.rows[-1]["step"]) + 1 if data.rows else 0
+
+
+def _wall_seconds(data: RunData) -> float | None:
+    wall = data.outcome("wall_seconds")
+    return data.last("wall_seconds") if wall is None else wall
+
+
+def _tile(name: str, value: Child, more: str, *, hero: bool = False) -> Markup:
+    return element(
+        "div",
+        element("div", name, class_="name"),
+        element("div", value, class_="value"),
+        element("div", more, class_="more"),
+        class_="tile hero" if hero else "tile",
+    )
+
+
+def _tiles(data: RunData) -> list[Markup]:
+    steps, wall = _steps_done(data), _wall_seconds(data)
+    generated, reused = _tokens(data)
+    step_seconds = mean(data.column("step_seconds"))
+    rate = mean(data.column("tokens_per_second"))
+    if rate is None and generated is not None and wall:
+        rate = generated / wall
+    stale = data.outcome("staleness_mean")
+    stale = mean(data.column("staleness_mean")) if stale is None else stale
+    worst = data.outcome("staleness_max")
+    if worst is None:
+        worst = max((v for v in data.column("staleness_max") if v is not None), default=None)
+    planned = data.setting("run.steps")
+    share = reused / generated if reused is not None and generated else None
+    return [
+        _accuracy_tile(data),
+        _tile("optimizer steps", str(steps), f"of {planned} planned" if planned else ""),
+        _tile(
+            "wall time",
+            duration(wall),
+            f"{duration(step_seconds)} a step" if step_seconds is not None else "",
+        ),
+        _tile("tokens per second", count(rate), f"{count(generated)} response tokens in all"),
+        _tile("reused tokens", percent(share), f"{count(reused)} came from accepted drafts"),
+        _tile("staleness", number(stale), f"steps in the mean, {number(worst, 0)} at most"),
+        _tile(
+            "idle",
+            percent(mean(data.column("generator_idle"))),
+            f"of the generators' time, {percent(mean(data.column('trainer_idle')))} of the "
+            "trainer's",
+        ),
+    ]
+
+
+def _tokens(data: RunData) -> tuple[float | None, float | None]:
+    generated, reused = data.outcome("tokens_generated"), data.outcome("tokens_reused")
+    return (
+        data.last("tokens_generated") if generated is None else generated,
+        data.last("tokens_accepted") if reused is None else reused,
+    )
+
+
+def _accuracy_tile(data: RunData) -> Markup:
+    before, after = data.outcome("accuracy_before"), data.outcome("accuracy_after")
+    trials = data.evaluation_samples()
+    value: list[Child] = [
+        percent(before, 1),
+        element("span", "→", class_="arrow"),
+        percent(after, 1),
+    ]
+    more = "not measured"
+    if before is not None and after is not None:
+        more = f"{100 * (after - before):+.1f} points"
+        if trials is not None and 0 <= before <= 1 and 0 <= after <= 1:
+            low, high = difference_interval(before, after, trials)
+            more += (
+                f", 95% interval {100 * low:+.1f} to {100 * high:+.1f}, {trials} held-out samples"
+            )
+    return _tile("accuracy on held-out questions, before → after", value, more, hero=True)
