@@ -1,8 +1,9 @@
 """Write `report.html`: a run on one page that needs nothing else, not even a network.
 
 What the run left behind is read by `report_data`, drawn by `plots` and `lanes`, put into words by
-`report_headline`, `report_sections`, `report_time` and `report_samples`, and framed by `report_page`. A run that is
-still going on, or that ended early, gets a report as of now that says so.
+`report_headline`, `report_sections`, `report_time` and `report_samples`, and framed by
+`report_page`. A run that is still going on, or that ended early, gets a report as of now that
+says so.
 """
 
 from __future__ import annotations
