@@ -4,6 +4,7 @@ EngineError
 ├── EngineStartError     the model or the backend could not be brought up: fix the configuration
 ├── RequestError         one request is impossible (too long, bad sampling): fix that request
 └── WeightsError         new weights do not fit the model: nothing was changed
+    └── WeightsSupersededError  the trainer published newer ones meanwhile: install those
 """
 
 from __future__ import annotations
@@ -23,3 +24,7 @@ class RequestError(EngineError):
 
 class WeightsError(EngineError):
     """New weights were refused; the engine still serves the old ones."""
+
+
+class WeightsSupersededError(WeightsError):
+    """The version asked for was overwritten in shared memory; a newer one is on its way."""

@@ -1,0 +1,89 @@
+"""What an algorithm is: two pure functions, and the tensors that they take.
+
+Shapes: G samples in a group; N response tokens of one micro-batch, packed one after another.
+
+Denominators are never the algorithm's business. `loss` returns **sums**; the learner divides by
+the step's denominator, which is only known when the step's last group has arrived:
+
+- `loss_normalization: token`: every weight is 1, denominator = response tokens of the step
+  (DAPO, arXiv 2503.14476, eq. 8);
+- `loss_normalization: sequence`: weights are 1 / L of their sample, denominator = samples of the
+  step (GRPO, arXiv 2402.03300, eq. 3).
+
+Groups without signal (all advantages 0) count in both denominators whether computed or not.
+An empty batch (N = 0) has loss 0 and all sums 0; the learner does not run a model for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Rewards = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """N response tokens as the loss sees them. All float, on one device."""
+
+    logprobs: Tensor
+    """`[N]` under the current policy (processed distribution); carries the gradient."""
+    behaviour_logprobs: Tensor
+    """`[N]` as recorded by the engine when the token was drawn (or verified)."""
+    advantages: Tensor
+    """`[N]` the advantage of the token's sample."""
+    weights: Tensor
+    """`[N]` 1 or 1 / L (see the module); 0 leaves a token out of loss and statistics."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossSums:
+    """Sums over the tokens of one micro-batch, without denominators."""
+
+    loss: Tensor
+    """Scalar, to be minimised: sum of weight times per-token loss."""
+    clipped: Tensor
+    """Scalar: how many tokens have no gradient because the ratio was clipped."""
+    capped: Tensor
+    """Scalar: how many tokens reached the importance cap."""
+
+
+class Algorithm(Protocol):
+    """Advantages of a group, and the loss of tokens. Pure: no state, no randomness."""
+
+    def advantages(self, rewards: Rewards) -> Rewards:
+        """`[G]` rewards to `[G]` advantages; all exactly 0 when all rewards are equal.
+
+        Raises:
+            ValueError: the algorithm cannot learn from groups of this size.
+        """
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """Summed policy loss of a micro-batch."""
+
+
+def centred(rewards: Rewards) -> Rewards:
+    """`[G]` rewards minus their mean; exactly 0 (no rounding residue) when all are equal.
+
+    Raises:
+        ValueError: G < 2, where every sample would be its own baseline and nothing is learnt.
+    """
+    if len(rewards) < 2:
+        raise ValueError("the group is the baseline: scheduler.group_size must be at least 2")
+    if np.ptp(rewards) == 0:
+        return np.zeros_like(rewards, np.float64)
+    return np.asarray(rewards - rewards.mean(), np.float64)
+
+
+def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, cap: float) -> Tensor:
+    """`[N]` min(exp(logprobs - behaviour_logprobs), cap), without a gradient.
+
+    Truncated importance sampling (Ionides 2008): bounds the variance that one surprising token
+    can bring, at the price of a bias that is 0 where no weight reaches the cap.
+    """
+    return torch.exp(logprobs.detach() - behaviour_logprobs).clamp(max=cap)

@@ -1,0 +1,103 @@
+"""GRPO (arXiv 2402.03300), with the options of DAPO (2503.14476) and Dr. GRPO (2503.20783).
+
+Advantage of sample i of a group with rewards r (outcome supervision, GRPO section 4.1.2):
+
+    A_i = (r_i - mean(r)) / (std(r) + 1e-6)        advantage_normalization: std (std with G - 1)
+    A_i =  r_i - mean(r)                           advantage_normalization: none (Dr. GRPO, eq. 3)
+
+Loss of a token with current probability p, behaviour probability b (what the engine drew it
+with) and proximal probability x, in the decoupled form (arXiv 2110.00641, eq. 6; AReaL,
+2505.24298, eq. 5) with clip-higher (DAPO, eq. 8):
+
+    w = min(sg(x) / b, cap)        u = p / sg(x)
+    loss = -w * min(u * A, clip(u, 1 - low, 1 + high) * A)
+
+Each batch is passed over once and stepped once, so the policy "at arrival" is the current one:
+
+- `proximal_policy: current` (default): x = p. Then u = 1, the gradient is -w A grad log p:
+  truncated importance sampling towards the newest policy. Nothing is ever clipped; `clip_ratio_*`
+  play no part. On-policy (b = p) this is the plain policy gradient.
+- `proximal_policy: behaviour`: x = b. Then w = 1 and u = p / b is PPO's ratio against the policy
+  that drew the token, clipped; for A < 0 the loss is bounded by dual clip at `cap` (arXiv
+  1912.09729, eq. 5). Clipped tokens have no gradient.
+
+Both agree to first order when p and b are close. Empty batch: loss 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Self
+
+import numpy as np
+import torch
+
+from trainer.algorithms.base import LossSums, Rewards, TokenBatch, centred, importance_weights
+
+if TYPE_CHECKING:
+    from trainer.config import TrainerConfig
+
+STD_EPSILON = 1e-6
+"""Keeps the division finite; rewards that differ by less than this are noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grpo:
+    """Group-relative advantages and the decoupled clipped loss."""
+
+    normalize_std: bool
+    proximal_policy: Literal["current", "behaviour"]
+    importance_cap: float
+    clip_ratio_low: float
+    clip_ratio_high: float
+
+    @classmethod
+    def from_config(cls, config: TrainerConfig) -> Self:
+        """Take what this algorithm needs from the trainer's settings."""
+        return cls(
+            normalize_std=config.advantage_normalization == "std",
+            proximal_policy=config.proximal_policy,
+            importance_cap=config.importance_cap,
+            clip_ratio_low=config.clip_ratio_low,
+            clip_ratio_high=config.clip_ratio_high,
+        )
+
+    def advantages(self, rewards: Rewards) -> Rewards:
+        """`[G]` group-relative advantages; 0 without variance. Raises ValueError: G < 2."""
+        out = centred(rewards)
+        if self.normalize_std and out.any():
+            out = out / (np.std(rewards, ddof=1) + STD_EPSILON)
+        return out
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """Summed loss of the module's equations."""
+        if self.proximal_policy == "current":
+            return self._truncated(batch)
+        return self._clipped(batch)
+
+    def _truncated(self, batch: TokenBatch) -> LossSums:
+        weight = importance_weights(batch.logprobs, batch.behaviour_logprobs, self.importance_cap)
+        # u = 1 in value; written as a ratio so that value and gradient are both the equation's.
+        ratio = torch.exp(batch.logprobs - batch.logprobs.detach())
+        kept = batch.weights != 0
+        return LossSums(
+            loss=-(batch.weights * weight * batch.advantages * ratio).sum(),
+            clipped=torch.zeros_like(weight).sum(),
+            capped=((weight >= self.importance_cap) & kept).sum(),
+        )
+
+    def _clipped(self, batch: TokenBatch) -> LossSums:
+        ratio = torch.exp(batch.logprobs - batch.behaviour_logprobs)
+        inside = ratio.clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
+        advantages = batch.advantages
+        surrogate = torch.minimum(ratio * advantages, inside * advantages)
+        floor = torch.where(advantages < 0, self.importance_cap * advantages, -torch.inf)
+        kept = batch.weights != 0
+        capped = (surrogate.detach() < floor) & kept
+        high = (advantages > 0) & (ratio > 1 + self.clip_ratio_high)
+        low = (advantages < 0) & (ratio < 1 - self.clip_ratio_low)
+        return LossSums(
+            loss=-(batch.weights * torch.maximum(surrogate, floor)).sum(),
+            clipped=((high | low | capped) & kept).sum(),
+            capped=capped.sum(),
+        )

@@ -1,0 +1,141 @@
+"""The trainer's settings. Light to import: no torch."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from trainer.algorithms import known_algorithms
+
+
+class TrainerConfig(BaseModel):
+    """How groups of trajectories become optimizer steps.
+
+    With one pass over each batch (there is always exactly one here) three settings decide what
+    the importance ratio does; see `trainer.algorithms.grpo` for the equations.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    algorithm: str = Field(
+        "grpo", description="Registered algorithm: grpo, or reinforce (leave-one-out baseline)."
+    )
+    learning_rate: float = Field(
+        1e-6, gt=0, description="Peak learning rate of AdamW; 1e-6 suits 1B-32B parameters."
+    )
+    learning_rate_schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant", description="Shape after warm-up; cosine and linear fall to the minimum."
+    )
+    learning_rate_minimum: float = Field(0.0, ge=0, description="Where cosine and linear end.")
+    warmup_steps: int = Field(
+        0, ge=0, description="Optimizer steps over which the learning rate rises linearly."
+    )
+    schedule_steps: int | None = Field(
+        None,
+        gt=0,
+        description="Step at which cosine and linear reach the minimum; default run.steps.",
+    )
+    weight_decay: float = Field(
+        0.0, ge=0, description="AdamW's decoupled decay, on matrices only (not norms and biases)."
+    )
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decays.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    max_grad_norm: float = Field(
+        1.0, gt=0, description="The global gradient norm is clipped to this; .inf turns it off."
+    )
+
+    proximal_policy: Literal["current", "behaviour"] = Field(
+        "current",
+        description=(
+            "current: decoupled objective, truncated importance weights, no clipping in a single "
+            "pass. behaviour: PPO's clipped ratio against the policy that drew the tokens."
+        ),
+    )
+    importance_cap: float = Field(
+        2.0,
+        ge=1,
+        description=(
+            "Largest importance weight of a token. current: the weight is truncated to it; "
+            "behaviour: PPO's dual clip for negative advantages."
+        ),
+    )
+    clip_ratio_low: float = Field(
+        0.2, gt=0, le=1, description="PPO clips the ratio below 1 - this (proximal: behaviour)."
+    )
+    clip_ratio_high: float = Field(
+        0.2,
+        gt=0,
+        description="PPO clips the ratio above 1 + this; DAPO's clip-higher uses 0.28.",
+    )
+    loss_normalization: Literal["token", "sequence"] = Field(
+        "token",
+        description=(
+            "token: every response token of the step weighs the same (DAPO). sequence: every "
+            "sample weighs the same, its tokens are averaged first (GRPO)."
+        ),
+    )
+    advantage_normalization: Literal["std", "none"] = Field(
+        "std", description="std: divide by the group's deviation (GRPO). none: do not (Dr. GRPO)."
+    )
+    skip_zero_variance_groups: bool = Field(
+        True,
+        description=(
+            "Do not compute groups whose advantages are all 0. They still count in the "
+            "denominator, so the gradient is the same; their tokens are missing from the means "
+            "of entropy, ratio and mismatch. Ignored while kl_coefficient > 0."
+        ),
+    )
+    kl_coefficient: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the k3 penalty towards the initial model; 0 keeps no second model.",
+    )
+
+    micro_batch_tokens: int = Field(
+        8192,
+        gt=0,
+        description="Prompt + response tokens of one forward pass; a longer sequence goes alone.",
+    )
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        "float32",
+        description="Compute type. Under bfloat16 (autocast) parameters and Adam stay float32.",
+    )
+    device: str = Field("auto", description="auto (a GPU where there is one), cpu, cuda, cuda:N.")
+    threads: int | None = Field(
+        None, gt=0, description="Threads of torch in the trainer's process; unset: torch decides."
+    )
+    gradient_checkpointing: bool = Field(
+        False,
+        description="Recompute activations in the backward pass: less memory, a third slower.",
+    )
+    checkpoint_every: int = Field(50, gt=0, description="Optimizer steps between checkpoints.")
+    keep_checkpoints: int = Field(2, gt=0, description="How many of the newest are kept.")
+
+    @field_validator("algorithm")
+    @classmethod
+    def _algorithm_is_known(cls, value: str) -> str:
+        if value not in known_algorithms():
+            raise ValueError(f"{value!r} is not registered; known: {', '.join(known_algorithms())}")
+        return value
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_below_one(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError(f"both betas must lie in [0, 1), got {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _schedule_is_complete(self) -> Self:
+        if self.schedule_steps is not None and self.schedule_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule_steps ({self.schedule_steps}) must be greater than "
+                f"warmup_steps ({self.warmup_steps})"
+            )
+        if self.learning_rate_minimum > self.learning_rate:
+            raise ValueError(
+                f"learning_rate_minimum ({self.learning_rate_minimum}) is above learning_rate "
+                f"({self.learning_rate})"
+            )
+        return self

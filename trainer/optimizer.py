@@ -1,0 +1,70 @@
+"""AdamW, its learning rate as a pure function of the step, and the one pass over the gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config import TrainerConfig
+from trainer.errors import NonFiniteError, TrainerError
+
+
+def learning_rate(config: TrainerConfig, step: int, total_steps: int | None) -> float:
+    """The rate of optimizer step `step` (from 0): linear warm-up, then the schedule.
+
+    Raises:
+        TrainerError: cosine or linear without a last step, or one inside the warm-up.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    if config.learning_rate_schedule == "constant":
+        return config.learning_rate
+    end = config.schedule_steps or total_steps
+    if end is None or end <= config.warmup_steps:
+        raise TrainerError(
+            f"trainer.learning_rate_schedule {config.learning_rate_schedule!r} needs a last step "
+            f"after the warm-up of {config.warmup_steps}, got {end}: set trainer.schedule_steps"
+        )
+    progress = min(1.0, (step - config.warmup_steps) / (end - config.warmup_steps))
+    share = 1 - progress
+    if config.learning_rate_schedule == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * progress))
+    span = config.learning_rate - config.learning_rate_minimum
+    return config.learning_rate_minimum + span * share
+
+
+def make_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+    """Fused AdamW (on the CPU too); weight decay on matrices only, not on norms and biases."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.adam_epsilon,
+        fused=True,
+    )
+
+
+def scale_and_clip(parameters: Iterable[Tensor], denominator: float, max_norm: float) -> float:
+    """Divide summed gradients by the denominator, clip the global norm; returns it unclipped.
+
+    One pass over the gradients: the norm is taken of the sums, both factors are applied at once.
+
+    Raises:
+        NonFiniteError: the norm is not finite; gradients are unchanged.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = float(torch.nn.utils.get_total_norm(grads)) / denominator if grads else 0.0
+    if not math.isfinite(norm):
+        raise NonFiniteError(f"the gradient's norm is {norm}")
+    factor = min(1.0, max_norm / (norm + 1e-12)) / denominator
+    for grad in grads:
+        grad.mul_(factor)
+    return norm

@@ -1,0 +1,175 @@
+"""Sequences of different lengths in one row, without padding, each attending only to itself.
+
+Linear layers, norms and activations see `[1, T]` real tokens. Only attention has to know where
+one sequence ends: `packed_attention`, registered with transformers under `ATTENTION_NAME`,
+spreads queries, keys and values over `[B, H, L_max, D]`, runs causal SDPA, and gathers the real
+rows again. Sequences of a micro-batch are neighbours in length, so that spreading wastes little.
+Positions restart at 0 in each sequence, so rotary and learned positions come out right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from trainer.errors import ModelError
+
+ATTENTION_NAME = "asyncrl_packed"
+"""The name under which the attention function is registered with transformers."""
+
+_PLAIN_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "layer_idx", "output_attentions"}
+"""Arguments some models hand to the attention function that do not change its result here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where B sequences lie in a packed row of T tokens, and in the padded block of attention."""
+
+    positions: Tensor
+    """`[1, T]` int64, from 0 in each sequence."""
+    spread: Tensor
+    """`[B * L_max]` int64: for each padded slot the packed token in it (0 where there is none)."""
+    real: Tensor
+    """`[B * L_max, 1, 1]` bool: whether the padded slot holds a token."""
+    gather: Tensor
+    """`[T]` int64: for each packed token its padded slot."""
+    sequences: int
+    """B."""
+    longest: int
+    """L_max, tokens."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Layout:
+        """Lay out sequences of these lengths (each at least 1), one after another."""
+        counts = np.asarray(lengths, np.int64)
+        starts = np.cumsum(counts) - counts
+        columns = np.arange(counts.max())
+        real = columns[None, :] < counts[:, None]
+        spread = np.where(real, starts[:, None] + columns[None, :], 0)
+
+        def put(values: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+        return cls(
+            positions=put(np.broadcast_to(columns, real.shape)[real])[None, :],
+            spread=put(spread.reshape(-1)),
+            real=put(real.reshape(-1, 1, 1)),
+            gather=put(np.flatnonzero(real.reshape(-1))),
+            sequences=len(counts),
+            longest=int(counts.max()),
+        )
+
+
+class _Spread(torch.autograd.Function):
+    """`[T, H, D]` to `[B * L_max, H, D]`; padded slots repeat token 0, their gradient is dropped.
+
+    Written out because both directions are then plain gathers; the automatic backward pass of an
+    index would be a scatter-add over colliding indices.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return packed.index_select(0, layout.spread)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].index_select(0, ctx.layout.gather), None
+
+
+class _Gather(torch.autograd.Function):
+    """`[B * L_max, H, D]` to `[T, H, D]`, the inverse of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return padded.index_select(0, layout.gather)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        layout = ctx.layout
+        return grads[0].index_select(0, layout.spread).mul_(layout.real), None
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    packed_layout: Layout | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence, by transformers' attention interface.
+
+    `query` is `[1, H, T, D]`, `key` and `value` `[1, H_kv, T, D]`; returns `[1, T, H, D]`.
+
+    Raises:
+        ModelError: the model did not hand the layout through, or asks for something that this
+            function does not do (logit soft-caps, sinks, a mask of its own, not causal).
+    """
+    if packed_layout is None:
+        raise ModelError(f"{type(module).__name__} does not hand keyword arguments to attention")
+    if others.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
+        raise ModelError(f"{type(module).__name__} is not causal")
+    unknown = [k for k, v in others.items() if v is not None and k not in _PLAIN_ARGUMENTS]
+    if attention_mask is not None or unknown:
+        asked = ", ".join(unknown) or "an attention mask of its own"
+        raise ModelError(f"{type(module).__name__} asks packed attention for {asked}")
+
+    def spread(packed: Tensor) -> Tensor:
+        flat: Tensor = _Spread.apply(packed[0].transpose(0, 1), packed_layout)
+        shape = (packed_layout.sequences, packed_layout.longest, *flat.shape[1:])
+        return flat.view(shape).transpose(1, 2)
+
+    mask = _window_mask(packed_layout.longest, sliding_window, query.device)
+    padded = scaled_dot_product_attention(
+        spread(query),
+        spread(key),
+        spread(value),
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    out = _Gather.apply(padded.transpose(1, 2).flatten(0, 1), packed_layout)
+    return out[None], None
+
+
+def _window_mask(longest: int, window: int | None, device: torch.device) -> Tensor | None:
+    """`[L, L]` bool, a causal band of `window` keys; None where plain causal is the same."""
+    if window is None or window >= longest:
+        return None
+    ones = torch.ones(longest, longest, dtype=torch.bool, device=device)
+    return ones.tril().triu(1 - window)
+
+
+def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of sequences per micro-batch: at most `budget` tokens each, longest first.
+
+    A sequence longer than the budget gets a micro-batch of its own. Deterministic.
+    """
+    batches: list[list[int]] = []
+    room = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if not batches or lengths[index] > room:
+            batches.append([])
+            room = budget
+        batches[-1].append(index)
+        room -= lengths[index]
+    return batches
+
+
+AttentionInterface.register(ATTENTION_NAME, packed_attention)

@@ -1,0 +1,272 @@
+"""The model as the trainer uses it: packed tokens in, processed log-probabilities out.
+
+"Processed" is the distribution that the engine samples from: logits divided by the temperature,
+then cut to the nucleus of top-p and renormalised. With top_p < 1 the nucleus is that of the
+*current* policy, joined by the drawn token: without it, a token at the nucleus' edge would have
+probability 0 after the smallest change of the weights, and no gradient to come back. The share
+of such tokens is reported (`outside_nucleus`); at staleness 0 it is rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from cache.trajectory import IntArray
+from trainer.errors import ModelError
+from trainer.packing import ATTENTION_NAME, Layout
+
+logger = logging.getLogger(__name__)
+
+LOGIT_BUDGET = 1 << 25
+"""Logits (numbers) held at once; above it the head runs in chunks and is recomputed backwards."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """B sequences (prompt + response) in one row of T tokens, N of them response tokens."""
+
+    tokens: Tensor
+    """`[1, T]` int64."""
+    layout: Layout
+    predictors: Tensor
+    """`[N]` int64: where in the row the state lies that predicts each response token."""
+    targets: Tensor
+    """`[N]` int64: the response tokens."""
+
+    @classmethod
+    def of(
+        cls, sequences: Sequence[tuple[IntArray, IntArray]], device: torch.device
+    ) -> PackedBatch:
+        """Pack (prompt `[P]`, response `[L]`) pairs in order; P and L at least 1.
+
+        The last response token is predicted but predicts nothing, so it is left out of the row.
+        """
+        lengths = [len(prompt) + len(response) - 1 for prompt, response in sequences]
+        rows: list[IntArray] = []
+        predictors = []
+        start = 0
+        for (prompt, response), length in zip(sequences, lengths, strict=True):
+            rows += [prompt, response[:-1]]
+            predictors.append(np.arange(start + len(prompt) - 1, start + length))
+            start += length
+        targets = np.concatenate([response for _, response in sequences]).astype(np.int64)
+        return cls(
+            tokens=torch.from_numpy(np.concatenate(rows).astype(np.int64)).to(device)[None, :],
+            layout=Layout.of(lengths, device),
+            predictors=torch.from_numpy(np.concatenate(predictors)).to(device),
+            targets=torch.from_numpy(targets).to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What a policy says of N response tokens. Only `logprobs` carries a gradient."""
+
+    logprobs: Tensor
+    """`[N]` natural log, of the processed distribution, float32 (float64 models: float64)."""
+    entropy: Tensor
+    """`[N]` nats, of the processed distribution."""
+    outside: Tensor
+    """`[N]` bool: the drawn token lay outside the current nucleus and was joined to it."""
+
+
+class Policy:
+    """A causal language model, packed. Attributes: `model`, `device`, `vocab_size`."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: Literal["float32", "bfloat16", "float64"],
+        device: torch.device,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        """Load, and check on two short sequences that packing changes nothing.
+
+        Raises:
+            ModelError: it cannot be loaded, or packing would change what it computes.
+        """
+        if not temperature > 0 or not 0 < top_p <= 1:
+            raise ModelError(
+                f"temperature must be above 0 and top_p in (0, 1], got {temperature} and {top_p}"
+            )
+        self.device = device
+        self.temperature = temperature
+        self.top_p = top_p
+        self.model = load_model(model_path, torch.float64 if dtype == "float64" else torch.float32)
+        self.model.to(device)
+        self._compute_dtype = _DTYPES[dtype]
+        head = self.model.get_output_embeddings()
+        if head is None:
+            raise ModelError(f"{model_path}: {type(self.model).__name__} has no output embeddings")
+        self._head: nn.Module | None = head
+        self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
+        self._check_packing(model_path)
+        _set_modes(self.model, gradient_checkpointing=gradient_checkpointing)
+
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """Processed log-probability and entropy of every response token of a micro-batch."""
+        with torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self._compute_dtype == torch.bfloat16
+        ):
+            if self._head is None:
+                return self._process(self._logits_of_model(batch), batch.targets)
+            hidden = self._hidden(batch)[batch.predictors]
+            rows = max(1, LOGIT_BUDGET // self.vocab_size)
+            if len(hidden) <= rows:
+                return self._process(self._head(hidden), batch.targets)
+            return self._score_in_chunks(hidden, batch.targets, rows)
+
+    def _score_in_chunks(self, hidden: Tensor, targets: Tensor, rows: int) -> TokenScores:
+        def score(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            assert self._head is not None  # noqa: S101 - for the type checker
+            out = self._process(self._head(states), wanted)
+            return out.logprobs, out.entropy, out.outside
+
+        parts = [
+            checkpoint(score, states, wanted, use_reentrant=False)
+            for states, wanted in zip(hidden.split(rows), targets.split(rows), strict=True)
+        ]
+        logprobs, entropy, outside = zip(*parts, strict=True)
+        return TokenScores(torch.cat(logprobs), torch.cat(entropy), torch.cat(outside))
+
+    def _hidden(self, batch: PackedBatch) -> Tensor:
+        out = self.model.base_model(
+            input_ids=batch.tokens,
+            position_ids=batch.layout.positions,
+            packed_layout=batch.layout,
+            use_cache=False,
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden[0]
+
+    def _logits_of_model(self, batch: PackedBatch) -> Tensor:
+        out = self.model(
+            input_ids=batch.tokens,
+            position_ids=batch.layout.positions,
+            packed_layout=batch.layout,
+            use_cache=False,
+            logits_to_keep=batch.predictors,
+        )
+        logits: Tensor = out.logits
+        return logits[0]
+
+    def _process(self, logits: Tensor, targets: Tensor) -> TokenScores:
+        """`[N, V]` raw logits and `[N]` targets to scores."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        outside = torch.zeros_like(targets, dtype=torch.bool)
+        if self.top_p < 1.0:
+            inside = nucleus(logits.detach(), self.top_p)
+            outside = ~inside.gather(-1, targets[:, None])[:, 0]
+            inside.scatter_(-1, targets[:, None], value=True)
+            logits = logits.masked_fill(~inside, -torch.inf)
+        logprobs = torch.log_softmax(logits, -1)
+        with torch.no_grad():
+            entropy = torch.special.entr(logprobs.exp()).sum(-1)
+        return TokenScores(logprobs.gather(-1, targets[:, None])[:, 0], entropy, outside)
+
+    @torch.no_grad()
+    def _check_packing(self, model_path: str) -> None:
+        """Compare packed with separate forward passes; choose the head; refuse if they differ."""
+        high = self.vocab_size
+        pairs = [(np.arange(1, 4, dtype=np.int32) % high, np.arange(2, 9, dtype=np.int32) % high)]
+        pairs.append((np.arange(5, 7, dtype=np.int32) % high, np.arange(9, 5, -1, np.int32) % high))
+        batch = PackedBatch.of(pairs, self.device)
+        self.model.eval()
+        want = self._separate(model_path, pairs)
+        try:
+            packed = self._logits_of_model(batch)
+        except (ModelError, TypeError) as error:
+            raise ModelError(f"{model_path} cannot be trained packed: {error}") from error
+        close = 1e-3 * float(want.abs().max()) + 1e-4
+        if float((packed - want).abs().max()) > close:
+            raise ModelError(
+                f"{model_path}: {type(self.model).__name__} gives other logits for packed "
+                "sequences than for separate ones, so it cannot be trained here (known causes: "
+                "state-space or convolution layers, attention with its own position bias)"
+            )
+        assert self._head is not None  # noqa: S101 - for the type checker
+        plain = self._head(self._hidden(batch)[batch.predictors])
+        if plain.shape != want.shape or float((plain - want).abs().max()) > close:
+            logger.info("%s scales its logits: its own forward pass makes them", model_path)
+            self._head = None
+
+    def _separate(self, model_path: str, pairs: Sequence[tuple[IntArray, IntArray]]) -> Tensor:
+        self.model.set_attn_implementation("eager")
+        rows = []
+        for prompt, response in pairs:
+            tokens = torch.from_numpy(np.concatenate([prompt, response[:-1]]).astype(np.int64))
+            logits = self.model(input_ids=tokens.to(self.device)[None], use_cache=False).logits[0]
+            rows.append(logits[len(prompt) - 1 :])
+        try:
+            self.model.set_attn_implementation(ATTENTION_NAME)
+        except ValueError as error:
+            raise ModelError(f"{model_path} refuses the attention interface: {error}") from error
+        return torch.cat(rows)
+
+
+def nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """`[N, V]` logits to `[N, V]` bool: the smallest set of likeliest tokens with mass >= top_p."""
+    probabilities, order = torch.softmax(logits, -1).sort(dim=-1, descending=True, stable=True)
+    before = probabilities.cumsum(-1) - probabilities
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before < top_p)
+
+
+def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model from a directory or hub id, on the CPU.
+
+    Raises:
+        ModelError: transformers cannot load it, or it does not take an attention function.
+    """
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load the model {model_path}: {error}") from error
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{model_path}: {type(model).__name__} does not take an attention function "
+            "(transformers' attention interface), so packed sequences would see each other; "
+            "choose a model whose class sets _supports_attention_backend (Llama, Qwen, Mistral, "
+            "Gemma, Phi, ... do)"
+        )
+    if getattr(model, "_is_stateful", False):
+        raise ModelError(
+            f"{model_path}: {type(model).__name__} carries a recurrent state across the row, "
+            "so packed sequences would see each other; choose a transformer"
+        )
+    return model
+
+
+def _set_modes(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
+    """No dropout anywhere: the trainer's log-probabilities must be the engine's.
+
+    Checkpointing only works in training mode, which is therefore set on its layers alone.
+    """
+    model.eval()
+    if not gradient_checkpointing:
+        return
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(f"{type(model).__name__} does not support gradient_checkpointing")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+            for name in [n for n, v in vars(module).items() if "dropout" in n and v]:
+                if isinstance(getattr(module, name), float):
+                    setattr(module, name, 0.0)
