@@ -7,8 +7,8 @@ import msgspec
 from cache.trajectory import FinishReason, SampleId
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
-    """Base of this direction."""
+class Message(msgspec.Struct, frozen=True, tag=lambda name: f"generator.{name}"):
+    """Base of this direction; tagged with the sender, as the controller's hub hears both."""
 
     generator: str
 

@@ -7,8 +7,8 @@ import msgspec
 from scheduler.messages.weights import WeightManifest
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
-    """Base of this direction."""
+class Message(msgspec.Struct, frozen=True, tag=lambda name: f"trainer.{name}"):
+    """Base of this direction; tagged with the sender, as the controller's hub hears both."""
 
 
 class TrainerReady(Message, frozen=True):
@@ -61,11 +61,4 @@ class Goodbye(Message, frozen=True):
     policy_version: int
 
 
-FromTrainer = (
-    TrainerReady
-    | StepFinished
-    | CheckpointWritten
-    | TrainerReport
-    | Failure
-    | Goodbye
-)
+FromTrainer = TrainerReady | StepFinished | CheckpointWritten | TrainerReport | Failure | Goodbye
