@@ -35,7 +35,7 @@ from asyncrl.evaluation import Accuracy, EvaluationRound
 from asyncrl.fleet import Fleet, Worker
 from asyncrl.progress import Progress
 from asyncrl.run_directory import RunDirectory, RunState
-from asyncrl.tasks import Prompt, Task, prompt_order
+from asyncrl.tasks.prompts import Prompt, Task, prompt_order
 from asyncrl.wire import Hub, Unreachable
 from cache.trajectory import SampleId
 from monitoring.timeline import Timeline

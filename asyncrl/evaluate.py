@@ -16,8 +16,10 @@ from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.evaluation import Accuracy, EvaluationRound
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.run_directory import find_run
-from asyncrl.tasks import Prompt, Task, load_task, resolve_model
 from asyncrl.tasks.config import ModelConfig
+from asyncrl.tasks.loading import load_task
+from asyncrl.tasks.model import resolve_model
+from asyncrl.tasks.prompts import Prompt, Task
 from engine.errors import EngineError
 from engine.factory import create_engine
 from engine.protocol import Engine, GenerateRequest
@@ -45,7 +47,8 @@ def resolve_target(
         config = parse_config({}, source="the defaults")
     else:
         config = load_config(config_file, overrides)
-    return config, resolve_model(ModelConfig(path=what), console)
+    with ProgressBar(console=console, transient=True) as bar:
+        return config, resolve_model(ModelConfig(path=what), bar)
 
 
 def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Accuracy:

@@ -18,6 +18,9 @@ from monitoring.run_view import RunView
 from scheduler.messages.from_trainer import StepFinished
 from scheduler.scheduler import Scheduler
 
+RATE_SECONDS = 3.0
+"""Shortest time over which rates are taken."""
+
 
 @dataclass(frozen=True, slots=True)
 class Counters:
@@ -107,7 +110,7 @@ class Progress:
         self._trained_seconds = 0.0
         self._final: Counters | None = None
         self._last_step_at = self._began
-        self._last_counters = Counters()
+        self._history = deque([(self._began, self._base)])
         self._last_row: dict[str, Any] = {}
         self._steps_here = 0
         self._step = len(rows)
@@ -136,7 +139,8 @@ class Progress:
         self._step = first_step
         self._began = self._last_step_at = time.monotonic()
         if self._fleet is not None:
-            self._base = self._last_counters = count(self._fleet)
+            self._base = count(self._fleet)
+        self._history = deque([(self._began, self._base)])
 
     def training_ends(self) -> None:
         """Freeze the totals: what follows is evaluation."""
@@ -150,7 +154,7 @@ class Progress:
         now = time.monotonic()
         seconds = max(1e-9, now - self._last_step_at)
         counters = count(self._fleet) if self._fleet is not None else Counters()
-        new = counters.since(self._last_counters)
+        new, window = self._recent(now, counters)
         total = counters.since(self._base)
         generators = max(1, len(self._fleet.generators()) if self._fleet is not None else 1)
         self._step, self._steps_here = message.step + 1, self._steps_here + 1
@@ -160,14 +164,15 @@ class Progress:
             "wall_seconds": self._earlier.seconds + now - self._began,
             "step_seconds": seconds,
             **message.metrics,
+            "mismatch_abs_mean": message.metrics.get("mismatch"),
             "tokens_generated": self._earlier.generated + total.generated,
             "tokens_drafted": self._earlier.drafted + total.drafted,
             "tokens_accepted": self._earlier.accepted + total.accepted,
-            "tokens_per_second": new.generated / seconds,
-            "generator_idle": min(1.0, max(0.0, 1 - new.busy_seconds / seconds / generators)),
+            "tokens_per_second": new.generated / window,
+            "generator_idle": min(1.0, max(0.0, 1 - new.busy_seconds / window / generators)),
             "trainer_idle": min(1.0, message.metrics.get("wait_seconds", 0.0) / seconds),
         }
-        self._last_step_at, self._last_counters, self._last_row = now, counters, row
+        self._last_step_at, self._last_row = now, row
         self._log.append(row)
         self._rewards.append(float(row.get("reward_mean", 0.0)))
         self._staleness.append((row.get("staleness_mean", 0.0), row.get("staleness_max", 0.0)))
@@ -175,6 +180,18 @@ class Progress:
         self._metrics.steps.inc()
         self._metrics.step_time.observe(seconds)
         self._metrics.policy_version.set(message.manifest.policy_version)
+
+    def _recent(self, now: float, counters: Counters) -> tuple[Counters, float]:
+        """What the generators did lately, and in how many seconds.
+
+        Generators report twice a second and a step may take less: rates are taken over the last
+        RATE_SECONDS at least.
+        """
+        self._history.append((now, counters))
+        while len(self._history) > 2 and self._history[1][0] <= now - RATE_SECONDS:
+            self._history.popleft()
+        began, before = self._history[0]
+        return counters.since(before), max(1e-9, now - began)
 
     # ---------------------------------------------------------------- to be seen
 

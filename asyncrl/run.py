@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress as ProgressBar
 
 from asyncrl.config import RunConfig
 from asyncrl.control import serve_control
@@ -27,7 +28,9 @@ from asyncrl.launch import LocalLauncher
 from asyncrl.progress import Progress
 from asyncrl.rewards.loading import check_name
 from asyncrl.run_directory import RunDirectory, RunState
-from asyncrl.tasks import Task, load_task, resolve_model
+from asyncrl.tasks.loading import load_task
+from asyncrl.tasks.model import resolve_model
+from asyncrl.tasks.prompts import Task
 from asyncrl.wire import Hub, RuntimeDirectory
 from monitoring.exporter import exporter_for
 from monitoring.live import LiveView
@@ -55,7 +58,8 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     """
     for function in config.rewards.functions:
         check_name(function.name)
-    model_path = resolve_model(config.model, console)
+    with ProgressBar(console=console, transient=True) as bar:
+        model_path = resolve_model(config.model, bar)
     task = load_task(config.task, model_path, config.run.seed)
     return Prepared(config, model_path, task)
 
