@@ -88,7 +88,7 @@ def warm_start(
     Uses torch's own random state within a fork, so the caller's is untouched.
     """
     started = time.monotonic()
-    with torch.random.fork_rng(devices=[]):
+    with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = new_model(tokenizer, recipe)
         trainer = _Trainer(model, tokenizer, recipe)
@@ -216,6 +216,21 @@ def sampled_accuracy(model: Any, tokenizer: Any, recipe: WarmStart) -> float:
         for p, text in zip(problems, texts, strict=True)
     ]
     return float(np.mean(right))
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices this small gain little from a second thread, and lose very much on a busy machine.
+
+    Threads that wait for each other spin: with four other processes on two cores, 600 steps took
+    over ten minutes with two threads. One thread also gives the same model wherever it runs.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
