@@ -4,12 +4,12 @@
 
 Only `Scheduler.on_event` is timed, in seconds of this thread's processor, so that other work on the
 machine does not count (reading that clock is in the numbers, about half a microsecond). The fake
-generators and the fake trainer around it are not timed. Every sample is finished and acknowledged, generators install each version, groups of a prompt come
-back epoch after epoch, and lengths are heavy-tailed, so that generators run dry at different times
-and take over each other's work. `cost per event` is all of the scheduler's time divided by all
-events, so a single event that opens a whole step is in it. The full run (several minutes, about 3
-GB) trains some steps of 1,048,576 samples with 4,096 generators; the quick one scales the number of
-generators down to 512.
+generators and the fake trainer around it are not timed. Every sample is finished and acknowledged,
+generators install each version, groups of a prompt come back epoch after epoch, and lengths are
+heavy-tailed, so that generators run dry at different times and take over each other's work.
+`µs / event` is all of the scheduler's time divided by all events, so a single event that opens a
+whole step is in it. The full run (some minutes, about 1 GB) trains steps of 1,048,576 samples with
+4,096 generators; the quick one stops at 512 generators.
 """
 
 from __future__ import annotations

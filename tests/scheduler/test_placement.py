@@ -110,3 +110,14 @@ def test_groups_of_a_lost_generator_lose_their_owner_and_wait_if_there_is_no_oth
 def test_a_prompt_key_must_be_an_index(key):
     with pytest.raises(SchedulerError, match="prompt index"):
         prompt_key(key)
+
+
+def test_one_that_lags_behind_the_newest_version_gets_nothing_new_until_it_installs_it():
+    placement, (g0, g1) = placement_of(8, 8)
+    g1.version, g0.version = 1, 0
+    for generator in (g0, g1):
+        placement.offer(generator, 1)
+    assert {placement.place(group(i)).name for i in range(3)} == {"g1"}
+    g0.installing = 1
+    placement.offer(g0, 1)
+    assert placement.place(group(3)) is g0
