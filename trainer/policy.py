@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cache.trajectory import IntArray
+from trainer.cpu_layers import speed_up
 from trainer.errors import ModelError
 from trainer.packing import ATTENTION_NAME, Layout
 
@@ -115,6 +116,7 @@ class Policy:
             raise ModelError(f"{model_path}: {type(self.model).__name__} has no output embeddings")
         self._head: nn.Module | None = head
         self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
+        speed_up(self.model)
         self._check_packing(model_path)
         _set_modes(self.model, gradient_checkpointing=gradient_checkpointing)
 

@@ -1,0 +1,117 @@
+"""Small random models and trajectories, made on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from cache.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+
+VOCAB = 32
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON, tie_word_embeddings=True),
+    "llama": lambda: transformers.LlamaConfig(**COMMON, tie_word_embeddings=False),
+    "mistral_window": lambda: transformers.MistralConfig(**COMMON, sliding_window=5),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128,
+        bos_token_id=1, eos_token_id=2,
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **COMMON, logits_scaling=4.0, attention_multiplier=0.5
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(**COMMON, attn_logit_softcapping=1.0),
+    "mamba": lambda: transformers.MambaConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Directory of a small random model of a named architecture, made once."""
+    made: dict[str, str] = {}
+
+    def make(name: str) -> str:
+        if name not in made:
+            torch.manual_seed(7)
+            model = transformers.AutoModelForCausalLM.from_config(
+                ARCHITECTURES[name](), dtype=torch.float32
+            )
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim >= 2:
+                        parameter.normal_(0.0, 0.15)
+            path = tmp_path_factory.mktemp(name)
+            model.save_pretrained(path)
+            (path / "tokenizer.json").write_text('{"kept": true}')
+            made[name] = str(path)
+        return made[name]
+
+    return make
+
+
+def make_group(
+    group: int,
+    rng: np.random.Generator,
+    *,
+    size: int = 4,
+    longest: int = 14,
+    version: int = 0,
+    logprobs: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
+) -> list[Trajectory]:
+    """A group of random answers to a random prompt; behaviour log-probabilities about -3."""
+    prompt = rng.integers(0, VOCAB, rng.integers(1, 6)).astype(np.int32)
+    out = []
+    for sample in range(size):
+        length = int(rng.integers(1, longest))
+        tokens = rng.integers(0, VOCAB, length).astype(np.int32)
+        behaviour = rng.normal(-3.5, 0.5, length)
+        if logprobs is not None:
+            behaviour = logprobs(prompt, tokens)
+        builder = TrajectoryBuilder(SampleId(group, sample), f"p{group}", prompt)
+        builder.append(
+            tokens=tokens,
+            logprobs=behaviour.astype(np.float32),
+            topk_ids=tokens[:, None],
+            topk_logprobs=behaviour.astype(np.float32)[:, None],
+            provenance=np.full(length, Provenance.SAMPLED, np.uint8),
+            policy_version=version,
+        )
+        out.append(builder.finish("stop"))
+    return out
+
+
+@pytest.fixture
+def group_of() -> Callable[..., list[Trajectory]]:
+    """`make_group`, for tests (conftest modules cannot be imported)."""
+    return make_group
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tokenizer_kept() -> Callable[[Path], bool]:
+    """Whether a model directory has the tokenizer file of the original."""
+    return lambda path: (path / "tokenizer.json").read_text() == '{"kept": true}'

@@ -1,0 +1,142 @@
+"""Advantages and losses against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from trainer import algorithms
+from trainer.algorithms.base import LossSums, TokenBatch
+from trainer.config import TrainerConfig
+from trainer.errors import TrainerError
+from trainer.optimizer import learning_rate
+
+
+def _loss(
+    config: TrainerConfig, ratio: float, advantage: float, weight: float = 1.0
+) -> tuple[float, float, LossSums]:
+    """Loss and d loss / d logprob of one token with this ratio to its behaviour probability."""
+    logprob = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    batch = TokenBatch(
+        logprob,
+        logprob.detach() - math.log(ratio),
+        torch.tensor([advantage], dtype=torch.float64),
+        torch.tensor([weight], dtype=torch.float64),
+    )
+    sums = algorithms.make(config).loss(batch)
+    sums.loss.backward()
+    assert logprob.grad is not None
+    return float(sums.loss.detach()), float(logprob.grad), sums
+
+
+def test_grpo_advantages() -> None:
+    rewards = np.array([0.0, 1.0, 1.0, 0.0])
+    std = algorithms.make(TrainerConfig()).advantages(rewards)
+    np.testing.assert_allclose(std, np.array([-1, 1, 1, -1]) * 0.5 / np.std(rewards, ddof=1), 1e-5)
+    plain = algorithms.make(TrainerConfig(advantage_normalization="none")).advantages(rewards)
+    assert plain.tolist() == [-0.5, 0.5, 0.5, -0.5]
+
+
+def test_leave_one_out_advantages() -> None:
+    rewards = np.array([0.0, 1.0, 5.0])
+    got = algorithms.make(TrainerConfig(algorithm="reinforce")).advantages(rewards)
+    np.testing.assert_allclose(got, [0 - 3.0, 1 - 2.5, 5 - 0.5])
+
+
+@pytest.mark.parametrize("name", algorithms.known_algorithms())
+@given(reward=st.floats(-1e6, 1e6), size=st.integers(2, 9))
+def test_equal_rewards_carry_no_signal(name: str, reward: float, size: int) -> None:
+    got = algorithms.make(TrainerConfig(algorithm=name)).advantages(np.full(size, reward))
+    assert not got.any()
+
+
+@pytest.mark.parametrize("name", algorithms.known_algorithms())
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"), [(1.0, 2.0, 1.0), (1.5, -1.0, 0.25), (5.0, 1.0, 1.0)]
+)
+def test_truncated_importance(name: str, ratio: float, advantage: float, weight: float) -> None:
+    _, grad, sums = _loss(TrainerConfig(algorithm=name), ratio, advantage, weight)
+    assert grad == pytest.approx(-weight * min(ratio, 2.0) * advantage)
+    assert (int(sums.clipped), int(sums.capped)) == (0, int(ratio >= 2))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "has_gradient", "clipped", "capped"),
+    [
+        (1.1, 1.0, -1.1, True, 0, 0),
+        (1.4, 1.0, -1.28, False, 1, 0),  # clip-higher
+        (0.5, 1.0, -0.5, True, 0, 0),  # pessimistic: an unlikely good token is pulled up
+        (0.5, -1.0, 0.8, False, 1, 0),
+        (1.4, -1.0, 1.4, True, 0, 0),
+        (9.0, -1.0, 3.0, False, 1, 1),  # dual clip
+    ],
+)
+def test_clipped_ratio(
+    ratio: float, advantage: float, loss: float, has_gradient: bool, clipped: int, capped: int
+) -> None:
+    config = TrainerConfig(
+        proximal_policy="behaviour", clip_ratio_low=0.2, clip_ratio_high=0.28, importance_cap=3.0
+    )
+    got, grad, sums = _loss(config, ratio, advantage)
+    assert got == pytest.approx(loss)
+    assert grad == pytest.approx(-ratio * advantage if has_gradient else 0.0)
+    assert (int(sums.clipped), int(sums.capped)) == (clipped, capped)
+
+
+@pytest.mark.parametrize("name", algorithms.known_algorithms())
+@pytest.mark.parametrize("proximal", ["current", "behaviour"])
+def test_empty_batch_and_masked_tokens(name: str, proximal: str) -> None:
+    config = TrainerConfig.model_validate({"algorithm": name, "proximal_policy": proximal})
+    empty = torch.empty(0)
+    assert float(algorithms.make(config).loss(TokenBatch(empty, empty, empty, empty)).loss) == 0
+    loss, grad, sums = _loss(config, 9.0, -1.0, weight=0.0)
+    assert (loss, grad, int(sums.clipped), int(sums.capped)) == (0, 0, 0, 0)
+
+
+def test_own_algorithms_are_registered_by_name() -> None:
+    algorithms.register("grpo_twin", "trainer.algorithms.grpo:Grpo")
+    assert algorithms.make(TrainerConfig(algorithm="grpo_twin")).advantages(np.ones(2)).any() == 0
+    with pytest.raises(ValueError, match="already"):
+        algorithms.register("grpo", "somewhere:Else")
+    with pytest.raises(ValueError, match="module:Class"):
+        algorithms.register("other", "somewhere.Else")
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"algorithm": "ppo"}, "known: grpo"),
+        ({"learning_rat": 1e-4}, "learning_rat"),
+        ({"learning_rate_minimum": 1.0}, "above learning_rate"),
+        ({"warmup_steps": 9, "schedule_steps": 9}, "greater than"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"importance_cap": 0.5}, "importance_cap"),
+    ],
+)
+def test_impossible_settings_are_refused(values: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        TrainerConfig.model_validate(values)
+
+
+def test_every_setting_is_described() -> None:
+    assert all(field.description for field in TrainerConfig.model_fields.values())
+
+
+def test_learning_rate_schedules() -> None:
+    base = {"learning_rate": 1.0, "learning_rate_minimum": 0.2, "warmup_steps": 3}
+    constant = TrainerConfig.model_validate(base)
+    assert [learning_rate(constant, s, None) for s in (0, 2, 3, 99)] == [0.25, 0.75, 1.0, 1.0]
+    linear = TrainerConfig.model_validate(base | {"learning_rate_schedule": "linear"})
+    assert [learning_rate(linear, s, 7) for s in (3, 5, 7, 9)] == pytest.approx([1, 0.6, 0.2, 0.2])
+    cosine = TrainerConfig.model_validate(
+        base | {"learning_rate_schedule": "cosine", "schedule_steps": 7}
+    )
+    assert [learning_rate(cosine, s, None) for s in (3, 5, 7)] == pytest.approx([1, 0.6, 0.2])
+    with pytest.raises(TrainerError, match="schedule_steps"):
+        learning_rate(linear, 3, None)

@@ -1,0 +1,319 @@
+"""The gradient of a step: the same in whatever order and pieces the batch arrives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cache.trajectory import Trajectory
+from trainer.config import TrainerConfig
+from trainer.errors import BatchError, NonFiniteError, TrainerError
+from trainer.learner import Learner
+from trainer.optimizer import scale_and_clip
+
+Group = tuple[list[Trajectory], np.ndarray]
+GroupOf = Callable[..., list[Trajectory]]
+ModelPath = Callable[[str], str]
+
+
+def _learner(path: str, **settings: Any) -> Learner:
+    arguments = {k: settings.pop(k) for k in ("temperature", "top_p") if k in settings}
+    values = {"dtype": "float64", "learning_rate": 1e-3, "device": "cpu"} | settings
+    return Learner(TrainerConfig.model_validate(values), path, group_size=4, seed=1, **arguments)
+
+
+def _batch(group_of: GroupOf, *, seed: int = 0, groups: int = 5, version: int = 0) -> list[Group]:
+    """Groups with random rewards; the second one has no signal."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for index in range(groups):
+        rewards = np.ones(4) if index == 1 else rng.normal(size=4)
+        out.append((group_of(index, rng, version=version), rewards.astype(np.float32)))
+    return out
+
+
+def _gradient(learner: Learner, batch: Sequence[Group]) -> dict[str, torch.Tensor]:
+    """The step's gradient as AdamW would get it, unclipped."""
+    for trajectories, rewards in batch:
+        learner.add_group(trajectories, rewards)
+    by_token = learner._config.loss_normalization == "token"
+    totals = learner._totals
+    scale_and_clip(
+        learner.model.parameters(), totals.tokens if by_token else totals.samples, float("inf")
+    )
+    return {n: p.grad.clone() for n, p in learner.model.named_parameters() if p.grad is not None}
+
+
+def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    mean = x.square().mean(-1, keepdim=True)
+    return module.weight * x * torch.rsqrt(mean + module.variance_epsilon)
+
+
+def _reference(
+    path: str, batch: Sequence[Group], *, by_token: bool, std: bool, temperature: float
+) -> dict[str, torch.Tensor]:
+    """One loss over the whole batch, sequence by sequence, by transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            # transformers' own falls back to float32, and 1e-10 is asked for here.
+            module.forward = functools.partial(_norm, module)
+    loss = torch.zeros((), dtype=torch.float64)
+    tokens = sum(len(t.tokens) for group, _ in batch for t in group)
+    samples = sum(len(group) for group, _ in batch)
+    for group, rewards in batch:
+        values = rewards.astype(np.float64)
+        advantages = values - values.mean()
+        if std and advantages.any():
+            advantages /= values.std(ddof=1) + 1e-6
+        for trajectory, advantage in zip(group, advantages, strict=True):
+            ids = np.concatenate([trajectory.prompt_tokens, trajectory.tokens])
+            logits = model(input_ids=torch.from_numpy(ids).long()[None]).logits[0]
+            logits = logits[len(trajectory.prompt_tokens) - 1 : -1] / temperature
+            targets = torch.tensor(trajectory.tokens).long()
+            logp = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+            weight = (logp.detach() - torch.tensor(trajectory.behaviour_logprobs)).exp()
+            per_token = -weight.clamp(max=2.0) * advantage * logp
+            loss = loss + (per_token.sum() / tokens if by_token else per_token.mean() / samples)
+    loss.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "by_token", "std"), [("qwen3", True, True), ("llama", False, False)]
+)
+def test_gradient_is_exact_in_any_order_and_cut(
+    name: str, by_token: bool, std: bool, model_path: ModelPath, group_of: GroupOf
+) -> None:
+    path = model_path(name)
+    batch = _batch(group_of)
+    settings = {
+        "loss_normalization": "token" if by_token else "sequence",
+        "advantage_normalization": "std" if std else "none",
+    }
+    want = _reference(path, batch, by_token=by_token, std=std, temperature=0.8)
+    assert max(float(g.abs().max()) for g in want.values()) > 1e-3
+    rng = np.random.default_rng(1)
+    for micro_batch_tokens, skip in ((8192, True), (1, False), (40, True), (23, False)):
+        learner = _learner(
+            path,
+            temperature=0.8,
+            micro_batch_tokens=micro_batch_tokens,
+            skip_zero_variance_groups=skip,
+            **settings,
+        )
+        order = rng.permutation(len(batch))
+        _close(_gradient(learner, [batch[i] for i in order]), want)
+
+
+def test_a_groups_own_order_does_not_matter(model_path: ModelPath, group_of: GroupOf) -> None:
+    path = model_path("qwen3")
+    batch = _batch(group_of)
+    turned = [([*g[1:], g[0]], np.roll(r, -1)) for g, r in batch]
+    _close(_gradient(_learner(path), turned), _gradient(_learner(path), batch))
+
+
+def test_kl_penalty_pulls_back_to_the_initial_model(
+    model_path: ModelPath, group_of: GroupOf
+) -> None:
+    path = model_path("qwen3")
+    batch = _batch(group_of)
+    plain, pulled = _learner(path), _learner(path, kl_coefficient=0.5)
+    # At the start both models are one: the penalty and its gradient are 0.
+    _close(_gradient(pulled, batch), _gradient(plain, batch))
+    plain.discard()
+    pulled.discard()
+    for learner in (plain, pulled):
+        for trajectories, rewards in batch:
+            learner.add_group(trajectories, rewards)
+        first = learner.step()
+        assert first["kl"] == pytest.approx(0.0, abs=1e-12)
+    again = _batch(group_of, seed=5)
+    before = _gradient(pulled, again)
+    without = _gradient(plain, again)
+    assert max(float((before[n] - without[n]).abs().max()) for n in before) > 1e-6
+    metrics = pulled.step()
+    assert metrics["kl"] > 0
+    assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + 0.5 * metrics["kl"])
+
+
+def test_step_applies_the_exact_denominator_and_clips(
+    model_path: ModelPath, group_of: GroupOf
+) -> None:
+    path = model_path("llama")
+    batch = _batch(group_of)
+    gradient = _gradient(_learner(path), batch)
+    norm = float(torch.stack([g.norm() for g in gradient.values()]).norm())
+    for bound in (10 * norm, norm / 4):
+        learner = _learner(path, max_grad_norm=bound, weight_decay=0.1)
+        for trajectories, rewards in batch:
+            learner.add_group(trajectories, rewards)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradient[name] * min(1.0, bound / norm)
+        decayed = [p for p in model.parameters() if p.ndim >= 2]
+        rest = [p for p in model.parameters() if p.ndim < 2]
+        torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+            lr=1e-3,
+        ).step()
+        metrics = learner.step()
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-9)
+        for name, parameter in model.named_parameters():
+            got = dict(learner.tensors())[name]
+            torch.testing.assert_close(got, parameter.detach(), atol=1e-9, rtol=0)
+
+
+def test_metrics_of_a_step(model_path: ModelPath, group_of: GroupOf) -> None:
+    learner = _learner(model_path("qwen3"), dtype="float32")
+    learner.step()
+    learner.step()
+    fresh, stale = _batch(group_of, version=2)[0], _batch(group_of, version=1)[2]
+    silent = _batch(group_of, version=2)[1]
+    for trajectories, rewards in (fresh, silent, stale):
+        learner.add_group(trajectories, rewards)
+    metrics = learner.step()
+    everything = [t for group, _ in (fresh, silent, stale) for t in group]
+    tokens = sum(len(t.tokens) for t in everything)
+    rewards = np.concatenate([fresh[1], silent[1], stale[1]])
+    assert metrics["groups"] == 3
+    assert metrics["zero_variance_groups"] == 1
+    assert metrics["tokens"] == tokens
+    assert metrics["tokens_computed"] == tokens - sum(len(t.tokens) for t in silent[0])
+    assert metrics["reward_mean"] == pytest.approx(float(rewards.mean()), rel=1e-6)
+    assert metrics["response_length_mean"] == pytest.approx(tokens / 12)
+    assert metrics["staleness_mean"] == pytest.approx(sum(len(t.tokens) for t in stale[0]) / tokens)
+    assert metrics["staleness_max"] == 1
+    assert metrics["mismatch"] > 0
+    assert 0 < metrics["mismatch_fresh"] < metrics["mismatch_max"]
+    assert 0 < metrics["entropy"] <= np.log(32)
+    assert metrics["importance_ratio_max"] > metrics["importance_ratio_mean"] > 0
+    assert learner.policy_version == 3
+    assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_on_policy_data_has_ratio_one(model_path: ModelPath, group_of: GroupOf) -> None:
+    path = model_path("qwen3")
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+
+    def exact(prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        ids = torch.from_numpy(np.concatenate([prompt, tokens])).long()
+        with torch.no_grad():
+            logp = torch.log_softmax(model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1], -1)
+        return logp.gather(-1, ids[len(prompt) :, None])[:, 0].numpy()
+
+    learner = _learner(path, dtype="float32")
+    group = group_of(0, np.random.default_rng(0), logprobs=exact)
+    learner.add_group(group, np.arange(4, dtype=np.float32))
+    metrics = learner.step()
+    assert metrics["mismatch_max"] < 1e-5
+    assert metrics["importance_ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["mismatch_fresh_kl"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_steps_raise_the_likelihood_of_rewarded_tokens(
+    model_path: ModelPath, group_of: GroupOf
+) -> None:
+    learner = _learner(model_path("llama"), dtype="float32", learning_rate=3e-3)
+    for _ in range(6):
+        group = group_of(0, np.random.default_rng(0))
+        learner.add_group(group, np.array([1, 0, 0, 0], np.float32))
+        learner.step()
+    best = group_of(0, np.random.default_rng(0))[0]
+    ids = torch.from_numpy(np.concatenate([best.prompt_tokens, best.tokens])).long()
+    start = len(best.prompt_tokens)
+    chances = []
+    for state in (None, learner.model.state_dict()):
+        model = AutoModelForCausalLM.from_pretrained(model_path("llama")).eval()
+        if state is not None:
+            model.load_state_dict(state)
+        with torch.no_grad():
+            logp = torch.log_softmax(model(input_ids=ids[None]).logits[0, start - 1 : -1], -1)
+        chances.append(float(logp.gather(-1, ids[start:, None]).sum()))
+    assert chances[1] > chances[0] + 0.1
+
+
+def test_empty_and_silent_steps(model_path: ModelPath, group_of: GroupOf) -> None:
+    learner = _learner(model_path("qwen3"), dtype="float32", weight_decay=0.1)
+    before = {n: t.clone() for n, t in learner.tensors()}
+    metrics = learner.step()
+    assert (metrics["groups"], metrics["grad_norm"], learner.policy_version) == (0, 0, 1)
+    assert all(torch.equal(t, before[n]) for n, t in learner.tensors())
+    learner.add_group(group_of(0, np.random.default_rng(0)), np.ones(4, np.float32))
+    metrics = learner.step()
+    assert (metrics["groups"], metrics["grad_norm"], metrics["tokens_computed"]) == (1, 0, 0)
+    # An ordinary step with gradient 0: weight decay acts.
+    name = "model.embed_tokens.weight"
+    assert not torch.equal(dict(learner.tensors())[name], before[name])
+
+
+def test_tied_weights_are_given_once(model_path: ModelPath) -> None:
+    tied = [name for name, _ in _learner(model_path("qwen3")).tensors()]
+    assert "model.embed_tokens.weight" in tied
+    assert "lm_head.weight" not in tied
+    assert "lm_head.weight" in [name for name, _ in _learner(model_path("llama")).tensors()]
+
+
+def test_bad_groups_are_refused_and_leave_no_trace(
+    model_path: ModelPath, group_of: GroupOf
+) -> None:
+    learner = _learner(model_path("qwen3"))
+    group = group_of(3, np.random.default_rng(0))
+    rewards = np.arange(4, dtype=np.float32)
+    first = group[0]
+    replaced = dataclasses.replace
+    bad = [
+        (group[:3], rewards[:3], "expected 4"),
+        ([*group[:3], group[0]], rewards, "distinct"),
+        (group, np.array([0, 1, 2, np.nan]), "finite"),
+        ([replaced(first, tokens=first.tokens + 99), *group[1:]], rewards, "another model"),
+        (
+            [replaced(first, behaviour_logprobs=first.behaviour_logprobs - np.inf), *group[1:]],
+            rewards,
+            "not finite",
+        ),
+        (group_of(3, np.random.default_rng(0), version=1), rewards, "old checkpoint"),
+        ([replaced(first, prompt_tokens=first.prompt_tokens[:0]), *group[1:]], rewards, "empty"),
+    ]
+    for trajectories, values, reason in bad:
+        with pytest.raises(BatchError, match=reason):
+            learner.add_group(trajectories, values)
+    assert all(p.grad is None for p in learner.model.parameters())
+    learner.add_group(group, rewards)
+    with pytest.raises(BatchError, match="already"):
+        learner.add_group(group, rewards)
+    assert learner.step()["groups"] == 1
+
+
+def test_a_gradient_that_is_not_a_number_changes_nothing(
+    model_path: ModelPath, group_of: GroupOf
+) -> None:
+    learner = _learner(model_path("qwen3"))
+    before = {n: t.clone() for n, t in learner.tensors()}
+    learner.add_group(group_of(0, np.random.default_rng(0)), np.arange(4, dtype=np.float32))
+    next(p for p in learner.model.parameters() if p.grad is not None).grad.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="step 0"):
+        learner.step()
+    assert learner.policy_version == 0
+    assert all(torch.equal(t, before[n]) for n, t in learner.tensors())
+    assert learner.step()["groups"] == 0
+
+
+def test_groups_of_one_and_endless_schedules_are_refused(model_path: ModelPath) -> None:
+    with pytest.raises(TrainerError, match="at least 2"):
+        Learner(TrainerConfig(), model_path("qwen3"), group_size=1, seed=0)
+    with pytest.raises(TrainerError, match="schedule_steps"):
+        _learner(model_path("qwen3"), learning_rate_schedule="cosine")

@@ -1,0 +1,169 @@
+"""Packed log-probabilities equal those of one plain forward pass per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from trainer import policy as policy_module
+from trainer.errors import ModelError
+from trainer.packing import Layout, packed_attention, split_by_tokens
+from trainer.policy import PackedBatch, Policy, nucleus
+
+CPU = torch.device("cpu")
+VOCAB = 32
+
+
+def _pairs(count: int = 7) -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(3)
+    return [
+        (
+            rng.integers(0, VOCAB, rng.integers(1, 9)).astype(np.int32),
+            rng.integers(0, VOCAB, rng.integers(1, 25)).astype(np.int32),
+        )
+        for _ in range(count)
+    ]
+
+
+def _plain_logits(path: str, pairs: list[tuple[np.ndarray, np.ndarray]]) -> torch.Tensor:
+    """`[N, V]`: one unpadded forward pass per sequence, transformers' own attention."""
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    rows = []
+    with torch.no_grad():
+        for prompt, response in pairs:
+            ids = torch.from_numpy(np.concatenate([prompt, response])).long()[None]
+            rows.append(model(input_ids=ids).logits[0, len(prompt) - 1 : -1])
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "mistral_window", "gpt2", "granite"])
+def test_packed_equals_separate(name: str, model_path: Callable[[str], str]) -> None:
+    pairs = _pairs()
+    path = model_path(name)
+    batch = PackedBatch.of(pairs, CPU)
+    want = torch.log_softmax(_plain_logits(path, pairs) / 0.7, -1)
+    policy = Policy(path, dtype="float32", device=CPU, temperature=0.7)
+    with torch.no_grad():
+        got = policy.score(batch)
+    torch.testing.assert_close(
+        got.logprobs, want.gather(-1, batch.targets[:, None])[:, 0], atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(got.entropy, -(want.exp() * want).sum(-1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("gemma2", "softcap"), ("mamba", "attention")])
+def test_a_model_that_packing_would_change_is_refused(
+    name: str, reason: str, model_path: Callable[[str], str]
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        Policy(model_path(name), dtype="float32", device=CPU)
+
+
+def test_a_missing_model_is_named() -> None:
+    with pytest.raises(ModelError, match="/nowhere"):
+        Policy("/nowhere", dtype="float32", device=CPU)
+
+
+def test_top_p_is_the_renormalised_nucleus(model_path: Callable[[str], str]) -> None:
+    pairs = _pairs(3)
+    path = model_path("qwen3")
+    batch = PackedBatch.of(pairs, CPU)
+    logits = _plain_logits(path, pairs)
+    with torch.no_grad():
+        got = Policy(path, dtype="float32", device=CPU, top_p=0.6).score(batch)
+    checked = 0
+    for row, target, logprob, outside in zip(
+        logits, batch.targets, got.logprobs, got.outside, strict=True
+    ):
+        chances = torch.softmax(row, -1).tolist()
+        kept: set[int] = set()
+        for token in sorted(range(VOCAB), key=lambda t: -chances[t]):
+            kept.add(token)
+            if sum(chances[t] for t in kept) >= 0.6:
+                break
+        assert bool(outside) == (int(target) not in kept)
+        mass = sum(chances[t] for t in kept | {int(target)})
+        assert float(logprob) == pytest.approx(np.log(chances[int(target)] / mass), abs=1e-5)
+        checked += int(target) in kept
+    assert checked > 3
+
+
+def test_nucleus_keeps_the_smallest_set() -> None:
+    logits = torch.tensor([[0.5, 0.2, 0.3], [1.0, 1e-9, 1e-9]]).log()
+    assert nucleus(logits, 0.7).tolist() == [[True, False, True], [True, False, False]]
+
+
+def test_chunked_head_gives_the_same_gradient(
+    model_path: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = PackedBatch.of(_pairs(), CPU)
+    grads = []
+    for budget in (1 << 25, VOCAB * 5):
+        monkeypatch.setattr(policy_module, "LOGIT_BUDGET", budget)
+        policy = Policy(model_path("llama"), dtype="float64", device=CPU)
+        policy.score(batch).logprobs.square().sum().backward()
+        grads.append([p.grad for p in policy.model.parameters()])
+    for whole, chunked in zip(*grads, strict=True):
+        torch.testing.assert_close(whole, chunked, atol=1e-10, rtol=1e-10)
+
+
+def test_gradient_checkpointing_changes_nothing(model_path: Callable[[str], str]) -> None:
+    batch = PackedBatch.of(_pairs(), CPU)
+    grads = []
+    for on in (False, True):
+        policy = Policy(model_path("gpt2"), dtype="float64", device=CPU, gradient_checkpointing=on)
+        assert policy.model.is_gradient_checkpointing == on
+        policy.score(batch).logprobs.sum().backward()
+        grads.append([p.grad for p in policy.model.parameters()])
+    for plain, recomputed in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, recomputed, atol=1e-10, rtol=1e-10)
+
+
+def test_bfloat16_computes_low_and_keeps_high(model_path: Callable[[str], str]) -> None:
+    batch = PackedBatch.of(_pairs(), CPU)
+    policy = Policy(model_path("qwen3"), dtype="bfloat16", device=CPU)
+    scores = policy.score(batch)
+    assert scores.logprobs.dtype == torch.float32
+    assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
+    with torch.no_grad():
+        exact = Policy(model_path("qwen3"), dtype="float32", device=CPU).score(batch)
+    gap = (scores.logprobs.detach() - exact.logprobs).abs()
+    assert 0 < float(gap.max()) < 0.2
+
+
+def test_attention_without_a_layout_is_refused() -> None:
+    tensor = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ModelError, match="keyword"):
+        packed_attention(torch.nn.Identity(), tensor, tensor, tensor, None)
+
+
+def test_attention_refuses_what_it_would_ignore() -> None:
+    tensor = torch.zeros(1, 2, 3, 4)
+    layout = Layout.of([3], CPU)
+    with pytest.raises(ModelError, match="s_aux"):
+        packed_attention(
+            torch.nn.Identity(), tensor, tensor, tensor, None, packed_layout=layout, s_aux=1
+        )
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
+def test_micro_batches_hold_every_sequence_once(lengths: list[int], budget: int) -> None:
+    batches = split_by_tokens(lengths, budget)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or sum(lengths[i] for i in batch) <= budget
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_layout_round_trip(lengths: list[int]) -> None:
+    layout = Layout.of(lengths, CPU)
+    tokens = torch.arange(sum(lengths))
+    assert tokens[layout.spread][layout.gather].tolist() == tokens.tolist()
+    assert int(layout.real.sum()) == sum(lengths)
+    assert layout.positions[0].tolist() == [p for n in lengths for p in range(n)]

@@ -1,0 +1,185 @@
+"""Weights through shared memory: what is read is one whole version, or an exception."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from engine.errors import WeightsError, WeightsSupersededError
+from engine.weights import read_weights
+from scheduler.messages.weights import WeightManifest
+from trainer.errors import PublishError
+from trainer.publish import WeightPublisher
+
+
+def _weights(fill: float) -> list[tuple[str, torch.Tensor]]:
+    return [
+        ("a", torch.full((3, 5), fill)),
+        ("b", torch.full((7,), fill, dtype=torch.bfloat16)),
+        ("empty", torch.empty(0, 4)),
+        ("scalar", torch.tensor(fill, dtype=torch.float64)),
+        ("turned", torch.arange(6.0).view(2, 3).t() + fill),
+    ]
+
+
+def _read(manifest: WeightManifest) -> dict[str, torch.Tensor]:
+    with read_weights(manifest) as tensors:
+        return {name: tensor.clone() for name, tensor in tensors}
+
+
+def test_round_trip_and_alternation(tmp_path: Path) -> None:
+    with WeightPublisher(tmp_path, "run-1") as publisher:
+        manifests = [publisher.publish(_weights(float(v)), v) for v in range(3)]
+        wire = msgspec.msgpack.decode(msgspec.msgpack.encode(manifests[1]), type=WeightManifest)
+        for manifest, fill in ((manifests[2], 2.0), (wire, 1.0)):
+            got = _read(manifest)
+            assert list(got) == ["a", "b", "empty", "scalar", "turned"]
+            for name, want in _weights(fill):
+                assert torch.equal(got[name], want)
+                assert got[name].dtype == want.dtype
+        with pytest.raises(WeightsSupersededError, match="holds version 2"):
+            _read(manifests[0])
+        for path in {Path(m.path) for m in manifests}:
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert len(list(tmp_path.iterdir())) == 2
+    assert list(tmp_path.iterdir()) == []
+    publisher.close()
+
+
+def test_overwritten_while_reading(tmp_path: Path) -> None:
+    with WeightPublisher(tmp_path, "run") as publisher:
+        manifest = publisher.publish(_weights(0.0), 0)
+        # Heard of when the block ends early,
+        with pytest.raises(WeightsSupersededError), read_weights(manifest) as tensors:
+            _overwrite(publisher, 1, first=next(tensors))
+        # and as soon as all are read, before they are put to use:
+        manifest = publisher.publish(_weights(3.0), 3)
+        with read_weights(manifest) as tensors:
+            publisher.publish(_weights(4.0), 4)
+            assert len(list(tensors)) == 5
+        with read_weights(manifest) as tensors, pytest.raises(WeightsSupersededError):
+            _overwrite(publisher, 5, rest=tensors)
+
+
+def _overwrite(
+    publisher: WeightPublisher,
+    version: int,
+    *,
+    first: tuple[str, torch.Tensor] | None = None,
+    rest: Iterator[tuple[str, torch.Tensor]] | None = None,
+) -> None:
+    """Publish twice, so that what was current is gone; then read on."""
+    assert first is None or first[0] == "a"
+    publisher.publish(_weights(1.0), version)
+    publisher.publish(_weights(2.0), version + 1)
+    assert not list(rest or ())
+
+
+def test_a_racing_reader_never_takes_a_torn_version(tmp_path: Path) -> None:
+    newest: list[WeightManifest] = []
+    taken = superseded = 0
+    with WeightPublisher(tmp_path, "run") as publisher:
+
+        def write() -> None:
+            for version in range(1, 300):
+                newest.append(publisher.publish([("w", torch.full((1 << 16,), version))], version))
+
+        newest.append(publisher.publish([("w", torch.full((1 << 16,), 0))], 0))
+        writer = threading.Thread(target=write)
+        writer.start()
+        while writer.is_alive() or not taken:
+            manifest = newest[-1]
+            try:
+                value = _read(manifest)["w"]
+            except WeightsSupersededError:
+                superseded += 1
+                continue
+            assert bool((value == manifest.policy_version).all())
+            taken += 1
+        writer.join()
+    assert taken
+
+
+def test_read_while_being_written(tmp_path: Path) -> None:
+    with WeightPublisher(tmp_path, "run") as publisher:
+        manifest = publisher.publish(_weights(0.0), 0)
+        with Path(manifest.path).open("r+b") as file:
+            file.write((-1).to_bytes(8, "little", signed=True))
+        with pytest.raises(WeightsSupersededError, match="being written"):
+            _read(manifest)
+
+
+def test_readers_cannot_change_the_file(tmp_path: Path) -> None:
+    with WeightPublisher(tmp_path, "run") as publisher:
+        manifest = publisher.publish(_weights(1.0), 0)
+        with read_weights(manifest) as tensors:
+            for _, tensor in tensors:
+                tensor.zero_()
+        assert torch.equal(_read(manifest)["a"], torch.ones(3, 5))
+
+
+def test_impossible_manifests_are_refused(tmp_path: Path) -> None:
+    with WeightPublisher(tmp_path, "run") as publisher:
+        good = publisher.publish(_weights(1.0), 0)
+        first = good.tensors[0]
+        replace = msgspec.structs.replace
+        for changed, reason in [
+            (replace(first, dtype="load"), "unknown type"),
+            (replace(first, shape=(9, 9)), "does not fill"),
+            (replace(first, offset=0), "does not fill"),
+            (replace(first, offset=good.nbytes - 4), "does not fill"),
+            (replace(first, shape=(-3, -5)), "does not fill"),
+        ]:
+            with pytest.raises(WeightsError, match=reason):
+                _read(replace(good, tensors=(changed,)))
+        with pytest.raises(WeightsError, match="expected 7 bytes"):
+            _read(replace(good, nbytes=7))
+        link = tmp_path / "link"
+        link.symlink_to(good.path)
+        with pytest.raises(WeightsError, match="cannot be opened"):
+            _read(replace(good, path=str(link)))
+    with pytest.raises(WeightsError, match="is the trainer on this machine"):
+        _read(good)
+
+
+def test_publisher_refuses_what_readers_could_not_use(tmp_path: Path) -> None:
+    with pytest.raises(PublishError, match="run id"):
+        WeightPublisher(tmp_path, "../etc")
+    with WeightPublisher(tmp_path, "run") as publisher:
+        publisher.publish(_weights(0.0), 0)
+        with pytest.raises(PublishError, match="0 or more"):
+            publisher.publish(_weights(0.0), -1)
+        with pytest.raises(PublishError, match="4 tensors"):
+            publisher.publish(_weights(0.0)[:4], 1)
+        with pytest.raises(PublishError, match="tensor a float64"):
+            publisher.publish([("a", torch.ones(3, 5).double()), *_weights(0.0)[1:]], 1)
+
+
+def test_too_little_memory_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(PublishError, match="shm-size"):
+        WeightPublisher(tmp_path, "run").publish(_weights(0.0), 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_a_killed_run_are_replaced(tmp_path: Path) -> None:
+    planted = tmp_path / "asyncrl-run-weights-0"
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    planted.symlink_to(victim)
+    with WeightPublisher(tmp_path, "run") as publisher:
+        publisher.publish(_weights(0.0), 0)
+    assert victim.read_text() == "untouched"

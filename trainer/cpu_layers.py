@@ -1,0 +1,162 @@
+"""The same linear layers and norms, faster on a CPU. Nothing here changes what is computed.
+
+Two things cost most of a training step on a CPU:
+
+- **Matrix products.** torch sends float32 products to MKL, which keeps to AVX2 on processors that
+  are not Intel's. oneDNN, also part of torch, uses AVX-512 there: 215 against 97 GFLOP/s per core
+  on an EPYC 9005. `OnednnLinear` takes that way, forward and backward.
+- **RMS norms**, which transformers writes as eight elementwise operations, each with a backward
+  pass of its own. `RmsNorm` has one written-out backward pass: 220 against 730 µs for 591 x 256.
+  It also stays in float64 where transformers would fall back to float32.
+
+Each replacement is compared with the original on random input when it is made; where the two
+differ (Gemma adds 1 to its weights, say) the original stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+logger = logging.getLogger(__name__)
+
+FEWEST_ROWS = 16
+"""Below this many rows oneDNN's set-up costs more than it wins."""
+
+
+def speed_up(model: nn.Module) -> tuple[int, int]:
+    """Replace what can be replaced, in place; returns how many (linear layers, norms).
+
+    Names, parameters and results stay the same. Does nothing for a model that is not on the CPU.
+    """
+    if next(model.parameters()).device.type != "cpu":
+        return 0, 0
+    products = norms = 0
+    use_onednn = onednn_is_faster()
+    for module in model.modules():
+        if type(module) is nn.Linear and use_onednn and module.weight.dtype == torch.float32:
+            module.__class__ = OnednnLinear
+            products += 1
+        elif _is_rms_norm(module):
+            module.forward = functools.partial(
+                _rms_norm_or_original, module, module.forward, _epsilon(module)
+            )
+            norms += 1
+    logger.info("CPU layers: %d linear by oneDNN, %d norms in one pass", products, norms)
+    return products, norms
+
+
+@functools.cache
+def onednn_is_faster() -> bool:
+    """Whether float32 products should go to oneDNN: AVX-512, not Intel, and it computes right.
+
+    Decided by what the machine is, not by a stopwatch, so that a run repeats bit for bit.
+    """
+    if not (
+        torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    ):
+        return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    info = Path("/proc/cpuinfo")
+    if not info.exists() or "GenuineIntel" in info.read_text(encoding="utf-8"):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 24, generator=generator)
+    weight = torch.randn(40, 24, generator=generator)
+    return torch.allclose(_product(x, weight), x @ weight.t(), atol=1e-4)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`[N, k]`, `[o, k]` to `[N, o]`: x times weight transposed, by oneDNN; any strides."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # noqa: SLF001
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(flat, weight)
+        return _product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        flat, weight = ctx.saved_tensors
+        grad = grads[0].reshape(-1, weight.shape[0])
+        for_x = for_weight = for_bias = None
+        if ctx.needs_input_grad[0]:
+            for_x = _product(grad, weight.t()).view(*grads[0].shape[:-1], weight.shape[1])
+        if ctx.needs_input_grad[1]:
+            for_weight = _product(grad.t(), flat.t())
+        if ctx.needs_input_grad[2]:
+            for_bias = grad.sum(0)
+        return for_x, for_weight, for_bias
+
+
+class OnednnLinear(nn.Linear):
+    """`nn.Linear` whose float32 products run in oneDNN, forward and backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., k]` to `[..., o]`."""
+        few = x.numel() < FEWEST_ROWS * self.in_features
+        if few or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            return linear(x, self.weight, self.bias)
+        out: Tensor = _Linear.apply(x, self.weight, self.bias)
+        return out
+
+
+class _RmsNorm(torch.autograd.Function):
+    """`w * x / sqrt(mean(x^2) + epsilon)` over the last dimension (arXiv 1910.07467, eq. 4)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse: Tensor = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        normed: Tensor = x * inverse
+        ctx.save_for_backward(normed, inverse, weight)
+        return normed * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        normed, inverse, weight = ctx.saved_tensors
+        product = grads[0] * normed
+        for_weight = product.flatten(0, -2).sum(0)
+        along = (product @ weight).div_(-normed.shape[-1]).unsqueeze(-1)
+        for_x = torch.addcmul(grads[0] * weight, normed, along).mul_(inverse)
+        return for_x, for_weight, None
+
+
+def _rms_norm_or_original(
+    module: Any, original: Callable[[Tensor], Tensor], epsilon: float, x: Tensor
+) -> Tensor:
+    if x.dtype != module.weight.dtype or torch.is_autocast_enabled("cpu"):
+        return original(x)
+    out: Tensor = _RmsNorm.apply(x, module.weight, epsilon)
+    return out
+
+
+def _epsilon(module: Any) -> float:
+    return float(getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
+
+
+@torch.no_grad()
+def _is_rms_norm(module: Any) -> bool:
+    """By name first, then by what it computes."""
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor):
+        return False
+    if weight.ndim != 1 or weight.dtype not in (torch.float32, torch.float64):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, len(weight), generator=generator).to(weight.dtype)
+    return torch.allclose(
+        module(x), _RmsNorm.apply(x, weight, _epsilon(module)), rtol=1e-5, atol=1e-6
+    )
