@@ -36,8 +36,8 @@ EVALUATION_SEED = 20261121
 
 _HELD_OUT_SHARE = 8
 """One pair of summands in so many is held out."""
-_MAX_TRIES = 200
-"""Draws per problem before a set counts as impossible to fill with distinct problems."""
+_MAX_REPEATS = 2000
+"""So many draws in a row without a new problem: there are (nearly) no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +115,11 @@ def arithmetic_questions(config: TaskConfig, seed: int) -> tuple[list[Question],
 def _distinct(seed: int, count: int, digits: tuple[int, int], *, held_out: bool) -> list[Question]:
     found: dict[Problem, None] = {}
     source = draw_problems(np.random.default_rng(seed), digits, held_out=held_out)
-    for _ in range(_MAX_TRIES * count):
-        if len(found) == count:
-            break
+    repeats = 0
+    while len(found) < count and repeats < _MAX_REPEATS:
+        before = len(found)
         found[next(source)] = None
+        repeats = repeats + 1 if len(found) == before else 0
     if len(found) < count:
         name = "task.evaluation_size" if held_out else "task.train_size"
         raise DataError(

@@ -1,7 +1,7 @@
 """The supervised phase that gives the built-in model something to improve.
 
 A 2-layer Qwen3 (0.33 M parameters, float32) imitates worked additions: first correct ones, so
-that it learns the procedure, then ones in which a tenth of the columns holds a slip. It ends as
+that it learns the procedure, then ones in which one column in nine holds a slip. It ends as
 somebody who knows how to add and is careless: greedy decoding is almost always right, a sample at
 temperature 1 about two times in three. Because the slips bound the accuracy from above and the
 learning is finished, that number hardly depends on seed, threads or machine. Reinforcement
@@ -52,7 +52,7 @@ class WarmStart:
     weight_decay: float = 0.01
     clean_share: float = 0.75
     """Share of the steps without slips."""
-    slip: float = 0.10
+    slip: float = 0.11
     """Probability of a slip per column afterwards."""
     seed: int = 2
     dev_problems: int = 512

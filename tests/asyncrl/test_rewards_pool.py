@@ -1,0 +1,224 @@
+"""The pool with real processes: functions that hang, raise, crash, print, or return nonsense."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import RewardError, RewardFailed, RewardTimeout
+from asyncrl.rewards.config import RewardConfig
+from asyncrl.rewards.pool import RewardPool
+
+SOURCE = '''
+import os, subprocess, sys, time
+
+def by_response(prompt, response, row, scale=1.0):
+    """What to do stands in the response."""
+    if response == "hang":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        with open(row["pids"], "w") as out:
+            out.write(f"{os.getpid()} {child.pid}")
+        time.sleep(600)
+    if response == "raise":
+        raise KeyError("the user's own mistake")
+    if response == "exit":
+        sys.exit(3)
+    if response == "crash":
+        print("last words", file=sys.stderr, flush=True)
+        os._exit(7)
+    if response == "print":
+        print("this is no frame", flush=True)
+        sys.stdin.read()
+    if response == "pid":
+        return os.getpid()
+    special = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "true": True}
+    return special[response] if response in special else scale * len(response)
+'''
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "my_rewards.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@asynccontextmanager
+async def running(*functions: dict[str, Any], **values: Any) -> AsyncIterator[RewardPool]:
+    pool = RewardPool(RewardConfig.model_validate({"functions": functions, **values}))
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie that waits for its reaper does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+async def until_gone(pid: int) -> None:
+    async with asyncio.timeout(20):
+        while alive(pid):  # noqa: ASYNC110 - another process's state
+            await asyncio.sleep(0.01)
+
+
+def test_the_sum_is_weighted(source: Path) -> None:
+    async def check() -> None:
+        functions = (
+            {"name": "arithmetic"},
+            {"name": "format", "weight": 0.5, "args": {"pattern": r"[\d+=:,]+"}},
+            {"name": f"{source}:by_response", "weight": -0.25, "args": {"scale": 2.0}},
+        )
+        async with running(*functions) as pool:
+            assert await pool.score("1+2=?", "1+2=3:3", {"answer": "3"}) == 1.0 + 0.5 - 0.25 * 14
+            assert await pool.score("1+2=?", "x:3", {"answer": "3"}) == 1.0 - 0.25 * 6
+            assert (pool.scored, pool.failed, pool.waiting, pool.running) == (2, 0, 0, 0)
+
+    asyncio.run(check())
+
+
+def test_a_module_of_the_working_directory(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        async with running({"name": "my_rewards:by_response"}) as pool:
+            assert await pool.score("", "four", {}) == 4.0
+
+    monkeypatch.chdir(source.parent)
+    asyncio.run(check())
+
+
+def test_a_hanging_reward_is_killed_with_its_children_and_replaced(
+    source: Path, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        # Long enough for a loaded machine to reach the user's code, which then never returns.
+        async with running(
+            {"name": "arithmetic"}, {"name": f"{source}:by_response"}, timeout_seconds=3
+        ) as pool:
+            row = {"answer": "1", "pids": str(tmp_path / "pids")}
+            with pytest.raises(
+                RewardTimeout, match=r"by_response' did not return within 3 s.*hang"
+            ):
+                await pool.score("", "hang", row)
+            for pid in (tmp_path / "pids").read_text().split():
+                await until_gone(int(pid))
+            assert await pool.score("", "ok", row) == 2.0
+            assert (pool.failed, pool.scored) == (1, 1)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        ("raise", r"by_response' failed for the response 'raise':(.|\n)*the user's own mistake"),
+        ("exit", r"SystemExit: 3"),
+        ("nan", r"must return a finite number, got nan"),
+        ("inf", r"must return a finite number, got inf"),
+        ("none", r"must return a number, got NoneType"),
+        ("text", r"must return a number, got str"),
+        ("crash", r"ended with exit code 7. Its last lines:\nlast words"),
+    ],
+)
+def test_failures_name_the_function_and_the_reason(
+    source: Path, response: str, message: str
+) -> None:
+    async def check() -> None:
+        async with running({"name": f"{source}:by_response"}) as pool:
+            with pytest.raises(RewardFailed, match=message) as caught:
+                await pool.score("", response, {})
+            assert caught.value.exit_code == 2
+            assert await pool.score("", "ok", {}) == 2.0
+            assert await pool.score("", "true", {}) == 1.0
+
+    asyncio.run(check())
+
+
+def test_what_the_function_prints_or_reads_does_not_disturb(source: Path) -> None:
+    async def check() -> None:
+        async with running({"name": f"{source}:by_response"}) as pool:
+            assert await pool.score("", "print", {}) == 5.0
+
+    asyncio.run(check())
+
+
+def test_on_error_zero_counts_and_goes_on(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with running({"name": f"{source}:by_response"}, on_error="zero") as pool:
+            assert await pool.score("", "raise", {}) == 0.0
+            assert (pool.failed, pool.scored) == (1, 0)
+
+    asyncio.run(check())
+    assert "counted as 0" in caplog.text
+
+
+def test_calls_are_bounded_by_the_workers(source: Path) -> None:
+    async def check() -> None:
+        async with running({"name": f"{source}:by_response"}, workers=2) as pool:
+            calls = [asyncio.create_task(pool.score("", "pid", {})) for _ in range(20)]
+            await asyncio.sleep(0)
+            assert (pool.running, pool.waiting) == (2, 18)
+            pids = set(await asyncio.gather(*calls))
+            assert len(pids) == 2
+            assert os.getpid() not in pids
+
+    asyncio.run(check())
+
+
+def test_a_cancelled_call_does_not_answer_the_next_one(source: Path, tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running({"name": f"{source}:by_response"}, timeout_seconds=60) as pool:
+            row = {"pids": str(tmp_path / "pids")}
+            call = asyncio.create_task(pool.score("", "hang", row))
+            async with asyncio.timeout(20):
+                while not (tmp_path / "pids").exists():  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.01)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert await pool.score("", "ok", {}) == 2.0
+
+    asyncio.run(check())
+
+
+def test_start_refuses_what_cannot_be_loaded(source: Path) -> None:
+    def refused(name: str, **values: Any) -> str:
+        async def check() -> str:
+            with pytest.raises(RewardError) as caught:
+                async with running({"name": name}, **values):
+                    pass
+            return str(caught.value)
+
+        return asyncio.run(check())
+
+    assert "Did you mean 'arithmetic'" in refused("aritmetic")
+    assert "Did you mean 'by_response'" in refused(f"{source}:by_respons")
+    source.write_text("1 / 0\n")
+    assert "ZeroDivisionError" in refused(f"{source}:f", workers=2)
+    source.write_text("import os; os._exit(9)\n")
+    assert "ended with exit code 9" in refused(f"{source}:f")
+    source.write_text("import time; time.sleep(600)\n")
+    assert "rewards.startup_seconds" in refused(f"{source}:f", startup_seconds=1)
+
+
+def test_a_pool_that_is_not_running_says_so() -> None:
+    async def check() -> None:
+        pool = RewardPool(RewardConfig())
+        with pytest.raises(RewardError, match="not running"):
+            await pool.score("", "", {})
+        await pool.start()
+        await pool.close()
+        await pool.close()
+        with pytest.raises(RewardError, match="not running"):
+            await pool.score("", "", {})
+
+    asyncio.run(check())
