@@ -65,7 +65,7 @@ def test_overwritten_while_reading(tmp_path: Path) -> None:
         with read_weights(manifest) as tensors:
             publisher.publish(_weights(4.0), 4)
             assert len(list(tensors)) == 5
-        with read_weights(manifest) as tensors, pytest.raises(WeightsSupersededError):
+        with pytest.raises(WeightsSupersededError), read_weights(manifest) as tensors:
             _overwrite(publisher, 5, rest=tensors)
 
 
@@ -90,13 +90,13 @@ def test_a_racing_reader_never_takes_a_torn_version(tmp_path: Path) -> None:
 
         def write() -> None:
             for version in range(1, 300):
-                newest.append(publisher.publish([("w", torch.full((1 << 16,), version))], version))
+                newest[0] = publisher.publish([("w", torch.full((1 << 16,), version))], version)
 
         newest.append(publisher.publish([("w", torch.full((1 << 16,), 0))], 0))
         writer = threading.Thread(target=write)
         writer.start()
         while writer.is_alive() or not taken:
-            manifest = newest[-1]
+            manifest = newest[0]
             try:
                 value = _read(manifest)["w"]
             except WeightsSupersededError:
