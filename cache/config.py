@@ -30,10 +30,10 @@ class CacheConfig(BaseModel):
         16, ge=0, le=128, description="Most tokens drafted for a row in one step."
     )
     min_match: int = Field(
-        3, ge=1, description="Fewest recent tokens that must match before anything is drafted."
+        2, ge=1, description="Fewest recent tokens that must match before anything is drafted."
     )
     max_match: int = Field(
-        12,
+        8,
         ge=1,
         le=MAX_MATCH_LIMIT,
         description="Recent tokens that are compared; a match this long counts as certain context.",
@@ -55,7 +55,7 @@ class CacheConfig(BaseModel):
         24, ge=1, le=256, description="Most earlier occurrences that vote on a continuation."
     )
     doubt: float = Field(
-        0.15,
+        0.1,
         ge=0.0,
         description="Votes, in units of one fresh rollout, that are counted for 'something never "
         "seen here'. Larger: shorter drafts where few rollouts are known.",

@@ -49,8 +49,11 @@ def code_directory(package: Path, configured: str = "") -> Path | None:
     for name in _SOURCES:
         digest.update((package / name).read_bytes())
     name = f"kernels-{digest.hexdigest()[:16]}"
-    bases = [Path(configured)] if configured else [package / "__pycache__", _own_temporary()]
-    for base in bases:
+    places = [lambda: Path(configured)] if configured else [_beside(package), _own_temporary]
+    tried = []
+    for place in places:
+        base = place()
+        tried.append(str(base))
         try:
             (base / name).mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryFile(dir=base / name):
@@ -60,9 +63,13 @@ def code_directory(package: Path, configured: str = "") -> Path | None:
     _log.warning(
         "no writable directory for compiled kernels (tried %s): they are compiled in every "
         "process, which takes seconds; set NUMBA_CACHE_DIR to a writable directory",
-        ", ".join(map(str, bases)),
+        ", ".join(tried),
     )
     return None
+
+
+def _beside(package: Path) -> Callable[[], Path]:
+    return lambda: package / "__pycache__"
 
 
 def _own_temporary() -> Path:

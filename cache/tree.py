@@ -367,6 +367,20 @@ class RolloutCache:
         self._set_limit()
 
 
+def warm_up() -> None:
+    """Load the compiled kernels, or compile them (some seconds, once per machine and version).
+
+    For an engine's start, so that the first decode step does not wait for the compiler.
+    """
+    cache = RolloutCache(CacheConfig(max_bytes=1 << 14))
+    for _ in range(2):
+        cache.insert("warm up", np.arange(4, dtype=np.int32), np.arange(9, dtype=np.int32))
+    rows = np.array([cache.open("warm up", np.arange(4, dtype=np.int32))], np.int32)
+    cache.draft(rows, np.array([4], np.int32))
+    cache.close(int(rows[0]))
+    cache.insert("makes room", np.zeros(1, np.int32), np.zeros(8000, np.int32))
+
+
 def _key_size(key: str) -> int:
     return 4 * len(key)  # at most, as Python holds it
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from cache import store
+from cache import insert, match, store
 from cache.config import CacheConfig
 from cache.errors import CacheCorrupt
-from cache.tree import RolloutCache
+from cache.tree import RolloutCache, warm_up
 
 PROMPT = np.array([101, 102, 103, 104], np.int32)
 HUGE = 2**31 - 1
@@ -134,6 +134,17 @@ def test_the_empty_key_and_a_disabled_cache_store_and_draft_nothing() -> None:
         stats = cache.stats()
         assert (stats.bytes, stats.tokens, stats.trees, stats.inserted_tokens) == (0, 0, 0, 3)
         cache.check()
+
+
+def test_warm_up_leaves_nothing_to_compile() -> None:
+    warm_up()
+    before = [len(f.signatures) for f in (insert.extend, match.draft, store.trim)]
+    cache = make(max_bytes=1 << 14)
+    for index in range(30):
+        cache.insert(f"p{index % 3}", PROMPT.astype(np.int64), np.arange(200))
+        ask(cache, cache.open("", PROMPT))
+    assert [len(f.signatures) for f in (insert.extend, match.draft, store.trim)] == before
+    assert before == [1, 1, 1]
 
 
 def test_nothing_is_a_fine_batch() -> None:
