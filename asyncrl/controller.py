@@ -85,6 +85,7 @@ class Controller:
         self._scheduler: Scheduler | None = None
         self._evaluation: EvaluationRound | None = None
         self._manifest: WeightManifest | None = None
+        self._deciding = asyncio.Lock()
         self._changed = asyncio.Event()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._finish: str | None = None
@@ -365,8 +366,10 @@ class Controller:
         """Tell the scheduler a fact and carry out what it decides."""
         if self._scheduler is None:
             return
-        for command in self._scheduler.on_event(event):
-            await self._carry_out(command)
+        # One event at a time: commands reach the processes in the order of the decisions.
+        async with self._deciding:
+            for command in self._scheduler.on_event(event):
+                await self._carry_out(command)
 
     async def _carry_out(self, command: cmd.Command) -> None:  # noqa: C901 - flat
         match command:

@@ -59,7 +59,7 @@ def test_a_run_that_goes_on_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_runs_are_found_by_name_path_or_age(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no run in .*none yet"):
+    with pytest.raises(UserError, match=r"there is no run in .*none yet"):
         find_run(None, tmp_path)
     made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
     assert find_run("mine", tmp_path) == made.path
