@@ -334,6 +334,7 @@ class Controller:
             await asyncio.sleep(WATCH_SECONDS)
             for worker, reason in self._fleet.deaths():
                 self._progress.say(f"{worker.name} {reason}\n{worker.handle.last_words()}")
+                self._progress.died("trainer" if worker.is_trainer else "generator")
                 if worker.is_trainer:
                     raise RunFailed(
                         f"the trainer {reason}; its last words:\n{worker.handle.last_words()}"
@@ -368,7 +369,10 @@ class Controller:
             return
         # One event at a time: commands reach the processes in the order of the decisions.
         async with self._deciding:
-            for command in self._scheduler.on_event(event):
+            began = time.monotonic()
+            commands = self._scheduler.on_event(event)
+            self._progress.decided(type(event).__name__, time.monotonic() - began)
+            for command in commands:
                 await self._carry_out(command)
 
     async def _carry_out(self, command: cmd.Command) -> None:  # noqa: C901 - flat

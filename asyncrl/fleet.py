@@ -37,6 +37,13 @@ class Worker:
     generator_report: from_generator.GeneratorReport | None = None
     trainer_report: from_trainer.TrainerReport | None = None
 
+    @property
+    def state(self) -> str:
+        """`starting`, `ready` or `lost`."""
+        if self.gone:
+            return "lost"
+        return "ready" if self.is_ready else "starting"
+
     def ready(self, policy_version: int, slots: int, metrics_port: int | None) -> None:
         """It can take work."""
         self.is_ready = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,15 @@ class Progress:
         """A message for the person who watches."""
         self._view.log(text)
 
+    def decided(self, event: str, seconds: float) -> None:
+        """The scheduler dealt with one event of this type."""
+        self._metrics.events.of(event).inc()
+        self._metrics.event_time.inc(seconds)
+
+    def died(self, role: str) -> None:
+        """A process ended by itself."""
+        self._metrics.process_failures.of(role).inc()
+
     def evaluated(self, when: str, accuracy: Accuracy) -> None:
         """An evaluation round is done."""
         if when == "before":
@@ -137,6 +146,9 @@ class Progress:
         self._scheduler = scheduler
         self._phase = "training"
         self._step = first_step
+        self._metrics.run.of(self._config.run.name).set(1)
+        self._metrics.started.set(time.time())
+        self._metrics.steps_planned.set(self._config.run.steps)
         self._began = self._last_step_at = time.monotonic()
         if self._fleet is not None:
             self._base = count(self._fleet)
@@ -178,6 +190,9 @@ class Progress:
         self._staleness.append((row.get("staleness_mean", 0.0), row.get("staleness_max", 0.0)))
         self._metrics.publish(row)
         self._metrics.steps.inc()
+        self._metrics.samples_ended.of("trained").inc(
+            len(message.groups) * self._config.scheduler.group_size
+        )
         self._metrics.step_time.observe(seconds)
         self._metrics.policy_version.set(message.manifest.policy_version)
 
@@ -198,7 +213,16 @@ class Progress:
     def show(self, fleet: Fleet, evaluation: EvaluationRound | None) -> None:
         """Refresh the live view."""
         self._fleet = fleet
-        self._view.update(self._run_view(fleet, evaluation))
+        view = self._run_view(fleet, evaluation)
+        self._view.update(view)
+        metrics = self._metrics
+        metrics.eta.set(view.eta_seconds or 0.0)
+        metrics.samples.of("running").set(view.samples_running or 0)
+        metrics.samples.of("held").set(view.samples_held or 0)
+        metrics.samples.of("queued").set(view.samples_queued or 0)
+        states = Counter(worker.state for worker in fleet.everyone() if not worker.is_trainer)
+        for state in ("starting", "ready", "lost"):
+            metrics.generators.of(state).set(states[state])
 
     def _phase_text(self, fleet: Fleet, evaluation: EvaluationRound | None) -> str:
         if evaluation is not None:
@@ -247,7 +271,7 @@ class Progress:
         }
         processes = {
             worker.name: {
-                "state": "gone" if worker.gone else "ready" if worker.is_ready else "starting",
+                "state": worker.state,
                 "policy_version": worker.policy_version,
                 "metrics_port": worker.metrics_port,
             }

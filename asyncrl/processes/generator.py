@@ -182,11 +182,17 @@ class GeneratorProcess:
         trajectory = await self._generate(
             builder, request_id=f"train-{order.sample}", seed=order.seed, priority=order.priority
         )
-        text = self._decode(trajectory.tokens.tolist())
-        reward = await self._rewards.score(
-            str(order.prompt.row.get("prompt", "")), text, order.prompt.row
-        )
+        text, reward = await self._score(trajectory, order.prompt)
         return HeldSample(trajectory, reward, order.prompt, text)
+
+    async def _score(
+        self, trajectory: Trajectory, prompt: to_generator.PromptPayload
+    ) -> tuple[str, float]:
+        """The response as text, and its reward."""
+        text = self._decode(trajectory.tokens.tolist())
+        with self._metrics.reward_time.time():
+            reward = await self._rewards.score(str(prompt.row.get("prompt", "")), text, prompt.row)
+        return text, reward
 
     async def _generate(
         self, builder: TrajectoryBuilder, *, request_id: str, seed: int, priority: int
@@ -227,10 +233,7 @@ class GeneratorProcess:
             trajectory = await self._generate(
                 builder, request_id=f"eval-{placeholder}", seed=order.seed, priority=0
             )
-            text = self._decode(trajectory.tokens.tolist())
-            reward = await self._rewards.score(
-                str(order.prompt.row.get("prompt", "")), text, order.prompt.row
-            )
+            _, reward = await self._score(trajectory, order.prompt)
         except (AsyncrlError, EngineError) as error:
             await self._give_up(error)
             return
