@@ -332,8 +332,14 @@ class DecodeCore:
             logits = logits[torch.from_numpy(index).to(logits.device)]
         logprobs = processed_logprobs(logits, rows.temperature[row], rows.top_p[row])
         position = (rows.total - rows.prompt)[row] + offset
-        tokens = draw(logprobs, uniforms(rows.seed[row], position))
-        return _Draws(row, offset, logprobs, tokens.cpu().numpy())
+        tokens = draw(logprobs, uniforms(rows.seed[row], position)).cpu().numpy()
+        if tokens.min() < 0:
+            names = sorted({rows.requests[r].request_id for r in row[tokens < 0]})
+            raise EngineError(
+                f"the model's probabilities are not finite for requests {names[:5]} under policy "
+                f"version {self.policy_version}: its weights or activations overflowed"
+            )
+        return _Draws(row, offset, logprobs, tokens)
 
     def _keep(
         self, draws: _Draws, drafts: IntArray, counts: IntArray
@@ -373,12 +379,6 @@ class DecodeCore:
             logprobs = logprobs[torch.from_numpy(chosen).to(logprobs.device)]
         column = torch.from_numpy(tokens[:, None]).to(logprobs.device)
         picked = logprobs.gather(1, column).squeeze(1).cpu().numpy()
-        if not np.isfinite(picked).all():
-            names = {rows.requests[r].request_id for r in row[~np.isfinite(picked)]}
-            raise EngineError(
-                f"the model's probabilities are not finite for requests {sorted(names)[:5]} under "
-                f"policy version {self.policy_version}: its weights or activations overflowed"
-            )
         ids, values = top_k(logprobs, self._settings.top_k)
         rows.tokens[row, rows.total[row] + offset] = tokens
         at = rows.unsent[row] + offset

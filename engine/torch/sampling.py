@@ -73,11 +73,14 @@ def _nucleus(logprobs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
 def draw(logprobs: torch.Tensor, numbers: NDArray[np.float64]) -> torch.Tensor:
     """`[N]` int64 tokens: the first whose cumulative mass exceeds the number's share of all.
 
-    A token of no mass is never drawn: its cumulative mass equals its predecessor's.
+    A token of no mass is never drawn: its cumulative mass equals its predecessor's. Where a
+    distribution is not finite the token is -1.
     """
     cumulative = torch.cumsum(logprobs.exp(), dim=-1, dtype=torch.float64)
-    at = torch.from_numpy(numbers).to(logprobs.device)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, at, right=True).squeeze(-1)
+    total = cumulative[:, -1]
+    at = torch.from_numpy(numbers).to(logprobs.device) * total
+    tokens = torch.searchsorted(cumulative, at[:, None], right=True).squeeze(-1)
+    return tokens.masked_fill_(~torch.isfinite(total), -1)
 
 
 def top_k(logprobs: torch.Tensor, k: int) -> tuple[IntArray, FloatArray]:

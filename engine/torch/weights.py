@@ -40,7 +40,8 @@ def check_weights(
     for name, tensor in given.items():
         target = own[name]
         first = chosen.setdefault(target.data_ptr(), (name, target, tensor))
-        if first[2] is not tensor and not torch.equal(first[2], tensor):
+        same = first[2].data_ptr() == tensor.data_ptr() or torch.equal(first[2], tensor)
+        if not same:
             raise WeightsError(f"{first[0]!r} and {name!r} are one tied weight but differ")
     _refuse(
         "missing weights",

@@ -1,0 +1,253 @@
+"""TorchEngine: the asyncio shell. Streams, pauses, swaps, failures that wake everybody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import STOP, make_llama, make_qwen3, save
+
+from cache.config import CacheConfig
+from engine.config import EngineConfig
+from engine.errors import EngineError, EngineStartError, RequestError, WeightsError
+from engine.factory import create_engine
+from engine.protocol import Engine, GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
+from engine.torch.engine import TorchEngine
+
+PROMPT = np.array([1, 2, 3], np.int32)
+DEADLINE = 60.0
+"""Seconds; far more than any of these needs, so that a hang is a failure and not a hang."""
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, DEADLINE))
+
+
+def engine_of(path: str, **changes: Any) -> Engine:
+    settings = {"slots": 4, "max_model_len": 64, "threads": 1, "top_k_logprobs": 4, "device": "cpu"}
+    config = EngineConfig(**(settings | {"torch": {"chunk_tokens": 2}} | changes))
+    return create_engine(config, path, cache_config=CacheConfig(max_bytes=1 << 20), seed=5)
+
+
+def request(name: str, **changes: Any) -> GenerateRequest:
+    params = SamplingParams(**({"max_tokens": 12, "top_k_logprobs": 4} | changes))
+    return GenerateRequest(name, "p", PROMPT, params)
+
+
+async def collect(engine: Engine, what: GenerateRequest) -> list[TokenChunk]:
+    return [chunk async for chunk in engine.generate(what)]
+
+
+def test_many_requests_stream_and_end(tiny_qwen3: str) -> None:
+    async def main() -> None:
+        engine = engine_of(tiny_qwen3)
+        await engine.start()
+        requests = [request(f"r{i}", seed=i, stop_tokens=(STOP,)) for i in range(20)]
+        answers = await asyncio.gather(*(collect(engine, r) for r in requests))
+        for r, chunks in zip(requests, answers, strict=True):
+            assert {c.request_id for c in chunks} == {r.request_id}
+            assert [c.finish_reason is None for c in chunks] == [True] * (len(chunks) - 1) + [False]
+        stats = engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+        assert stats.tokens_generated == sum(len(c.tokens) for chunks in answers for c in chunks)
+        await engine.close()
+        await engine.close()
+
+    run(main())
+
+
+def test_an_unseeded_request_draws_from_the_engines_stream(tiny_qwen3: str) -> None:
+    async def main() -> None:
+        written = []
+        for _ in range(2):
+            engine = engine_of(tiny_qwen3)
+            await engine.start()
+            a, b = [await collect(engine, request(name, max_tokens=30)) for name in "ab"]
+            written.append([np.concatenate([c.tokens for c in x]).tolist() for x in (a, b)])
+            await engine.close()
+        assert written[0] == written[1]
+        assert written[0][0] != written[0][1]
+
+    run(main())
+
+
+def test_closing_the_stream_frees_the_slot(tiny_qwen3: str) -> None:
+    async def main() -> None:
+        engine = engine_of(tiny_qwen3, slots=1)
+        await engine.start()
+        stream = engine.generate(request("a", max_tokens=60))
+        async for _ in stream:
+            break
+        assert engine.stats().running == 1
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert engine.stats().running == 0
+        assert (await collect(engine, request("a")))[-1].finish_reason == "length"
+        await engine.close()
+
+    run(main())
+
+
+def test_pause_stops_drawing_and_resume_goes_on(tiny_qwen3: str) -> None:
+    async def main() -> None:
+        engine = engine_of(tiny_qwen3)
+        await engine.start()
+        stream = engine.generate(request("a", max_tokens=40, seed=1))
+        written = (await anext(stream)).tokens.tolist()
+        await engine.pause()
+        await engine.pause()
+        steps = engine.stats().steps
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert engine.stats().steps == steps
+        score = await engine.score(
+            [ScoreRequest("s", PROMPT, PROMPT, SamplingParams(3, top_k_logprobs=2))]
+        )
+        assert score[0].policy_version == 0
+        await engine.resume()
+        async for chunk in stream:
+            written += chunk.tokens.tolist()
+        alone = await collect(engine, request("b", max_tokens=40, seed=1))
+        assert written == np.concatenate([c.tokens for c in alone]).tolist()
+        await engine.close()
+
+    run(main())
+
+
+def test_new_weights_in_flight(tiny_qwen3: str) -> None:
+    async def main() -> None:
+        engine = engine_of(tiny_qwen3)
+        await engine.start()
+        stream = engine.generate(request("a", max_tokens=40, seed=1))
+        versions = [(await anext(stream)).policy_version]
+        with pytest.raises(WeightsError, match="missing"):
+            await engine.update_weights([], 9)
+        await engine.update_weights(make_qwen3(seed=1).state_dict().items(), 4)
+        versions += [chunk.policy_version async for chunk in stream]
+        assert versions == sorted(versions)
+        assert set(versions) == {0, 4}
+        assert engine.stats().policy_version == 4
+        await engine.close()
+
+    run(main())
+
+
+def test_a_failing_loop_wakes_every_consumer(
+    tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        engine = engine_of(tiny_qwen3, slots=1)
+        assert isinstance(engine, TorchEngine)
+        await engine.start()
+        assert engine._core is not None
+
+        def broken() -> list[TokenChunk]:
+            raise ZeroDivisionError("injected")
+
+        monkeypatch.setattr(engine._core, "step", broken)
+        answers = await asyncio.gather(
+            *(collect(engine, request(name)) for name in "abc"), return_exceptions=True
+        )
+        assert all(isinstance(a, EngineError) and "injected" in str(a) for a in answers)
+        with pytest.raises(EngineError, match="injected"):
+            await collect(engine, request("d"))
+        await engine.close()
+
+    run(main())
+
+
+def test_close_ends_running_streams_as_aborted(tiny_qwen3: str) -> None:
+    async def main() -> None:
+        engine = engine_of(tiny_qwen3, slots=1)
+        await engine.start()
+        tasks = [asyncio.create_task(collect(engine, request(n, max_tokens=60))) for n in "ab"]
+        await asyncio.sleep(0)
+        await engine.close()
+        for chunks in await asyncio.gather(*tasks):
+            assert chunks[-1].finish_reason == "abort"
+        with pytest.raises(EngineError, match="closed"):
+            engine.stats()
+
+    run(main())
+
+
+def test_misuse_is_named(tiny_qwen3: str) -> None:
+    async def main() -> None:
+        engine = engine_of(tiny_qwen3)
+        with pytest.raises(EngineError, match="not started"):
+            engine.stats()
+        await engine.start()
+        with pytest.raises(EngineStartError, match="started before"):
+            await engine.start()
+        with pytest.raises(RequestError, match="max_model_len=64"):
+            await collect(engine, request("a", max_tokens=64))
+        await engine.close()
+
+    run(main())
+
+
+def start_error(path: str, **changes: Any) -> str:
+    """What `start` says of an impossible model or configuration."""
+    said = []
+
+    async def main() -> None:
+        with pytest.raises(EngineStartError) as caught:
+            await engine_of(path, **changes).start()
+        said.append(str(caught.value))
+
+    run(main())
+    return said[0]
+
+
+def test_a_missing_model_is_named(tmp_path: Any) -> None:
+    assert "nowhere" in start_error(str(tmp_path / "nowhere"))
+
+
+def test_more_positions_than_the_model_has_are_refused(tiny_qwen3: str) -> None:
+    assert "256 positions" in start_error(tiny_qwen3, max_model_len=300)
+
+
+def test_a_window_shorter_than_the_context_is_refused(tmp_path: Any) -> None:
+    sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    path = save(make_qwen3(**sliding), tmp_path)
+    assert "window of 16" in start_error(path)
+
+    async def main() -> None:
+        engine = engine_of(path, max_model_len=16)
+        await engine.start()
+        await engine.close()
+
+    run(main())
+
+
+def test_a_recurrent_model_is_refused(tmp_path: Any) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=10, hidden_size=16, state_size=4, num_hidden_layers=1)
+    assert "recurrent" in start_error(save(MambaForCausalLM(config), tmp_path))
+
+
+def test_another_attention_is_caught_by_the_self_check(tmp_path: Any) -> None:
+    """A model whose attention is not plain causal shows as a difference, whatever its config."""
+    from engine.torch import model as module
+
+    path = save(make_llama(), tmp_path)
+    loaded = module.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    loaded.model.layers[0].self_attn.register_forward_pre_hook(_reverse_positions, with_kwargs=True)
+    slots = module.SlotModel(loaded, slots=2, max_len=16)
+    with pytest.raises(EngineStartError, match="total variation"):
+        module._check_against_plain_forward(slots, path)
+
+
+def _reverse_positions(_module: Any, args: Any, kwargs: Any) -> Any:
+    """Make the layer depend on the length of what is fed: packing changes it."""
+    cos, sin = kwargs["position_embeddings"]
+    return args, kwargs | {"position_embeddings": (cos.flip(1), sin.flip(1))}
+
+
+def test_sglang_says_what_to_use() -> None:
+    with pytest.raises(EngineStartError, match=r"engine\.kind=torch"):
+        create_engine(EngineConfig(kind="sglang"), "x", cache_config=CacheConfig(), seed=0)
