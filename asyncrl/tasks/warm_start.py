@@ -7,8 +7,16 @@ temperature 1 about two times in three. Because the slips bound the accuracy fro
 learning is finished, that number hardly depends on seed, threads or machine. Reinforcement
 learning then has the right task: to stop the slips, which every group of samples shows.
 
-The recipe of the RL run that belongs to it is `RL_RECIPE`; how it was found and its curve are in
-its docstring.
+The RL run that belongs to it (examples/arithmetic.yaml): 16 prompts x 8 samples a step (about
+3,700 response tokens), temperature 1, GRPO with token-level normalisation, advantages not divided
+by their standard deviation, clip 0.2/0.28, AdamW at 2e-4 with betas (0.9, 0.95), no weight decay,
+gradients clipped at 1. Found with one step of staleness; held-out accuracy as sampled, 512 prompts:
+
+    step      0      10     20     30     40
+    accuracy  0.67   0.82   0.86   0.90   0.91
+
+1e-4 is slower (0.85 at step 20, 0.92 at 100), 3e-4 bears three steps of staleness (0.91 at 40).
+The distribution moves by a total variation of 2e-4 to 6e-4 per token and step.
 """
 
 from __future__ import annotations
