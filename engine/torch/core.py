@@ -15,8 +15,6 @@ decode as well, from the prompt's last token), then prompts to take in, then the
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -36,6 +34,7 @@ from engine.torch.requests import Limits
 from engine.torch.rows import NO_ROW, Rows
 from engine.torch.sampling import draw, processed_logprobs, top_k, uniforms
 from engine.torch.scoring import score_all
+from engine.torch.waiting import Waiting, context_of
 from engine.torch.weights import check_weights, copy_weights
 
 
@@ -89,9 +88,7 @@ class DecodeCore:
         self._rows = Rows(cache.slots, cache.max_len, buffer, settings.top_k)
         self._limits = Limits(cache.max_len, model.vocab_size, settings.top_k)
         self._kv_length = np.zeros(cache.slots, np.int32)
-        self._waiting: dict[str, GenerateRequest] = {}
-        self._queue: list[tuple[int, int, str]] = []
-        self._arrivals = itertools.count()
+        self._waiting = Waiting()
         self._generated = self._drafted = self._accepted = self._steps = 0
         self._busy_seconds = 0.0
         self.policy_version = 0
@@ -104,13 +101,12 @@ class DecodeCore:
         name = request.request_id
         if name in self._waiting or name in self._rows:
             raise RequestError(f"request {name!r}: a request of this id is being served")
-        self._waiting[name] = request
-        heapq.heappush(self._queue, (request.priority, next(self._arrivals), name))
+        self._waiting.add(request)
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> None:
         """Forget a request and free its slot; nothing happens when it has ended already."""
-        if self._waiting.pop(request_id, None) is None and request_id in self._rows:
+        if not self._waiting.drop(request_id) and request_id in self._rows:
             self._release(self._rows.row_of(request_id))
 
     @torch.inference_mode()
@@ -120,28 +116,14 @@ class DecodeCore:
         for row in reversed(range(rows.n)):
             chunks.append(rows.chunk(row, self.policy_version, "abort"))
             self._release(row)
-        chunks += [self._empty_abort(request) for request in self._waiting.values()]
-        self._waiting.clear()
+        chunks += [_aborted(request, self.policy_version) for request in self._waiting.drain()]
         self.check()
         return chunks
-
-    def _empty_abort(self, request: GenerateRequest) -> TokenChunk:
-        k = request.sampling.top_k_logprobs
-        return TokenChunk(
-            request_id=request.request_id,
-            tokens=np.empty(0, np.int32),
-            logprobs=np.empty(0, np.float32),
-            topk_ids=np.empty((0, k), np.int32),
-            topk_logprobs=np.empty((0, k), np.float32),
-            provenance=np.empty(0, np.uint8),
-            policy_version=self.policy_version,
-            finish_reason="abort",
-        )
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._waiting) or self._rows.n > 0
+        return len(self._waiting) > 0 or self._rows.n > 0
 
     def flush(self) -> list[TokenChunk]:
         """Every token drawn but not reported yet."""
@@ -196,9 +178,7 @@ class DecodeCore:
     def check(self) -> None:
         """Raise EngineError unless free + held == slots and nothing is counted twice."""
         self._rows.check()
-        queued = {name for _, _, name in self._queue}
-        if not self._waiting.keys() <= queued:
-            raise EngineError("a waiting request is in no queue")
+        self._waiting.check()
 
     # The step
 
@@ -221,13 +201,14 @@ class DecodeCore:
 
     def _admit(self) -> tuple[int, _Admitted]:
         """Fill free slots. Gives the number of decoding rows, and the rows with new contexts."""
-        requests = self._next_requests()
+        free = self._rows.slots - self._rows.n
+        requests = self._waiting.take(free, self._settings.max_prefill_tokens)
         groups: dict[bytes, list[GenerateRequest]] = {}
         for request in requests:
-            groups.setdefault(_context(request).tobytes(), []).append(request)
+            groups.setdefault(context_of(request).tobytes(), []).append(request)
         fresh: list[list[GenerateRequest]] = []
         for group in groups.values():
-            sibling = self._sibling_row(_context(group[0]))
+            sibling = self._sibling_row(context_of(group[0]))
             if sibling is None:
                 fresh.append(group)
                 continue
@@ -237,7 +218,7 @@ class DecodeCore:
                 self._model.cache.copy_row(sibling, row, length)
                 self._kv_length[row] = length
         decoding = self._rows.n
-        fresh.sort(key=lambda group: len(_context(group[0])))
+        fresh.sort(key=lambda group: len(context_of(group[0])))
         leaders = [self._take(group[0]) for group in fresh]
         followers = [
             (self._take(request), leader)
@@ -245,26 +226,6 @@ class DecodeCore:
             for request in group[1:]
         ]
         return decoding, _Admitted(leaders, followers)
-
-    def _next_requests(self) -> list[GenerateRequest]:
-        """Waiting requests for the free slots, within the prefill budget, best first."""
-        free = self._rows.slots - self._rows.n
-        budget = self._settings.max_prefill_tokens
-        contexts: set[bytes] = set()
-        out: list[GenerateRequest] = []
-        while self._queue and len(out) < free:
-            request = self._waiting.get(self._queue[0][2])
-            if request is not None:
-                context = _context(request)
-                cost = 0 if (key := context.tobytes()) in contexts else len(context)
-                if out and cost > budget:
-                    break
-                budget -= cost
-                contexts.add(key)
-                del self._waiting[request.request_id]
-                out.append(request)
-            heapq.heappop(self._queue)
-        return out
 
     def _sibling_row(self, context: IntArray) -> int | None:
         """A running row that begins with this context, its KV made under the current weights."""
@@ -282,7 +243,7 @@ class DecodeCore:
             seed = int(self._seeds.integers(0, 1 << 63))
         cache_row = NO_ROW
         if self._source is not None and request.cache_key:
-            cache_row = self._source.open(request.cache_key, _context(request))
+            cache_row = self._source.open(request.cache_key, context_of(request))
         row = self._rows.take(
             request,
             seed=seed & 0xFFFFFFFFFFFFFFFF,
@@ -420,6 +381,16 @@ class DecodeCore:
             self._kv_length[row] = self._kv_length[moved]
 
 
-def _context(request: GenerateRequest) -> IntArray:
-    both = np.concatenate([request.prompt_tokens, request.prefix_tokens])
-    return both.astype(np.int32, copy=False)
+def _aborted(request: GenerateRequest, policy_version: int) -> TokenChunk:
+    """The only chunk of a request that never ran."""
+    k = request.sampling.top_k_logprobs
+    return TokenChunk(
+        request_id=request.request_id,
+        tokens=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        topk_ids=np.empty((0, k), np.int32),
+        topk_logprobs=np.empty((0, k), np.float32),
+        provenance=np.empty(0, np.uint8),
+        policy_version=policy_version,
+        finish_reason="abort",
+    )
