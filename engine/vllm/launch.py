@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +47,8 @@ def launch(config: EngineConfig, model_path: str, cache_config: CacheConfig, see
     _check_device(config)
     meter = Meter()
     args = AsyncEngineArgs(**engine_args(config, model_path, cache_config, seed))
-    llm = AsyncLLM.from_engine_args(args, stat_loggers=[meter.logger])
+    with _without_compilers(args):
+        llm = AsyncLLM.from_engine_args(args, stat_loggers=[meter.logger])
     # The output task starts with the first request and takes the processor that it finds.
     if llm.output_handler is not None:
         llm.shutdown()
@@ -84,6 +88,7 @@ def engine_args(
         "distributed_executor_backend": "uni",
         "per_request_spec_decode_metrics": "summary" if drafts else "none",
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "enable_log_requests": False,
         "worker_extension_cls": worker.CLASS_PATH,
     }
@@ -105,6 +110,24 @@ def engine_args(
             }
         }
     return args
+
+
+@contextmanager
+def _without_compilers(args: AsyncEngineArgs) -> Iterator[None]:
+    """With `enforce_eager` on a CPU vLLM still compiles a few helpers of its sampler.
+
+    That takes longer than the whole start and makes them slower; the core inherits the refusal.
+    """
+    name = "TORCH_COMPILE_DISABLE"
+    before = os.environ.get(name)
+    if args.enforce_eager and current_platform.is_cpu():
+        os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _dtype(config: EngineConfig, *, on_cpu: bool) -> str:
