@@ -39,6 +39,7 @@ from monitoring.metrics_log import MetricsLog, read_metrics
 from monitoring.report import write_report
 from monitoring.timeline import Timeline
 from scheduler.messages import control, from_generator, from_trainer, to_generator, to_trainer
+from trainer.checkpoint import latest, version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,8 @@ class _Run:
         if exporter is not None:
             self._closing.callback(exporter.close)
             self._console.print(f"metrics: {exporter.url}", highlight=False)
+        newest = latest(self._directory.path / "checkpoints")
+        self._directory.cut_metrics(before_step=0 if newest is None else version_of(newest))
         rows = read_metrics(self._directory.path / "metrics.jsonl")
         log = MetricsLog(self._directory.path / "metrics.jsonl")
         self._closing.callback(log.close)

@@ -33,13 +33,21 @@ _FREE = frozenset(
     {
         "device",
         "threads",
+        "learning_rate",
+        "learning_rate_minimum",
+        "learning_rate_schedule",
+        "schedule_steps",
+        "warmup_steps",
+        "weight_decay",
+        "max_grad_norm",
         "checkpoint_every",
         "keep_checkpoints",
         "micro_batch_tokens",
         "gradient_checkpointing",
     }
 )
-"""Settings that may differ between two halves of a run: they change speed, memory, rounding."""
+"""Settings that may differ between two halves of a run: they change speed, memory and rounding, or
+are what people turn when a run goes wrong."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5")
 
 
@@ -118,6 +126,11 @@ def latest(checkpoints: Path) -> Path | None:
     """The newest complete checkpoint in a run's folder; None where there is none."""
     found = _complete(checkpoints)
     return found[-1] if found else None
+
+
+def version_of(directory: Path) -> int:
+    """The policy version of a complete checkpoint: the steps done. Raises CheckpointError."""
+    return int(_state(directory)["policy_version"])
 
 
 def prune(checkpoints: Path, keep: int) -> None:

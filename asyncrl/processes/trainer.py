@@ -36,7 +36,7 @@ from scheduler.messages import data, from_trainer, to_trainer
 from scheduler.messages.weights import WeightManifest
 from trainer.checkpoint import latest
 from trainer.config import TrainerConfig
-from trainer.errors import CheckpointError, ModelError, TrainerError
+from trainer.errors import BatchError, NonFiniteError, PublishError, TrainerError
 from trainer.learner import Learner
 from trainer.publish import WeightPublisher
 
@@ -252,9 +252,9 @@ async def run_trainer(spec: ChildSpec) -> None:
                 data_address=spec.data_address,
                 metrics_port=None if exporter is None else exporter.port,
             )
-        except (AsyncrlError, TrainerError, MonitoringError) as error:
-            at_fault = isinstance(error, UserError | ModelError | CheckpointError | MonitoringError)
-            await control.send(from_trainer.Failure(str(error), at_fault))
+        except (UserError, TrainerError, MonitoringError) as error:
+            own = isinstance(error, BatchError | NonFiniteError | PublishError)
+            await control.send(from_trainer.Failure(str(error), user_error=not own))
             raise
 
 

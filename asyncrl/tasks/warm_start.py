@@ -4,7 +4,7 @@ A 2-layer Qwen3 (0.33 M parameters, float32) imitates worked additions: first co
 that it learns the procedure, then ones in which one column in nine holds a slip. It ends as
 somebody who knows how to add and is careless: greedy decoding is almost always right, a sample at
 temperature 1 about two times in three. Because the slips bound the accuracy from above and the
-learning is finished, that number hardly depends on seed, threads or machine. Reinforcement
+learning is finished, that number should depend little on the machine. Reinforcement
 learning then has the right task: to stop the slips, which every group of samples shows.
 
 The RL run that belongs to it (examples/arithmetic.yaml): 16 prompts x 8 samples a step (about
