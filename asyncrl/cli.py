@@ -190,10 +190,10 @@ def main() -> None:
         refuse_foreign_packages()
         app()
     except AsyncrlError as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
     except MonitoringError as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

@@ -25,6 +25,7 @@ def command_line(tmp_path: Path, own_model: Path) -> Iterator[CommandLine]:
     """A command line whose processes are gone when the test ends."""
     command = CommandLine(tmp_path / "runs", own_model)
     yield command
+    command.end()
     left = [pid for role in ("trainer", "generator") for pid in command.children(role)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ class CommandLine:
 
     runs: Path
     model: Path
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
@@ -40,13 +41,22 @@ class CommandLine:
         return call(self.arguments(*more, **settings))
 
     def start(self, *more: str, **settings: object) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             self.arguments(*more, **settings),
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+        self.started.append(process)
+        return process
+
+    def end(self) -> None:
+        """Kill what a failed test left running."""
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+                process.communicate(timeout=30)
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
