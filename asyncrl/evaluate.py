@@ -47,7 +47,7 @@ def resolve_target(
         config = parse_config({}, source="the defaults")
     else:
         config = load_config(config_file, overrides)
-    with ProgressBar(console=console, transient=True) as bar:
+    with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         return config, resolve_model(ModelConfig(path=what), bar)
 
 

@@ -59,7 +59,8 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     """
     for function in config.rewards.functions:
         check_name(function.name)
-    with ProgressBar(console=console, transient=True) as bar:
+    console.print(f"model: {config.model.path}", highlight=False, soft_wrap=True)
+    with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         model_path = resolve_model(config.model, bar)
     task = load_task(config.task, model_path, config.run.seed)
     return Prepared(config, model_path, task)
