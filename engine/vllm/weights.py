@@ -1,8 +1,9 @@
-"""New weights on their way to vLLM's process: checked, then through a file in shared memory.
+"""New weights on their way to vLLM's process: checked, then through memory that both map.
 
-The file is private (mode 0600, a random name under /dev/shm), written again for each version and
-removed at the end; its layout is that of `scheduler.messages.weights`. Only the manifest, plain
-strings and numbers, goes over a socket.
+The memory is an anonymous file (memfd): no other user can open it, it needs no room in /dev/shm,
+and it is gone with this process however that ends. It is written again for each version, in the
+layout of `scheduler.messages.weights`. Only the manifest, plain strings and numbers, goes over a
+socket; the other process opens the file as /proc/PID/fd/N.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import math
 import mmap
 import os
-import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -78,8 +78,7 @@ def _refuse(what: str, wrong: list[str]) -> None:
 class WeightsFile:
     """The writer's side: one file, one version at a time."""
 
-    def __init__(self, directory: str = "/dev/shm") -> None:  # noqa: S108  (memory, not a disk)
-        self._path = Path(directory) / f"asyncrl-vllm-{os.getpid()}-{secrets.token_hex(8)}"
+    def __init__(self) -> None:
         self._fd: int | None = None
 
     def write(
@@ -92,7 +91,7 @@ class WeightsFile:
 
         Raises:
             WeightsError: names, shapes or values do not fit; vLLM was told nothing.
-            EngineError: there is not enough shared memory.
+            EngineError: there is not enough memory.
         """
         tensors = _unique(weights)
         shapes.check({name: tuple(t.shape) for name, t in tensors.items()})
@@ -111,19 +110,19 @@ class WeightsFile:
                 del view
             header.fill_(policy_version)
             del header
-        return WeightManifest(policy_version, str(self._path), end, tuple(specs))
+        path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        return WeightManifest(policy_version, path, end, tuple(specs))
 
     @contextlib.contextmanager
     def _mapped(self, size: int) -> Iterator[mmap.mmap]:
         try:
             if self._fd is None:
-                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                self._fd = os.memfd_create("asyncrl-weights")
             os.posix_fallocate(self._fd, 0, size)
             memory = mmap.mmap(self._fd, size)
         except OSError as error:
             raise EngineError(
-                f"{size} bytes of shared memory are needed for new weights ({self._path}): "
-                f"{error.strerror}; enlarge /dev/shm (docker: --shm-size)"
+                f"{size} bytes of memory are needed to hand new weights to vLLM: {error.strerror}"
             ) from error
         try:
             yield memory
@@ -133,11 +132,10 @@ class WeightsFile:
                 memory.close()
 
     def close(self) -> None:
-        """Remove the file. Idempotent."""
+        """Free the memory. Idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-            self._path.unlink(missing_ok=True)
 
 
 def read_tensors(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
