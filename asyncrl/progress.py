@@ -176,7 +176,8 @@ class Progress:
             "wall_seconds": self._earlier.seconds + now - self._began,
             "step_seconds": seconds,
             **message.metrics,
-            "mismatch_abs_mean": message.metrics.get("mismatch"),
+            # Of tokens drawn under the very policy that trains on them; a step may have none.
+            "mismatch_abs_mean": message.metrics.get("mismatch_fresh") or None,
             "tokens_generated": self._earlier.generated + total.generated,
             "tokens_drafted": self._earlier.drafted + total.drafted,
             "tokens_accepted": self._earlier.accepted + total.accepted,
