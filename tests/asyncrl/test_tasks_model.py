@@ -144,7 +144,7 @@ def test_load_task_tokenises_the_builtin_task(tiny_model: Path) -> None:
 
 @pytest.mark.slow
 def test_the_warm_start_leaves_room_to_improve() -> None:
-    """About 35 s on one quiet core; one recipe, one seed: 0.72 measured on 512 problems (sd 0.02)."""
+    """About 35 s on one quiet core; measured 0.72 on 512 problems at one seed (sd 0.02)."""
     tokenizer = builtin_tokenizer()
     result = warm_start(tokenizer)
     assert 0.58 <= result.sampled_accuracy <= 0.78
