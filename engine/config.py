@@ -73,5 +73,9 @@ class EngineConfig(BaseModel):
         le=64,
         description="K: most probable tokens reported per position; a request may ask for fewer.",
     )
-    torch: TorchConfig = Field(default_factory=TorchConfig, description="Used when kind=torch, and only then.")
-    vllm: VllmConfig = Field(default_factory=VllmConfig, description="Used when kind=vllm, and only then.")
+    torch: TorchConfig = Field(
+        default_factory=TorchConfig, description="Used when kind=torch, and only then."
+    )
+    vllm: VllmConfig = Field(
+        default_factory=VllmConfig, description="Used when kind=vllm, and only then."
+    )
