@@ -188,7 +188,9 @@ class Policy:
         """Compare packed with separate forward passes; choose the head; refuse if they differ."""
         high = self.vocab_size
         pairs = [(np.arange(1, 4, dtype=np.int32) % high, np.arange(2, 9, dtype=np.int32) % high)]
-        pairs.append((np.arange(5, 7, dtype=np.int32) % high, np.arange(9, 5, -1, np.int32) % high))
+        pairs.append(
+            (np.arange(5, 7, dtype=np.int32) % high, np.arange(9, 5, -1, dtype=np.int32) % high)
+        )
         batch = PackedBatch.of(pairs, self.device)
         self.model.eval()
         want = self._separate(model_path, pairs)

@@ -202,7 +202,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def _parquet(path: Path) -> Iterator[Located]:
-    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow as pa
     from pyarrow import parquet
 
     try:

@@ -116,7 +116,8 @@ def _find_again(rows: Rows, lost: NDArray[np.int64]) -> None:
 
 
 def _take(table: IntArray, rows: NDArray[np.int64], columns: NDArray[np.integer]) -> IntArray:
-    return table[rows[:, None], np.clip(columns, 0, table.shape[1] - 1)]
+    taken: IntArray = table[rows[:, None], np.clip(columns, 0, table.shape[1] - 1)]
+    return taken
 
 
 def _ragged_columns(lengths: IntArray) -> NDArray[np.int64]:
