@@ -112,16 +112,14 @@ class Controller:
         try:
             self._fleet.start_all()
             await self._until(
-                lambda: self._fleet.all_ready,
+                lambda: self._fleet.all_ready or self._stop_wanted,
                 seconds=self._config.launcher.startup_seconds,
                 what=lambda: f"{self._fleet.unready()} to become ready",
             )
             before = await self._evaluate_before()
             await self._train()
-            after = None
-            if self.trained_steps >= self._config.run.steps:
-                after = await self._evaluate_after()
-            return before, after
+            finished = self.trained_steps >= self._config.run.steps
+            return before, await self._evaluate_after() if finished else None
         finally:
             for loop in loops:
                 loop.cancel()
@@ -132,14 +130,17 @@ class Controller:
             right = round(state.accuracy_before * state.evaluation_samples)
             accuracy = Accuracy(right, state.evaluation_samples)
         else:
-            accuracy = await self._evaluate(0)
+            measured = await self._evaluate(0)
+            if measured is None:
+                return None
+            accuracy = measured
             state.accuracy_before = accuracy.value
             state.evaluation_samples = accuracy.samples
             self._directory.write_state(state)
         self._progress.evaluated("before", accuracy)
         return accuracy
 
-    async def _evaluate_after(self) -> Accuracy:
+    async def _evaluate_after(self) -> Accuracy | None:
         manifest = self._manifest
         if manifest is None:
             raise RunFailed("no weights were ever published")
@@ -155,37 +156,38 @@ class Controller:
             what=lambda: f"generators to install version {manifest.policy_version}",
         )
         accuracy = await self._evaluate(1)
-        self._progress.evaluated("after", accuracy)
+        if accuracy is not None:
+            self._progress.evaluated("after", accuracy)
         return accuracy
 
-    async def _evaluate(self, number: int) -> Accuracy:
-        """One round over the held-out prompts on all generators."""
+    async def _evaluate(self, number: int) -> Accuracy | None:
+        """One round over the held-out prompts on all generators; None when it was stopped."""
         config = self._config.evaluation
         total = min(config.prompts, len(self._task.evaluation)) * config.samples
         self._evaluation = current = EvaluationRound(number, total, threshold=config.threshold)
-        await self._ask_for_evaluation()
+        for worker in self._fleet.generators():
+            await self._ask_for_evaluation(worker)
         await self._until(
             lambda: current.complete or self._stop_wanted,
             seconds=config.timeout_seconds,
             what=lambda: f"evaluation samples ({current.finished} of {total} came back)",
         )
         self._evaluation = None
-        return current.accuracy()
+        return current.accuracy() if current.complete else None
 
-    async def _ask_for_evaluation(self) -> None:
+    async def _ask_for_evaluation(self, worker: Worker) -> None:
+        """Keep this generator busy while an evaluation goes on."""
         current = self._evaluation
         if current is None:
             return
-        for worker in self._fleet.generators():
-            for index in current.next_for(worker.name, worker.slots * 2):
-                prompt = self._task.evaluation[index // self._config.evaluation.samples]
-                seed = sample_seed(self._config.run.seed, "evaluation", current.number, index)
-                order = tg.Evaluate(current.number, index, _payload(prompt), seed)
-                await self._send(worker.name, order)
+        for index in current.next_for(worker.name, worker.slots * 2):
+            prompt = self._task.evaluation[index // self._config.evaluation.samples]
+            seed = sample_seed(self._config.run.seed, "evaluation", current.number, index)
+            order = tg.Evaluate(current.number, index, _payload(prompt), seed)
+            await self._send(worker.name, order)
 
     async def _train(self) -> None:
-        trainer = self._fleet.trainer
-        first_step = trainer.policy_version
+        first_step = max(0, self._fleet.trainer.policy_version)
         self.trained_steps = first_step
         if self._stop_wanted or first_step >= self._config.run.steps:
             return
@@ -284,7 +286,7 @@ class Controller:
             case fg.EvaluationSample():
                 if self._evaluation is not None and self._evaluation.number == message.round:
                     self._evaluation.came_back(message.index, message.reward)
-                    await self._ask_for_evaluation()
+                    await self._ask_for_evaluation(worker)
             case fg.WeightsInstalled():
                 worker.policy_version = message.policy_version
                 await self._apply(ev.WeightsInstalled(name, message.policy_version))
@@ -327,7 +329,7 @@ class Controller:
         self._directory.write_state(self._state)
         if self._scheduler is not None:
             await self._apply(ev.GeneratorJoined(worker.name, worker.slots, worker.policy_version))
-        await self._ask_for_evaluation()
+        await self._ask_for_evaluation(worker)
 
     async def _watch(self) -> None:
         while True:
@@ -339,11 +341,16 @@ class Controller:
                     raise RunFailed(
                         f"the trainer {reason}; its last words:\n{worker.handle.last_words()}"
                     )
-                if self._evaluation is not None:
-                    self._evaluation.lost(worker.name)
+                await self._evaluation_lost(worker)
                 await self._apply(ev.GeneratorLost(worker.name))
                 self._replace(worker, reason)
                 self._changed.set()
+
+    async def _evaluation_lost(self, worker: Worker) -> None:
+        if self._evaluation is not None:
+            self._evaluation.lost(worker.name)
+            for other in self._fleet.generators():
+                await self._ask_for_evaluation(other)
 
     def _replace(self, worker: Worker, reason: str) -> None:
         name = self._fleet.restart(worker)

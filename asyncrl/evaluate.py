@@ -14,6 +14,7 @@ from asyncrl.config import RunConfig, load_config, parse_config
 from asyncrl.controller import sample_seed
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.evaluation import Accuracy, EvaluationRound
+from asyncrl.processes.child import leaf_of
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.run_directory import find_run
 from asyncrl.tasks.config import ModelConfig
@@ -90,8 +91,8 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
             async with asyncio.TaskGroup() as group:
                 for index in range(total):
                     group.create_task(one(index))
-    except* (AsyncrlError, EngineError) as errors:
-        raise errors.exceptions[0] from None
+    except BaseExceptionGroup as group:
+        raise leaf_of(group) from group
     finally:
         await rewards.close()
         await engine.close()

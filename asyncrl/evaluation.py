@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 
@@ -36,6 +36,7 @@ class EvaluationRound:
         self._threshold = threshold
         self._waiting = deque(range(total))
         self._asked: dict[int, str] = {}
+        self._busy: Counter[str] = Counter()
         self._rewards: dict[int, float] = {}
 
     @property
@@ -50,14 +51,17 @@ class EvaluationRound:
 
     def next_for(self, generator: str, slots: int) -> list[int]:
         """Indices to ask of a generator now, so that its slots are full."""
-        busy = sum(1 for asked in self._asked.values() if asked == generator)
-        chosen = [self._waiting.popleft() for _ in range(min(slots - busy, len(self._waiting)))]
+        free = min(slots - self._busy[generator], len(self._waiting))
+        chosen = [self._waiting.popleft() for _ in range(free)]
         self._asked.update(dict.fromkeys(chosen, generator))
+        self._busy[generator] += len(chosen)
         return chosen
 
     def came_back(self, index: int, reward: float) -> None:
         """A sample came back; a second time changes nothing."""
-        self._asked.pop(index, None)
+        asked = self._asked.pop(index, None)
+        if asked is not None:
+            self._busy[asked] -= 1
         self._rewards.setdefault(index, reward)
 
     def lost(self, generator: str) -> None:
@@ -65,6 +69,7 @@ class EvaluationRound:
         for index in [i for i, asked in self._asked.items() if asked == generator]:
             del self._asked[index]
             self._waiting.append(index)
+        del self._busy[generator]
 
     def accuracy(self) -> Accuracy:
         """The outcome so far."""

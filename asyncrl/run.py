@@ -25,6 +25,7 @@ from asyncrl.errors import AsyncrlError, WaitTimeout
 from asyncrl.evaluation import Accuracy
 from asyncrl.fleet import Fleet
 from asyncrl.launch import LocalLauncher
+from asyncrl.processes.child import remove_left_weights
 from asyncrl.progress import Progress
 from asyncrl.rewards.loading import check_name
 from asyncrl.run_directory import RunDirectory, RunState
@@ -32,6 +33,7 @@ from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task
 from asyncrl.wire import Hub, RuntimeDirectory
+from monitoring.errors import MonitoringError
 from monitoring.exporter import exporter_for
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics, new_registry
@@ -74,7 +76,13 @@ def execute(prepared: Prepared, *, resume: bool, clean: bool, console: Console) 
         AsyncrlError: the run failed; its folder holds what it did.
     """
     directory = RunDirectory.create(prepared.config, resume=resume, clean=clean)
-    return asyncio.run(_Run(prepared, directory, resume=resume, console=console).execute())
+    run = _Run(prepared, directory, resume=resume, console=console)
+    try:
+        return asyncio.run(run.execute())
+    finally:
+        # Also of a run that failed: its report says how far it came.
+        with contextlib.suppress(MonitoringError):
+            write_report(directory.path)
 
 
 class _Run:
@@ -140,11 +148,11 @@ class _Run:
                 for task in background:
                     task.cancel()
                 await self._end_processes(hub, orderly=ended != "failed")
+                remove_left_weights(self._config.run.name)
                 state.ended = ended
                 self._directory.write_state(state)
             result = self._result(progress, before, after, seconds=time.monotonic() - began)
         self._directory.write_result(result)
-        write_report(self._directory.path)
         return result
 
     def _new_state(self) -> RunState:

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import zmq.asyncio
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import AsyncrlError
@@ -23,7 +24,21 @@ from engine.errors import EngineError
 from monitoring.errors import MonitoringError
 from trainer.errors import TrainerError
 
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and files of mode 0600
+"""Where the trainer publishes weights."""
+
 _PR_SET_PDEATHSIG = 1
+
+
+def weights_id(run_name: str, parent: int) -> str:
+    """Names the weight files of the run that this process started."""
+    return f"{run_name}-{parent}"
+
+
+def remove_left_weights(run_name: str) -> None:
+    """Remove what a killed trainer of this process's run left in memory."""
+    for path in SHARED_MEMORY.glob(f"asyncrl-{weights_id(run_name, os.getpid())}-weights-*"):
+        path.unlink(missing_ok=True)
 
 
 class ChildSpec(msgspec.Struct, frozen=True):
@@ -59,6 +74,12 @@ def live_and_die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         sys.exit(0)
+
+
+def leaf_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first real error inside a group: what a task of a TaskGroup died of."""
+    first = group.exceptions[0]
+    return leaf_of(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _end_what_was_started() -> None:
@@ -100,7 +121,12 @@ def main() -> None:
     except (EngineError, TrainerError, MonitoringError) as error:
         logger.error("%s", error)
         sys.exit(1)
+    except BaseExceptionGroup as group:
+        logger.exception("a loop of this process broke", exc_info=group)
+        sys.exit(1)
     finally:
+        # Let the last messages out: they say why this process ends.
+        zmq.asyncio.Context.instance().destroy(linger=1000)
         _end_what_was_started()
 
 

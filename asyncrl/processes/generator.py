@@ -28,7 +28,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.processes.child import ChildSpec
+from asyncrl.processes.child import ChildSpec, leaf_of
 from asyncrl.processes.kept_samples import KeptSamples
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.wire import Line
@@ -441,7 +441,10 @@ async def run_generator(spec: ChildSpec) -> None:
                 timeline=timeline,
                 metrics=metrics,
             )
-            await process.run(metrics_port=None if exporter is None else exporter.port)
+            try:
+                await process.run(metrics_port=None if exporter is None else exporter.port)
+            except BaseExceptionGroup as group:
+                raise leaf_of(group) from group
         except (AsyncrlError, EngineError, MonitoringError) as error:
             at_fault = isinstance(error, UserError | EngineStartError | MonitoringError)
             await control.send(from_generator.Failure(spec.name, str(error), at_fault))

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.processes.child import ChildSpec
+from asyncrl.processes.child import SHARED_MEMORY, ChildSpec, leaf_of, weights_id
 from asyncrl.processes.group_queue import GroupQueue
 from asyncrl.wire import Hub, Line
 from monitoring.errors import MonitoringError
@@ -43,7 +43,6 @@ from trainer.publish import WeightPublisher
 logger = logging.getLogger("asyncrl.trainer")
 
 REPORT_SECONDS = 0.5
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and files of mode 0600
 
 
 class TrainerProcess:
@@ -229,7 +228,7 @@ async def run_trainer(spec: ChildSpec) -> None:
             observe=metrics.observe_span,
         )
         closing.callback(timeline.close)
-        publisher = WeightPublisher(SHARED_MEMORY, f"{config.run.name}-{spec.parent}")
+        publisher = WeightPublisher(SHARED_MEMORY, weights_id(config.run.name, spec.parent))
         closing.callback(publisher.close)
         try:
             with timeline.span(SpanKind.STARTING):
@@ -248,12 +247,17 @@ async def run_trainer(spec: ChildSpec) -> None:
                 timeline=timeline,
                 metrics=metrics,
             )
-            await process.run(
-                data_address=spec.data_address,
-                metrics_port=None if exporter is None else exporter.port,
+            try:
+                await process.run(
+                    data_address=spec.data_address,
+                    metrics_port=None if exporter is None else exporter.port,
+                )
+            except BaseExceptionGroup as group:
+                raise leaf_of(group) from group
+        except (AsyncrlError, TrainerError, MonitoringError) as error:
+            own = isinstance(error, BatchError | NonFiniteError | PublishError) or not (
+                isinstance(error, UserError | TrainerError | MonitoringError)
             )
-        except (UserError, TrainerError, MonitoringError) as error:
-            own = isinstance(error, BatchError | NonFiniteError | PublishError)
             await control.send(from_trainer.Failure(str(error), user_error=not own))
             raise
 

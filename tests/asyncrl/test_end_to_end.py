@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,9 @@ def test_a_killed_trainer_ends_the_run_with_its_last_words(command_line: Command
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
     assert "the trainer was killed by SIGKILL; its last words" in output
+    left = Path("/dev/shm").glob(f"asyncrl-your-own-{process.pid}-*")  # noqa: S108
+    assert not list(left), "the dead trainer's weights are still in memory"
+    assert (command_line.folder / "report.html").exists()
 
 
 def test_a_killed_run_takes_its_processes_along_and_resumes(command_line: CommandLine) -> None:
