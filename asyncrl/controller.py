@@ -199,6 +199,7 @@ class Controller:
             group_key=order.index,
         )
         self._order = order
+        await self._hear_counters()
         self._progress.training_begins(self._scheduler, first_step)
         await self._apply(ev.TrainerJoined(first_step))
         for worker in self._fleet.generators():
@@ -207,9 +208,19 @@ class Controller:
             self._changed.clear()
             await self._next_change()
         reason = self._finish
+        await self._hear_counters()
         self._progress.training_ends()
         if reason.startswith("failed"):
             raise RunFailed(reason.removeprefix("failed").strip(": "))
+
+    async def _hear_counters(self) -> None:
+        """Wait for a report of each generator from now, so that totals are of this moment."""
+        now = time.monotonic()
+        await self._until(
+            lambda: all(worker.reported > now for worker in self._fleet.generators()),
+            seconds=self._config.launcher.silence_seconds,
+            what=lambda: "reports of generators",
+        )
 
     async def _until(
         self, condition: Callable[[], bool], *, seconds: float, what: Callable[[], str]
@@ -291,7 +302,7 @@ class Controller:
                 worker.policy_version = message.policy_version
                 await self._apply(ev.WeightsInstalled(name, message.policy_version))
             case fg.GeneratorReport():
-                worker.generator_report = message
+                worker.generator_report, worker.reported = message, time.monotonic()
             case fg.Failure():
                 self._failed(worker, message.reason, user_error=message.user_error)
             case fg.Goodbye():

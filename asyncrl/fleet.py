@@ -34,6 +34,8 @@ class Worker:
     policy_version: int = -1
     slots: int = 0
     metrics_port: int | None = None
+    reported: float = 0.0
+    """When the last report came (monotonic seconds)."""
     generator_report: from_generator.GeneratorReport | None = None
     trainer_report: from_trainer.TrainerReport | None = None
 
