@@ -27,6 +27,9 @@ from trainer.errors import TrainerError
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and files of mode 0600
 """Where the trainer publishes weights."""
 
+ENDING_SECONDS = 10
+"""Longest time that a child told to end may take to clean up."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -90,6 +93,8 @@ def _end_what_was_started() -> None:
 
 
 def _end_by_signal(number: int, _frame: object) -> None:
+    """End in order, but end: after ENDING_SECONDS the kernel does it."""
+    signal.alarm(ENDING_SECONDS)
     sys.exit(128 + number)
 
 

@@ -94,6 +94,7 @@ class GeneratorProcess:
         self._swap = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
+        self._failure: Exception | None = None
         self._activity_since = time.monotonic()
         self._activity: SpanKind = SpanKind.WAITING
 
@@ -119,6 +120,8 @@ class GeneratorProcess:
             for task in [*self._writing.values(), *self._evaluating.values(), *self._background]:
                 task.cancel()
             self._note_activity(SpanKind.WAITING)
+        if self._failure is not None:
+            raise self._failure
         await self._control.send(from_generator.Goodbye(self._name))
 
     async def _commands(self) -> None:
@@ -157,7 +160,7 @@ class GeneratorProcess:
         except RequestError as error:
             await self._report_failure(order.sample, str(error), user_error=False)
         except EngineError as error:
-            await self._give_up(error)
+            self._give_up(error)
         else:
             self._held[order.sample] = held
             trajectory = held.trajectory
@@ -235,7 +238,7 @@ class GeneratorProcess:
             )
             _, reward = await self._score(trajectory, order.prompt)
         except (AsyncrlError, EngineError) as error:
-            await self._give_up(error)
+            self._give_up(error)
             return
         finally:
             self._evaluating.pop((order.round, order.index), None)
@@ -265,7 +268,7 @@ class GeneratorProcess:
                 except WeightsSupersededError:
                     logger.info("weights of version %d were overtaken by newer ones", version)
                 except EngineError as error:
-                    await self._give_up(error)
+                    self._give_up(error)
                     return
         seconds = time.monotonic() - started
         self._metrics.weights_time.observe(seconds)
@@ -379,12 +382,10 @@ class GeneratorProcess:
             from_generator.SampleFailed(self._name, sample, reason, user_error)
         )
 
-    async def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: Exception) -> None:
         """Tell the controller that this process cannot go on, and end."""
-        logger.error("%s", error)
-        await self._control.send(
-            from_generator.Failure(self._name, str(error), isinstance(error, UserError))
-        )
+        logger.error("this process cannot go on: %s", error)
+        self._failure = error
         self._ended.set()
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
