@@ -19,6 +19,8 @@ from engine.vllm.environment import VllmLog, prepare
 from engine.vllm.steps import StepQueue
 
 if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     from engine.vllm.launch import Launched
 
 T = TypeVar("T")
@@ -187,8 +189,19 @@ class Core:
         self._unwatch()
         launched, self._launched = self._launched, None
         if launched is not None:
-            await asyncio.to_thread(launched.llm.shutdown, _SHUTDOWN_SECONDS)
+            await _shut_down(launched.llm)
             # AsyncLLM lies in a reference cycle, and its __del__ fails when the interpreter ends.
             del launched
             gc.collect()
         self._log.remove()
+
+
+async def _shut_down(llm: AsyncLLM) -> None:
+    """End the core's process, then what vLLM leaves open in this one: two tasks, a zmq context."""
+    tasks = [llm.output_handler, llm.engine_core.resources.output_queue_task]
+    await asyncio.to_thread(llm.shutdown, _SHUTDOWN_SECONDS)
+    # Only after the cancelled tasks have ended are their sockets closed.
+    cancelled = [task for task in tasks if task is not None]
+    if cancelled:
+        await asyncio.wait(cancelled, timeout=_SHUTDOWN_SECONDS)
+    llm.engine_core.ctx.destroy(linger=0)

@@ -86,13 +86,12 @@ class StepQueue:
             EngineError, or what vLLM raised: it failed and nothing waits.
         """
         await self._ready.wait()
-        self._ready.clear()
+        if self._error is None and not self._aborted:
+            self._ready.clear()  # an end stays an end
         if self._steps:
             taken = list(self._steps)
             self._steps.clear()
             self._waiting = 0
-            if self._error is not None or self._aborted:
-                self._ready.set()
             return taken
         if self._error is not None:
             raise self._error

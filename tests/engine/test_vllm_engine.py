@@ -1,7 +1,7 @@
 """The vLLM engine against real vLLM on this machine: one engine for the whole module.
 
 Sampling is compared by chi-square with the distribution of the model, enumerated over all
-responses. Each such test fails a right engine with probability ALARM = 1e-5; there are three.
+responses. Each comparison fails a right engine with probability ALARM = 1e-5; there are two.
 """
 
 from __future__ import annotations
