@@ -27,6 +27,14 @@ T = TypeVar("T")
 
 _SHUTDOWN_SECONDS = 3.0
 """Then its process is killed: it holds nothing that matters."""
+_SOCKETS = (
+    "output_socket",
+    "input_socket",
+    "first_req_send_socket",
+    "first_req_rcv_socket",
+    "stats_update_socket",
+)
+"""Those of AsyncLLM's client; all must be closed before its context can be."""
 
 
 class Core:
@@ -197,11 +205,14 @@ class Core:
 
 
 async def _shut_down(llm: AsyncLLM) -> None:
-    """End the core's process, then what vLLM leaves open in this one: two tasks, a zmq context."""
-    tasks = [llm.output_handler, llm.engine_core.resources.output_queue_task]
+    """End the core's process, then what vLLM leaves open in this one: tasks, sockets, a context."""
+    resources = llm.engine_core.resources
+    tasks = [task for task in (llm.output_handler, resources.output_queue_task) if task is not None]
     await asyncio.to_thread(llm.shutdown, _SHUTDOWN_SECONDS)
-    # Only after the cancelled tasks have ended are their sockets closed.
-    cancelled = [task for task in tasks if task is not None]
-    if cancelled:
-        await asyncio.wait(cancelled, timeout=_SHUTDOWN_SECONDS)
-    llm.engine_core.ctx.destroy(linger=0)
+    if tasks:  # cancelled by now
+        await asyncio.wait(tasks, timeout=_SHUTDOWN_SECONDS)
+    for name in _SOCKETS:
+        socket = getattr(resources, name)
+        if socket is not None:
+            socket.close(linger=0)
+    resources.ctx.term()
