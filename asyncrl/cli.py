@@ -184,7 +184,10 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - so that `my_rewards:function` is found
     console = Console(stderr=True)
+    from engine.errors import EngineError
     from monitoring.errors import MonitoringError
+    from scheduler.errors import SchedulerError
+    from trainer.errors import TrainerError
 
     try:
         refuse_foreign_packages()
@@ -192,9 +195,9 @@ def main() -> None:
     except AsyncrlError as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
-    except MonitoringError as error:
+    except (MonitoringError, EngineError, SchedulerError, TrainerError, OSError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, MonitoringError | OSError) else 1)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,8 @@ class LauncherConfig(BaseModel):
     """A process that reports nothing for so long is killed and counted as dead."""
     stop_seconds: float = Field(default=60.0, gt=0)
     """Longest wait for a process to end when asked; then it is killed."""
+    checkpoint_seconds: float = Field(default=600.0, gt=0)
+    """So much longer may the trainer take to end: it writes a checkpoint."""
     max_restarts: int = Field(default=3, ge=0)
     """How often generators that died are started again, all together."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from asyncrl.errors import UserError
 from asyncrl.run_directory import is_alive, read_state
-from asyncrl.wire import Hub, Line
+from asyncrl.wire import Hub, Line, Unreachable
 from asyncrl.wire.addresses import is_private
 from scheduler.messages import control
 
@@ -23,7 +24,9 @@ async def serve_control(
     """Answer users one after the other, until cancelled."""
     while True:
         peer, request = await hub.receive()
-        await hub.send(peer, await answer(request))
+        reply = await answer(request)
+        with contextlib.suppress(Unreachable):  # whoever asked has not waited
+            await hub.send(peer, reply)
 
 
 def ask(run: Path, request: control.Request) -> control.Reply:
@@ -34,7 +37,7 @@ def ask(run: Path, request: control.Request) -> control.Reply:
         WaitTimeout: its controller did not answer.
     """
     state = read_state(run)
-    if state is None or not is_alive(state):
+    if state is None or not is_alive(run):
         how = "it was killed" if state is None or state.ended is None else f"it {state.ended}"
         raise UserError(
             f"the run in {run} is not going on ({how}); see {run / 'logs'}. Resume it with "

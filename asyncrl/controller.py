@@ -84,6 +84,8 @@ class Controller:
         self._timeline = timeline
         self._scheduler: Scheduler | None = None
         self._evaluation: EvaluationRound | None = None
+        self._evaluated_version = 0
+        """The version that the evaluation is of; answers of older ones do not count."""
         self._manifest: WeightManifest | None = None
         self._deciding = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -164,6 +166,7 @@ class Controller:
         """One round over the held-out prompts on all generators; None when it was stopped."""
         config = self._config.evaluation
         total = min(config.prompts, len(self._task.evaluation)) * config.samples
+        self._evaluated_version = 0 if self._manifest is None else self._manifest.policy_version
         self._evaluation = current = EvaluationRound(number, total, threshold=config.threshold)
         for worker in self._fleet.generators():
             await self._ask_for_evaluation(worker)
@@ -171,6 +174,7 @@ class Controller:
             lambda: current.complete or self._stop_wanted,
             seconds=config.timeout_seconds,
             what=lambda: f"evaluation samples ({current.finished} of {total} came back)",
+            progress=lambda: current.finished,
         )
         self._evaluation = None
         return current.accuracy() if current.complete else None
@@ -178,7 +182,7 @@ class Controller:
     async def _ask_for_evaluation(self, worker: Worker) -> None:
         """Keep this generator busy while an evaluation goes on."""
         current = self._evaluation
-        if current is None:
+        if current is None or worker.policy_version < self._evaluated_version:
             return
         for index in current.next_for(worker.name, worker.slots * 2):
             prompt = self._task.evaluation[index // self._config.evaluation.samples]
@@ -223,11 +227,22 @@ class Controller:
         )
 
     async def _until(
-        self, condition: Callable[[], bool], *, seconds: float, what: Callable[[], str]
+        self,
+        condition: Callable[[], bool],
+        *,
+        seconds: float,
+        what: Callable[[], str],
+        progress: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Wait until the pump made this true. Raises WaitTimeout naming what was waited for."""
-        deadline = time.monotonic() + seconds
+        """Wait until the pump made this true, at most so long without progress.
+
+        Raises:
+            WaitTimeout: naming what was waited for.
+        """
+        deadline, made = time.monotonic() + seconds, progress()
         while not condition():
+            if progress() != made:
+                deadline, made = time.monotonic() + seconds, progress()
             left = deadline - time.monotonic()
             if left <= 0:
                 raise WaitTimeout(f"waited {seconds:.0f} s for {what()}")
@@ -296,11 +311,15 @@ class Controller:
                 await self._apply(ev.SampleDelivered(name, message.sample))
             case fg.EvaluationSample():
                 if self._evaluation is not None and self._evaluation.number == message.round:
-                    self._evaluation.came_back(message.index, message.reward)
+                    if message.policy_version < self._evaluated_version:
+                        self._evaluation.again(message.index)
+                    else:
+                        self._evaluation.came_back(message.index, message.reward)
                     await self._ask_for_evaluation(worker)
             case fg.WeightsInstalled():
                 worker.policy_version = message.policy_version
                 await self._apply(ev.WeightsInstalled(name, message.policy_version))
+                await self._ask_for_evaluation(worker)
             case fg.GeneratorReport():
                 worker.generator_report, worker.reported = message, time.monotonic()
             case fg.Failure():
@@ -340,6 +359,8 @@ class Controller:
         self._directory.write_state(self._state)
         if self._scheduler is not None:
             await self._apply(ev.GeneratorJoined(worker.name, worker.slots, worker.policy_version))
+        elif self._manifest is not None and worker.policy_version < self._evaluated_version:
+            await self._send(worker.name, tg.InstallWeights(self._manifest))
         await self._ask_for_evaluation(worker)
 
     async def _watch(self) -> None:
@@ -367,7 +388,7 @@ class Controller:
         name = self._fleet.restart(worker)
         if name is not None:
             self._progress.say(f"started {name} in place of {worker.name}")
-        elif not self._fleet.generators():
+        elif not self._fleet.has_generators:
             raise RunFailed(
                 f"{worker.name} {reason} and no generator is left (launcher.max_restarts is "
                 f"{self._config.launcher.max_restarts}); its last words:\n"
@@ -443,6 +464,8 @@ class Controller:
                 await self.stop()
                 return ctl.Accepted("the step in hand is finished, then a checkpoint is written")
             case ctl.PauseRequest():
+                if self._scheduler is None or self._finish is not None:
+                    return ctl.Refused("only training can be paused, and it does not go on now")
                 await self._apply(ev.PauseRequested())
                 return ctl.Accepted("generators stop drawing tokens")
             case ctl.ResumeRequest():

@@ -60,10 +60,10 @@ def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Accu
         AsyncrlError: the engine failed.
     """
     task = load_task(config.task, model_path, config.run.seed)
-    engine = create_engine(
-        config.engine, model_path, cache_config=config.cache, seed=config.run.seed
-    )
     try:
+        engine = create_engine(
+            config.engine, model_path, cache_config=config.cache, seed=config.run.seed
+        )
         return asyncio.run(_evaluate(config, task, engine, console))
     except EngineError as error:
         raise AsyncrlError(str(error)) from error

@@ -64,6 +64,13 @@ class EvaluationRound:
             self._busy[asked] -= 1
         self._rewards.setdefault(index, reward)
 
+    def again(self, index: int) -> None:
+        """A sample came back that does not count (drawn under older weights): ask once more."""
+        asked = self._asked.pop(index, None)
+        if asked is not None:
+            self._busy[asked] -= 1
+            self._waiting.append(index)
+
     def lost(self, generator: str) -> None:
         """A generator is gone: what it was asked for is asked again elsewhere."""
         for index in [i for i, asked in self._asked.items() if asked == generator]:

@@ -16,6 +16,9 @@ from asyncrl.run_directory import RunDirectory
 from asyncrl.wire import RuntimeDirectory
 from scheduler.messages import from_generator, from_trainer
 
+_SUSPENDED_SECONDS = 10.0
+"""A watch that comes so late was not running meanwhile."""
+
 
 @dataclass(slots=True)
 class Worker:
@@ -78,6 +81,8 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
         self._restarts = 0
         self._started = 0
+        self._ending = False
+        self._looked = time.monotonic()
 
     def start_all(self) -> None:
         """Start the trainer and the generators."""
@@ -85,7 +90,7 @@ class Fleet:
         for index in range(self._config.launcher.generators):
             self._start(f"generator-{index}", "generator")
 
-    def _start(self, name: str, role: str) -> Worker:
+    def _start(self, name: str, role: str, *, first: bool = True) -> Worker:
         self._started += 1
         spec = ChildSpec(
             role=role,
@@ -99,6 +104,7 @@ class Fleet:
             process_index=self._started,
             stop_tokens=self._stop_tokens,
             resume=self._resume,
+            first=first,
         )
         worker = Worker(name, role == "trainer", self._launcher.start(spec))
         self._workers[name] = worker
@@ -116,6 +122,11 @@ class Fleet:
             for worker in self._workers.values()
             if not worker.is_trainer and worker.is_ready and not worker.gone
         ]
+
+    @property
+    def has_generators(self) -> bool:
+        """Whether a generator lives, ready or not."""
+        return any(not worker.is_trainer for worker in self.alive)
 
     @property
     def alive(self) -> list[Worker]:
@@ -153,17 +164,23 @@ class Fleet:
     def deaths(self) -> list[tuple[Worker, str]]:
         """Processes found dead since the last call, each once, and how they ended."""
         found = []
+        now = time.monotonic()
+        if now - self._looked > _SUSPENDED_SECONDS:
+            # This process was stopped (Ctrl-Z) or starved: the silence was its own.
+            for worker in self.alive:
+                worker.heard = now
+        self._looked = now
         for worker in self.alive:
             code = worker.handle.exit_code()
             silent = time.monotonic() - worker.heard
-            limit = self._config.launcher.silence_seconds
+            launcher = self._config.launcher
+            limit = launcher.silence_seconds if worker.is_ready else launcher.startup_seconds
             if code is not None:
                 reason = _how_it_ended(code) + (f": {worker.reason}" if worker.reason else "")
-            elif worker.is_ready and silent > limit:
+            elif silent > limit:
                 worker.handle.end(by_force=True)
-                reason = (
-                    f"said nothing for {silent:.0f} s (launcher.silence_seconds) and was killed"
-                )
+                setting = "silence_seconds" if worker.is_ready else "startup_seconds"
+                reason = f"said nothing for {silent:.0f} s ({setting}) and was killed"
             else:
                 continue
             worker.gone = True
@@ -171,34 +188,43 @@ class Fleet:
         return found
 
     def restart(self, lost: Worker) -> str | None:
-        """Start a generator in place of a lost one; None when too many were lost."""
-        if self._restarts >= self._config.launcher.max_restarts:
+        """Start a generator in place of a lost one; None when too many were lost, or at the end."""
+        if self._ending or self._restarts >= self._config.launcher.max_restarts:
             return None
         self._restarts += 1
         base = lost.name.split(".")[0]
-        return self._start(f"{base}.{self._restarts}", "generator").name
+        return self._start(f"{base}.{self._restarts}", "generator", first=False).name
 
     def end_all(self, *, by_force: bool = False) -> None:
         """Ask those that have not ended to end, or kill them; does not wait."""
+        self._ending = True
         for worker in self.alive:
             worker.handle.end(by_force=by_force)
 
-    def wait_for_end(self, seconds: float) -> None:
-        """Wait until all have ended; kill those that have not by then, and say so.
+    def wait_for_end(self) -> None:
+        """Wait until all have ended; kill those that have not in time, and say so.
+
+        Generators get launcher.stop_seconds, the trainer launcher.checkpoint_seconds more.
 
         Raises:
             WaitTimeout: some had to be killed.
         """
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
+        launcher = self._config.launcher
         left = self.alive
-        while left and time.monotonic() < deadline:
+        killed: list[str] = []
+        while left:
             left = [worker for worker in left if worker.handle.exit_code() is None]
+            waited = time.monotonic() - began
+            for worker in left:
+                extra = launcher.checkpoint_seconds if worker.is_trainer else 0.0
+                if waited > launcher.stop_seconds + extra and worker.name not in killed:
+                    worker.handle.end(by_force=True)
+                    killed.append(worker.name)
             time.sleep(0.02)
-        for worker in left:
-            worker.handle.end(by_force=True)
-        if left:
-            names = ", ".join(worker.name for worker in left)
-            raise WaitTimeout(f"{names} did not end within {seconds:.0f} s and had to be killed")
+        if killed:
+            waited = time.monotonic() - began
+            raise WaitTimeout(f"{', '.join(killed)} did not end within {waited:.0f} s: killed")
 
 
 def _how_it_ended(code: int) -> str:

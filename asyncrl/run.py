@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import time
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
 from asyncrl.config import RunConfig
 from asyncrl.control import serve_control
 from asyncrl.controller import Controller
-from asyncrl.errors import AsyncrlError, WaitTimeout
+from asyncrl.errors import DataError, UserError, WaitTimeout
 from asyncrl.evaluation import Accuracy
 from asyncrl.fleet import Fleet
 from asyncrl.launch import LocalLauncher
@@ -32,7 +34,7 @@ from asyncrl.run_directory import RunDirectory, RunState
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task
-from asyncrl.wire import Hub, RuntimeDirectory
+from asyncrl.wire import Hub, RuntimeDirectory, Unreachable
 from monitoring.errors import MonitoringError
 from monitoring.exporter import exporter_for
 from monitoring.live import LiveView
@@ -65,7 +67,29 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         model_path = resolve_model(config.model, bar)
     task = load_task(config.task, model_path, config.run.seed)
+    _refuse_impossible_prompts(config, task)
     return Prepared(config, model_path, task)
+
+
+def _refuse_impossible_prompts(config: RunConfig, task: Task) -> None:
+    """Find before the start what would fail in the middle: lengths, rows that cannot travel."""
+    encoder = msgspec.msgpack.Encoder()
+    room = config.engine.max_model_len - config.sampling.max_tokens
+    for prompt in itertools.chain(task.train, task.evaluation):
+        if len(prompt.tokens) > room:
+            raise DataError(
+                f"prompt {prompt.prompt_id} has {len(prompt.tokens)} tokens; with "
+                f"sampling.max_tokens {config.sampling.max_tokens} that is more than "
+                f"engine.max_model_len {config.engine.max_model_len}. Raise the latter, or leave "
+                "long prompts out with task.max_prompt_tokens and task.too_long: filter"
+            )
+        try:
+            encoder.encode(prompt.row)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise DataError(
+                f"the row of prompt {prompt.prompt_id} holds a value that cannot be handed to a "
+                f"reward: {error}. Numbers must fit 64 bits and texts be valid Unicode"
+            ) from error
 
 
 def execute(prepared: Prepared, *, resume: bool, clean: bool, console: Console) -> dict[str, Any]:
@@ -75,22 +99,40 @@ def execute(prepared: Prepared, *, resume: bool, clean: bool, console: Console) 
         UserError: the run name is in use, or the user's part failed during the run.
         AsyncrlError: the run failed; its folder holds what it did.
     """
-    directory = RunDirectory.create(prepared.config, resume=resume, clean=clean)
-    run = _Run(prepared, directory, resume=resume, console=console)
-    try:
-        return asyncio.run(run.execute())
-    finally:
-        # Also of a run that failed: its report says how far it came.
-        with contextlib.suppress(MonitoringError):
-            write_report(directory.path)
+    registry = new_registry()
+    with contextlib.ExitStack() as closing:
+        exporter = exporter_for(prepared.config.monitoring, registry, 0)
+        if exporter is not None:
+            closing.callback(exporter.close)
+            console.print(f"metrics: {exporter.url}", highlight=False)
+        directory = RunDirectory.create(prepared.config, resume=resume, clean=clean)
+        closing.callback(directory.close)
+        metrics = ControllerMetrics.register(registry, process="controller")
+        run = _Run(prepared, directory, resume=resume, console=console, metrics=metrics)
+        try:
+            return asyncio.run(run.execute())
+        except UserError:
+            directory.undo()
+            raise
+        finally:
+            # Also of a run that failed: its report says how far it came.
+            with contextlib.suppress(MonitoringError):
+                write_report(directory.path)
 
 
 class _Run:
     """One execution: owns what must be closed at its end."""
 
     def __init__(
-        self, prepared: Prepared, directory: RunDirectory, *, resume: bool, console: Console
+        self,
+        prepared: Prepared,
+        directory: RunDirectory,
+        *,
+        resume: bool,
+        console: Console,
+        metrics: ControllerMetrics,
     ) -> None:
+        self._metrics = metrics
         self._config = prepared.config
         self._task = prepared.task
         self._directory = directory
@@ -147,8 +189,8 @@ class _Run:
             finally:
                 for task in background:
                     task.cancel()
-                await self._end_processes(hub, orderly=ended != "failed")
-                remove_left_weights(self._config.run.name)
+                await self._end_processes(hub)
+                remove_left_weights()
                 state.ended = ended
                 self._directory.write_state(state)
             result = self._result(progress, before, after, seconds=time.monotonic() - began)
@@ -168,20 +210,14 @@ class _Run:
 
     def _progress(self) -> Progress:
         config = self._config
-        registry = new_registry()
-        metrics = ControllerMetrics.register(registry, process="controller")
-        exporter = exporter_for(config.monitoring, registry, 0)
-        if exporter is not None:
-            self._closing.callback(exporter.close)
-            self._console.print(f"metrics: {exporter.url}", highlight=False)
         newest = latest(self._directory.path / "checkpoints")
-        self._directory.cut_metrics(before_step=0 if newest is None else version_of(newest))
+        self._directory.cut_records(before_step=0 if newest is None else version_of(newest))
         rows = read_metrics(self._directory.path / "metrics.jsonl")
         log = MetricsLog(self._directory.path / "metrics.jsonl")
         self._closing.callback(log.close)
         view = LiveView(config.monitoring, config.run.steps, config.run.name, self._console)
         self._closing.callback(view.close)
-        return Progress(config, view=view, log=log, metrics=metrics, rows=rows)
+        return Progress(config, view=view, log=log, metrics=self._metrics, rows=rows)
 
     async def _serve_user(self, state: RunState, controller: Controller) -> None:
         hub: Hub[control.Request] = Hub(state.control_address, control.Request)
@@ -205,23 +241,24 @@ class _Run:
             )
             waiting.add(asyncio.ensure_future(controller.stop()))
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, stop)
             self._closing.callback(loop.remove_signal_handler, number)
 
-    async def _end_processes(self, hub: Hub[Any], *, orderly: bool) -> None:
+    async def _end_processes(self, hub: Hub[Any]) -> None:
+        """Have all processes end; a trainer that works writes a checkpoint, whatever failed."""
         for worker in self._fleet.alive:
-            message = (
-                to_trainer.Shutdown(checkpoint=orderly)
-                if worker.is_trainer
-                else to_generator.Shutdown()
-            )
-            with contextlib.suppress(AsyncrlError):
-                await hub.send(worker.name, message)
-        if not orderly:
-            self._fleet.end_all()
+            try:
+                if not worker.is_ready:
+                    worker.handle.end(by_force=False)
+                elif worker.is_trainer:
+                    await hub.send(worker.name, to_trainer.Shutdown(checkpoint=True))
+                else:
+                    await hub.send(worker.name, to_generator.Shutdown())
+            except Unreachable:
+                worker.handle.end(by_force=False)
         try:
-            await asyncio.to_thread(self._fleet.wait_for_end, self._config.launcher.stop_seconds)
+            await asyncio.to_thread(self._fleet.wait_for_end)
         except WaitTimeout as error:
             self._console.print(f"[yellow]{error}[/]")
 

@@ -13,12 +13,12 @@ report.html       the outcome, for people
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import yaml
@@ -26,6 +26,7 @@ import yaml
 from asyncrl.config import RunConfig, dump_config, parse_config
 from asyncrl.errors import UserError
 from monitoring.metrics_log import read_metrics
+from monitoring.samples import read_samples
 
 _FIXED = (
     ("run", "seed"),
@@ -52,8 +53,25 @@ class RunState(msgspec.Struct):
 class RunDirectory:
     """One run's folder, opened for writing by the process that runs it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, lock: int, earlier_config: str | None) -> None:
         self.path = path
+        self._lock = lock
+        self._earlier_config = earlier_config
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        os.close(self._lock)
+
+    def undo(self) -> None:
+        """Leave things as they were, after a mistake of the user's before the first checkpoint.
+
+        A fresh run's folder goes; a resumed run gets its configuration back. A run that has a
+        checkpoint is never touched.
+        """
+        if self._earlier_config is not None:
+            write_atomically(self.path / "config.yaml", self._earlier_config)
+        elif not any((self.path / "checkpoints").iterdir()):
+            shutil.rmtree(self.path)
 
     @classmethod
     def create(cls, config: RunConfig, *, resume: bool, clean: bool) -> RunDirectory:
@@ -65,8 +83,8 @@ class RunDirectory:
         """
         path = config.directory
         used = (path / "config.yaml").exists() or (path.exists() and any(path.iterdir()))
-        if used:
-            _refuse_if_alive(path)
+        if used and is_alive(path):
+            _refuse_live(path)
         if used and not resume and not clean:
             raise UserError(
                 f"the run name {config.run.name!r} is in use ({path} exists). Go on with it with "
@@ -74,17 +92,22 @@ class RunDirectory:
                 "--set run.name=NAME"
             )
         if resume:
-            if not used:
+            if not (path / "config.yaml").exists():
                 raise UserError(f"there is no run to resume at {path}; start it without --resume")
             _refuse_if_different(path, config)
+            (path / "result.json").unlink(missing_ok=True)
         elif used:
             if not (path / "config.yaml").exists():
                 raise UserError(f"{path} is not the folder of a run; --clean leaves it alone")
             shutil.rmtree(path)
+        earlier = (path / "config.yaml").read_text(encoding="utf-8") if resume else None
         for folder in ("checkpoints", "logs", "timeline"):
             (path / folder).mkdir(parents=True, exist_ok=True)
+        lock = _take_lock(path)
+        if lock is None:  # somebody was faster
+            _refuse_live(path)
         write_atomically(path / "config.yaml", dump_config(config))
-        return cls(path)
+        return cls(path, lock=lock, earlier_config=earlier)
 
     def read_state(self) -> RunState | None:
         """The state file, or None where there is none."""
@@ -100,12 +123,17 @@ class RunDirectory:
         write_atomically(path, json.dumps(result, indent=2) + "\n")
         return path
 
-    def cut_metrics(self, *, before_step: int) -> None:
-        """Drop metric lines of steps that a resumed run will do again."""
-        path = self.path / "metrics.jsonl"
-        if path.exists():
-            rows = [row for row in read_metrics(path) if row.get("step", 0) < before_step]
-            write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+    def cut_records(self, *, before_step: int) -> None:
+        """Drop lines of metrics and samples of steps that a resumed run will do again."""
+        metrics = self.path / "metrics.jsonl"
+        if metrics.exists():
+            rows = [row for row in read_metrics(metrics) if row.get("step", 0) < before_step]
+            write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        samples = self.path / "samples.jsonl"
+        if samples.exists():
+            records = [record for record in read_samples(samples) if record.step < before_step]
+            lines = [msgspec.json.encode(record).decode() + "\n" for record in records]
+            write_atomically(samples, "".join(lines))
 
 
 def read_state(path: Path) -> RunState | None:
@@ -134,14 +162,28 @@ def find_run(name: str | None, directory: Path) -> Path:
     raise UserError(f"there is {wanted} in {directory} (runs there: {known})")
 
 
-def is_alive(state: RunState | None) -> bool:
-    """Whether the process that wrote this state still runs it."""
-    if state is None or state.ended is not None:
-        return False
-    with contextlib.suppress(OSError):
-        command = Path(f"/proc/{state.pid}/cmdline").read_bytes()
-        return b"asyncrl" in command or b"pytest" in command
+def is_alive(path: Path) -> bool:
+    """Whether a process runs the run in this folder now: it holds the folder's lock."""
+    lock = _take_lock(path)
+    if lock is None:
+        return True
+    os.close(lock)
     return False
+
+
+def _take_lock(path: Path) -> int | None:
+    """An open descriptor that holds the folder's lock until closed; None when another has it.
+
+    A lock of the kernel's ends with its process however that ends, and does not mistake another
+    process of the same number for it, as a file with a process id would.
+    """
+    descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -151,13 +193,13 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _refuse_if_alive(path: Path) -> None:
+def _refuse_live(path: Path) -> NoReturn:
     state = read_state(path)
-    if state is not None and is_alive(state):
-        raise UserError(
-            f"the run in {path} is going on (process {state.pid}); "
-            f"watch it with `asyncrl status {path.name}`, end it with `asyncrl stop {path.name}`"
-        )
+    process = "" if state is None else f" (process {state.pid})"
+    raise UserError(
+        f"the run in {path} is going on{process}; "
+        f"watch it with `asyncrl status {path.name}`, end it with `asyncrl stop {path.name}`"
+    )
 
 
 def _refuse_if_different(path: Path, config: RunConfig) -> None:

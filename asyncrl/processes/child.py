@@ -8,9 +8,11 @@ the launcher) and says why it fails before it ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -38,10 +40,16 @@ def weights_id(run_name: str, parent: int) -> str:
     return f"{run_name}-{parent}"
 
 
-def remove_left_weights(run_name: str) -> None:
-    """Remove what a killed trainer of this process's run left in memory."""
-    for path in SHARED_MEMORY.glob(f"asyncrl-{weights_id(run_name, os.getpid())}-weights-*"):
-        path.unlink(missing_ok=True)
+def remove_left_weights() -> None:
+    """Remove what killed trainers left in memory: of this process's run, or of a dead one's."""
+    for path in SHARED_MEMORY.glob("asyncrl-*-weights-*"):
+        match = re.fullmatch(r"asyncrl-.+-(\d+)-weights-\d", path.name)
+        if match is None:
+            continue
+        owner = int(match[1])
+        if owner == os.getpid() or not Path(f"/proc/{owner}").exists():
+            with contextlib.suppress(OSError):  # another user's
+                path.unlink()
 
 
 class ChildSpec(msgspec.Struct, frozen=True):
@@ -62,6 +70,8 @@ class ChildSpec(msgspec.Struct, frozen=True):
     """Which process of the run this is; the controller is 0. Its metrics port hangs on it."""
     stop_tokens: tuple[int, ...] = ()
     resume: bool = False
+    first: bool = True
+    """Not a replacement of one that died."""
 
     def config(self) -> RunConfig:
         """The run's resolved configuration, from the run's folder."""

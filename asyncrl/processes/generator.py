@@ -94,7 +94,7 @@ class GeneratorProcess:
         self._swap = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._activity_since = time.monotonic()
         self._activity: SpanKind = SpanKind.WAITING
 
@@ -117,7 +117,7 @@ class GeneratorProcess:
                 for task in running:
                     task.cancel()
         finally:
-            for task in [*self._writing.values(), *self._evaluating.values(), *self._background]:
+            for task in self._background:
                 task.cancel()
             self._note_activity(SpanKind.WAITING)
         if self._failure is not None:
@@ -132,10 +132,10 @@ class GeneratorProcess:
         match message:
             case to_generator.Generate():
                 if message.sample not in self._writing and message.sample not in self._held:
-                    self._writing[message.sample] = asyncio.create_task(self._write(message))
+                    self._writing[message.sample] = self._start(self._write(message))
             case to_generator.Evaluate():
                 key = (message.round, message.index)
-                self._evaluating[key] = asyncio.create_task(self._evaluate(message))
+                self._evaluating[key] = self._start(self._evaluate(message))
             case to_generator.InstallWeights():
                 self._start(self._install(message.manifest))
             case to_generator.Deliver():
@@ -249,7 +249,7 @@ class GeneratorProcess:
                 order.index,
                 reward,
                 len(trajectory.tokens),
-                trajectory.segments[-1].policy_version,
+                trajectory.segments[0].policy_version,
             )
         )
 
@@ -382,16 +382,23 @@ class GeneratorProcess:
             from_generator.SampleFailed(self._name, sample, reason, user_error)
         )
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Tell the controller that this process cannot go on, and end."""
         logger.error("this process cannot go on: %s", error)
         self._failure = error
         self._ended.set()
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run beside the loops; whatever it did not expect ends the process, with its reason."""
         task = asyncio.create_task(work)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._settle)
+        return task
+
+    def _settle(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._give_up(error)
 
 
 async def run_generator(spec: ChildSpec) -> None:
@@ -447,6 +454,9 @@ async def run_generator(spec: ChildSpec) -> None:
             except BaseExceptionGroup as group:
                 raise leaf_of(group) from group
         except (AsyncrlError, EngineError, MonitoringError) as error:
-            at_fault = isinstance(error, UserError | EngineStartError | MonitoringError)
+            # A replacement fails where the first one did not: that is not the user's mistake.
+            at_fault = isinstance(error, UserError) or (
+                spec.first and isinstance(error, EngineStartError | MonitoringError | RequestError)
+            )
             await control.send(from_generator.Failure(spec.name, str(error), at_fault))
             raise

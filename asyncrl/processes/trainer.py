@@ -27,7 +27,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.child import SHARED_MEMORY, ChildSpec, leaf_of, weights_id
 from asyncrl.processes.group_queue import GroupQueue
-from asyncrl.wire import Hub, Line
+from asyncrl.wire import Hub, Line, Unreachable
 from monitoring.errors import MonitoringError
 from monitoring.exporter import exporter_for
 from monitoring.metrics import TrainerMetrics, new_registry
@@ -80,6 +80,7 @@ class TrainerProcess:
     async def run(self, *, data_address: str, metrics_port: int | None) -> None:
         """Publish the weights in hand, then train until told to shut down."""
         version = self._learner.policy_version
+        self._saved_version = version  # what it was loaded from
         manifest = self._publisher.publish(self._learner.tensors(), version)
         await self._control.send(
             from_trainer.TrainerReady(version, manifest, data_address, metrics_port)
@@ -91,10 +92,10 @@ class TrainerProcess:
                 loops.create_task(self._reports()),
             ]
             await self._train()
+            if self._stop is not None and self._stop.checkpoint:
+                await self._save()
             for task in background:
                 task.cancel()
-        if self._stop is not None and self._stop.checkpoint:
-            await self._save()
         await self._control.send(from_trainer.Goodbye(self._learner.policy_version))
 
     async def _intake(self) -> None:
@@ -107,7 +108,9 @@ class TrainerProcess:
                 raise AsyncrlError(
                     f"trajectory {delivery.sample} from {peer} cannot be trained on: {error}"
                 ) from error
-            await self._data.send(peer, data.Received(delivery.sample))
+            # A generator that died meanwhile needs no answer; who takes over for it will ask again.
+            with contextlib.suppress(Unreachable):
+                await self._data.send(peer, data.Received(delivery.sample))
             self._changed.set()
 
     async def _commands(self) -> None:
@@ -137,6 +140,11 @@ class TrainerProcess:
                     await asyncio.to_thread(self._learner.add_group, trajectories, rewards)
                 done.add(index)
                 trained += time.monotonic() - began
+            elif plan is not None and done - plan:
+                raise AsyncrlError(
+                    f"step {step}: groups {sorted(done - plan)} were reported as failed after they "
+                    "had been accumulated; resume from the last checkpoint"
+                )
             elif plan is not None and done >= plan:
                 await self._finish_step(plan, waited=waited, trained=trained)
                 done, waited, trained = set(), 0.0, 0.0

@@ -83,12 +83,28 @@ def test_a_reward_that_fails(
         rewards__functions=f"[{{name: '{file}:score'}}]",
         rewards__timeout_seconds=2,
     )
+    assert not command_line.folder.exists()
 
 
 def test_a_metrics_port_in_use(command_line: CommandLine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused(command_line, f"port {port}", "monitoring.port", monitoring__port=port)
+    assert not command_line.folder.exists()
+
+
+def test_answers_that_do_not_fit_the_engine(command_line: CommandLine) -> None:
+    refused(command_line, "sampling.max_tokens 120", "max_model_len", sampling__max_tokens=120)
+    assert not command_line.folder.exists()
+
+
+def test_a_number_that_no_message_can_carry(command_line: CommandLine, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    rows = (OWN / "questions.jsonl").read_text().splitlines()
+    rows.append(json.dumps({"question": "?", "reference": "1", "id": 10**22}))
+    data.write_text("\n".join(rows))
+    refused(command_line, "cannot be handed to a reward", "64 bits", task__path=data)
+    assert not command_line.folder.exists()
 
 
 def test_a_run_name_in_use(command_line: CommandLine) -> None:
