@@ -1,0 +1,1 @@
+"""Measurements: each module compares side by side in one run and writes JSON."""

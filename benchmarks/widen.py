@@ -1,0 +1,42 @@
+"""Make a small trained model cost what a big one costs, without changing what it says.
+
+Copies it into one with a much larger `intermediate_size`: random gate and up rows for the new
+part, zero columns in the down projection. Every output is the same, every product the big one's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def widen(source: str, target: Path, intermediate_size: int) -> int:
+    """Write the widened copy of a gated-MLP model (Qwen, Llama) and return its parameter count.
+
+    Raises:
+        ValueError: the model is as wide already.
+    """
+    small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    old = int(small.config.intermediate_size)
+    if intermediate_size <= old:
+        raise ValueError(f"intermediate_size {intermediate_size} is not above the model's {old}")
+    config = type(small.config).from_dict(
+        small.config.to_dict() | {"intermediate_size": intermediate_size}
+    )
+    wide = type(small)(config)
+    own = wide.state_dict()
+    with torch.no_grad():
+        for name, tensor in small.state_dict().items():
+            if ".mlp.gate_proj." in name or ".mlp.up_proj." in name:
+                own[name].normal_(std=0.02)
+                own[name][:old] = tensor
+            elif ".mlp.down_proj." in name:
+                own[name].zero_()
+                own[name][:, :old] = tensor
+            else:
+                own[name].copy_(tensor)
+    wide.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    return sum(parameter.numel() for parameter in wide.parameters())
