@@ -40,7 +40,7 @@ class VllmConfig(BaseModel):
         default=None,
         ge=1,
         description="Tokens that a decoding step may feed, drafts included; rows beyond it still "
-        "run, without drafts. None: 48 on a CPU, 256 on a GPU.",
+        "run, without drafts. None: 64 on a CPU, 256 on a GPU.",
     )
     max_prefill_tokens: int = Field(
         default=4096,

@@ -62,6 +62,9 @@ def prepare(config: EngineConfig, log: VllmLog) -> None:
             "OMP_NUM_THREADS": str(threads),
         }
     )
+    # Threads that spin at barriers starve each other when cores are shared with a trainer: 180
+    # tokens/s instead of 5,500 (2 threads, 2 cores, a 3M model, one other busy process).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _logging(path: str, level: str) -> dict[str, object]:

@@ -21,7 +21,7 @@ from engine.vllm.outputs import StepProcessor
 from engine.vllm.rows import SECTION
 
 _CPU_KV_GIB = 0.5
-_CPU_STEP_TOKENS = 48
+_CPU_STEP_TOKENS = 64
 _GPU_STEP_TOKENS = 256
 _VLLM_MOST_LOGPROBS = 20
 _GIB = 1 << 30
