@@ -12,7 +12,6 @@ import os
 import signal
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,13 +22,8 @@ from scipy.stats import chi2
 from cache.config import CacheConfig
 from cache.trajectory import Provenance
 from engine.config import EngineConfig
-from engine.errors import EngineError, EngineStartError, RequestError, WeightsError
-from engine.protocol import (
-    GenerateRequest,
-    SamplingParams,
-    ScoreRequest,
-    TokenChunk,
-)
+from engine.errors import EngineError, RequestError, WeightsError
+from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
 from engine.vllm.config import VllmConfig
 from engine.vllm.engine import VllmEngine
 
@@ -478,17 +472,6 @@ def test_unfitting_weights_change_nothing(served: Served) -> None:
     assert chunks[-1].policy_version == version
     want = drawn(served.old, PROMPT, tokens_of(chunks))
     np.testing.assert_allclose(logprobs_of(chunks), want, atol=1e-3)
-
-
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    config = EngineConfig(kind="vllm", slots=2, max_model_len=16)
-    with asyncio.Runner() as runner:
-        engine = VllmEngine(config, str(tmp_path), cache_config=CacheConfig(), seed=0)
-        with pytest.raises(EngineStartError, match=str(tmp_path)):
-            runner.run(engine.start())
-        with pytest.raises(EngineError, match=str(tmp_path)):
-            runner.run(collect(engine, ask()))
-        runner.run(engine.close())
 
 
 def test_a_dead_core_reaches_every_consumer(served: Served) -> None:

@@ -16,9 +16,11 @@ import torch
 from cache.config import CacheConfig
 from cache.trajectory import IntArray, Provenance
 from cache.tree import RolloutCache
+from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError, WeightsError
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.vllm.drafter import CacheDrafter
+from engine.vllm.engine import VllmEngine
 from engine.vllm.requests import generate_arguments
 from engine.vllm.rows import Drafting, RowBook, RowView, request_extra
 from engine.vllm.steps import AbortedError, ChunkBuilder, Step, StepQueue, most_probable
@@ -277,9 +279,22 @@ def test_a_tensor_twice_is_refused() -> None:
         WeightsFile().write([("a", tensor), ("a", tensor)], 1, ModelShapes({}, frozenset()))
 
 
-def test_a_directory_without_a_model(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match=str(tmp_path)):
         ModelShapes.of(str(tmp_path))
+    config = EngineConfig(kind="vllm", slots=2, max_model_len=16)
+
+    async def scene() -> None:
+        engine = VllmEngine(config, str(tmp_path), cache_config=CacheConfig(), seed=0)
+        with pytest.raises(EngineError, match="not started"):
+            await engine.score([])
+        for what in (engine.start, engine.pause):
+            with pytest.raises(EngineError, match=str(tmp_path)):
+                await what()
+        await engine.close()
+        await engine.close()
+
+    asyncio.run(scene())
 
 
 # The repair of sampling on a CPU
