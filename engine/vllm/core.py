@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
-from engine.vllm.environment import VllmLog, prepare
+from engine.vllm.environment import prepare, process_log
 from engine.vllm.steps import StepQueue
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Core:
     def __init__(self, config: EngineConfig, on_death: Callable[[EngineError], None]) -> None:
         self._config = config
         self._on_death = on_death
-        self._log = VllmLog(config.vllm.log_level)
+        self._log = process_log(config.vllm.log_level)
         self._launched: Launched | None = None
         self._fds: list[int] = []
         self.died = asyncio.Event()
@@ -201,7 +201,6 @@ class Core:
             # AsyncLLM lies in a reference cycle, and its __del__ fails when the interpreter ends.
             del launched
             gc.collect()
-        self._log.remove()
 
 
 async def _shut_down(llm: AsyncLLM) -> None:

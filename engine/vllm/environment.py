@@ -6,6 +6,8 @@ process of its core, so they are set before the first import. Does not import vL
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import shutil
@@ -37,6 +39,18 @@ class VllmLog:
     def remove(self) -> None:
         """Delete the directory. Idempotent."""
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@functools.cache
+def process_log(level: str) -> VllmLog:
+    """The log of all engines of this process, removed when the process ends.
+
+    vLLM reads the path of its logging configuration once per process and hands it to the core of
+    every later engine: it must outlive the engine that it was made for.
+    """
+    log = VllmLog(level)
+    atexit.register(log.remove)
+    return log
 
 
 def prepare(config: EngineConfig, log: VllmLog) -> None:
