@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -33,9 +32,10 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError, WaitTimeout
 from asyncrl.evaluation import Accuracy, EvaluationRound
 from asyncrl.fleet import Fleet, Worker
+from asyncrl.orders import DataOrder, payload_of, sample_seed
 from asyncrl.progress import Progress
 from asyncrl.run_directory import RunDirectory, RunState
-from asyncrl.tasks.prompts import Prompt, Task, prompt_order
+from asyncrl.tasks.prompts import Task
 from asyncrl.wire import Hub, Unreachable
 from cache.trajectory import SampleId
 from monitoring.timeline import Timeline
@@ -187,7 +187,7 @@ class Controller:
         for index in current.next_for(worker.name, worker.slots * 2):
             prompt = self._task.evaluation[index // self._config.evaluation.samples]
             seed = sample_seed(self._config.run.seed, "evaluation", current.number, index)
-            order = tg.Evaluate(current.number, index, _payload(prompt), seed)
+            order = tg.Evaluate(current.number, index, payload_of(prompt), seed)
             await self._send(worker.name, order)
 
     async def _train(self) -> None:
@@ -195,7 +195,7 @@ class Controller:
         self.trained_steps = first_step
         if self._stop_wanted or first_step >= self._config.run.steps:
             return
-        order = _DataOrder(len(self._task.train), self._config.run.seed)
+        order = DataOrder(len(self._task.train), self._config.run.seed)
         self._scheduler = Scheduler(
             self._config.scheduler,
             first_step=first_step,
@@ -444,7 +444,7 @@ class Controller:
     def _generate(self, sample: SampleId) -> tg.Generate:
         prompt = self._task.train[self._order.index(sample.group)]
         seed = sample_seed(self._config.run.seed, "training", sample.group, sample.sample)
-        return tg.Generate(sample, _payload(prompt), seed)
+        return tg.Generate(sample, payload_of(prompt), seed)
 
     async def _send(self, name: str, message: tg.ToGenerator | tt.ToTrainer) -> None:
         """Send to a process; one that is gone is found by the watch."""
@@ -488,24 +488,3 @@ class Controller:
     def _end_with(self, error: BaseException) -> None:
         if not self._broken.done():
             self._broken.set_exception(error)
-
-
-class _DataOrder:
-    """Which prompt the group-th group is."""
-
-    def __init__(self, prompts: int, seed: int) -> None:
-        self._prompts = prompts
-        self._seed = seed
-
-    def index(self, group: int) -> int:
-        return prompt_order(self._prompts, self._seed, group)
-
-
-def sample_seed(seed: int, *what: object) -> int:
-    """A seed for one sample: 63 bits that differ for every run seed, purpose and sample."""
-    text = ":".join(str(part) for part in (seed, *what))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def _payload(prompt: Prompt) -> tg.PromptPayload:
-    return tg.PromptPayload(prompt.prompt_id, prompt.tokens.astype("<i4").tobytes(), prompt.row)

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
 from asyncrl.config import RunConfig, load_config, parse_config
-from asyncrl.controller import sample_seed
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.evaluation import Accuracy, EvaluationRound
+from asyncrl.orders import sample_seed
 from asyncrl.processes.child import leaf_of
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.run_directory import find_run
