@@ -196,7 +196,7 @@ def draft_row(
             if path < min_probability:
                 return drafted
             tokens[drafted] = token
-            probabilities[drafted] = probability
+            probabilities[drafted] = path
             past[max_match + drafted] = token
             drafted += 1
             matched = min(matched + 1, max_match)

@@ -1,6 +1,5 @@
 """The trajectory: one sample of one prompt, with the story of every token in it.
 
-A trajectory is finished work and frozen. While it is being written it is a
 A trajectory is finished work and frozen. While it is being written it is a `TrajectoryBuilder`,
 to which an engine's chunks are appended; a different stage is a different type.
 
@@ -75,6 +74,30 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """Response tokens drawn earlier, with what is known of the distribution each was drawn from.
+
+    To be verified under a newer policy, and only if they were *never trained on*: see
+    docs/exactness.md. L tokens, K stored top-K.
+    """
+
+    tokens: IntArray
+    """`[L]`"""
+    logprobs: FloatArray
+    """`[L]` log-probability with which each was really drawn (after temperature and top-p)."""
+    topk_ids: IntArray
+    """`[L, K]` most probable ids of that distribution, padded with -1."""
+    topk_logprobs: FloatArray
+    """`[L, K]` padded with -inf."""
+    lenience: float | None = None
+    """None: the exact rule. A number l: SPEC-RL's rule, accept with min(1, l p/q) and go on
+    without the residual. That is biased; see docs/exactness.md."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """One finished sample. Arrays are read-only; L is the response length, K the stored top-K."""
 
@@ -103,6 +126,10 @@ class Trajectory:
         for segment in self.segments:
             out[segment.start : segment.end] = segment.policy_version
         return out
+
+    def kept(self) -> KeptTokens:
+        """What a newer policy needs to verify this, see `KeptTokens`."""
+        return KeptTokens(self.tokens, self.behaviour_logprobs, self.topk_ids, self.topk_logprobs)
 
     def staleness(self, trained_by: int) -> IntArray:
         """`[L]` optimizer steps between each token's policy and the version that trains on it."""

@@ -38,14 +38,21 @@ TREE_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What the cache expects next, one chain per row."""
+    """What the cache expects next: for each row a token tree, or a chain (a tree without forks).
+
+    A row's nodes come in order of falling `path_probabilities`, a parent before its children, and
+    the children of one node are distinct tokens: so the first m nodes of a row are a valid draft
+    for every m, and the best one of m tokens.
+    """
 
     tokens: IntArray
     """`[N]` drafted tokens, row after row."""
+    parents: IntArray
+    """`[N]` the node before it, counted within its row; -1: the row's last token."""
     offsets: IntArray
-    """`[B+1]` row i's draft is tokens[offsets[i] : offsets[i+1]]; it may be empty."""
-    probabilities: FloatArray
-    """`[N]` estimated probability that the token is accepted, given that those before it were."""
+    """`[B+1]` row i's nodes are offsets[i] .. offsets[i+1] - 1; there may be none."""
+    path_probabilities: FloatArray
+    """`[N]` estimated probability that the node and all before it on its path are accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +188,19 @@ class RolloutCache:
         self._inserted += len(tokens)
         self._write(rows, tokens, offsets)
 
-    def draft(self, rows: IntArray, budgets: IntArray) -> Drafts:
+    def draft(
+        self,
+        rows: IntArray,
+        budgets: IntArray,
+        *,
+        least_probability: float = 0.0,
+    ) -> Drafts:
         """Expected continuations of rows, each at most `budgets[i]` tokens.
 
         Args:
             rows: `[B]` open rows.
             budgets: `[B]` most tokens for each; `max_draft_tokens` bounds them too.
+            least_probability: of a node's path; `min_probability` of the settings bounds it too.
 
         Raises:
             ValueError: a row is not open, or a budget is negative or missing.
@@ -202,11 +216,14 @@ class RolloutCache:
         config = self.config
         total = match.draft(
             self._arena, self._trees, self._cursors, self._rings, rows, budgets,
-            config.min_match, config.min_probability, config.doubt, self._fading,
+            config.min_match, max(config.min_probability, least_probability), config.doubt,
+            self._fading,
             config.max_candidates, config.max_draft_tokens, offsets, tokens, probabilities,
         )  # fmt: skip
         self._drafted += total
-        return Drafts(tokens[:total], offsets, probabilities[:total])
+        lengths = np.diff(offsets)
+        parents = np.arange(total) - np.repeat(offsets[:-1], lengths) - 1
+        return Drafts(tokens[:total], parents.astype(np.int32), offsets, probabilities[:total])
 
     def insert(self, key: str, context: IntArray, tokens: IntArray) -> None:
         """Add a finished rollout (from a checkpoint, another generator); as open, extend, close."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from cache.trajectory import ByteArray, FinishReason, FloatArray, IntArray
+from cache.trajectory import ByteArray, FinishReason, FloatArray, IntArray, KeptTokens
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,12 @@ class GenerateRequest:
     """`[S]` response tokens to resume from; they are not reported again."""
     draft_tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     """`[D]` an old continuation of the prefix, drafted from first. Changes speed, never samples."""
+    kept: KeptTokens | None = None
+    """Response tokens that follow the prefix, drawn earlier under another policy and never trained
+    on. They are scored under the current policy; the accepted ones are reported first (provenance
+    VERIFIED, with the current policy's log-probabilities), then what is drawn in the place of the
+    first rejected one, then new tokens; what was not accepted is drafted from. Nothing but
+    acceptance may depend on them: `sampling.seed` must not be the one that drew them."""
     priority: int = 0
     """Lower is served first. Primary work is 0; run-ahead is greater."""
 
@@ -70,7 +76,7 @@ class TokenChunk:
     topk_logprobs: FloatArray
     """`[n, K]`, padded with -inf."""
     provenance: ByteArray
-    """`[n]` `Provenance.SAMPLED` or `Provenance.DRAFTED`."""
+    """`[n]` a `Provenance` each."""
     policy_version: int
     finish_reason: FinishReason | None = None
     """Set on the last chunk of a request, and only there."""
@@ -97,6 +103,11 @@ class Score:
     """`[n, K]`"""
     topk_logprobs: FloatArray
     """`[n, K]`"""
+    tail_ids: IntArray
+    """`[n]` a fresh draw at each position from the distribution outside `topk_ids` (rescaled);
+    -1 where nothing is outside. With it a residual can be drawn without the full distribution."""
+    tail_logprobs: FloatArray
+    """`[n]` log-probability of the tail draw in the whole distribution, -inf where there is none."""
     policy_version: int
 
 

@@ -30,7 +30,7 @@ from engine.errors import EngineError, RequestError
 from engine.protocol import EngineStats, GenerateRequest, Score, ScoreRequest, TokenChunk
 from engine.torch.drafting import DraftSource, follow, propose, ragged
 from engine.torch.model import Feed, SlotModel
-from engine.torch.requests import Limits
+from engine.requests import Limits
 from engine.torch.rows import NO_ROW, Rows
 from engine.torch.sampling import draw, processed_logprobs, top_k, uniforms
 from engine.torch.scoring import score_all

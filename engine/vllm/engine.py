@@ -30,7 +30,7 @@ from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
 from engine.protocol import EngineStats, GenerateRequest, Score, ScoreRequest, TokenChunk
-from engine.torch.requests import Limits
+from engine.requests import Limits
 from engine.vllm.core import Core
 from engine.vllm.requests import (
     check_temperature,
