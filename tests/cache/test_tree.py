@@ -102,7 +102,7 @@ def test_a_draft_ends_where_its_estimated_probability_falls_below_the_threshold(
     cache = make(min_probability=0.5, doubt=0.25)
     cache.insert("p", PROMPT, np.arange(1, 30))
     drafts = cache.draft(np.array([cache.open("p", PROMPT)]), np.array([16]))
-    np.testing.assert_allclose(drafts.probabilities, 0.8, rtol=1e-6)
+    np.testing.assert_allclose(drafts.path_probabilities, 0.8 ** np.arange(1, 4), rtol=1e-6)
     assert len(drafts.tokens) == 3  # 0.8 ** 3 = 0.51, 0.8 ** 4 = 0.41
 
 

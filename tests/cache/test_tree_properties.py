@@ -99,7 +99,7 @@ class Naive:
                 assert path < config.min_probability * (1 + 1e-5), "stopped too early"
                 break
             assert math.isclose(votes[tokens[done]], best, rel_tol=1e-5)
-            assert math.isclose(probabilities[done], p, rel_tol=1e-4)
+            assert math.isclose(probabilities[done], path, rel_tol=1e-4)
             alive = [(rest[1:], w) for rest, w in alive if rest[0] == tokens[done]]
             past.append(tokens[done])
             matched = min(matched + 1, config.max_match)
@@ -163,7 +163,7 @@ def test_drafts_are_those_of_the_naive_model(config: CacheConfig, steps: list[tu
             drafts = cache.draft(np.array(handles, np.int32), budgets)
             for at, handle in enumerate(handles):
                 span = slice(drafts.offsets[at], drafts.offsets[at + 1])
-                found = drafts.tokens[span].tolist(), drafts.probabilities[span].tolist()
+                found = drafts.tokens[span].tolist(), drafts.path_probabilities[span].tolist()
                 model.judge(handle, arguments[0], *found)
         elif handles:
             handle = handles[arguments[0] % len(handles)]
