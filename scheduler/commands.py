@@ -12,6 +12,21 @@ class StartSample(msgspec.Struct, frozen=True, gc=False):
 
     generator: str
     sample: SampleId
+    priority: int = 0
+    """0: its tokens can be trained on as they are. Above: run-ahead, by so many versions."""
+
+
+class VerifySamples(msgspec.Struct, frozen=True):
+    """Have a generator verify what it has of these samples, and write on from what is accepted.
+
+    Only tokens of a version below `least_version` are the reason: a generator that verifies or
+    verified them under a version from there on need not do it again.
+    """
+
+    generator: str
+    samples: tuple[SampleId, ...]
+    least_version: int
+    """The generator has installed it, or a newer one."""
 
 
 class InstallWeights(msgspec.Struct, frozen=True, gc=False):
@@ -82,6 +97,7 @@ class FinishRun(msgspec.Struct, frozen=True, gc=False):
 
 Command = (
     StartSample
+    | VerifySamples
     | InstallWeights
     | DeliverGroup
     | DeclareStep

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 OnUpdate = Literal["verify", "keep", "recompute"]
 
@@ -16,11 +16,19 @@ class SchedulerConfig(BaseModel):
 
     max_off_policy_steps: int = Field(default=1, ge=0)
     """Bound on staleness: a token may be at most this many optimizer steps older than the policy
-    that trains on it. 0 is synchronous RL; above 0 generators run ahead by so many steps."""
+    that trains on it. With `on_update: keep`, 0 is synchronous RL, and above 0
+    generators run ahead by so many steps; with `verify` older tokens are verified first."""
 
     on_update: OnUpdate = "keep"
-    """What happens to running samples when new weights arrive. `keep`: they go on under the new
-    weights, so one answer may have segments of several policy versions."""
+    """What becomes of running and waiting samples when new weights arrive. `keep`: they go on under
+    the new weights, so one answer may have segments of several policy versions, at most
+    max_off_policy_steps old. `verify`: tokens that would be older are verified under the new
+    weights; what they accept is kept, the rest is written again, exactly as the new policy would
+    (docs/exactness.md). With max_off_policy_steps 0 all training is then strictly on-policy."""
+
+    max_runahead_groups: int | None = Field(default=None, ge=1)
+    """`verify` only: groups that may be started before the version is there that they will be
+    trained by. None: groups_per_step, one whole step ahead."""
 
     group_size: int = Field(default=8, ge=1)
     """Samples of one prompt at one visit."""
@@ -40,12 +48,30 @@ class SchedulerConfig(BaseModel):
     @field_validator("on_update")
     @classmethod
     def _only_what_is_built(cls, value: OnUpdate) -> OnUpdate:
-        if value != "keep":
+        if value == "recompute":
             raise ValueError(
-                f"scheduler.on_update: '{value}' is not built yet; use 'keep' "
-                "('verify' and 'recompute' come in a later version)"
+                "scheduler.on_update: 'recompute' is not built yet; use 'verify' or 'keep'"
             )
         return value
+
+    @model_validator(mode="after")
+    def _run_ahead_is_verified(self) -> SchedulerConfig:
+        if self.max_runahead_groups is not None and self.on_update != "verify":
+            raise ValueError(
+                f"scheduler.max_runahead_groups: {self.max_runahead_groups} needs "
+                f"scheduler.on_update: verify, not {self.on_update}: work that runs ahead is never "
+                "trained on unverified (max_off_policy_steps is how far 'keep' runs ahead)"
+            )
+        return self
+
+    @property
+    def runahead_groups(self) -> int:
+        """Groups that are started ahead and verified before they are trained on."""
+        if self.on_update != "verify":
+            return 0
+        if self.max_runahead_groups is None:
+            return self.groups_per_step
+        return self.max_runahead_groups
 
     def in_flight_limit(self, slots: int) -> int:
         """Most unfinished samples that a generator with so many slots is given."""

@@ -106,11 +106,11 @@ class Placement:
         """Samples that wait for a generator; O(groups that do)."""
         return sum(group.queued for _, group in self.unplaced if group.owner is None)
 
-    def next_group(self, generator: Generator, newest_step: int) -> Group | None:
+    def next_group(self, generator: Generator, newest_group: int) -> Group | None:
         """The group of which this generator should start a sample now; None when there is none.
 
         Looks at its current group, then its queue, then at what others cannot get to. Only groups
-        of steps up to `newest_step` may be started.
+        up to `newest_group` may be started.
         """
         current = generator.current
         if current is not None:
@@ -118,10 +118,10 @@ class Placement:
                 return current
             generator.current = None
         head = self._head(generator)
-        if head is not None and head.step <= newest_step:
+        if head is not None and head.index <= newest_group:
             self._pop(generator)
         else:
-            head = self._take_over(generator, newest_step)
+            head = self._take_over(generator, newest_group)
         generator.current = head
         return head
 
@@ -178,7 +178,7 @@ class Placement:
         heapq.heappop(generator.queue)
         self.update(generator)
 
-    def _take_over(self, thief: Generator, newest_step: int) -> Group | None:
+    def _take_over(self, thief: Generator, newest_group: int) -> Group | None:
         """Move the next group of the longest queue to a generator that has idle slots."""
         while thief.load < thief.width:
             name = self._backlogs.least()
@@ -188,7 +188,7 @@ class Placement:
             group = self._head(owner)
             if group is None:
                 continue  # its queue was outdated, and it is off the list now
-            if owner.load <= owner.width or group.step > newest_step:
+            if owner.load <= owner.width or group.index > newest_group:
                 return None
             del owner.groups[group.index]
             owner.load -= group.queued

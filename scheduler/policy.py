@@ -1,52 +1,62 @@
-"""How far generation may run ahead: the synchronous loop and the pipelined one, side by side.
+"""How far generation may run ahead: the synchronous loop and the pipelined ones, side by side.
 
-Step b trains policy version b into version b + 1. A sample for step b may be *started* on a
-generator whose installed version is v when
+Step b trains policy version b into version b + 1. Groups have a fixed order; group g belongs to
+step g // groups_per_step. A group may be *started* on a generator whose installed version is v when
+its step is at most
 
-    synchronous     b <= v          generate with what is trained next
-    asynchronous    b <= v + k      generate up to k steps ahead
+    synchronous     v          generate with what is trained next
+    keep            v + k      up to k steps ahead; tokens are up to k versions old when trained on
+    verify          v + k, and max_runahead_groups groups more, which are verified before use
 
-That is the only difference between the two, and k = 0 makes them equal. Everything else
-(placement, refill, delivery, membership of steps) is the same code.
+k is `max_off_policy_steps`; with k = 0 `keep` is synchronous. Everything else (placement, refill,
+delivery, membership of steps) is the same code.
 
-                synchronous (k = 0)                    asynchronous (k > 0, `on_update: keep`)
+                synchronous                            keep (k > 0) and verify
 generators      ▓▓▓▓▓▓▓▓░░░░░░░░▓▓▓▓▓▓▓▓░░░░░░         ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓
-trainer         ░░░░░░░░▓▓▓▓▓▓▓▓░░░░░░░░▓▓▓▓▓▓         ░░░░░░░░▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓
+trainer         ░░░░░░░░▓▓▓▓▓▓▓▓░░░░░░░░▓▓▓▓▓▓         ░░░░░░░░▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓
 
-loop            | synchronous                          | asynchronous
-----------------+--------------------------------------+------------------------------------
+loop            | synchronous (k = 0)      | keep (k > 0)             | verify (k >= 0)
+----------------+--------------------------+--------------------------+--------------------------
 generate
-  consumes      | groups of step b                     | groups of steps b .. b + k
-  produces      | finished samples, held               | the same
-  waits for     | version b installed                  | version b' - k installed, for step b'
-  unblocked by  | WeightsInstalled(b)                  | WeightsInstalled(b' - k)
-  bounded by    | groups_per_step groups,              | (k + 1) * groups_per_step groups,
-                | in-flight limit per generator        | the same limit
+  consumes      | groups of step b         | groups of steps b..b+k   | those, and run-ahead ones
+  produces      | finished samples, held   | the same                 | the same
+  waits for     | version b installed      | version b' - k, for b'   | the same, less run-ahead
+  unblocked by  | WeightsInstalled(b)      | WeightsInstalled(b' - k) | the same
+  bounded by    | groups_per_step groups,  | (k+1) * groups_per_step, | + max_runahead_groups,
+                | in-flight limit each     | the same limit           | the same limit
+verify
+  consumes      |                          |                          | running and held samples
+                |                          |                          | with tokens older than b-k
+  produces      |                          |                          | samples of versions >= b-k
+  waits for     |                          |                          | version b - k installed
+  unblocked by  |                          |                          | WeightsInstalled(b - k)
+  bounded by    |                          |                          | once per sample and place
 deliver
-  consumes      | a group with all samples finished    | the same
-  produces      | trajectories in the trainer          | the same, also for later steps
-  waits for     | the trainer's acknowledgements       | the same
-  unblocked by  | SampleDelivered                      | the same
-  bounded by    | groups_per_step groups               | (k + 1) * groups_per_step groups
+  consumes      | a finished group         | the same                 | one without older tokens
+  produces      | trajectories in the trainer, also for later steps
+  waits for     | the trainer's acknowledgements
+  unblocked by  | SampleDelivered
+  bounded by    | the groups in flight
 train
-  consumes      | the groups of step b, all of them    | the same: membership is fixed by index,
-                |                                      | so no step favours short answers
-  produces      | version b + 1                        | the same
-  waits for     | each group delivered or failed       | the same
-  unblocked by  | DeclareStep(b)                       | the same
-  bounded by    | one step at a time                   | the same
+  consumes      | the groups of step b, all of them: membership is fixed by index, so no step
+                | favours short answers
+  produces      | version b + 1
+  waits for     | each group delivered or failed
+  unblocked by  | DeclareStep(b)
+  bounded by    | one step at a time
 install
-  consumes      | version b + 1 (newest published)     | the same
-  produces      | a generator on the new version       | the same, in the middle of samples
-  waits for     | that generator's last install        | the same: slow ones skip versions
-  unblocked by  | WeightsInstalled                     | the same
-  bounded by    | one install per generator            | the same
+  consumes      | version b + 1 (newest published)
+  produces      | a generator on the new version, in the middle of samples
+  waits for     | that generator's last install: slow ones skip versions
+  unblocked by  | WeightsInstalled
+  bounded by    | one install per generator
 
-Why the bound holds: a sample is started for step b on a generator whose version is at least b - k,
-and a generator's version never goes back. So every token of the sample is drawn under a version of
-at least b - k. Step b is trained as version b. Hence the staleness of each token, b minus its
-version, is at most k. Nothing is ever dropped for being stale, so long answers do not starve:
-staleness is bounded by pacing what is started.
+Why the bound holds. `keep`: a sample is started for step b on a generator whose version is at least
+b - k, and a generator's version never goes back, so every token of it is drawn under a version of
+at least b - k. `verify`: a sample with an older token is not delivered; it is verified by a
+generator whose version is at least b - k, and what comes out has tokens of that version or newer
+only. Step b is trained as version b, hence the staleness of each token is at most k. Nothing is
+ever dropped for being stale, so long answers do not starve.
 """
 
 from __future__ import annotations
@@ -57,30 +67,35 @@ from scheduler.config import SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Synchronous:
-    """Generate, then train, then generate with the new weights. Staleness 0."""
+class Policy:
+    """How far ahead groups may be started, and how old a token may be."""
 
-    def newest_step(self, policy_version: int) -> int:
-        """The last step whose samples may be started under this version."""
-        return policy_version
-
-
-@dataclass(frozen=True, slots=True)
-class Asynchronous:
-    """Generate up to `max_off_policy_steps` steps ahead of training. Staleness at most that."""
-
+    groups_per_step: int
     max_off_policy_steps: int
+    """k, the bound on staleness."""
+    max_runahead_groups: int
+    """Groups that may be started beyond those whose tokens would be young enough; 0: none."""
 
-    def newest_step(self, policy_version: int) -> int:
-        """The last step whose samples may be started under this version."""
-        return policy_version + self.max_off_policy_steps
+    @property
+    def verifies(self) -> bool:
+        """Whether work that is too old is verified. Otherwise none must come to be."""
+        return self.max_runahead_groups > 0
 
+    @property
+    def most_in_flight(self) -> int:
+        """Most groups issued and not consumed."""
+        return (self.max_off_policy_steps + 1) * self.groups_per_step + self.max_runahead_groups
 
-Policy = Synchronous | Asynchronous
+    def newest_group(self, policy_version: int) -> int:
+        """The last group of which a sample may be started under this version."""
+        steps = policy_version + self.max_off_policy_steps + 1
+        return steps * self.groups_per_step - 1 + self.max_runahead_groups
+
+    def oldest_version(self, step: int) -> int:
+        """The lowest policy version that a token may have which this step trains on."""
+        return step - self.max_off_policy_steps
 
 
 def policy_for(config: SchedulerConfig) -> Policy:
-    """Synchronous when no staleness is allowed, asynchronous otherwise."""
-    if config.max_off_policy_steps == 0:
-        return Synchronous()
-    return Asynchronous(config.max_off_policy_steps)
+    """What the configuration asks for."""
+    return Policy(config.groups_per_step, config.max_off_policy_steps, config.runahead_groups)

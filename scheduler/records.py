@@ -3,9 +3,14 @@
 Life of a sample (a byte in its group's `states`); a lost generator sends all but the last back:
 
     QUEUED ──StartSample──► RUNNING ──SampleFinished──► HELD ──DeliverGroup──► DELIVERING
-      ▲                        │                          │                        │
+      ▲                        │                        │  ▲                       │
+      │                        │         VerifySamples  ▼  │ SampleFinished        │
+      │                        │                      VERIFYING                    │
       └──── GeneratorLost ─────┴──────────────────────────┴────────────────────────┤
                                                             SampleDelivered ──► DELIVERED
+
+A RUNNING sample that is to be verified stays RUNNING: its generator begins it again from what it
+has written.
 """
 
 from __future__ import annotations
@@ -27,10 +32,12 @@ class SampleState(IntEnum):
     """That generator was told to send it to the trainer."""
     DELIVERED = 4
     """Safe in the trainer."""
+    VERIFYING = 5
+    """Was held with tokens too old to be trained on; its generator verifies it."""
 
 
 # Plain ints: the hot path writes them into bytearrays.
-QUEUED, RUNNING, HELD, DELIVERING, DELIVERED = (int(state) for state in SampleState)
+QUEUED, RUNNING, HELD, DELIVERING, DELIVERED, VERIFYING = (int(state) for state in SampleState)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,8 +54,12 @@ class Group:
     """`[group_size]` how often each sample was started."""
     sent: bytearray
     """`[group_size]` 1 once any generator was told to deliver the sample."""
+    stale: bytearray
+    """`[group_size]` 1 while the sample is HELD with tokens that its step may not train on."""
     queued: int
     """Samples in state QUEUED."""
+    verifying: int = 0
+    """Samples in state VERIFYING."""
     running: int = 0
     """Samples in state RUNNING."""
     delivered: int = 0
@@ -59,7 +70,8 @@ class Group:
     @classmethod
     def new(cls, index: int, step: int, key: int | None, size: int) -> Group:
         """A group of which nothing was started."""
-        return cls(index, step, key, bytearray(size), bytearray(size), bytearray(size), queued=size)
+        states, attempts, sent, stale = (bytearray(size) for _ in range(4))
+        return cls(index, step, key, states, attempts, sent, stale, queued=size)
 
     @property
     def untouched(self) -> bool:
@@ -93,7 +105,7 @@ class Generator:
     load: int = 0
     """Samples QUEUED or RUNNING here."""
     held: int = 0
-    """Samples HELD or DELIVERING here."""
+    """Samples HELD, VERIFYING or DELIVERING here."""
 
     @property
     def width(self) -> int:

@@ -88,6 +88,8 @@ def _step_in_hand(scheduler: Scheduler) -> list[str]:
     own = range(step * per_step, (step + 1) * per_step)
     groups = [scheduler.work.groups[index] for index in own if index in scheduler.work.groups]
     queued = sum(group.queued for group in groups)
+    verifying = sum(group.verifying for group in groups)
+    stale = sum(sum(group.stale) for group in groups)
     running = sum(group.running for group in groups)
     sent = sum(group.states.count(DELIVERING) for group in groups)
     lines = []
@@ -96,19 +98,28 @@ def _step_in_hand(scheduler: Scheduler) -> list[str]:
             f"step {step} waits for {counted(queued + running, 'sample')} "
             f"({running} running, {queued} to be started)"
         )
+    if verifying:
+        lines.append(f"step {step} waits for {counted(verifying, 'sample')} to be verified")
+    if stale:
+        least = scheduler.policy.oldest_version(step)
+        lines.append(
+            f"step {step} has {counted(stale, 'sample')} written under older versions, to be "
+            f"verified once version {least} is installed where they are"
+        )
     if sent:
         lines.append(f"step {step} waits for the trainer to acknowledge {counted(sent, 'sample')}")
     return lines
 
 
 def _next_steps(scheduler: Scheduler) -> list[str]:
-    """Why no later step is open."""
-    step = scheduler.newest_open_step + 1
+    """Why no later group is open."""
+    group, per_step = scheduler.newest_open_group + 1, scheduler.config.groups_per_step
+    step = group // per_step
     if step >= scheduler.total_steps:
         return []
-    bound = scheduler.config.max_off_policy_steps
-    line = (
-        f"step {step} waits for policy version {step - bound} to be published "
-        f"(scheduler.max_off_policy_steps is {bound})"
-    )
-    return [line]
+    policy = scheduler.policy
+    version = -((policy.newest_group(0) - group) // per_step)
+    limits = f"scheduler.max_off_policy_steps is {policy.max_off_policy_steps}"
+    if policy.verifies:
+        limits += f", max_runahead_groups {policy.max_runahead_groups}"
+    return [f"step {step} waits for policy version {version} to be published ({limits})"]

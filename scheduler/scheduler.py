@@ -14,9 +14,11 @@ what was consumed is `scheduler.ledger`. This module says what each event means 
 
 What holds, and is checked by `Scheduler.check`:
 - each sample of each group in flight is in exactly one `SampleState`, at one generator;
-- at most (max_off_policy_steps + 1) * groups_per_step groups are issued and not consumed;
+- at most (max_off_policy_steps + 1) * groups_per_step groups, and with `on_update: verify`
+  max_runahead_groups more, are issued and not consumed;
 - no generator has more RUNNING samples than its limit, or more than one install outstanding;
-- a token is at most max_off_policy_steps older than the policy that trains on it;
+- a token is at most max_off_policy_steps older than the policy that trains on it: older work is
+  not begun, or (`verify`) verified before it is delivered;
 - each group is consumed by the one step that it belongs to, or reported failed, never both.
 
 Losses. A lost generator's samples that the trainer has not acknowledged are written again
@@ -48,7 +50,7 @@ from scheduler.events import Event
 from scheduler.ledger import Ledger
 from scheduler.placement import prompt_key
 from scheduler.policy import policy_for
-from scheduler.records import DELIVERED, DELIVERING, QUEUED, RUNNING, Generator, Group
+from scheduler.records import DELIVERED, DELIVERING, QUEUED, RUNNING, VERIFYING, Generator, Group
 from scheduler.view import SchedulerView
 from scheduler.work import Work
 
@@ -137,13 +139,19 @@ class Scheduler:
         return self.ledger.next_step
 
     @property
-    def newest_open_step(self) -> int:
-        """Work is admitted for steps up to this one; below `step` when for none."""
+    def newest_open_group(self) -> int:
+        """Work is admitted for groups up to this one."""
+        per_step = self.config.groups_per_step
         if not self.trainer_joined or self.finished is not None:
-            return self.step - 1
+            return self.step * per_step - 1
         # A version can be published before its StepFinished is known: still the old window.
         version = min(self.published, self.step)
-        return min(self.policy.newest_step(version), self.last_step)
+        return min(self.policy.newest_group(version), (self.last_step + 1) * per_step - 1)
+
+    @property
+    def newest_open_step(self) -> int:
+        """The step of the newest open group; below `step` when there is none."""
+        return self.newest_open_group // self.config.groups_per_step
 
     # -------------------------------------------------------------- generators
 
@@ -204,20 +212,22 @@ class Scheduler:
         sample = event.sample.sample
         if generator is None or group is None or group.owner is not generator:
             return
-        if group.states[sample] != RUNNING:
-            return
         staleness = group.step - event.oldest_version
-        if staleness > self.config.max_off_policy_steps or event.oldest_version > self.published:
+        too_old = staleness > self.config.max_off_policy_steps
+        state = group.states[sample]
+        if state != RUNNING and (state != VERIFYING or too_old):
+            return  # late or repeated: what comes out of a verification is not too old
+        if (too_old and not self.policy.verifies) or event.oldest_version > self.published:
             raise SchedulerError(
                 f"sample {event.sample} of {generator.name} has tokens of policy version "
                 f"{event.oldest_version}, but is for step {group.step}, with max_off_policy_steps "
                 f"{self.config.max_off_policy_steps} and version {self.published} published"
             )
-        self.samples_finished += 1
-        self.tokens_finished += event.length
-        if staleness > self.staleness_max:
-            self.staleness_max = staleness
-        self.work.finished(generator, group, sample)
+        if not too_old:
+            self.samples_finished += 1
+            self.tokens_finished += event.length
+            self.staleness_max = max(self.staleness_max, staleness)
+        self.work.finished(generator, group, sample, oldest_version=event.oldest_version)
 
     def _on_sample_failed(self, event: ev.SampleFailed) -> None:
         generator = self._generator(event.generator)
@@ -326,9 +336,9 @@ class Scheduler:
             self._open_steps()
 
     def _open_steps(self) -> None:
-        """Issue the groups of all steps that the policy admits now, in data order."""
-        last = self.newest_open_step
-        while self.ledger.step_of(self.ledger.next_group) <= last:
+        """Issue all groups that the policy admits now, in data order."""
+        last = self.newest_open_group
+        while self.ledger.next_group <= last:
             index = self.ledger.next_group
             key = None if self._group_key is None else prompt_key(self._group_key(index))
             self.ledger.issue()
@@ -366,9 +376,10 @@ class Scheduler:
                 generator.installing = None
                 self.work.placement.offer(generator, self.published)
                 return
-        generator.version = event.policy_version
+        before, generator.version = generator.version, event.policy_version
         generator.installing = None
         self._bring_up_to_date(generator)
+        self.work.verify_due(generator, before)
         self.work.place_waiting()
         self.work.start(generator)
 

@@ -13,7 +13,16 @@ from scheduler.commands import Command
 from scheduler.config import SchedulerConfig
 from scheduler.placement import Placement
 from scheduler.policy import Policy
-from scheduler.records import DELIVERED, DELIVERING, HELD, QUEUED, RUNNING, Generator, Group
+from scheduler.records import (
+    DELIVERED,
+    DELIVERING,
+    HELD,
+    QUEUED,
+    RUNNING,
+    VERIFYING,
+    Generator,
+    Group,
+)
 
 
 class Work:
@@ -56,9 +65,9 @@ class Work:
         """Start samples on a generator while it has room and admissible work."""
         if self.paused:
             return
-        newest_step = self._policy.newest_step(generator.version)
+        newest_group = self._policy.newest_group(generator.version)
         while generator.running < generator.limit:
-            group = self.placement.next_group(generator, newest_step)
+            group = self.placement.next_group(generator, newest_group)
             if group is None:
                 return
             sample = group.states.find(QUEUED)
@@ -67,7 +76,10 @@ class Work:
             group.queued -= 1
             group.running += 1
             generator.running += 1
-            self.commands.append(out.StartSample(generator.name, SampleId(group.index, sample)))
+            ahead = max(0, self._policy.oldest_version(group.step) - generator.version)
+            self.commands.append(
+                out.StartSample(generator.name, SampleId(group.index, sample), ahead)
+            )
 
     def take_back(self, group: Group) -> int | None:
         """Queue again what a lost generator had; returns a sample with no attempt left, if any."""
@@ -78,18 +90,57 @@ class Work:
             if state != QUEUED and group.attempts[sample] >= self._config.max_attempts:
                 hopeless = sample
             group.states[sample] = QUEUED
+            group.stale[sample] = 0
         group.queued = self._config.group_size - group.delivered
-        group.running = 0
+        group.running = group.verifying = 0
         return hopeless
 
-    def finished(self, generator: Generator, group: Group, sample: int) -> None:
-        """RUNNING to HELD; the free place is used, and a complete group is delivered."""
+    def finished(
+        self, generator: Generator, group: Group, sample: int, *, oldest_version: int
+    ) -> None:
+        """RUNNING or VERIFYING to HELD; a free place is used, and a complete group is delivered.
+
+        A sample with tokens too old is verified at once if its generator can, else when it can.
+        """
+        state = group.states[sample]
         group.states[sample] = HELD
-        self._leave(generator, group, RUNNING)
+        self._leave(generator, group, state)
         generator.held += 1
+        least = self._policy.oldest_version(group.step)
+        group.stale[sample] = oldest_version < least
+        if group.stale[sample] and generator.version >= least:
+            self._verify(generator, group, [sample])
         self.placement.update(generator)
         self.start(generator)
         self.deliver_if_complete(group)
+
+    def verify_due(self, generator: Generator, version_before: int) -> None:
+        """A generator's version rose: verify what is too old for its step and could not be before.
+
+        Running samples are too old as well, as they were started under the version before.
+        """
+        for group in list(generator.groups.values()):
+            least = self._policy.oldest_version(group.step)
+            if version_before < least <= generator.version:
+                due = [
+                    sample
+                    for sample, state in enumerate(group.states)
+                    if state == RUNNING or group.stale[sample]
+                ]
+                self._verify(generator, group, due)
+
+    def _verify(self, generator: Generator, group: Group, samples: list[int]) -> None:
+        """Command it; what is HELD becomes VERIFYING, what is RUNNING stays so."""
+        if not samples:
+            return
+        for sample in samples:
+            if group.states[sample] == HELD:
+                group.states[sample] = VERIFYING
+                group.stale[sample] = 0
+                group.verifying += 1
+        names = tuple(SampleId(group.index, sample) for sample in samples)
+        least = self._policy.oldest_version(group.step)
+        self.commands.append(out.VerifySamples(generator.name, names, least))
 
     def delivered(self, group: Group, sample: int, by: Generator | None) -> None:
         """Any state to DELIVERED: the trainer has it, whoever else was about to write it again."""
@@ -112,7 +163,7 @@ class Work:
     def deliver_if_complete(self, group: Group) -> None:
         """Command delivery of what is HELD, once nothing of the group is left to write."""
         owner = group.owner
-        if group.queued or group.running or owner is None:
+        if group.queued or group.running or group.verifying or owner is None or 1 in group.stale:
             return
         samples = []
         for sample, state in enumerate(group.states):
@@ -131,7 +182,7 @@ class Work:
             owner = group.owner
             if owner is not None:
                 for sample, state in enumerate(group.states):
-                    if state in (RUNNING, HELD, DELIVERING):
+                    if state in (RUNNING, HELD, VERIFYING, DELIVERING):
                         self._leave(owner, group, state)
                         by_owner.setdefault(owner.name, []).append(SampleId(group.index, sample))
                 owner.load -= group.queued
@@ -149,10 +200,12 @@ class Work:
             group.owner = None
 
     def _leave(self, owner: Generator, group: Group, state: int) -> None:
-        """Account for a RUNNING, HELD or DELIVERING sample that its owner no longer has."""
+        """Account for a sample in one of these states that its owner no longer has in it."""
         if state == RUNNING:
             group.running -= 1
             owner.running -= 1
             owner.load -= 1
-        else:
-            owner.held -= 1
+            return
+        owner.held -= 1
+        if state == VERIFYING:
+            group.verifying -= 1

@@ -74,14 +74,14 @@ def test_an_idle_generator_takes_over_the_next_group_of_a_full_one():
     placement, (g0,) = placement_of(4)
     for i in range(4):
         placement.place(group(i))
-    assert placement.next_group(g0, 0).index == 0
+    assert placement.next_group(g0, 99).index == 0
     g1 = placement.add("g1", slots=4, limit=4, version=0)
     placement.offer(g1, 0)
     assert placement.next_group(g1, -1) is None, "its version does not permit that step"
-    taken = placement.next_group(g1, 0)
+    taken = placement.next_group(g1, 99)
     assert (taken.index, taken.owner) == (1, g1)
     assert (g0.load, g1.load) == (12, 4)
-    assert placement.next_group(g1, 0) is taken
+    assert placement.next_group(g1, 99) is taken
 
 
 def test_nothing_is_taken_over_from_one_that_has_room():
@@ -89,7 +89,7 @@ def test_nothing_is_taken_over_from_one_that_has_room():
     first = group(0)
     placement.place(first)
     assert first.owner is g0
-    assert placement.next_group(g1, 0) is None
+    assert placement.next_group(g1, 99) is None
 
 
 def test_groups_of_a_lost_generator_lose_their_owner_and_wait_if_there_is_no_other():

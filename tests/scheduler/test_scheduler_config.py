@@ -2,7 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from scheduler.config import SchedulerConfig
-from scheduler.policy import Asynchronous, Synchronous, policy_for
+from scheduler.policy import policy_for
 
 
 def test_defaults():
@@ -11,10 +11,14 @@ def test_defaults():
     assert (config.group_size, config.groups_per_step, config.max_attempts) == (8, 16, 3)
 
 
-@pytest.mark.parametrize("mode", ["verify", "recompute"])
-def test_modes_of_a_later_version_are_refused_by_name(mode):
-    with pytest.raises(ValidationError, match=f"'{mode}' is not built yet; use 'keep'"):
-        SchedulerConfig(on_update=mode)
+def test_a_mode_of_a_later_version_is_refused_by_name():
+    with pytest.raises(ValidationError, match="'recompute' is not built yet; use 'verify'"):
+        SchedulerConfig(on_update="recompute")
+
+
+def test_running_ahead_needs_verification():
+    with pytest.raises(ValidationError, match="max_runahead_groups: 4 needs"):
+        SchedulerConfig(on_update="keep", max_runahead_groups=4)
 
 
 @pytest.mark.parametrize(
@@ -25,12 +29,13 @@ def test_modes_of_a_later_version_are_refused_by_name(mode):
         {"group_size": 0},
         {"groups_per_step": 0},
         {"max_in_flight_per_generator": 0},
+        {"on_update": "verify", "max_runahead_groups": 0},
         {"max_attempts": 0},
         {"max_of_policy_steps": 1},
     ],
 )
 def test_impossible_values_and_unknown_keys_are_refused(wrong):
-    with pytest.raises(ValidationError, match=next(iter(wrong))):
+    with pytest.raises(ValidationError, match=list(wrong)[-1]):
         SchedulerConfig(**wrong)
 
 
@@ -40,13 +45,14 @@ def test_a_few_samples_wait_at_the_generator(slots, limit):
     assert SchedulerConfig(max_in_flight_per_generator=5).in_flight_limit(slots) == 5
 
 
-def test_no_staleness_is_the_synchronous_policy():
+def test_how_far_each_mode_runs_ahead():
+    def newest(version, **settings):
+        return policy_for(SchedulerConfig(groups_per_step=4, **settings)).newest_group(version)
+
+    assert [newest(v, max_off_policy_steps=0) for v in (0, 3)] == [3, 15]
+    assert [newest(v, max_off_policy_steps=2) for v in (0, 3)] == [11, 23]
+    assert newest(0, max_off_policy_steps=0, on_update="verify") == 7
+    assert newest(0, max_off_policy_steps=1, on_update="verify", max_runahead_groups=3) == 10
     synchronous = policy_for(SchedulerConfig(max_off_policy_steps=0))
-    asynchronous = policy_for(SchedulerConfig(max_off_policy_steps=2))
-    assert isinstance(synchronous, Synchronous)
-    assert isinstance(asynchronous, Asynchronous)
-    assert [synchronous.newest_step(v) for v in (0, 3)] == [0, 3]
-    assert [asynchronous.newest_step(v) for v in (0, 3)] == [2, 5]
-    assert [Asynchronous(0).newest_step(v) for v in range(5)] == [
-        synchronous.newest_step(v) for v in range(5)
-    ]
+    assert not synchronous.verifies
+    assert policy_for(SchedulerConfig(on_update="verify")).verifies

@@ -30,6 +30,9 @@ class FakeGenerator:
     """Oldest version of each sample, in the order of arrival."""
     held: dict[SampleId, int] = field(default_factory=dict)
     sending: set[SampleId] = field(default_factory=set)
+    verifying: dict[SampleId, int] = field(default_factory=dict)
+    mail: list[tuple[tuple[SampleId, ...], int]] = field(default_factory=list)
+    """Commands to verify that it has not read yet."""
     install: int | None = None
     paused: bool = False
 
@@ -59,6 +62,7 @@ class World:
         self.placed: dict[int, str] = {}
         self.joined = 0
         self.staleness: list[int] = []
+        self.verified = 0
 
     # -- what can happen next: (kind, generator, sample), each at most once at a time
 
@@ -67,6 +71,9 @@ class World:
         for g in self.generators.values():
             if not g.paused:
                 happenings += [("finish", g.name, s) for s in list(g.running)[: g.slots]]
+                happenings += [("verified", g.name, s) for s in list(g.verifying)[: g.slots]]
+            if g.mail:
+                happenings.append(("read", g.name, g.mail[0][1]))
             happenings += [("arrive", g.name, s) for s in sorted(g.sending)]
             if g.install is not None:
                 happenings.append(("install", g.name, g.install))
@@ -88,6 +95,25 @@ class World:
         oldest = g.running.pop(sample)
         g.held[sample] = oldest
         self.tell(ev.SampleFinished(name, sample, 10, oldest, 1.0))
+
+    def _verified(self, name, sample):
+        g = self.generators[name]
+        g.held[sample] = g.verifying.pop(sample)
+        self.tell(ev.SampleFinished(name, sample, 10, g.held[sample], 1.0))
+
+    def _read(self, name, _):
+        """Verify what is too old; what is not there any more, or is not too old, is left alone."""
+        g = self.generators[name]
+        samples, least = g.mail.pop(0)
+        assert g.version >= least
+        for sample in samples:
+            if g.running.get(sample, least) < least:
+                g.running[sample] = g.version
+            elif g.held.get(sample, least) < least:
+                assert sample not in g.sending
+                del g.held[sample]
+                g.verifying[sample] = g.version
+                self.verified += 1
 
     def _arrive(self, name, sample):
         g = self.generators[name]
@@ -167,7 +193,10 @@ class World:
     def _do_start_sample(self, c):
         g, step = self.generators[c.generator], c.sample.group // self.config.groups_per_step
         assert self.finished is None
-        assert step - g.version <= self.config.max_off_policy_steps
+        assert c.sample.group <= self.scheduler.policy.newest_group(g.version)
+        assert c.priority == max(0, step - self.config.max_off_policy_steps - g.version)
+        if self.config.on_update == "keep":
+            assert step - g.version <= self.config.max_off_policy_steps
         assert self.trained <= step < self.total_steps
         assert c.sample.group not in self.failed
         for other in self.generators.values():
@@ -177,6 +206,12 @@ class World:
         assert len(g.running) <= g.limit
         assert not g.paused
         self.placed[c.sample.group] = c.generator
+
+    def _do_verify_samples(self, c):
+        g = self.generators[c.generator]
+        assert c.samples
+        assert c.least_version <= g.version
+        g.mail.append((c.samples, c.least_version))
 
     def _do_install_weights(self, c):
         g = self.generators[c.generator]
@@ -208,6 +243,7 @@ class World:
         for sample in c.samples:
             g.running.pop(sample, None)
             g.held.pop(sample, None)
+            g.verifying.pop(sample, None)
             g.sending.discard(sample)
 
     def _do_report_group_failed(self, c):
@@ -250,6 +286,7 @@ class World:
         for g in self.generators.values():
             assert not g.running
             assert not g.held
+            assert not g.verifying
 
 
 def run_clocked(world, rng, *, slow=None, on_time=None):
@@ -292,6 +329,41 @@ def test_runs_to_the_end_in_order(bound, seed):
     assert max(world.staleness) <= bound
     if bound == 0:
         assert set(world.staleness) == {0}
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+@pytest.mark.parametrize("ahead", [1, 6, 15])
+def test_verify_runs_ahead_and_trains_on_nothing_too_old(bound, ahead):
+    world = make_world(
+        max_off_policy_steps=bound, on_update="verify", max_runahead_groups=ahead, steps=6
+    )
+    for slots in (3, 8, 1):
+        world.join(slots)
+    world.tell(ev.TrainerJoined(0))
+    most = 0
+
+    def look(world, _):
+        nonlocal most
+        most = max(most, max(world.placed, default=0) // 6 - world.trained)
+
+    run_clocked(world, random.Random(1), on_time=look)
+    assert world.finished == "done"
+    assert not world.failed
+    assert set(world.staleness) == set(range(bound + 1))
+    assert world.verified > 0
+    assert most == bound + -(-ahead // 6), "it never ran ahead as far as it may"
+
+
+def test_verify_without_staleness_is_faster_than_synchronous():
+    times = {}
+    for mode in ("keep", "verify"):
+        world = make_world(max_off_policy_steps=0, on_update=mode, steps=8)
+        for slots in (8, 8):
+            world.join(slots)
+        world.tell(ev.TrainerJoined(0))
+        times[mode] = run_clocked(world, random.Random(3))
+        assert set(world.staleness) == {0}
+    assert times["verify"] < 0.85 * times["keep"]  # simulated time
 
 
 def test_asynchronous_is_faster_than_synchronous_and_really_runs_ahead():
@@ -390,9 +462,12 @@ class AnyOrder(RuleBasedStateMachine):
         attempts=st.integers(1, 3),
         limit=st.sampled_from([None, None, 1, 3]),
         epochs=st.booleans(),
+        ahead=st.sampled_from([None, 1, 2, 5]),
     )
-    def begin(self, bound, size, per_step, attempts, limit, epochs):
+    def begin(self, bound, size, per_step, attempts, limit, epochs, ahead):
         config = SchedulerConfig(
+            on_update="keep" if ahead is None else "verify",
+            max_runahead_groups=ahead,
             max_off_policy_steps=bound,
             group_size=size,
             groups_per_step=per_step,
