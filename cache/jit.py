@@ -23,7 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
-_SOURCES = ("store.py", "insert.py", "match.py", "integrity.py")
+_SOURCES = ("store.py", "insert.py", "match.py", "integrity.py", "export.py")
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:

@@ -20,12 +20,13 @@ Nothing here can change what is sampled, only how fast (see `cache.acceptance`).
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cache import insert, integrity, match, store
+from cache import export, insert, integrity, match, store
 from cache.arrays import int32_values
 from cache.config import CacheConfig
 from cache.errors import CacheCorrupt
@@ -232,6 +233,37 @@ class RolloutCache:
         self.extend(np.array([row], np.int32), values, np.array([0, len(values)], np.int32))
         self.close(row)
 
+    def written(self, row: int) -> tuple[str, IntArray] | None:
+        """The tree's key and what an open row has stored: its head, then its response so far.
+
+        A head is the `max_match` tokens before the response, -1 where there was none. None: the
+        row stored nothing (yet), or stopped storing for want of room.
+
+        Raises:
+            ValueError: the row is not open.
+        """
+        row = int(self._open_only(np.array([row]))[0])
+        tree, own = int(self._cursors[row, store.TREE]), int(self._cursors[row, store.OWN])
+        if tree < 0 or own <= 0:
+            return None
+        tokens = np.empty(export.length(self._arena, own), np.int32)
+        export.copy(self._arena, own, tokens)
+        return self._key_of[tree], tokens
+
+    def finished(self) -> Iterator[tuple[str, IntArray, IntArray]]:
+        """All rollouts that are not being written, for a snapshot; the cache must stay as it is.
+
+        Yields:
+            Prompt by prompt, least recently used first: its key, `[S]` lengths and `[N]` tokens
+            of its rollouts, oldest first, each with its head (see `written`).
+        """
+        for key, tree in self._keys.items():
+            sequences, total = export.count(self._arena, self._trees, tree)
+            if sequences:
+                tokens, lengths = np.empty(total, np.int32), np.empty(sequences, np.int32)
+                export.finished(self._arena, self._trees, tree, tokens, lengths)
+                yield key, lengths, tokens
+
     def stats(self) -> CacheStats:
         """Gauges and counters, without waiting."""
         return CacheStats(
@@ -394,6 +426,9 @@ def warm_up() -> None:
         cache.insert("warm up", np.arange(4, dtype=np.int32), np.arange(9, dtype=np.int32))
     rows = np.array([cache.open("warm up", np.arange(4, dtype=np.int32))], np.int32)
     cache.draft(rows, np.array([4], np.int32))
+    cache.extend(rows, np.arange(2, dtype=np.int32), np.array([0, 2], np.int32))
+    cache.written(int(rows[0]))
+    list(cache.finished())
     cache.close(int(rows[0]))
     cache.insert("makes room", np.zeros(1, np.int32), np.zeros(8000, np.int32))
 

@@ -1,0 +1,288 @@
+"""The cache on disk, so that a restarted run drafts from its first step.
+
+    save(cache, path, "Qwen3-0.6B vocabulary 151936")
+    cache = load(path, config, "Qwen3-0.6B vocabulary 151936")
+
+Kept are rollouts, not the arena: the file does not depend on the memory layout, nor on the budgets
+and match lengths of the process that loads it. Only rollouts that are finished are written.
+
+    header       magic 8 | format 4 | fingerprint bytes 4 | head 4 | prompts 4 | body bytes 8 |
+                 digest 32 (BLAKE2b of the rest of the file)
+    fingerprint  what the tokens belong to
+    prompt       key bytes 4 | rollouts 4 | tokens 8 | key | length of each rollout | tokens
+    ...          least recently used prompt first, its oldest rollout first
+
+All numbers are little-endian, tokens int32. A rollout begins with its head: the `head` tokens
+before the response, -1 where there were fewer. No pickle; every number is checked before it is
+used, and nothing is allocated that the file is not long enough to fill.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from cache.arrays import LARGEST
+from cache.config import MAX_MATCH_LIMIT, CacheConfig
+from cache.errors import SnapshotRefused
+from cache.trajectory import IntArray
+from cache.tree import RolloutCache
+
+MAGIC = b"rollouts"
+FORMAT = 1
+LONGEST_FINGERPRINT = 4096
+
+_FIELDS = struct.Struct("<8sIIIIQ")
+_DIGEST = 32
+_HEADER = _FIELDS.size + _DIGEST
+_PROMPT = struct.Struct("<IIQ")
+_CHUNK = 1 << 20
+_WIRE = np.dtype("<i4")
+
+
+def save(cache: RolloutCache, path: str | os.PathLike[str], fingerprint: str) -> int:
+    """Write the finished rollouts; a crash leaves the old file or the new one, never a mixture.
+
+    Args:
+        cache: must not be used by another thread meanwhile.
+        path: file to write or replace; readable by its owner only.
+        fingerprint: names what token ids mean: model, tokenizer, vocabulary.
+
+    Returns:
+        Bytes written.
+
+    Raises:
+        ValueError: the fingerprint is empty or longer than `LONGEST_FINGERPRINT` bytes.
+        OSError: the file cannot be written; an older one is still there.
+    """
+    mark = _fingerprint_bytes(fingerprint)
+    target = Path(path)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            size = _write(file, cache, mark)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_directory(target.parent)
+    return size
+
+
+def load(
+    path: str | os.PathLike[str],
+    config: CacheConfig,
+    fingerprint: str,
+    *,
+    vocabulary: int = LARGEST + 1,
+) -> RolloutCache:
+    """A cache with the rollouts of a snapshot; arguments and errors as of `restore`."""
+    cache = RolloutCache(config)
+    restore(path, cache, fingerprint, vocabulary=vocabulary)
+    return cache
+
+
+def restore(
+    path: str | os.PathLike[str],
+    cache: RolloutCache,
+    fingerprint: str,
+    *,
+    vocabulary: int = LARGEST + 1,
+) -> int:
+    """Insert the rollouts of a snapshot into an empty cache.
+
+    Where they do not fit, the least recently used prompts and the oldest rollouts are left behind.
+
+    Args:
+        path: file that `save` wrote.
+        cache: of any budgets; without rollouts, so that theirs are not taken for the older ones.
+        fingerprint: must be the one that was saved.
+        vocabulary: a file with a token that is not below it is refused.
+
+    Returns:
+        Response tokens read. (They count as inserted in the cache's stats.)
+
+    Raises:
+        SnapshotRefused: another format or fingerprint, or the file is damaged. The cache is as it
+            was, but for a file that has a right digest and contradicts itself: then the prompts
+            before the contradiction are in it.
+        ValueError: the cache is not empty, or the fingerprint is not a possible one.
+        OSError: the file is missing or cannot be read.
+    """
+    mark = _fingerprint_bytes(fingerprint)
+    if cache.stats().sequences:
+        raise ValueError("a snapshot is restored into an empty cache; this one has rollouts")
+    with Path(path).open("rb") as file:
+        reader = _Reader(file, str(path), os.fstat(file.fileno()).st_size)
+        header = reader.verified_header()
+        if header.fingerprint != mark:
+            found = header.fingerprint.decode(errors="replace")
+            raise SnapshotRefused(
+                f"snapshot {path} belongs to {found!r}, this run is {fingerprint!r}: "
+                "load one that was saved with the same model and tokenizer"
+            )
+        total = 0
+        for key, heads, responses in reader.rollouts(header, vocabulary):
+            for head, response in zip(heads, responses, strict=True):
+                cache.insert(key, head[head >= 0], response)
+                total += len(response)
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    fingerprint: bytes
+    head: int
+    prompts: int
+
+
+class _Reader:
+    """One open snapshot; every refusal says which file and why."""
+
+    def __init__(self, file: BinaryIO, path: str, size: int) -> None:
+        self._file = file
+        self._path = path
+        self._size = size
+        self._left = 0
+
+    def verified_header(self) -> _Header:
+        """Check all that can be checked without knowing what the file is for."""
+        start = self._file.read(_HEADER)
+        if len(start) < _HEADER or not start.startswith(MAGIC):
+            raise self._refused("it is not a snapshot of rollouts")
+        fields = start[: _FIELDS.size]
+        _, version, mark_size, head, prompts, body = _FIELDS.unpack(fields)
+        if version != FORMAT:
+            raise self._refused(
+                f"it has format {version}, this version of asyncrl reads format {FORMAT}"
+            )
+        if _HEADER + mark_size + body != self._size:
+            raise self._refused(
+                f"its header tells of {_HEADER + mark_size + body} bytes, the file has "
+                f"{self._size}: it was cut off, or something was added"
+            )
+        digest = hashlib.blake2b(digest_size=_DIGEST)
+        left = self._size - _HEADER  # a file that grows meanwhile must not keep this busy
+        while left > 0 and (chunk := self._file.read(min(left, _CHUNK))):
+            digest.update(chunk)
+            left -= len(chunk)
+        digest.update(fields)  # last, because a writer knows them last
+        if digest.digest() != start[_FIELDS.size :]:
+            raise self._refused("its digest does not fit its content: it was damaged")
+        if mark_size > LONGEST_FINGERPRINT or not 1 <= head <= MAX_MATCH_LIMIT:
+            raise self._contradiction(f"a fingerprint of {mark_size} bytes, heads of {head}")
+        self._file.seek(_HEADER)
+        mark = self._file.read(mark_size)
+        self._left = body
+        return _Header(mark, head, prompts)
+
+    def rollouts(
+        self, header: _Header, vocabulary: int
+    ) -> Iterator[tuple[str, list[IntArray], list[IntArray]]]:
+        """Prompt by prompt: its key, and the heads and responses of its rollouts."""
+        for prompt in range(header.prompts):
+            key_size, count, total = _PROMPT.unpack(self._take(_PROMPT.size, prompt))
+            try:
+                key = self._take(key_size, prompt).decode("utf-8", "surrogatepass")
+            except UnicodeDecodeError as error:
+                raise self._contradiction(f"prompt {prompt}: its key is no text") from error
+            lengths = np.frombuffer(self._take(count * 4, prompt), _WIRE)
+            tokens = np.frombuffer(self._take(total * 4, prompt), _WIRE).astype(np.int32)
+            if not key or not count or lengths.min() <= header.head:
+                raise self._contradiction(f"prompt {prompt}: no key, or a rollout without tokens")
+            if int(lengths.sum(dtype=np.int64)) != total:
+                raise self._contradiction(f"prompt {prompt}: lengths do not add up to {total}")
+            parts = np.split(tokens, np.cumsum(lengths[:-1]))
+            heads = [part[: header.head] for part in parts]
+            responses = [part[header.head :] for part in parts]
+            if not _possible(np.stack(heads), tokens, vocabulary):
+                raise self._contradiction(
+                    f"prompt {prompt}: a token is negative or not below {vocabulary}"
+                )
+            yield key, heads, responses
+        if self._left:
+            raise self._contradiction(f"{self._left} bytes follow the last prompt")
+
+    def _take(self, size: int, prompt: int) -> bytes:
+        if size > self._left:
+            raise self._contradiction(
+                f"prompt {prompt} wants {size} bytes where {self._left} are left"
+            )
+        self._left -= size
+        data = self._file.read(size)
+        if len(data) != size:
+            raise self._refused("it became shorter while it was read")
+        return data
+
+    def _refused(self, why: str) -> SnapshotRefused:
+        return SnapshotRefused(
+            f"snapshot {self._path} is refused: {why}. Save a new one; an empty cache is as exact"
+        )
+
+    def _contradiction(self, what: str) -> SnapshotRefused:
+        return self._refused(f"it contradicts itself ({what})")
+
+
+def _possible(heads: IntArray, tokens: IntArray, vocabulary: int) -> bool:
+    """All tokens are ids, but for -1 at the front of heads (`[S, head]`)."""
+    empty = heads < 0
+    ordered = bool((empty[:, :-1] | ~empty[:, 1:]).all())
+    return (
+        ordered
+        and int(heads.min()) >= -1
+        and int((tokens < 0).sum()) == int(empty.sum())
+        and int(tokens.max()) < vocabulary
+    )
+
+
+def _write(file: BinaryIO, cache: RolloutCache, mark: bytes) -> int:
+    """Write everything; the header last, at the front."""
+    digest = hashlib.blake2b(digest_size=_DIGEST)
+    file.write(bytes(_HEADER))
+    prompts = body = 0
+
+    def put(data: bytes) -> int:
+        digest.update(data)
+        return file.write(data)
+
+    put(mark)
+    for key, lengths, tokens in cache.finished():
+        name = key.encode("utf-8", "surrogatepass")
+        body += put(_PROMPT.pack(len(name), len(lengths), len(tokens)) + name)
+        body += put(lengths.astype(_WIRE).tobytes())
+        body += put(tokens.astype(_WIRE).tobytes())
+        prompts += 1
+    fields = _FIELDS.pack(MAGIC, FORMAT, len(mark), cache.config.max_match, prompts, body)
+    digest.update(fields)
+    file.seek(0)
+    file.write(fields + digest.digest())
+    return _HEADER + len(mark) + body
+
+
+def _fingerprint_bytes(fingerprint: str) -> bytes:
+    mark = fingerprint.encode("utf-8", "surrogatepass")
+    if not 0 < len(mark) <= LONGEST_FINGERPRINT:
+        raise ValueError(
+            f"a fingerprint names model, tokenizer and vocabulary in 1 to {LONGEST_FINGERPRINT} "
+            f"bytes, not {len(mark)}"
+        )
+    return mark
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the new name last through a crash of the machine."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
