@@ -106,6 +106,16 @@ class RunConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _verification_has_something_to_go_by(self) -> Self:
+        if self.scheduler.on_update == "verify" and self.engine.top_k_logprobs == 0:
+            raise ValueError(
+                "scheduler.on_update: verify accepts tokens by the stored top-K of the "
+                "distributions that they were drawn from; engine.top_k_logprobs must be at least "
+                "1 (8 is usual), not 0"
+            )
+        return self
+
     @property
     def directory(self) -> Path:
         """The run's folder."""

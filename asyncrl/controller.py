@@ -416,8 +416,11 @@ class Controller:
 
     async def _carry_out(self, command: cmd.Command) -> None:  # noqa: C901 - flat
         match command:
-            case cmd.StartSample(generator=name, sample=sample):
-                await self._send(name, self._generate(sample))
+            case cmd.StartSample(generator=name, sample=sample, priority=priority):
+                await self._send(name, self._generate(sample, priority))
+            case cmd.VerifySamples(generator=name, samples=samples, least_version=version):
+                seeds = tuple(self._seed("verify", sample, version) for sample in samples)
+                await self._send(name, tg.Verify(samples, seeds, version))
             case cmd.InstallWeights(generator=name):
                 if self._manifest is not None:
                     await self._send(name, tg.InstallWeights(self._manifest))
@@ -441,10 +444,12 @@ class Controller:
                 self._finish = reason
                 self._changed.set()
 
-    def _generate(self, sample: SampleId) -> tg.Generate:
+    def _generate(self, sample: SampleId, priority: int) -> tg.Generate:
         prompt = self._task.train[self._order.index(sample.group)]
-        seed = sample_seed(self._config.run.seed, "training", sample.group, sample.sample)
-        return tg.Generate(sample, payload_of(prompt), seed)
+        return tg.Generate(sample, payload_of(prompt), self._seed("training", sample), priority)
+
+    def _seed(self, purpose: str, sample: SampleId, *what: object) -> int:
+        return sample_seed(self._config.run.seed, purpose, sample.group, sample.sample, *what)
 
     async def _send(self, name: str, message: tg.ToGenerator | tt.ToTrainer) -> None:
         """Send to a process; one that is gone is found by the watch."""

@@ -131,6 +131,11 @@ class Trajectory:
         """What a newer policy needs to verify this, see `KeptTokens`."""
         return KeptTokens(self.tokens, self.behaviour_logprobs, self.topk_ids, self.topk_logprobs)
 
+    @property
+    def oldest_version(self) -> int:
+        """Lowest policy version among the segments."""
+        return self.segments[0].policy_version
+
     def staleness(self, trained_by: int) -> IntArray:
         """`[L]` optimizer steps between each token's policy and the version that trains on it."""
         return np.asarray(trained_by - self.versions(), np.int32)
@@ -189,6 +194,15 @@ class TrajectoryBuilder:
             start = self._segments.pop().start
         self._segments.append(Segment(policy_version, start, end))
         self._length = end
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Lowest policy version among the segments; None before the first token."""
+        return self._segments[0].policy_version if self._segments else None
+
+    def kept(self) -> KeptTokens:
+        """What was appended so far, for a newer policy to verify. Raises ValueError if nothing."""
+        return self.finish("abort").kept()
 
     def finish(self, reason: FinishReason) -> Trajectory:
         """Freeze what was appended. Raises ValueError when nothing was."""

@@ -187,6 +187,14 @@ class GeneratorMetrics(ProcessMetrics):
     accepted_tokens: Total = _total(
         "asyncrl_accepted_tokens_total", "Proposed tokens that the policy accepted."
     )
+    verified_tokens: Total = _total(
+        "asyncrl_verified_tokens_total",
+        "Tokens of an older policy version that verification accepted.",
+    )
+    rejected_tokens: Total = _total(
+        "asyncrl_rejected_tokens_total",
+        "Tokens of an older policy version that verification rejected; written again.",
+    )
     engine_steps: Total = _total(
         "asyncrl_engine_steps_total", "Forward passes of the decoding loop."
     )

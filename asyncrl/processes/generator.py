@@ -4,6 +4,7 @@ commands    consumes: messages of the hub. produces: sample tasks, weight swaps,
             waits for: the controller. bounded by: the scheduler's limit on work in flight.
 sample      consumes: token chunks, a reward. produces: a held trajectory and its report.
             waits for: the engine, a reward worker. bounded by: tokens, the reward's timeout.
+            Told to verify it, what there is of it is begun again as `GenerateRequest.kept`.
 delivery    consumes: acknowledgements. produces: deliveries, again when one is not acknowledged.
             waits for: the trainer. bounded by: RESEND_SECONDS.
 report      consumes: engine counters. produces: `GeneratorReport`, the time line.
@@ -24,18 +25,18 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from transformers import AutoTokenizer
 
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.child import ChildSpec, leaf_of
 from asyncrl.processes.kept_samples import KeptSamples
+from asyncrl.processes.writer import Draft, HeldSample, SampleWriter
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.wire import Line
-from cache.trajectory import SampleId, Trajectory, TrajectoryBuilder
+from cache.trajectory import KeptTokens, SampleId, TrajectoryBuilder
 from engine.errors import EngineError, EngineStartError, RequestError, WeightsSupersededError
 from engine.factory import create_engine
-from engine.protocol import Engine, EngineStats, GenerateRequest, SamplingParams
+from engine.protocol import Engine, EngineStats, SamplingParams
 from engine.weights import read_weights
 from monitoring.errors import MonitoringError
 from monitoring.exporter import exporter_for
@@ -50,14 +51,17 @@ REPORT_SECONDS = 0.5
 RESEND_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class HeldSample:
-    """A finished sample that the trainer does not have yet."""
+@dataclass(slots=True)
+class Writing:
+    """A sample that is being written."""
 
-    trajectory: Trajectory
-    reward: float
-    prompt: to_generator.PromptPayload
-    text: str
+    draft: Draft
+    builder: TrajectoryBuilder
+    task: asyncio.Task[None] | None = None
+
+    def begun(self) -> KeptTokens | None:
+        """What there is of it, for verification."""
+        return self.builder.kept() if len(self.builder) else self.draft.kept
 
 
 class GeneratorProcess:
@@ -80,18 +84,22 @@ class GeneratorProcess:
         self._name = name
         self._engine = engine
         self._rewards = rewards
-        self._decode = decode
-        self._sampling = sampling
+        self._writer = SampleWriter(
+            engine, rewards, decode=decode, sampling=sampling, metrics=metrics
+        )
         self._control = control
         self._data = data_line
         self._samples = samples
         self._timeline = timeline
         self._metrics = metrics
-        self._writing: dict[SampleId, asyncio.Task[None]] = {}
+        self._writing: dict[SampleId, Writing] = {}
         self._evaluating: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._held: dict[SampleId, HeldSample] = {}
         self._undelivered: dict[SampleId, tuple[data.TrajectoryDelivery, float]] = {}
         self._swap = asyncio.Lock()
+        self._drawing = asyncio.Event()
+        """Not paused."""
+        self._drawing.set()
         self._background: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         self._failure: BaseException | None = None
@@ -132,7 +140,12 @@ class GeneratorProcess:
         match message:
             case to_generator.Generate():
                 if message.sample not in self._writing and message.sample not in self._held:
-                    self._writing[message.sample] = self._start(self._write(message))
+                    self._begin(
+                        Draft(message.sample, message.prompt, message.seed, message.priority)
+                    )
+            case to_generator.Verify():
+                for sample, seed in zip(message.samples, message.seeds, strict=True):
+                    self._verify(sample, seed, message.least_version)
             case to_generator.Evaluate():
                 key = (message.round, message.index)
                 self._evaluating[key] = self._start(self._evaluate(message))
@@ -145,98 +158,76 @@ class GeneratorProcess:
                 for sample in message.samples:
                     self._discard(sample)
             case to_generator.Pause():
+                self._drawing.clear()
                 await self._engine.pause()
             case to_generator.Resume():
                 await self._engine.resume()
+                self._drawing.set()
             case to_generator.Shutdown():
                 self._ended.set()
 
-    async def _write(self, order: to_generator.Generate) -> None:
+    def _begin(self, draft: Draft) -> None:
+        """Write a sample beside the loops."""
+        writing = Writing(draft, self._writer.builder(draft.sample, draft.prompt))
+        self._writing[draft.sample] = writing
+        writing.task = self._start(self._write(writing))
+
+    def _verify(self, sample: SampleId, seed: int, least_version: int) -> None:
+        """Begin a sample again from what there is of it, if any of that is too old."""
+        held, writing = self._held.get(sample), self._writing.get(sample)
+        if held is not None:
+            if held.trajectory.oldest_version < least_version:
+                del self._held[sample]
+                kept = held.trajectory.kept()
+                self._begin(Draft(sample, held.prompt, seed, 0, least_version, kept, held))
+        elif writing is not None and writing.draft.least_version < least_version:
+            oldest = writing.builder.oldest_version
+            if writing.draft.kept is None and (oldest is None or oldest >= least_version):
+                return
+            if writing.task is not None:
+                writing.task.cancel()
+            prompt = writing.draft.prompt
+            self._begin(Draft(sample, prompt, seed, 0, least_version, writing.begun()))
+
+    async def _write(self, writing: Writing) -> None:
         """Write one sample, reward it, hold it, report it."""
+        sample = writing.draft.sample
         try:
-            held = await self._sample(order)
+            if writing.draft.kept is not None:
+                await self._drawing.wait()  # an engine that is paused may not be able to score
+            held = await self._writer.write(writing.draft, writing.builder)
         except AsyncrlError as error:
-            await self._report_failure(order.sample, str(error), isinstance(error, UserError))
+            await self._report_failure(sample, str(error), isinstance(error, UserError))
         except RequestError as error:
-            await self._report_failure(order.sample, str(error), user_error=False)
+            await self._report_failure(sample, str(error), user_error=False)
         except EngineError as error:
             self._give_up(error)
         else:
-            self._held[order.sample] = held
+            self._held[sample] = held
             trajectory = held.trajectory
-            self._metrics.samples_finished.of(trajectory.finish_reason).inc()
-            self._metrics.response_length.observe(len(trajectory.tokens))
+            if writing.draft.rewarded is None:
+                self._metrics.samples_finished.of(trajectory.finish_reason).inc()
+                self._metrics.response_length.observe(len(trajectory.tokens))
             await self._control.send(
                 from_generator.SampleFinished(
                     self._name,
-                    order.sample,
+                    sample,
                     length=len(trajectory.tokens),
-                    oldest_version=trajectory.segments[0].policy_version,
+                    oldest_version=trajectory.oldest_version,
                     reward=held.reward,
                     finish_reason=trajectory.finish_reason,
                 )
             )
         finally:
-            self._writing.pop(order.sample, None)
-
-    async def _sample(self, order: to_generator.Generate) -> HeldSample:
-        prompt_tokens = np.frombuffer(order.prompt.tokens, "<i4").astype(np.int32)
-        builder = TrajectoryBuilder(order.sample, order.prompt.prompt_id, prompt_tokens)
-        trajectory = await self._generate(
-            builder, request_id=f"train-{order.sample}", seed=order.seed, priority=order.priority
-        )
-        text, reward = await self._score(trajectory, order.prompt)
-        return HeldSample(trajectory, reward, order.prompt, text)
-
-    async def _score(
-        self, trajectory: Trajectory, prompt: to_generator.PromptPayload
-    ) -> tuple[str, float]:
-        """The response as text, and its reward."""
-        text = self._decode(trajectory.tokens.tolist())
-        with self._metrics.reward_time.time():
-            reward = await self._rewards.score(str(prompt.row.get("prompt", "")), text, prompt.row)
-        return text, reward
-
-    async def _generate(
-        self, builder: TrajectoryBuilder, *, request_id: str, seed: int, priority: int
-    ) -> Trajectory:
-        request = GenerateRequest(
-            request_id=request_id,
-            cache_key=builder.prompt_id,
-            prompt_tokens=builder.prompt_tokens,
-            sampling=SamplingParams(
-                max_tokens=self._sampling.max_tokens,
-                temperature=self._sampling.temperature,
-                top_p=self._sampling.top_p,
-                stop_tokens=self._sampling.stop_tokens,
-                top_k_logprobs=self._sampling.top_k_logprobs,
-                seed=seed,
-            ),
-            priority=priority,
-        )
-        async for chunk in self._engine.generate(request):
-            builder.append(
-                tokens=chunk.tokens,
-                logprobs=chunk.logprobs,
-                topk_ids=chunk.topk_ids,
-                topk_logprobs=chunk.topk_logprobs,
-                provenance=chunk.provenance,
-                policy_version=chunk.policy_version,
-            )
-            if chunk.finish_reason is not None:
-                return builder.finish(chunk.finish_reason)
-        raise EngineError(f"request {request_id}: the engine ended the stream without a reason")
+            if self._writing.get(sample) is writing:
+                del self._writing[sample]
 
     async def _evaluate(self, order: to_generator.Evaluate) -> None:
         """Write one held-out sample, reward it, report it, forget it."""
-        prompt_tokens = np.frombuffer(order.prompt.tokens, "<i4").astype(np.int32)
-        placeholder = SampleId(group=order.round, sample=order.index)
-        builder = TrajectoryBuilder(placeholder, order.prompt.prompt_id, prompt_tokens)
+        draft = Draft(SampleId(group=order.round, sample=order.index), order.prompt, order.seed)
+        builder = self._writer.builder(draft.sample, order.prompt)
         try:
-            trajectory = await self._generate(
-                builder, request_id=f"eval-{placeholder}", seed=order.seed, priority=0
-            )
-            _, reward = await self._score(trajectory, order.prompt)
+            written = await self._writer.write(draft, builder, purpose="eval")
         except (AsyncrlError, EngineError) as error:
             self._give_up(error)
             return
@@ -247,9 +238,9 @@ class GeneratorProcess:
                 self._name,
                 order.round,
                 order.index,
-                reward,
-                len(trajectory.tokens),
-                trajectory.segments[0].policy_version,
+                written.reward,
+                len(written.trajectory.tokens),
+                written.trajectory.oldest_version,
             )
         )
 
@@ -321,6 +312,8 @@ class GeneratorProcess:
                     tokens_generated=stats.tokens_generated,
                     tokens_drafted=stats.tokens_drafted,
                     tokens_accepted=stats.tokens_accepted,
+                    tokens_verified=self._writer.tokens_verified,
+                    tokens_rejected=self._writer.tokens_rejected,
                     steps=stats.steps,
                     busy_seconds=stats.busy_seconds,
                     running=stats.running,
@@ -343,6 +336,8 @@ class GeneratorProcess:
         metrics.generated_tokens.follow(stats.tokens_generated)
         metrics.drafted_tokens.follow(stats.tokens_drafted)
         metrics.accepted_tokens.follow(stats.tokens_accepted)
+        metrics.verified_tokens.follow(self._writer.tokens_verified)
+        metrics.rejected_tokens.follow(self._writer.tokens_rejected)
         metrics.engine_steps.follow(stats.steps)
         metrics.engine_busy.follow(stats.busy_seconds)
         metrics.slots.set(stats.slots)
@@ -371,9 +366,9 @@ class GeneratorProcess:
         self._activity, self._activity_since = kind, now
 
     def _discard(self, sample: SampleId) -> None:
-        task = self._writing.pop(sample, None)
-        if task is not None:
-            task.cancel()
+        writing = self._writing.pop(sample, None)
+        if writing is not None and writing.task is not None:
+            writing.task.cancel()
         self._held.pop(sample, None)
 
     async def _report_failure(self, sample: SampleId, reason: str, user_error: bool) -> None:

@@ -70,6 +70,10 @@ class GeneratorReport(Message, frozen=True):
     tokens_generated: int
     tokens_drafted: int
     tokens_accepted: int
+    tokens_verified: int
+    """Tokens of older versions that verification accepted."""
+    tokens_rejected: int
+    """Tokens of older versions that it did not; they were written again."""
     steps: int
     busy_seconds: float
     running: int

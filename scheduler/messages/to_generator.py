@@ -33,6 +33,18 @@ class Generate(Message, frozen=True):
     priority: int = 0
 
 
+class Verify(Message, frozen=True):
+    """Verify what there is of these samples under the weights installed, and write on from there.
+
+    Samples without tokens of a version below `least_version` are left as they are.
+    """
+
+    samples: tuple[SampleId, ...]
+    seeds: tuple[int, ...]
+    """For each sample a seed that none of its tokens was drawn with."""
+    least_version: int
+
+
 class Evaluate(Message, frozen=True):
     """Write one held-out sample, reward it, report, forget it."""
 
@@ -43,7 +55,7 @@ class Evaluate(Message, frozen=True):
 
 
 class InstallWeights(Message, frozen=True):
-    """Swap to these weights between two steps; running requests go on (`on_update: keep`)."""
+    """Swap to these weights between two steps; running requests go on."""
 
     manifest: WeightManifest
 
@@ -73,4 +85,6 @@ class Shutdown(Message, frozen=True):
     """End, in order: answer with `Goodbye`."""
 
 
-ToGenerator = Generate | Evaluate | InstallWeights | Deliver | Discard | Pause | Resume | Shutdown
+ToGenerator = (
+    Generate | Verify | Evaluate | InstallWeights | Deliver | Discard | Pause | Resume | Shutdown
+)

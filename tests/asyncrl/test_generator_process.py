@@ -1,0 +1,266 @@
+"""The generator process with a fake engine: what `Verify` does to held and running samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.processes.generator import GeneratorProcess
+from cache.trajectory import Provenance, SampleId
+from engine.protocol import EngineStats, GenerateRequest, SamplingParams, TokenChunk
+from monitoring.metrics import GeneratorMetrics, new_registry
+from scheduler.messages import from_generator as fg
+from scheduler.messages import to_generator as tg
+
+SAMPLE = SampleId(group=5, sample=1)
+PROMPT = tg.PromptPayload("p", np.array([1, 2], "<i4").tobytes(), {"prompt": "?"})
+
+
+class FakeEngine:
+    """Streams what the test feeds it; remembers requests and which of them were abandoned."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerateRequest] = []
+        self.chunks: dict[str, asyncio.Queue[TokenChunk]] = {}
+        self.abandoned: list[str] = []
+        self.paused = False
+
+    async def generate(self, request: GenerateRequest) -> Any:
+        assert not (self.paused and request.kept is not None)
+        self.requests.append(request)
+        queue = self.chunks.setdefault(request.request_id, asyncio.Queue())
+        ended = False
+        try:
+            while not ended:
+                chunk = await queue.get()
+                ended = chunk.finish_reason is not None
+                yield chunk
+        finally:
+            if not ended:
+                self.abandoned.append(request.request_id)
+
+    def feed(
+        self, name: str, tokens: list[int], version: int, *, verified: int = 0, end: Any = None
+    ):
+        n = len(tokens)
+        provenance = np.full(n, Provenance.SAMPLED, np.uint8)
+        provenance[:verified] = Provenance.VERIFIED
+        chunk = TokenChunk(
+            name,
+            np.array(tokens, np.int32),
+            np.full(n, -0.5 - version, np.float32),
+            np.array(tokens, np.int32)[:, None],
+            np.full((n, 1), -0.5 - version, np.float32),
+            provenance,
+            version,
+            end,
+        )
+        self.chunks.setdefault(name, asyncio.Queue()).put_nowait(chunk)
+
+    async def pause(self) -> None:
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 0, 0, 0.0, 0, 0, 4, 0.0, 0)
+
+
+class FakeRewards:
+    """The reward is the number of tokens; counts how often it was asked."""
+
+    waiting = running = failed = 0
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def score(self, _prompt: str, text: str, _row: Any) -> float:
+        self.asked.append(text)
+        return float(len(text.split()))
+
+
+class FakeLine:
+    """One end of a wire: what the test sends, what the process sent."""
+
+    def __init__(self) -> None:
+        self.inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self.sent: deque[Any] = deque()
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def receive(self) -> Any:
+        return await self.inbox.get()
+
+
+class FakeTimeline:
+    def record(self, *_: Any, **__: Any) -> None:
+        """Nothing is recorded."""
+
+
+class House:
+    """A generator process among fakes."""
+
+    def __init__(self) -> None:
+        self.engine, self.rewards, self.control = FakeEngine(), FakeRewards(), FakeLine()
+        self.process = GeneratorProcess(
+            "g0",
+            engine=self.engine,  # type: ignore[arg-type]
+            rewards=self.rewards,  # type: ignore[arg-type]
+            decode=lambda tokens: " ".join(map(str, tokens)),
+            sampling=SamplingParams(max_tokens=8),
+            control=self.control,  # type: ignore[arg-type]
+            data_line=FakeLine(),  # type: ignore[arg-type]
+            samples=None,  # type: ignore[arg-type]
+            timeline=FakeTimeline(),  # type: ignore[arg-type]
+            metrics=GeneratorMetrics.register(new_registry(), "g0"),
+        )
+
+    async def say(self, message: tg.ToGenerator) -> None:
+        self.control.inbox.put_nowait(message)
+        await settle()
+
+    def finished(self) -> list[fg.SampleFinished]:
+        return [m for m in self.control.sent if isinstance(m, fg.SampleFinished)]
+
+
+async def settle() -> None:
+    """Let every task run as far as it can; nothing here waits for a clock."""
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+async def _with_house(scenario: Any) -> None:
+    house = House()
+    running = asyncio.create_task(house.process.run(metrics_port=None))
+    try:
+        async with asyncio.timeout(20):
+            await settle()
+            await scenario(house)
+            await house.say(tg.Shutdown())
+            await running
+    finally:
+        running.cancel()
+
+
+def play(scenario: Any) -> None:
+    asyncio.run(_with_house(scenario))
+
+
+def verify(seed: int = 9, least: int = 2) -> tg.Verify:
+    return tg.Verify((SAMPLE,), (seed,), least)
+
+
+def test_a_held_sample_is_verified_whole_and_keeps_its_reward_if_all_is_accepted():
+    async def scenario(house: House) -> None:
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7, priority=1))
+        house.engine.feed("train-5.1", [3, 4, 5], 1, end="stop")
+        await settle()
+        assert [f.oldest_version for f in house.finished()] == [1]
+        await house.say(verify())
+        first, again = house.engine.requests
+        assert (first.kept, first.priority, first.sampling.seed) == (None, 1, 7)
+        assert again.request_id == "train-5.1-v2"
+        assert again.kept is not None
+        assert again.kept.tokens.tolist() == [3, 4, 5]
+        assert again.kept.logprobs.tolist() == [-1.5, -1.5, -1.5]
+        assert (again.priority, again.sampling.seed) == (0, 9)
+        house.engine.feed("train-5.1-v2", [3, 4, 5], 2, verified=3, end="stop")
+        await settle()
+        assert [(f.oldest_version, f.reward) for f in house.finished()] == [(1, 3.0), (2, 3.0)]
+        assert house.rewards.asked == ["3 4 5"]
+        await house.say(verify())  # nothing of it is too old any more
+        assert len(house.engine.requests) == 2
+
+    play(scenario)
+
+
+def test_what_was_rejected_is_rewarded_anew_and_counted():
+    async def scenario(house: House) -> None:
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7))
+        house.engine.feed("train-5.1", [3, 4, 5], 1, end="stop")
+        await settle()
+        await house.say(verify())
+        house.engine.feed("train-5.1-v2", [3, 6], 2, verified=1)
+        house.engine.feed("train-5.1-v2", [7, 8], 2, end="stop")
+        await settle()
+        assert [f.reward for f in house.finished()] == [3.0, 4.0]
+        assert house.rewards.asked == ["3 4 5", "3 6 7 8"]
+        writer = house.process._writer
+        assert (writer.tokens_verified, writer.tokens_rejected) == (1, 2)
+
+    play(scenario)
+
+
+def test_a_running_sample_is_begun_again_from_what_it_has():
+    async def scenario(house: House) -> None:
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7))
+        house.engine.feed("train-5.1", [3, 4], 1)
+        await settle()
+        await house.say(verify())
+        assert house.engine.abandoned == ["train-5.1"]
+        kept = house.engine.requests[-1].kept
+        assert kept is not None
+        assert kept.tokens.tolist() == [3, 4]
+        await house.say(verify())  # it is being verified already
+        assert len(house.engine.requests) == 2
+        house.engine.feed("train-5.1-v2", [3, 9], 2, verified=1, end="stop")
+        await settle()
+        assert [(f.length, f.oldest_version) for f in house.finished()] == [(2, 2)]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("version", [None, 2])
+def test_a_running_sample_without_old_tokens_goes_on(version):
+    async def scenario(house: House) -> None:
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7))
+        if version is not None:
+            house.engine.feed("train-5.1", [3], version)
+            await settle()
+        await house.say(verify())
+        assert len(house.engine.requests) == 1
+        house.engine.feed("train-5.1", [4], 2, end="stop")
+        await settle()
+        assert house.finished()[0].oldest_version == 2
+
+    play(scenario)
+
+
+def test_a_second_verification_before_the_first_has_answered_keeps_the_tokens():
+    async def scenario(house: House) -> None:
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7))
+        house.engine.feed("train-5.1", [3, 4], 1, end="stop")
+        await settle()
+        await house.say(verify(least=2))
+        await house.say(verify(seed=10, least=3))
+        kept = house.engine.requests[-1].kept
+        assert kept is not None
+        assert kept.tokens.tolist() == [3, 4]
+        assert house.engine.abandoned == ["train-5.1-v2"]
+
+    play(scenario)
+
+
+def test_nothing_is_verified_while_paused_and_a_discarded_sample_is_forgotten():
+    async def scenario(house: House) -> None:
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7))
+        house.engine.feed("train-5.1", [3, 4], 1, end="stop")
+        await settle()
+        await house.say(tg.Pause())
+        await house.say(verify())
+        assert len(house.engine.requests) == 1
+        await house.say(tg.Resume())
+        assert len(house.engine.requests) == 2
+        await house.say(tg.Discard((SAMPLE,)))
+        assert house.engine.abandoned == ["train-5.1-v2"]
+        house.engine.feed("train-5.1-v2", [3, 4], 2, verified=2, end="stop")
+        await settle()
+        assert len(house.finished()) == 1
+
+    play(scenario)
