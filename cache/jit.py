@@ -23,7 +23,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
-_SOURCES = ("store.py", "insert.py", "match.py", "integrity.py", "export.py")
+_SOURCES = (
+    "store.py",
+    "insert.py",
+    "match.py",
+    "integrity.py",
+    "export.py",
+    "acceptance/token_tree.py",
+    "acceptance/kept.py",
+)
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,7 +1,4 @@
-"""Which drafted tokens are kept: pure rules, the same for every engine.
-
-Only the rule for point masses is here so far; those for kept tokens that need verification join it.
-"""
+"""A drafted chain of tokens, judged by fresh draws."""
 
 from __future__ import annotations
 
