@@ -29,6 +29,10 @@ class Counters:
     generated: int = 0
     drafted: int = 0
     accepted: int = 0
+    verified: int = 0
+    """Tokens of older versions that verification kept."""
+    rejected: int = 0
+    """Tokens of older versions that were written again."""
     busy_seconds: float = 0.0
     """Engine time inside steps, summed over generators."""
 
@@ -38,6 +42,8 @@ class Counters:
             self.generated - other.generated,
             self.drafted - other.drafted,
             self.accepted - other.accepted,
+            self.verified - other.verified,
+            self.rejected - other.rejected,
             self.busy_seconds - other.busy_seconds,
         )
 
@@ -49,6 +55,8 @@ def count(fleet: Fleet) -> Counters:
         sum(report.tokens_generated for report in reports),
         sum(report.tokens_drafted for report in reports),
         sum(report.tokens_accepted for report in reports),
+        sum(report.tokens_verified for report in reports),
+        sum(report.tokens_rejected for report in reports),
         sum(report.busy_seconds for report in reports),
     )
 
@@ -60,6 +68,8 @@ class Earlier:
     generated: int = 0
     drafted: int = 0
     accepted: int = 0
+    verified: int = 0
+    rejected: int = 0
     seconds: float = 0.0
 
     @classmethod
@@ -72,6 +82,8 @@ class Earlier:
             int(last.get("tokens_generated", 0)),
             int(last.get("tokens_drafted", 0)),
             int(last.get("tokens_accepted", 0)),
+            int(last.get("tokens_verified", 0)),
+            int(last.get("tokens_rejected", 0)),
             float(last.get("wall_seconds", 0.0)),
         )
 
@@ -181,6 +193,8 @@ class Progress:
             "tokens_generated": self._earlier.generated + total.generated,
             "tokens_drafted": self._earlier.drafted + total.drafted,
             "tokens_accepted": self._earlier.accepted + total.accepted,
+            "tokens_verified": self._earlier.verified + total.verified,
+            "tokens_rejected": self._earlier.rejected + total.rejected,
             "tokens_per_second": new.generated / window,
             "generator_idle": min(1.0, max(0.0, 1 - new.busy_seconds / window / generators)),
             "trainer_idle": min(1.0, message.metrics.get("wait_seconds", 0.0) / seconds),

@@ -113,6 +113,8 @@ def work(data: RunData) -> Markup:
         None if whole is None else max(0.0, whole - (a or 0.0) - (b or 0.0))
         for whole, a, b in zip(data.column("step_seconds"), train, wait, strict=True)
     ]
+    verified = growth(data.column("tokens_verified"))
+    rejected = growth(data.column("tokens_rejected"))
     plots = [
         bar_plot(
             "Rollout tokens, reused and generated",
@@ -152,6 +154,17 @@ def work(data: RunData) -> Markup:
             y_limits=(0.0, None),
         ),
     ]
+    if any(verified) or any(rejected):
+        plots.insert(
+            1,
+            bar_plot(
+                "Tokens of older policies, verified",
+                steps,
+                [Series("kept", verified, "c3"), Series("written again", rejected, "c2")],
+                note="What was written ahead of its policy, and whether that policy accepts it.",
+                y_label="tokens",
+            ),
+        )
     return section(
         "Work",
         "What the rollouts cost, how much of them the cache supplied, and how old the tokens were "

@@ -159,6 +159,8 @@ def _metrics(path: Path, ends: list[float], random_: random.Random) -> tuple[int
                 "tokens_generated": generated,
                 "tokens_drafted": drafted,
                 "tokens_accepted": accepted,
+                "tokens_verified": accepted // 2,
+                "tokens_rejected": accepted // 20,
                 "mismatch_abs_mean": 1.2e-6 * (1 + 0.1 * random_.random()),
                 "learning_rate": 3e-5,
                 "step_seconds": seconds,
