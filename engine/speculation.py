@@ -14,26 +14,70 @@ A step, as an engine uses it:
     ...forward pass of the first keep[i] nodes of each row...
     planner.observe(tokens=..., rows=n, context=..., seconds=...)
     planner.judge(path_probabilities_of_fed_nodes, accepted_flags)
+
+With S(m) the expected tokens of a step that feeds the m best nodes and T(m) its seconds, the step
+takes the m with the largest S - rate x T, where `rate` is what steps yield lately. What is not
+known (a batch size never drafted for, a cost measured long ago) is tried from a bank of seconds
+that fills with a small share of the time: that share bounds what trying can cost.
+Reasons and alternatives: docs/decisions/0006.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.trajectory import FloatArray, IntArray
-from engine.budget import draft_budgets
+from engine.calibration import Calibration, Floats
+from engine.cost_model import StepTimes, cell_of
+
+TRYING = 0.004
+"""Share of the time that may be spent on trying what does not look best."""
+_BANK_STEPS = 4.0
+"""The bank holds at most this many ordinary steps."""
+_ADVANCE_STEPS = 8.0
+"""What it holds at first."""
+_WORTH = 0.003
+"""Least relative gain that counts as one."""
+_GROWTH = 2
+"""A step feeds at most this many times the tokens of the largest step seen (and 16 more)."""
+
+
+@dataclass(slots=True)
+class _Scale:
+    """What is remembered for batches of about one size."""
+
+    gain: float = 0.1
+    """Relative gain in rate by drafting, mean of the last asks. Positive: ask."""
+    cut: float = 0.0
+    """Path probability of the best node that was not worth feeding, mean of the last asks."""
 
 
 class DraftPlanner:
-    """Chooses draft lengths for one engine. Pure: no clock of its own, no randomness."""
+    """Chooses draft lengths for one engine. Pure: no clock of its own, no randomness.
+
+    Args:
+        max_step_tokens: most tokens of a step.
+        max_draft_tokens: most draft tokens of one row.
+    """
 
     def __init__(self, *, max_step_tokens: int, max_draft_tokens: int) -> None:
         self._max_step_tokens = max_step_tokens
         self._max_draft_tokens = max_draft_tokens
+        self.times = StepTimes()
+        self.calibration = Calibration()
+        self._scales: dict[int, _Scale] = {}
+        self._asked = 0
+        self._context_per_row = 0.0
+        self._speedup = 1.0
+        self._bank = 0.0
+        self._banked = False
+        self._since_try = 0
 
     def ask(self, left: IntArray, *, other_tokens: int = 0) -> tuple[IntArray, float]:
-        """What is worth asking the cache for.
+        """What is worth asking the cache for. Budgets of 0 throughout: do not ask it at all.
 
         Args:
             left: `[n]` tokens that each running row may still write before its limit.
@@ -41,13 +85,21 @@ class DraftPlanner:
 
         Returns:
             `[n]` most draft tokens of each row, and the least path probability worth drafting.
+            No row is given its last token: the draw after the last draft writes it for nothing.
         """
-        budgets = draft_budgets(
-            left,
-            max_step_tokens=max(self._max_step_tokens - other_tokens, 0),
-            max_draft_tokens=self._max_draft_tokens,
-        )
-        return budgets, 0.0
+        rows = len(left)
+        self._asked = 0
+        spare = self._max_step_tokens - rows - other_tokens
+        nothing = np.zeros(rows, np.int32), 1.0
+        if rows == 0 or min(spare, self._max_draft_tokens) <= 0:
+            return nothing
+        base = rows + other_tokens
+        if not self.times.knows(base) or not self._asking_pays(rows, base):
+            return nothing
+        self._asked = rows
+        most = min(self._max_draft_tokens, spare)
+        budgets = np.clip(np.asarray(left, np.int64) - 1, 0, most).astype(np.int32)
+        return budgets, self._least(rows)
 
     def choose(
         self, path_probabilities: FloatArray, offsets: IntArray, *, rows: int, other_tokens: int = 0
@@ -60,7 +112,16 @@ class DraftPlanner:
             rows: n, decoding rows, each of which feeds one ordinary token.
             other_tokens: as in `ask`.
         """
-        return np.diff(offsets).astype(np.int32)
+        base = rows + other_tokens
+        lengths = np.diff(offsets)
+        spare = min(self._max_step_tokens - base, len(path_probabilities))
+        spare = min(spare, int(_GROWTH * self.times.most_tokens) + 16 - base)
+        if rows == 0 or not self.times.knows(base):
+            return np.zeros(len(lengths), np.int32)
+        keys = _keys(path_probabilities, offsets, lengths)
+        ranked = np.sort(keys)[::-1][: max(spare, 0)]
+        best = self._best(ranked, rows, base)
+        return _prefixes(keys, ranked, best, offsets, self._max_draft_tokens)
 
     def observe(self, *, tokens: int, rows: int, context: int, seconds: float) -> None:
         """A step that fed `tokens` (drafts and prompts included) for `rows` rows took so long.
@@ -71,10 +132,141 @@ class DraftPlanner:
             context: keys that they attended to, summed over the rows.
             seconds: from this step's beginning to the next one's, with nothing idle in between.
         """
+        self.times.observe(
+            tokens=tokens, rows=rows, context=context, asked=self._asked, seconds=seconds
+        )
+        if rows:
+            per_row = context / rows
+            share = 0.1 if self._context_per_row else 1.0
+            self._context_per_row += share * (per_row - self._context_per_row)
+            plain = self._plain(rows, rows)
+            if not self._banked:
+                self._banked = True
+                self._bank = _ADVANCE_STEPS * plain
+            elif self._bank < _BANK_STEPS * plain:
+                self._bank += TRYING * min(seconds, 2.0 * plain)
+            self._since_try += 1
 
     def judge(self, path_probabilities: FloatArray, accepted: NDArray[np.bool_]) -> None:
         """What became of the nodes fed in a step: `[N]` their estimates, and whether accepted."""
+        if len(path_probabilities):
+            estimates = np.clip(np.nan_to_num(path_probabilities), 0.0, 1.0)
+            self.calibration.judge(estimates, accepted)
 
     def continuation(self, length: int) -> FloatArray:
         """Path probabilities for a chain that continues an old text in step with the response."""
         return np.power(np.float32(0.95), np.arange(1, length + 1, dtype=np.float32))
+
+    def _best(self, ranked: Floats, rows: int, base: int) -> int:
+        """How many of the ranked nodes to feed; learns what drafting is worth at this size."""
+        scale = self._scale_of(rows)
+        plain = self._plain(rows, base)
+        seconds = self._drafted(rows, base, len(ranked))
+        yields = _yields(rows, self.calibration.apply(ranked))
+        rate = rows / plain
+        top = float((yields / seconds).max())
+        worth = np.clip(self._speedup * rate, rate, max(top, rate))
+        values = yields - worth * seconds
+        best = int(values.argmax())
+        gain = float(yields[best] / seconds[best]) / rate - 1.0
+        if self._asked:
+            scale.gain += 0.1 * (gain - scale.gain)
+            cut = float(ranked[best]) if best < len(ranked) else 0.8 * scale.cut
+            scale.cut += 0.2 * (cut - scale.cut)
+        tried = self._try(ranked, rows, base, best, values, float(worth))
+        self._speedup += 0.02 * (float(yields[tried] / seconds[tried]) / rate - self._speedup)
+        return tried
+
+    def _try(
+        self, ranked: Floats, rows: int, base: int, best: int, values: Floats, worth: float
+    ) -> int:
+        """Another number of nodes, if it may be better and the bank can pay for being wrong."""
+        if self._since_try < 6 or len(ranked) == 0:
+            return best
+        limit = len(ranked)
+        hoped = _yields(rows, self.calibration.hopeful(ranked))
+        seconds = self._drafted(rows, base, limit, hopeful=True)
+        merit = hoped - worth * seconds
+        allowed = values[best] - values <= self._bank * worth
+        most = max(int(1.25 * (base + best)) + 8 - base, 0)
+        allowed[most + 1 :] = False
+        merit[~allowed] = -np.inf
+        other = int(merit.argmax())
+        if merit[other] <= merit[best] + _WORTH * rows or cell_of(base + other) == cell_of(
+            base + best
+        ):
+            return best
+        self._bank -= float(values[best] - values[other]) / worth
+        self._since_try = 0
+        return other
+
+    def _asking_pays(self, rows: int, base: int) -> bool:
+        """Whether drafting paid lately at this size; if not, now and then from the bank."""
+        scale = self._scale_of(rows)
+        plain = self._plain(rows, base)
+        if scale.gain > _WORTH:
+            if self.times.stale(base) and self._since_try >= 6:
+                price = plain * scale.gain / (1.0 + scale.gain)
+                if price <= self._bank:
+                    self._bank -= price
+                    self._since_try = 0
+                    return False
+            return True
+        price = max(self.times.asking(rows), _WORTH * plain)
+        if self._since_try < 6 or price > self._bank:
+            return False
+        self._bank -= price
+        return True
+
+    def _least(self, rows: int) -> float:
+        scale = self._scale_of(rows)
+        return min(0.75 * scale.cut, 0.9)
+
+    def _plain(self, rows: int, base: int) -> float:
+        return float(self._curve(rows, base, 0, asked=False, hopeful=False)[0])
+
+    def _drafted(self, rows: int, base: int, count: int, *, hopeful: bool = False) -> Floats:
+        return self._curve(rows, base, count, asked=self._asked > 0, hopeful=hopeful)
+
+    def _curve(self, rows: int, base: int, count: int, *, asked: bool, hopeful: bool) -> Floats:
+        context = int(self._context_per_row * rows)
+        return self.times.curve(
+            base, count, rows=rows, context=context, asked=asked, hopeful=hopeful
+        )
+
+    def _scale_of(self, rows: int) -> _Scale:
+        return self._scales.setdefault(rows if rows < 8 else 8 + cell_of(rows) // 2, _Scale())
+
+
+def _yields(rows: int, probabilities: Floats) -> Floats:
+    """Expected tokens of steps that feed the first 0, 1, .. nodes: `[m+1]`."""
+    return np.concatenate(((0.0,), np.cumsum(probabilities))) + rows
+
+
+def _keys(path_probabilities: FloatArray, offsets: IntArray, lengths: NDArray[np.int_]) -> Floats:
+    """What nodes are ranked by: their probability, and among equals the shallow before the deep."""
+    place = np.arange(len(path_probabilities)) - np.repeat(offsets[:-1], lengths)
+    known = np.nan_to_num(path_probabilities.astype(np.float64), nan=0.0)
+    return np.clip(known, 0.0, 1.0) - 1e-9 * place
+
+
+def _prefixes(keys: Floats, ranked: Floats, count: int, offsets: IntArray, most: int) -> IntArray:
+    """The rows' shares `[n]` of the `count` best nodes."""
+    rows = len(offsets) - 1
+    if count == 0:
+        return np.zeros(rows, np.int32)
+    least = ranked[count - 1]
+    keep = _per_row(keys >= least, offsets)
+    surplus = int(keep.sum()) - count
+    if surplus > 0:
+        # Nodes as good as the last one: the first rows have it.
+        equal = _per_row(keys == least, offsets)
+        dropped = np.minimum(np.cumsum(equal[::-1]), surplus)
+        keep -= np.diff(dropped, prepend=0)[::-1]
+    return np.minimum(keep, most).astype(np.int32)
+
+
+def _per_row(flags: NDArray[np.bool_], offsets: IntArray) -> NDArray[np.int64]:
+    total = np.concatenate(((0,), np.cumsum(flags)))
+    flagged: NDArray[np.int64] = total[offsets[1:]] - total[offsets[:-1]]
+    return flagged
