@@ -1,12 +1,12 @@
 """What a step costs, learned from the steps of this run: seconds by tokens, rows and context.
 
-    seconds = scale x (table[tokens] + slopes . (context, rows, asked))
+    seconds = scale x (table[asked, tokens] + slopes . (context, rows))
 
 - The **table** has a cell for each number of tokens up to 32 and eight to an octave above; each
-  holds decayed means. Read as a rising curve: noise makes no false cheap spot.
+  holds decayed means. Steps for which the cache was asked for drafts have cells of their own: what
+  proposing costs is the difference. Read as a rising curve: noise makes no false cheap spot.
 - The **slopes** are fitted within cells (steps of equal tokens that differ in the rest), so they
-  say only what the table cannot; one that is not clearly there is 0. `asked` is the rows that
-  the cache was asked about: what proposing costs.
+  say only what the table cannot; one that is not clearly there is 0.
 - The **scale** follows what all steps have in common: another program on this machine.
 
 One stalled step must not poison anything: a difference counts at most three times the usual one,
@@ -23,7 +23,8 @@ _EXACT = 32
 _CELLS = _EXACT + 8 * 12
 _WEIGHT, _SECONDS, _TOKENS, _SEEN = 0, 1, 2, 3
 _MEANS = slice(1, 3)
-_FEATURES = slice(4, 7)
+_FEATURES = slice(4, 6)
+_ROWS = 5
 _MEMORY = 24.0
 """Steps that a cell's mean remembers."""
 _HALF_LIFE = 2000.0
@@ -53,12 +54,12 @@ class StepTimes:
     """The fitted cost of a step. Fed by `observe`, read by `curve`."""
 
     def __init__(self) -> None:
-        self._cells = np.zeros((_CELLS, 7))
+        self._cells = np.zeros((2, _CELLS, 6))  # not asked, asked
         self._scale = 1.0
         self._spread = 0.1
-        self._slopes = np.zeros(3)
-        self._gram = np.zeros((3, 3))
-        self._moment = np.zeros(3)
+        self._slopes = np.zeros(2)
+        self._gram = np.zeros((2, 2))
+        self._moment = np.zeros(2)
         self._noise = 0.0
         self._evidence = 0.0
         self.steps = 0
@@ -68,26 +69,26 @@ class StepTimes:
     @property
     def most_tokens(self) -> float:
         """Of any step seen; 0: none was."""
-        return float(self._cells[:, _TOKENS].max())
+        return float(self._cells[:, :, _TOKENS].max())
 
     def knows(self, tokens: int) -> bool:
         """Whether a step of about so many tokens was seen: half to twice as many."""
-        near = self._cells[cell_of(max(tokens // 2, 1)) : cell_of(tokens * 2) + 1, _WEIGHT]
+        near = self._cells[:, cell_of(max(tokens // 2, 1)) : cell_of(tokens * 2) + 1, _WEIGHT]
         return bool(near.any())
 
     def stale(self, tokens: int) -> bool:
-        """Whether the last step of about so many tokens is long ago."""
-        near = self._cells[cell_of(max(tokens * 7 // 8, 1)) : cell_of(tokens * 9 // 8) + 1]
-        last = float(near[:, _SEEN].max())
-        return last == 0 or self.steps - last > _STALE
+        """Whether steps of about so many tokens without asking were few, or are long ago."""
+        near = self._cells[0, cell_of(max(tokens * 7 // 8, 1)) : cell_of(tokens * 9 // 8) + 1]
+        few = float(near[:, _WEIGHT].sum()) < 3.0
+        return few or self.steps - float(near[:, _SEEN].max()) > _STALE
 
-    def observe(self, *, tokens: int, rows: int, context: int, asked: int, seconds: float) -> None:
+    def observe(self, *, tokens: int, rows: int, context: int, asked: bool, seconds: float) -> None:
         """A step of `tokens` for `rows` rows attending to `context` keys took `seconds`."""
         if not (tokens > 0 and 0.0 < seconds < float("inf")):
             return
         self.steps += 1
-        cell = self._cells[cell_of(tokens)]
-        features = np.array((context, rows, asked), np.float64)
+        cell = self._cells[int(asked), cell_of(tokens)]
+        features = np.array((context, rows), np.float64)
         value = seconds / self._scale
         age = self.steps - cell[_SEEN]
         weight = cell[_WEIGHT] * 0.5 ** (age / _HALF_LIFE)
@@ -142,10 +143,29 @@ class StepTimes:
 
     def asking(self, rows: int) -> float:
         """Seconds that asking the cache about so many rows costs."""
-        return float(self._slopes[2]) * rows * self._scale
+        return self._per_row() * rows * self._scale
+
+    def _per_row(self) -> float:
+        """What asking about one row costs, unscaled: from cells that know steps of both kinds."""
+        plain, asked = self._cells
+        weight = np.minimum(plain[:, _WEIGHT], asked[:, _WEIGHT])
+        if not weight.any():
+            return 0.0
+        apart = asked[:, _FEATURES] - plain[:, _FEATURES]
+        more = asked[:, _SECONDS] - plain[:, _SECONDS] - apart @ self._slopes
+        return max(float(weight @ more) / float(weight @ asked[:, _ROWS] + 1e-9), 0.0)
+
+    def _merged(self, asked: bool) -> Floats:
+        """Cells `[K, 6]` of one kind of step, completed by those of the other kind."""
+        own, other = self._cells[int(asked)], self._cells[1 - int(asked)].copy()
+        sign = 1.0 if asked else -1.0
+        other[:, _SECONDS] += sign * self._per_row() * other[:, _ROWS]
+        cells = np.where(own[:, _WEIGHT, None] > 0, own, other)
+        kept: Floats = cells[(cells[:, _WEIGHT] > 0) & (cells[:, _SECONDS] > 0)]
+        return kept
 
     def _knots(self, rows: int, context: int, asked: bool, hopeful: bool) -> tuple[Floats, Floats]:
-        cells = self._cells[self._cells[:, _WEIGHT] > 0]
+        cells = self._merged(asked)
         age = self.steps - cells[:, _SEEN]
         if hopeful:
             fresh = (age <= _STALE) & (cells[:, _WEIGHT] > 1.0)
@@ -153,7 +173,7 @@ class StepTimes:
                 cells, age = cells[fresh], age[fresh]
         if not len(cells):
             return np.array([1.0]), np.array([0.0])
-        now = np.array((context, rows, rows if asked else 0), np.float64)
+        now = np.array((context, rows), np.float64)
         value = cells[:, _SECONDS] + (now - cells[:, _FEATURES]) @ self._slopes
         value = np.maximum(value, 0.2 * cells[:, _SECONDS])
         weight = cells[:, _WEIGHT] * 0.5 ** (age / _HALF_LIFE)
@@ -173,9 +193,8 @@ class StepTimes:
 
     def _first(self, cell: Floats, tokens: int, features: Floats, value: float) -> None:
         """A cell's first step. A compilation may hide in it, so it counts only so much."""
-        seen = self._cells[:, _WEIGHT] > 0
-        if seen.any():
-            known = self._cells[seen]
+        known = self._cells[self._cells[:, :, _WEIGHT] > 0]
+        if len(known):
             near = known[np.abs(known[:, _TOKENS] - tokens).argmin()]
             value = min(value, 2.0 * near[_SECONDS] * max(tokens / near[_TOKENS], 1.0))
         cell[_WEIGHT], cell[_SECONDS], cell[_TOKENS], cell[_SEEN] = 1.0, value, tokens, self.steps
@@ -206,7 +225,7 @@ class StepTimes:
         if self.steps % _FIT_EVERY:
             return
         size = np.diag(self._gram)
-        live = size > 1e-9 * (1.0 + self._cells[:, _FEATURES].max(axis=0)) ** 2
+        live = size > 1e-9 * (1.0 + self._cells[:, :, _FEATURES].max(axis=(0, 1))) ** 2
         if not live.any() or self._evidence < 8.0:
             return
         gram = self._gram[np.ix_(live, live)] + np.diag(0.02 * size[live])
@@ -214,7 +233,7 @@ class StepTimes:
         slope = inverse @ self._moment[live]
         error = np.sqrt(np.diag(inverse) * self._noise / self._evidence)
         clear = np.maximum(1.0 - (2.0 * error / np.maximum(np.abs(slope), 1e-30)) ** 2, 0.0)
-        slopes = np.zeros(3)
+        slopes = np.zeros(2)
         slopes[live] = slope * clear
-        slopes[[0, 2]] = np.maximum(slopes[[0, 2]], 0.0)
+        slopes[0] = max(slopes[0], 0.0)  # more keys never cost less
         self._slopes = slopes

@@ -133,7 +133,7 @@ class DraftPlanner:
             seconds: from this step's beginning to the next one's, with nothing idle in between.
         """
         self.times.observe(
-            tokens=tokens, rows=rows, context=context, asked=self._asked, seconds=seconds
+            tokens=tokens, rows=rows, context=context, asked=self._asked > 0, seconds=seconds
         )
         if rows:
             per_row = context / rows
