@@ -30,3 +30,21 @@ def int32_values(name: str, values: ArrayLike, least: int = -(2**31)) -> IntArra
             f"{name} must lie between {least} and {LARGEST}, not {low if low < least else high}"
         )
     return np.ascontiguousarray(array, np.int32)
+
+
+def are_rollouts(heads: IntArray, tokens: IntArray, vocabulary: int) -> bool:
+    """Rollouts read from elsewhere hold nothing but token ids, and -1 at the front of heads.
+
+    Args:
+        heads: `[S, H]` the first H of the tokens of each rollout.
+        tokens: `[N]` all tokens, heads included; not empty.
+        vocabulary: ids are below it.
+    """
+    empty = heads < 0
+    ordered = bool((empty[:, :-1] | ~empty[:, 1:]).all())
+    return (
+        ordered
+        and int(heads.min()) >= -1
+        and int((tokens < 0).sum()) == int(empty.sum())
+        and int(tokens.max()) < vocabulary
+    )

@@ -30,7 +30,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from cache.arrays import LARGEST
+from cache.arrays import LARGEST, are_rollouts
 from cache.config import MAX_MATCH_LIMIT, CacheConfig
 from cache.errors import SnapshotRefused
 from cache.trajectory import IntArray
@@ -205,7 +205,7 @@ class _Reader:
             parts = np.split(tokens, np.cumsum(lengths[:-1]))
             heads = [part[: header.head] for part in parts]
             responses = [part[header.head :] for part in parts]
-            if not _possible(np.stack(heads), tokens, vocabulary):
+            if not are_rollouts(np.stack(heads), tokens, vocabulary):
                 raise self._contradiction(
                     f"prompt {prompt}: a token is negative or not below {vocabulary}"
                 )
@@ -231,18 +231,6 @@ class _Reader:
 
     def _contradiction(self, what: str) -> SnapshotRefused:
         return self._refused(f"it contradicts itself ({what})")
-
-
-def _possible(heads: IntArray, tokens: IntArray, vocabulary: int) -> bool:
-    """All tokens are ids, but for -1 at the front of heads (`[S, head]`)."""
-    empty = heads < 0
-    ordered = bool((empty[:, :-1] | ~empty[:, 1:]).all())
-    return (
-        ordered
-        and int(heads.min()) >= -1
-        and int((tokens < 0).sum()) == int(empty.sum())
-        and int(tokens.max()) < vocabulary
-    )
 
 
 def _write(file: BinaryIO, cache: RolloutCache, mark: bytes) -> int:

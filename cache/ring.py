@@ -1,0 +1,236 @@
+"""One writer's last messages in a file of fixed size, for any number of readers: no locks.
+
+    marks    magic 8 | format 4 | - 4 | capacity 8 || oldest 8 | end 8 | crc32 4
+    message  position 8 | bytes 4 | crc32 4 | content, padded to 8 bytes
+
+A *position* counts all bytes ever written; its place in the file is the remainder by `capacity`.
+The writer first moves `oldest` past what it is about to overwrite, then writes the message, then
+moves `end`. So a writer that is killed at any instant leaves at worst bytes behind `end` that
+nobody looks at. A reader copies what lies between its own position and `end`; every message names
+its position and carries a checksum, so one that was overwritten meanwhile is not believed, and
+`oldest` then says where to go on. What a slow reader missed, it missed; it never holds up anybody.
+
+Plain reads and writes instead of a mapping: a file cut short, or a full /dev/shm, is then an error
+that can be handled and not a SIGBUS. Several processes of one user on one machine, none trusted:
+numbers are checked before they are used, and no more than a message is held in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import weakref
+import zlib
+from collections import deque
+from pathlib import Path
+
+from cache.errors import ExchangeRefused
+
+MAGIC = b"ringfile"
+FORMAT = 1
+LEAST_CAPACITY, MOST_CAPACITY = 1 << 12, 1 << 30
+
+_START = struct.Struct("<8sIIQ")
+_MARKS = struct.Struct("<QQI")
+_BASE = 64
+_MESSAGE = struct.Struct("<QII")
+_READ = 1 << 16
+
+
+def _marks(oldest: int, end: int) -> bytes:
+    crc = zlib.crc32(struct.pack("<QQ", oldest, end))
+    return _MARKS.pack(oldest, end, crc)
+
+
+def _crc(position: int, content: bytes) -> int:
+    return zlib.crc32(content, zlib.crc32(struct.pack("<QI", position, len(content))))
+
+
+def _padded(size: int) -> int:
+    return _MESSAGE.size + (size + 7) // 8 * 8
+
+
+class RingWriter:
+    """Makes the file anew, under a temporary name until it is whole; older readers keep the old.
+
+    Args:
+        path: the file.
+        capacity: bytes of messages kept, a multiple of 8; all of them are allocated at once.
+
+    Raises:
+        ValueError: a capacity out of bounds.
+        OSError: the file cannot be made, or there is no room for it.
+    """
+
+    def __init__(self, path: Path, capacity: int) -> None:
+        if not LEAST_CAPACITY <= capacity <= MOST_CAPACITY or capacity % 8:
+            raise ValueError(
+                f"a ring's capacity is a multiple of 8 from {LEAST_CAPACITY} to {MOST_CAPACITY} "
+                f"bytes, not {capacity}"
+            )
+        self._capacity = capacity
+        self._oldest = self._end = 0
+        self._sizes: deque[int] = deque()  # of the messages between oldest and end
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.unlink(missing_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(temporary, flags, 0o600)
+        self.leave = weakref.finalize(self, os.close, self._file)
+        try:
+            os.posix_fallocate(self._file, 0, _BASE + capacity)
+            os.pwrite(self._file, _START.pack(MAGIC, FORMAT, 0, capacity), 0)
+            self._publish()
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            self.leave()
+            raise
+
+    def write(self, content: bytes) -> int:
+        """Append a message; returns the bytes that it takes.
+
+        One longer than a quarter of the ring is not written: 0.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        size = _padded(len(content))
+        if size > self._capacity // 4:
+            return 0
+        if self._end + size - self._oldest > self._capacity:
+            while self._end + size - self._oldest > self._capacity:
+                self._oldest += self._sizes.popleft()
+            self._publish()
+        data = _MESSAGE.pack(self._end, len(content), _crc(self._end, content)) + content
+        at = self._end % self._capacity
+        fits = self._capacity - at
+        os.pwrite(self._file, data[:fits], _BASE + at)
+        if len(data) > fits:
+            os.pwrite(self._file, data[fits:], _BASE)
+        self._end += size
+        self._sizes.append(size)
+        self._publish()
+        return size
+
+    def _publish(self) -> None:
+        os.pwrite(self._file, _marks(self._oldest, self._end), _START.size)
+
+
+class RingReader:
+    """Follows one file from its oldest message on.
+
+    Raises:
+        ExchangeRefused: it is no ring, or not this user's own.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.position = 0
+        self.overtaken = 0
+        """Counter: bytes that were overwritten before they were read."""
+        self.refused = 0
+        """Counter: times that bytes were met which no writer wrote."""
+        # Non-blocking: opening a pipe that somebody put there must not wait for its writer.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._file = os.open(path, flags)
+        self.leave = weakref.finalize(self, os.close, self._file)
+        try:
+            self._capacity = self._checked(path)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _checked(self, path: Path) -> int:
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise ExchangeRefused(f"{path} is not a plain file of this user's")
+        start = os.pread(self._file, _START.size, 0)
+        if len(start) < _START.size:
+            raise ExchangeRefused(f"{path} is no ring: it has {len(start)} bytes")
+        magic, version, _, capacity = _START.unpack(start)
+        fits = LEAST_CAPACITY <= capacity <= MOST_CAPACITY and capacity % 8 == 0
+        if magic != MAGIC or version != FORMAT or not fits:
+            raise ExchangeRefused(
+                f"{path} is no ring of format {FORMAT}: magic {magic!r}, format {version}, "
+                f"capacity {capacity}"
+            )
+        return int(capacity)
+
+    def read(self, limit: int = _READ) -> list[bytes]:
+        """The next messages, about `limit` bytes of them; at least one when there is one.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        marks = self._read_marks()
+        if marks is None:
+            return []
+        oldest, end = marks
+        self._catch_up(oldest)
+        if self.position > end:
+            self._give_up(end)
+        if self.position == end:
+            return []
+        messages, whole = self._messages(min(end - self.position, max(limit, _MESSAGE.size)))
+        if not messages and whole is not None:  # the first is longer than the limit
+            messages, whole = self._messages(min(end - self.position, whole))
+        if not messages:
+            self._explain(end)
+        return messages
+
+    def _read_marks(self) -> tuple[int, int] | None:
+        """None: they are being written this instant, or were damaged; later, then."""
+        data = os.pread(self._file, _MARKS.size, _START.size)
+        if len(data) < _MARKS.size:
+            return None
+        oldest, end, crc = _MARKS.unpack(data)
+        if crc != zlib.crc32(data[:16]) or not oldest <= end <= oldest + self._capacity:
+            return None
+        return oldest, end
+
+    def _messages(self, size: int) -> tuple[list[bytes], int | None]:
+        """Whole messages among the next `size` bytes; and, if the next is cut, how long it is."""
+        data = self._copy(size)
+        messages: list[bytes] = []
+        at = 0
+        while at + _MESSAGE.size <= len(data):
+            position, length, crc = _MESSAGE.unpack_from(data, at)
+            whole = _padded(length)
+            if position != self.position or whole > self._capacity // 4:
+                return messages, None
+            if at + whole > len(data):
+                return messages, whole
+            content = data[at + _MESSAGE.size : at + _MESSAGE.size + length]
+            if _crc(position, content) != crc:
+                return messages, None
+            messages.append(content)
+            at += whole
+            self.position += whole
+        return messages, _MESSAGE.size if at + _MESSAGE.size > len(data) else None
+
+    def _copy(self, size: int) -> bytes:
+        at = self.position % self._capacity
+        fits = min(size, self._capacity - at)
+        data = os.pread(self._file, fits, _BASE + at)
+        if size > fits and len(data) == fits:
+            data += os.pread(self._file, size - fits, _BASE)
+        return data
+
+    def _explain(self, end: int) -> None:
+        """Why was nothing readable? Overtaken meanwhile: go on behind it. Else: damaged."""
+        marks = self._read_marks()
+        if marks is None or marks[0] > self.position:
+            self._catch_up(marks[0] if marks else self.position)
+        else:
+            self._give_up(end)
+
+    def _catch_up(self, oldest: int) -> None:
+        if self.position < oldest:
+            self.overtaken += oldest - self.position
+            self.position = oldest
+
+    def _give_up(self, end: int) -> None:
+        """Nothing before `end` can be found again: messages do not say where others begin."""
+        self.refused += 1
+        self.position = end
