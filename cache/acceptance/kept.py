@@ -110,7 +110,9 @@ def verify_kept(
         drawn: q. A token that is missing from its own top-K is rejected, whatever is known of it.
         now: p, at the same positions. Its K may be another one.
         tail_ids: `[N]` a fresh draw at each position from p outside now.topk_ids; -1: no mass.
-        tail_logprobs: `[N]` its log-probability in all of p.
+            A caller with all of p at hand may give any id that is listed nowhere, and draw only
+            where that id is the verdict.
+        tail_logprobs: `[N]` its log-probability in all of p; -inf where it is not drawn yet.
         offsets: `[B+1]` row i holds tokens[offsets[i] : offsets[i+1]]; it may be empty.
         uniforms: `[N, 2]` fresh numbers in [0, 1), independent of those that drew the tokens.
         block: see above.
@@ -212,7 +214,7 @@ def _outside(ids: IntArray, logprobs: Doubles, tail_ids: IntArray, tail: Doubles
     there = tail_ids >= 0
     own = np.where(there, np.exp(tail), 0.0)
     gap = 1.0 - listed
-    bad = ~(own <= gap + _TOLERANCE) | (~there & (gap > _TOLERANCE)) | (there & ~(own > 0.0))
+    bad = ~(own <= gap + _TOLERANCE) | (~there & (gap > _TOLERANCE))
     bad |= ((ids == tail_ids[:, None]) & there[:, None]).any(axis=1)
     if bad.any():
         at = int(bad.argmax())
