@@ -1,36 +1,31 @@
-"""Plain against drafted generation: the same prompts and weights, both engines, in one run.
+"""Rollouts of successive policy versions: ours against what a user could pick instead, in one run.
 
-    python -m benchmarks.rollout [--quick] [--widened [SIZE]] [--json FILE]
+    python -m benchmarks.rollout [--quick] [--json FILE]
 
-Each side has an engine of its own, the plain one without any drafter, since a vLLM that could draft
-is not the fastest plain one. A repeat takes prompts that no pass has seen:
+    policies  versions of one model really trained by this project (`benchmarks.policies`); epoch 1
+              is written under the earlier one of `--versions`, epoch 2 timed under the later one
+    cost      both are widened alike to 101M parameters (`benchmarks.widen`): a step reads 404 MB
+              of weights, so decoding waits for memory as it does on a GPU
+    vllm      plain · its own `suffix` drafter · ours         (how: `benchmarks.rollout_passes`)
+    torch     plain · chains · trees
+    trees     accepted tokens per forward, one node budget    (`benchmarks.rollout_trees`)
+    verify    tokens kept one optimizer step later            (`benchmarks.rollout_kept`)
+    floor     bytes and operations of this machine            (`benchmarks.rollout_floor`)
 
-    epoch 1   the drafting engine writes all samples once; the cache is filled (drafts come from
-              running and finished siblings only)
-    epoch 2   the plain and the drafting engine write them with the same new seeds, in turns: who
-              goes first alternates, and both are timed
-
-Ratios are medians over the repeats: ENGINE_bROWS_drafted_vs_plain is tokens per second in epoch 2
-(`range`: of the single repeats), ENGINE_bROWS_first_epoch_vs_plain the drafting engine's epoch 1
-over the same plain passes. Accepted tokens are per forward pass, all its rows together. The weights
-stay the same between the epochs, so acceptance is at its best; in training they drift. Passes are
-sized by the plain engine's warm-up so that each takes about the same time.
-
-The built-in model is tiny: a step costs overhead, not memory traffic. `--widened` makes it cost
-what a big model does without changing what it says (see `benchmarks.widen`).
+The last table sets each target beside what was reached. The first run makes the policies and takes
+some minutes longer; they are kept in the cache directory.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -38,160 +33,125 @@ from typing import Any
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.loading import load_task
-from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
-from asyncrl.tasks.prompts import Prompt, Task
+from benchmarks import rollout_floor
+from benchmarks.policies import Policies, Recipe, drift_table, ensure_policies
 from benchmarks.report import write_json
-from benchmarks.rollout_findings import Findings, Pass, Rows
+from benchmarks.rollout_contestants import contestants
+from benchmarks.rollout_findings import Findings
+from benchmarks.rollout_passes import GROUP, OVERHEAD_ROWS, Bench, Plan, Workload
+from benchmarks.rollout_tables import tables
 from benchmarks.widen import widen
-from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.factory import create_engine
-from engine.protocol import Engine, GenerateRequest, SamplingParams
 
-KINDS = ("torch", "vllm")
-GROUP = 8
-"""Samples of one prompt, as in training."""
-MAX_TOKENS = 48
-MOST_SAMPLES = 1024
-PASS_SECONDS = 300.0
-"""Longest wait for one pass."""
-SETTLE_SECONDS = 0.25
-"""Between passes, so that threads of the side that was just timed have gone to sleep."""
-WIDE = 1 << 17
-"""Intermediate size that gives the built-in model 101 million parameters."""
-QUICK_ROWS, FULL_ROWS = (1, 8, 32), (1, 2, 8, 32, 128)
+KINDS = ("vllm", "torch")
+WIDE = 684 * 128
+"""Intermediate size that gives the trained model 101 million parameters."""
+SPARE_PROMPTS = 512
+"""Prompts beyond those trained on, for large batches."""
+EPOCH = (0, 16)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How much is measured."""
+class Effort:
+    """How much one run measures."""
 
-    rows: tuple[int, ...]
-    """Requests at a time."""
-    repeats: int
-    seconds: float
-    """What a plain pass should take."""
+    plans: dict[str, Plan]
+    tree_repeats: int
+    kept_prompts: int
+
+    @classmethod
+    def of(cls, *, quick: bool, rows: tuple[int, ...] | None) -> Effort:
+        """The default rows of each engine, unless some are named."""
+        if quick:
+            vllm = Plan(rows or (1, 8, 32), 3, 1, step_rows=(1, 8, 17, 32), overhead_repeats=3)
+            torch = _sparse(rows or (8,), 2)
+            return cls({"vllm": vllm, "torch": torch}, tree_repeats=2, kept_prompts=32)
+        vllm = Plan(rows or (1, 2, 8, 32, 128), 5)
+        torch = _sparse(rows or (1, 8, 32), 5)
+        return cls({"vllm": vllm, "torch": torch}, tree_repeats=4, kept_prompts=64)
 
 
-class Bench:
-    """One kind of engine, twice: plain and drafting."""
+def _sparse(rows: tuple[int, ...], repeats: int) -> Plan:
+    """Rates only."""
+    return Plan(rows, repeats, step_rows=(), overhead_repeats=0)
 
-    def __init__(self, kind: str, model: str, task: Task, plan: Plan) -> None:
-        config = EngineConfig.model_validate(
-            {"kind": kind, "slots": max(plan.rows), "max_model_len": 128}
-        )
-        off = CacheConfig(enabled=False)
-        self.plain = create_engine(config, model, cache_config=off, seed=0)
-        self.drafting = create_engine(config, model, cache_config=CacheConfig(), seed=0)
-        self.task = task
-        self.plan = plan
-        self._unseen = iter(task.train)
-        self._numbers = itertools.count()
-        self._seeds = itertools.count(1)
 
-    async def run(self) -> dict[int, Rows]:
-        """Start both engines and measure each number of rows.
+@dataclass
+class Measurement:
+    """One run: what it works on, and what it has found so far."""
 
-        Raises:
-            EngineError: an engine could not start, failed, or took too long.
-        """
+    kinds: Sequence[str]
+    policies: Policies
+    wide: Workload
+    """Widened weights, for what is timed."""
+    narrow: Workload
+    """The weights as they were trained, for what is only counted."""
+    effort: Effort
+    findings: Findings = field(default_factory=Findings)
+
+    def run(self) -> Findings:
+        """All parts, one after the other; one that cannot run does not hide the others."""
+        for kind in KINDS:
+            if kind not in self.kinds:
+                self.findings.missing[kind] = "left out by --engines"
+            elif util.find_spec(kind) is None:
+                self.findings.missing[kind] = f"{kind} is not installed (`make bench` installs it)"
+            else:
+                self._part(kind, partial(self._rates, kind))
+        if "torch" in self.kinds:
+            self._part("tree_vs_chain", self._trees)
+            self._part("verify_kept_vs_specrl", self._kept)
+        return self.findings
+
+    def _part(self, name: str, part: Callable[[], None]) -> None:
         try:
-            await self.plain.start()
-            await self.drafting.start()
-            return {rows: await self._measure(rows) for rows in self.plan.rows}
-        finally:
-            await self.plain.close()
-            await self.drafting.close()
+            part()
+        except EngineError as error:
+            self.findings.missing[name] = f"failed: {error}"
+            self.findings.failed = True
 
-    async def _measure(self, rows: int) -> Rows:
-        prompts = self._take(-(-2 * rows // GROUP))
-        for engine in (self.plain, self.drafting, self.drafting):  # compilation, first touches
-            warm = await self._pass(engine, prompts, rows, self._new_seed())
-        warm = await self._pass(self.plain, prompts, rows, self._new_seed())
-        length = warm.tokens / (len(prompts) * GROUP)
-        wanted = warm.rate * self.plan.seconds / length
-        groups = -(-int(min(max(wanted, 2 * rows), MOST_SAMPLES)) // GROUP)
-        result = Rows(samples=groups * GROUP)
-        for repeat in range(self.plan.repeats):
-            prompts = self._take(groups)
-            first = await self._pass(self.drafting, prompts, rows, self._new_seed())
-            result.first_epoch.append(first)
-            turns = [(self.plain, result.plain), (self.drafting, result.drafted)]
-            seed = self._new_seed()
-            for engine, passes in turns if repeat % 2 == 0 else reversed(turns):
-                passes.append(await self._pass(engine, prompts, rows, seed))
-        return result
+    def _rates(self, kind: str) -> None:
+        plan = self.effort.plans[kind]
+        config = self._config(kind, max(*plan.rows, OVERHEAD_ROWS))
+        found, missing = contestants(kind, str(self.wide.earlier), config)
+        self.findings.missing |= missing
+        self.findings.measured[kind] = asyncio.run(Bench(found, self.wide, plan).run())
 
-    def _take(self, count: int) -> list[Prompt]:
-        taken = list(itertools.islice(self._unseen, count))
-        if len(taken) < count:
-            raise RuntimeError("the task has too few prompts: fewer rows or repeats, please")
-        return taken
+    # The two below are imported late: vLLM's core process imports this module again, and once numba
+    # is loaded vLLM 0.32.0 cannot register its CPU kernels (it reads `__dict__` of llvmlite's
+    # library, which takes that for the name of a function).
 
-    def _new_seed(self) -> int:
-        """Seeds of different passes do not overlap: they differ above the lowest 32 bits."""
-        return next(self._seeds) << 32
+    def _trees(self) -> None:
+        from benchmarks import rollout_trees
 
-    async def _pass(self, engine: Engine, prompts: Sequence[Prompt], rows: int, seed: int) -> Pass:
-        """Write GROUP samples of each prompt, `rows` at a time."""
-        await asyncio.sleep(SETTLE_SECONDS)
-        number = next(self._numbers)
-        room = asyncio.Semaphore(rows)
-
-        async def one(index: int) -> int:
-            prompt = prompts[index // GROUP]
-            request = GenerateRequest(
-                request_id=f"{number}-{index}",
-                cache_key=prompt.prompt_id,
-                prompt_tokens=prompt.tokens,
-                sampling=SamplingParams(
-                    max_tokens=MAX_TOKENS, stop_tokens=self.task.stop_tokens, seed=seed + index
-                ),
+        config = self._config("torch", rollout_trees.ROWS)
+        for nodes in rollout_trees.BUDGETS:
+            self.findings.trees[nodes] = rollout_trees.tree_and_chain(
+                self.narrow, config, self.effort.tree_repeats, nodes
             )
-            async with room:
-                return sum([len(chunk.tokens) async for chunk in engine.generate(request)])
 
-        before = engine.stats()
-        began = time.perf_counter()
-        try:
-            async with asyncio.timeout(PASS_SECONDS):
-                tokens = sum(
-                    await asyncio.gather(*(one(index) for index in range(len(prompts) * GROUP)))
-                )
-        except TimeoutError as error:
-            raise EngineError(
-                f"{len(prompts) * GROUP} samples, {rows} at a time, were not written within "
-                f"{PASS_SECONDS:.0f} s"
-            ) from error
-        seconds = time.perf_counter() - began
-        after = engine.stats()
-        return Pass(
-            tokens,
-            seconds,
-            after.steps - before.steps,
-            after.tokens_drafted - before.tokens_drafted,
-            after.tokens_accepted - before.tokens_accepted,
+    def _kept(self) -> None:
+        """One optimizer step apart: the two last versions of the recipe."""
+        from benchmarks.rollout_kept import kept_tokens
+
+        earlier, later = sorted(self.policies.paths)[-2:]
+        prompts = self.narrow.task.train[: self.effort.kept_prompts]
+        self.findings.kept = asyncio.run(
+            kept_tokens(
+                self.policies.paths[earlier],
+                self.policies.paths[later],
+                self.narrow.task,
+                prompts,
+                self.narrow.max_tokens,
+            )
         )
 
-
-def measure(kinds: Sequence[str], model: str, task: Task, plan: Plan) -> Findings:
-    """Each kind of engine, one after the other; one that cannot run does not hide the others."""
-    findings = Findings()
-    for kind in KINDS:
-        if kind not in kinds:
-            findings.missing[kind] = "left out by --engines"
-        elif util.find_spec(kind) is None:
-            findings.missing[kind] = f"{kind} is not installed (`make bench` installs it)"
-        else:
-            try:
-                findings.measured[kind] = asyncio.run(Bench(kind, model, task, plan).run())
-            except EngineError as error:
-                findings.missing[kind] = f"failed: {error}"
-                findings.failed = True
-    return findings
+    def _config(self, kind: str, slots: int) -> EngineConfig:
+        """The project's defaults; slots and lengths fit the workload."""
+        length = self.policies.recipe.max_model_len
+        return EngineConfig.model_validate({"kind": kind, "slots": slots, "max_model_len": length})
 
 
 def _kinds(text: str) -> list[str]:
@@ -212,45 +172,84 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
+def _versions(text: str) -> tuple[int, int]:
+    kept = Recipe().keep
+    pair = tuple(int(part) if part.isdigit() else -1 for part in text.split(","))
+    if len(pair) != 2 or pair[0] not in kept or pair[1] not in kept or pair[0] > pair[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a pair EARLIER,LATER of {kept}")
+    return pair[0], pair[1]
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="under 3 minutes")
+    parser.add_argument("--quick", action="store_true", help="under 6 minutes; in full under 30")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    parser.add_argument("--engines", type=_kinds, default=list(KINDS), help="default: torch,vllm")
+    parser.add_argument("--engines", type=_kinds, default=list(KINDS), help="default: vllm,torch")
     parser.add_argument("--rows", type=_numbers, help="requests at a time, e.g. 1,8,32")
+    parser.add_argument(
+        "--versions",
+        type=_versions,
+        default=EPOCH,
+        metavar="EARLIER,LATER",
+        help="policy versions of epoch 1 and 2; default %(default)s, an epoch of training",
+    )
     parser.add_argument(
         "--widened",
         type=int,
-        nargs="?",
-        const=WIDE,
+        default=WIDE,
         metavar="SIZE",
-        help=f"give the model this intermediate_size (without a number {WIDE})",
+        help="intermediate_size of the model that is timed; default %(default)s",
     )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    rows = options.rows or (QUICK_ROWS if options.quick else FULL_ROWS)
-    plan = Plan(rows, repeats=3, seconds=0.7) if options.quick else Plan(rows, 7, 2.0)
-    load = os.getloadavg()[0]
+    raw: dict[str, Any] = {"load_before": os.getloadavg()[0]}
     disable_progress_bar()
-    raw: dict[str, Any] = {"model": "builtin:arithmetic", "load_before": load}
-    model = str(ensure_builtin_model(default_cache_dir()))
-    with tempfile.TemporaryDirectory() as folder:
-        if options.widened:
-            raw["parameters"] = widen(model, Path(folder), options.widened)
-            raw["intermediate_size"] = options.widened
-            model = folder
-        task = load_task(TaskConfig(train_size=1 << 14), model, 0)
-        findings = measure(options.engines, model, task, plan)
     console = Console(width=120)
-    console.print(findings.table())
-    for kind, reason in findings.missing.items():
-        console.print(f"[bold red]{kind} was NOT measured:[/] {reason}")
+    policies = ensure_policies()
+    console.print(drift_table(policies))
+    effort = Effort.of(quick=options.quick, rows=options.rows)
+    earlier, later = (policies.paths[version] for version in options.versions)
+    recipe = policies.recipe
+    task = load_task(recipe.task(recipe.prompts + SPARE_PROMPTS), str(earlier), 0)
+    with tempfile.TemporaryDirectory() as folder:
+        wide = [Path(folder) / side for side in ("earlier", "later")]
+        for source, target in zip((earlier, later), wide, strict=True):
+            raw["parameters"] = widen(str(source), target, options.widened)
+        measurement = Measurement(
+            options.engines,
+            policies,
+            Workload(task, recipe.max_tokens, wide[0], wide[1]),
+            Workload(task, recipe.max_tokens, earlier, later),
+            effort,
+        )
+        findings = measurement.run()
+    shape = recipe.warm_start
+    findings.machine = rollout_floor.measure(shape.hidden_size, options.widened, shape.layers)
+    for table in tables(findings):
+        console.print(table)
+    for part, reason in findings.missing.items():
+        console.print(f"[bold red]{part} was NOT measured:[/] {reason}")
     if options.json:
-        write_json(options.json, "rollout", raw | asdict(plan) | findings.raw(), findings.ratios())
+        raw |= {
+            "versions": options.versions,
+            "drift_total_variation_per_token": policies.drift,
+            "accuracy": policies.accuracy,
+            "intermediate_size": options.widened,
+            "samples_per_prompt": GROUP,
+            "device": _device(),
+            "load_after": os.getloadavg()[0],
+        }
+        write_json(options.json, "rollout", raw | findings.raw(), findings.ratios())
     return 1 if findings.failed else 0
+
+
+def _device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What benchmarks.rollout found: single passes, their medians, the table and the flat ratios."""
+"""What benchmarks.rollout found: single passes, their medians, and the flat ratios."""
 
 from __future__ import annotations
 
@@ -6,7 +6,23 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.table import Table
+from benchmarks.rollout_contestants import CHAIN, OURS, PLAIN, SUFFIX
+
+TARGETS = {
+    "vllm_b1_vs_plain": 5.0,
+    "vllm_b1_vs_suffix": 1.3,
+    "vllm_b2_vs_plain": 3.5,
+    "vllm_b8_vs_plain": 1.4,
+    "vllm_b32_vs_plain": 0.97,
+    "vllm_b128_vs_plain": 0.97,
+    "tree_vs_chain": 1.25,
+    "verify_kept_vs_specrl": 1.0,
+    "overhead_b64": 0.03,
+}
+"""Least value of each ratio (`overhead_b64`: it must stay under)."""
+CEILINGS = frozenset({"overhead_b64"})
+TREE_NODES = 16
+"""Nodes per row at which `tree_vs_chain` is taken: the cache's default draft length."""
 
 
 @dataclass(frozen=True)
@@ -16,97 +32,172 @@ class Pass:
     tokens: int
     seconds: float
     steps: int
+    """Forward passes."""
     drafted: int
     accepted: int
+    asleep_cpu: float = 0.0
+    """Processor seconds that the other contestants' processes used meanwhile."""
 
     @property
     def rate(self) -> float:
         """Response tokens per second."""
         return self.tokens / self.seconds
 
+    @property
+    def seconds_per_step(self) -> float:
+        """Of a forward pass, with whatever lies between two of them."""
+        return self.seconds / max(1, self.steps)
+
+    def __sub__(self, shorter: Pass) -> Pass:
+        """What a longer pass did beyond a shorter one of the same requests."""
+        return Pass(
+            self.tokens - shorter.tokens,
+            self.seconds - shorter.seconds,
+            self.steps - shorter.steps,
+            self.drafted - shorter.drafted,
+            self.accepted - shorter.accepted,
+            self.asleep_cpu + shorter.asleep_cpu,
+        )
+
+
+@dataclass(frozen=True)
+class Versus:
+    """A ratio of two contestants' tokens per second: median and range over the pairs of passes."""
+
+    median: float
+    lowest: float
+    highest: float
+
 
 @dataclass
 class Rows:
-    """Everything timed at one number of rows."""
+    """Epoch 2 at one number of rows: for each contestant its passes, one per repeat."""
 
     samples: int
     """Of one pass."""
-    first_epoch: list[Pass] = field(default_factory=list)
-    """The drafting engine, before it had seen the prompts."""
-    plain: list[Pass] = field(default_factory=list)
-    drafted: list[Pass] = field(default_factory=list)
+    passes: dict[str, list[Pass]] = field(default_factory=dict)
 
-    def summary(self) -> dict[str, float]:
-        """Medians over the repeats; shares over all of them."""
-        plain = statistics.median(one.rate for one in self.plain)
-        drafted = statistics.median(one.rate for one in self.drafted)
-        first = statistics.median(one.rate for one in self.first_epoch)
-        pairs = [d.rate / p.rate for d, p in zip(self.drafted, self.plain, strict=True)]
-        proposed = sum(one.drafted for one in self.drafted)
-        accepted = sum(one.accepted for one in self.drafted)
+    def rate(self, name: str) -> float:
+        """Median tokens per second of a contestant."""
+        return statistics.median(one.rate for one in self.passes[name])
+
+    def versus(self, name: str, other: str) -> Versus | None:
+        """One contestant over another, pass by pass; None where one of them did not run."""
+        if name not in self.passes or other not in self.passes:
+            return None
+        pairs = zip(self.passes[name], self.passes[other], strict=True)
+        ratios = [one.rate / another.rate for one, another in pairs]
+        return Versus(statistics.median(ratios), min(ratios), max(ratios))
+
+    def drafting(self, name: str) -> dict[str, float]:
+        """Acceptance, and tokens per forward pass (all its rows together), over all passes."""
+        passes = self.passes[name]
+        steps = max(1, sum(one.steps for one in passes))
+        drafted = sum(one.drafted for one in passes)
+        accepted = sum(one.accepted for one in passes)
         return {
-            "plain_tokens_per_second": plain,
-            "drafted_tokens_per_second": drafted,
-            "accepted_tokens_per_step": accepted / max(1, sum(one.steps for one in self.drafted)),
-            "acceptance": accepted / proposed if proposed else 0.0,
-            "ratio": drafted / plain,
-            "ratio_lowest": min(pairs),
-            "ratio_highest": max(pairs),
-            "first_epoch_ratio": first / plain,
+            "acceptance": accepted / drafted if drafted else 0.0,
+            "drafted_per_step": drafted / steps,
+            "accepted_per_step": accepted / steps,
+            "tokens_per_step": sum(one.tokens for one in passes) / steps,
         }
+
+
+@dataclass
+class Kind:
+    """Everything measured of one kind of engine."""
+
+    rows: dict[int, Rows] = field(default_factory=dict)
+    steps: dict[int, float] = field(default_factory=dict)
+    """Rows to the seconds of a plain decode step."""
+    overhead: list[tuple[Pass, Pass]] = field(default_factory=list)
+    """Decode steps alone, plain and drafting, at 64 rows."""
+    first_epoch: dict[str, Pass] = field(default_factory=dict)
+
+    def bound(self, rows: int) -> float | None:
+        """Speed-up over plain if every draft were accepted; None where no steps were measured.
+
+        With T(n) for a step of n tokens: the best n / T(n) over rows / T(rows).
+        """
+        if rows not in self.steps:
+            return None
+        best = max(n / seconds for n, seconds in self.steps.items() if n >= rows)
+        return best * self.steps[rows] / rows
+
+    def overheads(self) -> list[float]:
+        """Per repeat: time of a step of the drafting engine over a plain one, minus 1."""
+        return [o.seconds_per_step / p.seconds_per_step - 1 for p, o in self.overhead]
+
+    def asleep(self) -> float:
+        """Most cores that the waiting contestants kept busy during any pass."""
+        shares = [
+            one.asleep_cpu / one.seconds
+            for rows in self.rows.values()
+            for passes in rows.passes.values()
+            for one in passes
+        ]
+        return max(shares, default=0.0)
 
 
 @dataclass
 class Findings:
     """What was measured, and what was not."""
 
-    measured: dict[str, dict[int, Rows]] = field(default_factory=dict)
+    measured: dict[str, Kind] = field(default_factory=dict)
+    trees: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Nodes per row to accepted drafts per forward pass of chain and tree, see `rollout_trees`."""
+    kept: dict[str, float] = field(default_factory=dict)
+    """Tokens of each rule that need not be generated again, see `benchmarks.rollout_kept`."""
+    machine: dict[str, Any] = field(default_factory=dict)
+    """Bandwidth and arithmetic, see `benchmarks.rollout_floor`."""
     missing: dict[str, str] = field(default_factory=dict)
-    """Engine to the reason why its numbers are not there."""
+    """What was left out, and why."""
     failed: bool = False
+
+    def ratios(self) -> dict[str, float]:
+        """Flat, one number per name; the same names as `TARGETS`, and more."""
+        ratios: dict[str, float] = {}
+        for kind, found in self.measured.items():
+            for rows, at in found.rows.items():
+                for other, name, suffix in (
+                    (PLAIN, OURS, "vs_plain"),
+                    (SUFFIX, OURS, "vs_suffix"),
+                    (PLAIN, CHAIN, "chain_vs_plain"),
+                    (PLAIN, SUFFIX, "suffix_vs_plain"),
+                ):
+                    versus = at.versus(name, other)
+                    if versus is not None:
+                        ratios[f"{kind}_b{rows}_{suffix}"] = versus.median
+            if found.overhead:
+                ratios[f"{kind}_overhead_b64"] = statistics.median(found.overheads())
+        for kind in ("torch", "vllm"):  # vLLM's is the one that counts where it was measured
+            if f"{kind}_overhead_b64" in ratios:
+                ratios["overhead_b64"] = ratios[f"{kind}_overhead_b64"]
+        chain, tree = self.trees.get(TREE_NODES, (0.0, 0.0))
+        if chain:
+            ratios["tree_vs_chain"] = tree / chain
+        return ratios | {k: v for k, v in self.kept.items() if "_vs_" in k}
 
     def raw(self) -> dict[str, Any]:
         """For the JSON: every pass, and the summaries."""
-        return {
-            "not_measured": self.missing,
-            **{
-                f"{kind}_b{rows}": {**found.summary(), **asdict(found)}
-                for kind, by_rows in self.measured.items()
-                for rows, found in by_rows.items()
-            },
+        out: dict[str, Any] = {"not_measured": self.missing, "machine_floor": self.machine}
+        out["verify_kept"] = self.kept
+        out["accepted_per_forward_by_nodes"] = {
+            nodes: {"chain": chain, "tree": tree} for nodes, (chain, tree) in self.trees.items()
         }
+        for kind, found in self.measured.items():
+            out[kind] = asdict(found) | {
+                "most_cores_used_by_waiting_engines": found.asleep(),
+                "bound_every_draft_accepted": {r: found.bound(r) for r in found.rows},
+            }
+            for rows, at in found.rows.items():
+                out[f"{kind}_b{rows}"] = {
+                    name: {"tokens_per_second": at.rate(name), **at.drafting(name)}
+                    for name in at.passes
+                }
+        return out
 
-    def ratios(self) -> dict[str, float]:
-        """Flat, one number per name."""
-        ratios: dict[str, float] = {}
-        for kind, by_rows in self.measured.items():
-            for rows, found in by_rows.items():
-                summary = found.summary()
-                ratios[f"{kind}_b{rows}_drafted_vs_plain"] = summary["ratio"]
-                ratios[f"{kind}_b{rows}_first_epoch_vs_plain"] = summary["first_epoch_ratio"]
-        return ratios
 
-    def table(self) -> Table:
-        """For people."""
-        table = Table(title="rollout: epoch 2, drafted against plain")
-        titles = (
-            "engine,rows,plain tok/s,drafted tok/s,accepted/step,acceptance,ratio,range,epoch 1"
-        )
-        for title in titles.split(","):
-            table.add_column(title, justify="right")
-        for kind, by_rows in self.measured.items():
-            for rows, found in by_rows.items():
-                s = found.summary()
-                table.add_row(
-                    *(kind, str(rows)),
-                    f"{s['plain_tokens_per_second']:,.0f}",
-                    f"{s['drafted_tokens_per_second']:,.0f}",
-                    f"{s['accepted_tokens_per_step']:.2f}",
-                    f"{s['acceptance']:.2f}",
-                    f"{s['ratio']:.2f}",
-                    f"{s['ratio_lowest']:.2f}-{s['ratio_highest']:.2f}",
-                    f"{s['first_epoch_ratio']:.2f}",
-                )
-        for kind in self.missing:
-            table.add_row(kind, *["[bold red]MISSING[/]"] * 8)
-        return table
+def reached(name: str, value: float) -> bool:
+    """Whether a ratio meets its target."""
+    return value < TARGETS[name] if name in CEILINGS else value >= TARGETS[name]

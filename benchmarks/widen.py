@@ -2,6 +2,8 @@
 
 Copies it into one with a much larger `intermediate_size`: random gate and up rows for the new
 part, zero columns in the down projection. Every output is the same, every product the big one's.
+The random part depends on the seed alone, so that two versions of a model, widened alike, differ
+only in what was trained.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.initialization import no_init_weights
 
 
-def widen(source: str, target: Path, intermediate_size: int) -> int:
+def widen(source: str, target: Path, intermediate_size: int, seed: int = 0) -> int:
     """Write the widened copy of a gated-MLP model (Qwen, Llama) and return its parameter count.
 
     Raises:
@@ -25,12 +28,14 @@ def widen(source: str, target: Path, intermediate_size: int) -> int:
     config = type(small.config).from_dict(
         small.config.to_dict() | {"intermediate_size": intermediate_size}
     )
-    wide = type(small)(config)
+    with no_init_weights():
+        wide = type(small)(config)
     own = wide.state_dict()
+    filler = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in small.state_dict().items():
             if ".mlp.gate_proj." in name or ".mlp.up_proj." in name:
-                own[name].normal_(std=0.02)
+                own[name].normal_(std=0.02, generator=filler)
                 own[name][:old] = tensor
             elif ".mlp.down_proj." in name:
                 own[name].zero_()

@@ -1,0 +1,235 @@
+"""Successive policy versions, really trained by the project, for benchmarks that need drift.
+
+    python -m benchmarks.policies     makes them (minutes, once) and says how far apart they are
+
+The workload is the built-in task with summands of 4 to 6 digits: some 55 response tokens, twice the
+built-in model's 2 to 3 digits, in the same format. The model is the built-in one, warm-started by
+`asyncrl.tasks.model.ensure_builtin_model` on those digits, then trained by `asyncrl run
+examples/arithmetic.yaml` in a process of its own: the example's learning rate, groups and
+staleness, 256 prompts, so that 16 steps are an epoch. The weights after the steps in `Recipe.keep`
+stay in the cache directory, under a digest of the recipe, the example and the project's version;
+what is missing is made again.
+
+How far two versions are apart is measured, not assumed: total variation per token, exactly, over
+the whole distributions, on texts that the earlier version has just written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from asyncrl.tasks.config import TaskConfig
+from asyncrl.tasks.loading import load_task
+from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
+from asyncrl.tasks.prompts import Prompt, Task
+from asyncrl.tasks.warm_start import WarmStart
+from cache.config import CacheConfig
+from cache.trajectory import IntArray
+from engine.config import EngineConfig
+from engine.factory import create_engine
+from engine.protocol import GenerateRequest, SamplingParams
+
+WARM_START = WarmStart(
+    digits=(4, 6), layers=3, steps=1300, slip=0.06, expected=(0.4, 0.9), extra_rounds=0
+)
+"""Longer numbers need a third layer, or several times the steps."""
+_ROOT = Path(__file__).resolve().parent.parent
+TRAINING_SECONDS = 1800.0
+"""Longest wait for the training run."""
+_RECORD = "policies.json"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the versions are made; its digest names their folder."""
+
+    warm_start: WarmStart = WARM_START
+    example: str = "examples/arithmetic.yaml"
+    overrides: tuple[str, ...] = ()
+    """More `--set` values of the run; the digits, lengths and checkpoints follow from the rest."""
+    prompts: int = 256
+    """Training prompts; 16 groups a step make 16 steps an epoch."""
+    keep: tuple[int, ...] = (0, 1, 16, 17)
+    """Policy versions (optimizer steps) whose weights are kept."""
+    max_tokens: int = 80
+    max_model_len: int = 128
+    version: int = 1
+    """Raised when the code changes what the numbers above lead to."""
+
+    def digest(self) -> str:
+        """Of everything that decides what comes out."""
+        content = [
+            json.dumps(asdict(self), sort_keys=True),
+            (_ROOT / self.example).read_text(encoding="utf-8"),
+            metadata.version("asyncrl"),
+        ]
+        return hashlib.sha256("\n".join(content).encode()).hexdigest()[:12]
+
+    def task(self, size: int | None = None) -> TaskConfig:
+        """The task that the run trains on; with a greater `size` its prompts come first."""
+        return TaskConfig(digits=self.warm_start.digits, train_size=size or self.prompts)
+
+
+@dataclass(frozen=True)
+class Policies:
+    """Weights on disk, a HF directory per version, and how far apart they are."""
+
+    paths: dict[int, Path]
+    """Policy version to its directory."""
+    drift: dict[str, float]
+    """"EARLIER-LATER" to total variation per token, on texts of the earlier one."""
+    accuracy: dict[str, float]
+    """Held-out, sampled as in training: "before" and "after" the run."""
+    recipe: Recipe
+
+
+def ensure_policies(recipe: Recipe | None = None, cache_dir: Path | None = None) -> Policies:
+    """The versions of a recipe, made first when they are not all there.
+
+    Raises:
+        RuntimeError: the training run failed; the end of what it said is quoted.
+    """
+    recipe = recipe or Recipe()
+    place = (cache_dir or default_cache_dir()) / f"policies-{recipe.digest()}"
+    paths = {step: place / f"step-{step}" for step in recipe.keep}
+    if not (place / _RECORD).is_file() or not all(path.is_dir() for path in paths.values()):
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=place.parent) as made:
+            making = Path(made)
+            accuracy = _make(recipe, making, place.parent)
+            record = {"accuracy": accuracy, "drift": _drifts(recipe, making)}
+            (making / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            shutil.copytree(making, place)
+    record = json.loads((place / _RECORD).read_text(encoding="utf-8"))
+    return Policies(paths, record["drift"], record["accuracy"], recipe)
+
+
+def _make(recipe: Recipe, making: Path, cache_dir: Path) -> dict[str, float]:
+    """Warm start, train in a process of its own, copy the weights; gives the accuracies."""
+    start = ensure_builtin_model(cache_dir, None, recipe.warm_start)
+    run = making / "run"
+    settings = (
+        *("run.name=policies", f"run.directory={run}", f"run.steps={max(recipe.keep)}"),
+        *(f"model.path={start}", f"task.train_size={recipe.prompts}"),
+        f"task.digits={list(recipe.warm_start.digits)}",
+        *(f"sampling.max_tokens={recipe.max_tokens}",),
+        *(f"engine.max_model_len={recipe.max_model_len}", "evaluation.prompts=256"),
+        *("trainer.checkpoint_every=1", f"trainer.keep_checkpoints={max(recipe.keep) + 1}"),
+        *recipe.overrides,
+    )
+    command = [sys.executable, "-m", "asyncrl", "run", str(_ROOT / recipe.example)]
+    for setting in settings:
+        command += ["--set", setting]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TRAINING_SECONDS, check=False
+    )
+    if done.returncode:
+        said = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise RuntimeError(f"training the policy versions failed ({done.returncode}):\n{said}")
+    for step in recipe.keep:
+        trained = run / "policies" / "checkpoints" / f"step-{step:06d}" / "model"
+        shutil.copytree(trained if step else start, making / f"step-{step}")
+    result = json.loads((run / "policies" / "result.json").read_text(encoding="utf-8"))
+    shutil.rmtree(run)
+    return {side: float(result[f"accuracy_{side}"]) for side in ("before", "after")}
+
+
+def _drifts(recipe: Recipe, folder: Path, prompts: int = 48) -> dict[str, float]:
+    """Total variation per token of neighbours and of the first and each later version."""
+    steps = sorted(recipe.keep)
+    pairs = sorted({*itertools.pairwise(steps), *((steps[0], s) for s in steps[1:])})
+    task = load_task(recipe.task(), str(folder / f"step-{steps[0]}"), 0)
+    texts = {
+        step: asyncio.run(write(folder / f"step-{step}", task, task.train[:prompts], recipe))
+        for step in {earlier for earlier, _ in pairs}
+    }
+    return {
+        f"{earlier}-{later}": total_variation(
+            folder / f"step-{earlier}",
+            folder / f"step-{later}",
+            task.train[:prompts],
+            texts[earlier],
+        )
+        for earlier, later in pairs
+    }
+
+
+async def write(
+    model: Path, task: Task, prompts: Sequence[Prompt], recipe: Recipe
+) -> list[IntArray]:
+    """One sample of each prompt, from the torch engine without drafts."""
+    config = EngineConfig(slots=len(prompts), max_model_len=recipe.max_model_len)
+    engine = create_engine(config, str(model), cache_config=CacheConfig(enabled=False), seed=0)
+
+    async def one(index: int) -> IntArray:
+        request = GenerateRequest(
+            request_id=str(index),
+            cache_key="",
+            prompt_tokens=prompts[index].tokens,
+            sampling=SamplingParams(
+                max_tokens=recipe.max_tokens, stop_tokens=task.stop_tokens, seed=index
+            ),
+        )
+        return np.concatenate([chunk.tokens async for chunk in engine.generate(request)])
+
+    await engine.start()
+    try:
+        return list(await asyncio.gather(*(one(index) for index in range(len(prompts)))))
+    finally:
+        await engine.close()
+
+
+@torch.no_grad()
+def total_variation(
+    one: Path, other: Path, prompts: Sequence[Prompt], texts: Sequence[IntArray]
+) -> float:
+    """Mean over all response tokens of half the L1 distance of the two next-token distributions."""
+    longest = max(len(p.tokens) + len(t) for p, t in zip(prompts, texts, strict=True))
+    tokens = torch.zeros((len(texts), longest), dtype=torch.long)
+    wanted = torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        begin, end = len(prompt.tokens), len(prompt.tokens) + len(text)
+        tokens[row, :end] = torch.from_numpy(np.concatenate([prompt.tokens, text])).long()
+        wanted[row, begin - 1 : end - 1] = True  # the distributions that its tokens were drawn from
+    distributions = []
+    for path in (one, other):
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        # Padding is on the right, where a causal model does not see it.
+        distributions.append(network(tokens).logits[wanted].softmax(-1))
+    return float((distributions[0] - distributions[1]).abs().sum(-1).mean() / 2)
+
+
+def drift_table(policies: Policies) -> Table:
+    """For people."""
+    before, after = policies.accuracy["before"], policies.accuracy["after"]
+    table = Table(
+        title=f"policy versions, trained here: accuracy {before:.2f} before, {after:.2f} after "
+        f"{max(policies.paths)} steps"
+    )
+    table.add_column("versions")
+    table.add_column("total variation per token", justify="right")
+    for pair, distance in policies.drift.items():
+        table.add_row(pair.replace("-", " → "), f"{distance:.5f}")
+    return table
+
+
+if __name__ == "__main__":
+    Console().print(drift_table(ensure_policies()))

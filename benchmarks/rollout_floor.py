@@ -1,0 +1,59 @@
+"""What this machine can do at best: bytes and operations of a decoding step.
+
+A step of n tokens reads every weight once and does 2 operations per weight and token:
+
+    T(n) >= max(bytes / bandwidth, 2 * weights * n / arithmetic)
+
+Measured with torch's own kernels on the widened layers' shapes: reading (a sum over more memory
+than any cache holds), arithmetic (a square product), and the layers' three products with n columns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+_STREAM = 1 << 27
+"""Numbers read: 512 MB."""
+_SQUARE = 2048
+
+
+def measure(
+    hidden: int, intermediate: int, layers: int, rows: tuple[int, ...] = (1, 8, 17, 32, 64, 128)
+) -> dict[str, float]:
+    """Bandwidth, arithmetic and T(n) of a gated MLP's products, on the CPU in float32."""
+    weights = 3 * hidden * intermediate * layers
+    found = {"weights": float(weights), "bytes_per_step": 4.0 * weights}
+    stream = torch.ones(_STREAM)
+    found["gigabytes_per_second"] = 4 * _STREAM / _seconds(stream.sum) / 1e9
+    del stream
+    square = torch.randn(_SQUARE, _SQUARE)
+    found["gigaflops_per_second"] = 2 * _SQUARE**3 / _seconds(lambda: square @ square) / 1e9
+    gate, up = torch.randn(intermediate, hidden), torch.randn(intermediate, hidden)
+    down = torch.randn(hidden, intermediate)
+    for n in rows:
+        tokens = torch.randn(n, hidden)
+
+        def layer(tokens: torch.Tensor = tokens) -> torch.Tensor:
+            inner = functional.silu(functional.linear(tokens, gate)) * functional.linear(tokens, up)
+            return functional.linear(inner, down)
+
+        found[f"products_of_{n}_tokens_ms"] = 1e3 * layers * _seconds(layer)
+    found["floor_1_token_ms"] = found["bytes_per_step"] / found["gigabytes_per_second"] / 1e6
+    found["floor_per_token_ms"] = 2 * weights / found["gigaflops_per_second"] / 1e6
+    return found
+
+
+@torch.inference_mode()
+def _seconds(work: Callable[[], torch.Tensor], repeats: int = 7) -> float:
+    """Median of some runs, after one that does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
