@@ -146,6 +146,66 @@ def evaluate(
     )
 
 
+@app.command()
+def simulate(
+    config_file: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="Its group size is used.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="1.5b, 7b or 32b.")] = "7b",
+    generators: Annotated[int, typer.Option(min=1, max=4096)] = 256,
+    slots: Annotated[int, typer.Option(min=1, help="Rows of a generator.")] = 64,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = 8,
+    median: Annotated[float, typer.Option(min=1, help="Tokens of an answer.")] = 1000.0,
+    sigma: Annotated[float, typer.Option(min=0, help="Of the logarithm of lengths.")] = 1.0,
+    longest: Annotated[int, typer.Option(min=1, help="Limit of an answer.")] = 16384,
+    drift: Annotated[
+        float, typer.Option(min=0, max=1, help="Total variation per token and step.")
+    ] = 3e-4,
+    redraft: Annotated[
+        float, typer.Option(min=0, max=1, help="Acceptance of the old rest as a draft; 0: none.")
+    ] = 0.7,
+    trainer_devices: Annotated[
+        float | None, typer.Option(help="Default: as many as balance the generators.")
+    ] = None,
+    regimes: Annotated[
+        bool, typer.Option("--regimes", help="Map answer length and drift (a minute or more).")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Simulate every mode on a cluster: the same scheduler, costs from a roofline."""
+    from dataclasses import asdict
+
+    from asyncrl.config import load_config
+    from asyncrl.simulation import study
+
+    group_size = 8
+    if config_file is not None:
+        group_size = load_config(config_file).scheduler.group_size
+    cluster = study.Cluster(
+        model=model.lower(), generators=generators, slots=slots, steps=steps,
+        warm_up=min(3, steps - 1), median=median, sigma=sigma, longest=longest, drift=drift,
+        redraft=redraft,
+        trainer_devices=trainer_devices, group_size=group_size,
+    )  # fmt: skip
+    if regimes:
+        places = study.regime(cluster)
+        if as_json:
+            typer.echo(json.dumps([asdict(place) for place in places], indent=2))
+        else:
+            _wide().print(study.regime_table(places))
+        return
+    outcomes = study.compare(cluster, study.MODES)
+    if as_json:
+        typer.echo(json.dumps({mode: asdict(o) for mode, o in outcomes.items()}, indent=2))
+    else:
+        _wide().print(study.table(cluster, outcomes))
+
+
+def _wide() -> Console:
+    """For tables that cannot be narrow."""
+    return Console(width=max(Console().width, 104))
+
+
 def _request(name: str | None, runs: Path, request: object) -> None:
     from asyncrl.control import ask
     from asyncrl.run_directory import find_run
