@@ -45,11 +45,11 @@ class CacheConfig(BaseModel):
         description="A draft ends before the token at which the estimated probability that all of "
         "it is accepted falls below this.",
     )
-    recency_half_life: float = Field(
-        32.0,
+    version_half_life: float = Field(
+        128.0,
         gt=0.0,
-        description="Rollouts of the same prompt after which an older one counts half: the policy "
-        "moves, so newer rollouts say more.",
+        description="Policy versions after which what a rollout said counts half, but never less "
+        "than a sixteenth. Rollouts of one version count alike.",
     )
     max_candidates: int = Field(
         24, ge=1, le=256, description="Most earlier occurrences that vote on a continuation."
@@ -58,7 +58,12 @@ class CacheConfig(BaseModel):
         0.1,
         ge=0.0,
         description="Votes, in units of one fresh rollout, that are counted for 'something never "
-        "seen here'. Larger: shorter drafts where few rollouts are known.",
+        "seen here', until experience knows better. Larger: shorter drafts at first.",
+    )
+    calibrate: bool = Field(
+        True,
+        description="Correct the estimated probabilities by what became of earlier drafts. False: "
+        "they follow from the votes alone.",
     )
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cache.estimate import Experience, learn, revise
 from cache.jit import kernel
 from cache.store import (
     AT_ROW,
@@ -105,11 +106,14 @@ def extend(
     min_match: int,
     prompt_blocks: int,
     grow: bool,
+    experience: Experience,
+    learning: bool,
 ) -> int:
     """Append rows' tokens; stops where there is no room, at state[AT_ROW], state[AT_TOKEN].
 
     Called again with the same arguments it goes on from there.
     """
+    tested = 0
     max_match = rings.shape[1]
     scale_short = power(min_match - 1)
     scale_long = power(max_match - 1)
@@ -122,6 +126,8 @@ def extend(
         short = cursors[row, HASH_SHORT]
         long = cursors[row, HASH_LONG]
         stored = tree >= 0 and cursors[row, OWN] != MUTED
+        if learning and experience.waiting[row] and offsets[at_row + 1] > offsets[at_row]:
+            tested += learn(experience, row, tokens, offsets[at_row], offsets[at_row + 1])
         for index in range(max(offsets[at_row], state[AT_TOKEN]), offsets[at_row + 1]):
             if stored:
                 # Only `prepare` reads the cursor, so it is up to date before each call.
@@ -148,4 +154,6 @@ def extend(
                 state[REFUSED] += 1
         state[AT_ROW] += 1
         state[AT_TOKEN] = 0
+    if tested:
+        revise(experience)
     return DONE

@@ -18,7 +18,6 @@ from cache.store import (
     LIVE,
     LOG2,
     NEXT,
-    ORDINAL,
     POSITIONS,
     PREV,
     ROOT,
@@ -28,6 +27,7 @@ from cache.store import (
     SPAN,
     TOKENS,
     USED,
+    VERSION,
     LongArray,
     bucket,
     depth_of,
@@ -95,7 +95,7 @@ def check_sequence(
         if (
             arena[block + PREV] != former
             or arena[block + SEQUENCE] != first
-            or arena[block + ORDINAL] != arena[first + ORDINAL]
+            or arena[block + VERSION] < 0
             or used < 1
             or used > SPAN
             or (arena[block + NEXT] and used < SPAN)

@@ -26,7 +26,9 @@ _log = logging.getLogger(__name__)
 _SOURCES = (
     "store.py",
     "insert.py",
+    "estimate.py",
     "match.py",
+    "branch.py",
     "integrity.py",
     "export.py",
     "acceptance/token_tree.py",

@@ -1,31 +1,33 @@
 """Drafting: find where a row's recent tokens were seen before, and let those places vote.
 
     candidates    positions whose past equals the row's; the token behind each is its vote
-    vote          weighted by recency and, where no match is long, by the length of the match
+    vote          fading with policy versions and, where no match is long, with what it lacks
     follow        take the winner, keep the candidates that agree, ask them again
 
 When all candidates have run dry (a sibling that is only a few tokens ahead), the search starts
-again from the row's tokens and the draft so far.
+again from the row's tokens and the draft so far. `cache.branch` follows several at once.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from cache.estimate import Experience, base_of, corrected, kind_of
 from cache.jit import kernel
 from cache.store import (
     BASE,
     BLOCK,
     LOG2,
     MASK,
-    NEWEST,
-    ORDINAL,
     OWN,
     RING_AT,
     ROOT,
     SEQUENCE,
     SPAN,
     TREE,
+    VERSION,
     LongArray,
     after,
     before,
@@ -37,6 +39,29 @@ VISITS = 4
 """Places looked at for each candidate wanted: bounds the time in a tree full of repetitions."""
 SHORTER = np.float32(0.25)
 """Weight of a candidate for each token that its match is shorter than the longest."""
+
+
+class Rules(NamedTuple):
+    """Settings of the cache, as compiled code takes them."""
+
+    min_match: int
+    max_match: int
+    max_candidates: int
+    longest: int
+    """Most tokens drafted for a row."""
+    fading: FloatArray
+    """Weight of a vote by the policy versions since it was written; the last for all older."""
+
+
+FAINTEST = 1 / 16
+"""Least weight of an old vote: where nothing newer is known it is still the best guess."""
+
+
+def fading(half_life: float) -> FloatArray:
+    """Weights of votes by the policy versions since they were written."""
+    versions = np.arange(min(int(4 * half_life) + 2, 1 << 16))
+    weights: FloatArray = np.maximum(np.exp2(-versions / half_life), FAINTEST).astype(np.float32)
+    return weights
 
 
 @kernel
@@ -60,6 +85,12 @@ def agreement(arena: IntArray, position: int, tokens: IntArray, stop: int, longe
 
 
 @kernel
+def faded(version: int, writer: int, fading: FloatArray) -> float:
+    """Weight of a vote that `version` wrote, now that `writer` writes."""
+    return fading[min(abs(writer - version), len(fading) - 1)]
+
+
+@kernel
 def collect(
     arena: IntArray,
     trees: LongArray,
@@ -67,24 +98,24 @@ def collect(
     own: int,
     past: IntArray,
     stop: int,
-    min_match: int,
-    max_match: int,
-    fading: FloatArray,
+    rules: Rules,
+    writer: int,
     places: LongArray,
-    lengths: LongArray,
+    lengths: IntArray,
     weights: FloatArray,
 ) -> tuple[int, int]:
     """Fill `places` and `weights` with candidates; returns their number and the longest match.
 
     Places of the row's own sequence count only when nobody else has one, and only for a long
-    match: a row that repeats itself.
+    match: a row that repeats itself. The match is then said to be max_match + 1 long.
     """
     root = trees[tree, ROOT]
     if root == 0:
         return 0, 0
+    max_match = rules.max_match
     echo = 0
     for order in (1, 0):
-        shortest = max_match if order == 1 else min_match
+        shortest = max_match if order == 1 else rules.min_match
         hashed = hash_of(past, stop, shortest)
         position = int(arena[bucket(arena, root, trees[tree, LOG2], hashed, order)])
         count = 0
@@ -96,10 +127,9 @@ def collect(
             if length >= shortest and after(arena, position):
                 block = position & -BLOCK
                 if arena[block + SEQUENCE] != own:
-                    age = trees[tree, NEWEST] - arena[block + ORDINAL]
                     places[count] = position
                     lengths[count] = length
-                    weights[count] = fading[min(age, len(fading) - 1)]
+                    weights[count] = faded(arena[block + VERSION], writer, rules.fading)
                     longest = max(longest, length)
                     count += 1
                 elif order == 1 and echo == 0:
@@ -112,8 +142,35 @@ def collect(
     if echo:
         places[0] = echo
         weights[0] = 0.5
-        return 1, max_match
+        return 1, max_match + 1
     return 0, 0
+
+
+@kernel
+def move_on(
+    arena: IntArray, places: LongArray, weights: FloatArray, start: int, stop: int
+) -> tuple[int, float, bool]:
+    """Move places[start:stop] one token on and drop those that have run dry.
+
+    Returns:
+        the new stop, the weight of all votes, whether there are votes and all are for one token.
+    """
+    alive = start
+    total = 0.0
+    first = -1
+    others = 0
+    for item in range(start, stop):
+        follower = after(arena, places[item])
+        if follower:
+            token = arena[follower]
+            if first < 0:
+                first = token
+            others += token != first
+            places[alive] = follower
+            weights[alive] = weights[item]
+            total += weights[item]
+            alive += 1
+    return alive, total, alive > start and others == 0
 
 
 @kernel
@@ -125,15 +182,9 @@ def step(
     Returns:
         the number kept, the token, its weight, the weight of all votes. 0 kept: all have run dry.
     """
-    alive = 0
-    total = 0.0
-    for item in range(count):
-        follower = after(arena, places[item])
-        if follower:
-            places[alive] = follower
-            weights[alive] = weights[item]
-            total += weights[item]
-            alive += 1
+    alive, total, united = move_on(arena, places, weights, 0, count)
+    if united:
+        return alive, arena[places[0]], total, total
     best = -1
     best_weight = 0.0
     for item in range(alive):
@@ -163,26 +214,32 @@ def draft_row(
     trees: LongArray,
     tree: int,
     own: int,
+    row: int,
     past: IntArray,
     budget: int,
-    min_match: int,
-    max_match: int,
-    min_probability: float,
-    doubt: float,
-    fading: FloatArray,
+    least: float,
+    rules: Rules,
+    writer: int,
+    experience: Experience,
     places: LongArray,
-    lengths: LongArray,
+    lengths: IntArray,
     weights: FloatArray,
     tokens: IntArray,
+    parents: IntArray,
     probabilities: FloatArray,
 ) -> int:
     """Draft up to `budget` tokens behind past[:max_match] into `tokens`; returns how many."""
+    max_match = rules.max_match
+    guessed = experience.tokens[row]
+    ahead = experience.parents[row]
+    bases = experience.bases[row]
+    kinds = experience.kinds[row]
     drafted = 0
     path = 1.0
     while drafted < budget:
         count, matched = collect(
-            arena, trees, tree, own, past, max_match + drafted, min_match, max_match,
-            fading, places, lengths, weights,
+            arena, trees, tree, own, past, max_match + drafted, rules, writer,
+            places, lengths, weights,
         )  # fmt: skip
         if count == 0:
             break
@@ -190,17 +247,33 @@ def draft_row(
             count, token, weight, total = step(arena, places, weights, count)
             if count == 0:
                 break
-            # A short match is doubted more: its places may have nothing to do with this one.
-            probability = weight / (total + doubt * max_match / matched)
-            path *= probability
-            if path < min_probability:
+            base = base_of(weight, total, experience.doubts[matched])
+            kind = kind_of(weight, total, matched, max_match)
+            path *= corrected(base, experience.odds[kind])
+            # The guess that ends the draft is remembered too, or its kind could never recover.
+            guessed[drafted] = token
+            ahead[drafted] = drafted - 1
+            bases[drafted] = base
+            kinds[drafted] = kind
+            experience.waiting[row] = drafted + 1
+            if path < least:
                 return drafted
             tokens[drafted] = token
+            parents[drafted] = drafted - 1
             probabilities[drafted] = path
             past[max_match + drafted] = token
             drafted += 1
-            matched = min(matched + 1, max_match)
+            if matched < max_match:
+                matched += 1
     return drafted
+
+
+@kernel
+def past_of(ring: IntArray, at: int, past: IntArray) -> None:
+    """Write a row's last tokens, oldest first, to the front of `past`."""
+    size = len(ring)
+    past[: size - at] = ring[at:]
+    past[size - at : size] = ring[:at]
 
 
 @kernel
@@ -211,35 +284,36 @@ def draft(
     rings: IntArray,
     rows: IntArray,
     budgets: IntArray,
-    min_match: int,
-    min_probability: float,
-    doubt: float,
-    fading: FloatArray,
-    max_candidates: int,
-    longest: int,
+    least: float,
+    rules: Rules,
+    writer: int,
+    experience: Experience,
     offsets: IntArray,
     tokens: IntArray,
+    parents: IntArray,
     probabilities: FloatArray,
 ) -> int:
-    """Draft for rows; fills `offsets` `[B+1]` and the front of the others; returns the total."""
-    max_match = rings.shape[1]
-    past = np.empty(max_match + longest, np.int32)
-    places = np.empty(max_candidates, np.int64)
-    lengths = np.empty(max_candidates, np.int64)
-    weights = np.empty(max_candidates, np.float32)
+    """Draft chains for rows; fills `offsets` `[B+1]` and the front of what follows it.
+
+    Returns:
+        the number of tokens drafted.
+    """
+    past = np.empty(rules.max_match + rules.longest, np.int32)
+    places = np.empty(rules.max_candidates, np.int64)
+    lengths = np.empty(rules.max_candidates, np.int32)
+    weights = np.empty(rules.max_candidates, np.float32)
     total = 0
     offsets[0] = 0
     for item in range(len(rows)):
         row = rows[item]
         tree = cursors[row, TREE]
+        experience.waiting[row] = 0
         if tree >= 0 and budgets[item] > 0:
-            at = cursors[row, RING_AT]
-            past[: max_match - at] = rings[row, at:]
-            past[max_match - at : max_match] = rings[row, :at]
+            past_of(rings[row], cursors[row, RING_AT], past)
             total += draft_row(
-                arena, trees, tree, cursors[row, OWN], past, min(budgets[item], longest),
-                min_match, max_match, min_probability, doubt, fading, places, lengths, weights,
-                tokens[total:], probabilities[total:],
+                arena, trees, tree, cursors[row, OWN], row, past,
+                min(budgets[item], rules.longest), least, rules, writer, experience,
+                places, lengths, weights, tokens[total:], parents[total:], probabilities[total:],
             )  # fmt: skip
         offsets[item + 1] = total
     return total

@@ -32,17 +32,18 @@ LINK = (SPAN, 2 * SPAN)
 """Distance from a token's word to its short and to its long link."""
 
 # Header words of a sequence block.
-NEXT, PREV, SEQUENCE, USED, ORDINAL = 0, 1, 2, 3, 4
+NEXT, PREV, SEQUENCE, USED, VERSION = 0, 1, 2, 3, 4
 # Only in a sequence's first block, whose address is the sequence's name.
 SEQ_NEXT, SEQ_OPEN = 5, 6
 
 # `state`: the arena's own counters.
 LIVE, FREE_HEAD, FREE, BUMP, LIMIT, NEEDED, AT_ROW, AT_TOKEN, TOKENS, SEQUENCES, REFUSED = range(11)
-STATE_WORDS = 11
+WRITER = 11  # the policy version that writes now
+STATE_WORDS = 12
 
 # `trees`: one row per prompt.
-ROOT, LOG2, POSITIONS, FIRST, LAST, NEWEST, BLOCKS = range(7)
-TREE_WORDS = 7
+ROOT, LOG2, POSITIONS, FIRST, LAST, BLOCKS = range(6)
+TREE_WORDS = 6
 
 # `cursors`: one row per open request.
 TREE, OWN, END, RING_AT, HASH_SHORT, HASH_LONG = range(6)
@@ -334,8 +335,7 @@ def begin(
     arena[first + SEQUENCE] = first
     arena[first + USED] = max_match
     arena[first + SEQ_OPEN] = 1
-    trees[tree, NEWEST] += 1
-    arena[first + ORDINAL] = trees[tree, NEWEST]
+    arena[first + VERSION] = state[WRITER]
     if trees[tree, LAST]:
         arena[trees[tree, LAST] + SEQ_NEXT] = first
     else:
@@ -360,7 +360,7 @@ def append(
         arena[block + NEXT] = follower
         arena[follower + PREV] = block
         arena[follower + SEQUENCE] = arena[block + SEQUENCE]
-        arena[follower + ORDINAL] = arena[block + ORDINAL]
+        arena[follower + VERSION] = state[WRITER]
         trees[tree, BLOCKS] += 1
         block = follower
         used = 0

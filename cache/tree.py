@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cache import export, insert, integrity, match, store
+from cache import branch, estimate, export, insert, integrity, match, store
 from cache.arrays import int32_values
 from cache.config import CacheConfig
 from cache.errors import CacheCorrupt
@@ -106,7 +106,16 @@ class RolloutCache:
         self._free_rows: list[int] = list(range(15, -1, -1))
         self._key_bytes = 0
         self._prompt_blocks = config.max_bytes_per_prompt // BLOCK_BYTES
-        self._fading = np.exp2(-np.arange(1024) / config.recency_half_life).astype(np.float32)
+        self._rules = match.Rules(
+            config.min_match,
+            config.max_match,
+            config.max_candidates,
+            config.max_draft_tokens,
+            match.fading(config.version_half_life),
+        )
+        # Trees guess more tokens than they draft, all of which teach something.
+        width = 2 * config.max_draft_tokens + 8
+        self._experience = estimate.no_experience(config.max_match, config.doubt, 16, width)
         self._inserted = self._evicted = self._drafted = 0
 
     def open(self, key: str, context: IntArray) -> int:
@@ -133,6 +142,7 @@ class RolloutCache:
         cursor = self._cursors[row]
         cursor[:] = 0
         cursor[store.TREE] = tree
+        self._experience.waiting[row] = 0
         past = np.ascontiguousarray(ring)
         cursor[store.HASH_SHORT] = match.hash_of(past, len(past), self.config.min_match)
         cursor[store.HASH_LONG] = match.hash_of(past, len(past), len(past))
@@ -194,6 +204,7 @@ class RolloutCache:
         rows: IntArray,
         budgets: IntArray,
         *,
+        branching: bool = False,
         least_probability: float = 0.0,
     ) -> Drafts:
         """Expected continuations of rows, each at most `budgets[i]` tokens.
@@ -201,6 +212,8 @@ class RolloutCache:
         Args:
             rows: `[B]` open rows.
             budgets: `[B]` most tokens for each; `max_draft_tokens` bounds them too.
+            branching: token trees, of which the nodes with the highest path probability are taken;
+                otherwise chains.
             least_probability: of a node's path; `min_probability` of the settings bounds it too.
 
         Raises:
@@ -213,18 +226,26 @@ class RolloutCache:
         room = int(np.minimum(budgets, self.config.max_draft_tokens).sum(dtype=np.int64))
         offsets = np.zeros(len(rows) + 1, np.int32)
         tokens = np.empty(room, np.int32)
+        parents = np.empty(room, np.int32)
         probabilities = np.empty(room, np.float32)
-        config = self.config
-        total = match.draft(
+        kernel = branch.draft if branching else match.draft
+        total = kernel(
             self._arena, self._trees, self._cursors, self._rings, rows, budgets,
-            config.min_match, max(config.min_probability, least_probability), config.doubt,
-            self._fading,
-            config.max_candidates, config.max_draft_tokens, offsets, tokens, probabilities,
+            float(max(self.config.min_probability, least_probability)), self._rules,
+            self._state[store.WRITER], self._experience, offsets, tokens, parents, probabilities,
         )  # fmt: skip
         self._drafted += total
-        lengths = np.diff(offsets)
-        parents = np.arange(total) - np.repeat(offsets[:-1], lengths) - 1
-        return Drafts(tokens[:total], parents.astype(np.int32), offsets, probabilities[:total])
+        return Drafts(tokens[:total], parents[:total], offsets, probabilities[:total])
+
+    def advance(self, policy_version: int) -> None:
+        """From now on `policy_version` writes; what others wrote counts less the further away.
+
+        A version may also fall (a run that goes back to a checkpoint): the distance counts.
+
+        Raises:
+            ValueError: it is negative or above 2 ** 31 - 1.
+        """
+        self._state[store.WRITER] = int32_values("policy_version", [policy_version], least=0)[0]
 
     def insert(self, key: str, context: IntArray, tokens: IntArray) -> None:
         """Add a finished rollout (from a checkpoint, another generator); as open, extend, close."""
@@ -335,6 +356,7 @@ class RolloutCache:
             size = len(self._cursors)
             self._cursors = np.concatenate([self._cursors, np.full_like(self._cursors, -2)])
             self._rings = np.concatenate([self._rings, np.zeros_like(self._rings)])
+            self._experience = estimate.more_rows(self._experience)
             self._free_rows = list(range(2 * size - 1, size - 1, -1))
         return self._free_rows.pop()
 
@@ -359,6 +381,7 @@ class RolloutCache:
             code = insert.extend(
                 self._arena, state, self._trees, self._cursors, self._rings, rows, tokens,
                 offsets, self.config.min_match, self._prompt_blocks, grow,
+                self._experience, self.config.calibrate,
             )  # fmt: skip
             if code == store.DONE:
                 return
@@ -425,7 +448,8 @@ def warm_up() -> None:
     for _ in range(2):
         cache.insert("warm up", np.arange(4, dtype=np.int32), np.arange(9, dtype=np.int32))
     rows = np.array([cache.open("warm up", np.arange(4, dtype=np.int32))], np.int32)
-    cache.draft(rows, np.array([4], np.int32))
+    for branching in (False, True):
+        cache.draft(rows, np.array([4], np.int32), branching=branching)
     cache.extend(rows, np.arange(2, dtype=np.int32), np.array([0, 2], np.int32))
     cache.written(int(rows[0]))
     list(cache.finished())

@@ -20,7 +20,7 @@ from cache.store import SPAN
         ({"min_match": 5, "max_match": 4}, "must not be longer than the longest"),
         ({"max_match": SPAN + 1}, "less than or equal to 40"),
         ({"min_probability": 1.5}, "less than or equal to 1"),
-        ({"recency_half_life": 0}, "greater than 0"),
+        ({"version_half_life": 0}, "greater than 0"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, object], error: str) -> None:

@@ -13,7 +13,7 @@ HUGE = 2**31 - 1
 
 
 def make(**settings: object) -> RolloutCache:
-    defaults = {"max_bytes": 1 << 20, "min_probability": 0.0}
+    defaults = {"max_bytes": 1 << 20, "min_probability": 0.0, "calibrate": False}
     return RolloutCache(CacheConfig(**(defaults | settings)))  # type: ignore[arg-type]
 
 
@@ -54,11 +54,13 @@ def test_drafting_goes_on_after_a_divergence() -> None:
     assert ask(cache, row, 4) == [13, 14, 15, 16]
 
 
-def test_newer_rollouts_outvote_older_ones() -> None:
-    cache = make(recency_half_life=1.0)
-    for last in (1, 1, 1, 2, 2):
-        cache.insert("p", PROMPT, np.array([7, 8, 9, last]))
+def test_rollouts_of_newer_policy_versions_outvote_older_ones_and_siblings_count_alike() -> None:
+    cache = make(version_half_life=4.0, doubt=0.0)
     row = cache.open("p", PROMPT)
+    for version, lasts in ((3, (1, 1, 1)), (11, (2, 3, 2))):
+        cache.advance(version)
+        for last in lasts:
+            cache.insert("p", PROMPT, np.array([7, 8, 9, last]))
     say(cache, row, [7, 8, 9])
     assert ask(cache, row) == [2]
 

@@ -1,0 +1,157 @@
+"""How likely a voted token is accepted: votes give a first estimate, experience corrects it.
+
+    base          votes for the token / (all votes + `doubt`, more of it where the match is short)
+    kind          the situation: share of the votes, their total, length of the match
+    odds[kind]    how much likelier than its base a guess of this kind has proved to be
+
+How much n equal votes are worth depends on the policy (0.8 at a high temperature, 0.99 for text
+that is nearly certain), so it is learned while running: each row remembers the guesses of its last
+draft (and some that were not drafted), and when it accepts tokens those that were put to the test
+are counted: the guesses behind every accepted token, the first one that failed included. What the
+engine chose to feed does not matter, as the tested guesses were fixed before the tokens were drawn.
+So this needs no report from the engine and no draft needs to be fed for it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.jit import kernel
+from cache.trajectory import FloatArray, IntArray
+
+TOTALS = 7
+SHARES = 6
+MATCHES = 4
+KINDS = TOTALS * SHARES * MATCHES
+SURE = np.float32(0.9999)
+"""Highest base: nothing seen in a few votes is more certain."""
+SHRINK = 2.0
+"""Imagined hits and misses of each kind that agree with the base."""
+MEMORY = 16384.0
+"""Guesses of a kind after which the older half of what was counted is forgotten."""
+
+
+class Experience(NamedTuple):
+    """What estimates are made from, and the guesses that wait for their outcome."""
+
+    doubts: FloatArray
+    """`[max_match + 2]` votes for 'something never seen here', by the length of the match."""
+    odds: FloatArray
+    """`[KINDS]` factors on the odds of a base; 1 where nothing is known."""
+    counts: NDArray[np.float64]
+    """`[KINDS, 3]` guesses that were tested, those that proved right, sum of their bases."""
+    waiting: IntArray
+    """`[R]` guesses that a row remembers."""
+    tokens: IntArray
+    """`[R, W]` what was guessed."""
+    parents: IntArray
+    """`[R, W]` the guess before it, -1 for the row's last token; siblings lie side by side."""
+    bases: FloatArray
+    """`[R, W]`"""
+    kinds: NDArray[np.uint8]
+    """`[R, W]`"""
+
+
+def no_experience(max_match: int, doubt: float, rows: int, width: int) -> Experience:
+    """A beginner; `rows` and `width` bound the guesses remembered."""
+    lengths = np.minimum(np.maximum(np.arange(max_match + 2), 1), max_match)
+    return Experience(
+        (doubt * max_match / lengths).astype(np.float32),
+        np.ones(KINDS, np.float32),
+        np.zeros((KINDS, 3)),
+        np.zeros(rows, np.int32),
+        np.zeros((rows, width), np.int32),
+        np.zeros((rows, width), np.int32),
+        np.zeros((rows, width), np.float32),
+        np.zeros((rows, width), np.uint8),
+    )
+
+
+def more_rows(experience: Experience) -> Experience:
+    """The same with twice the rows."""
+    rows = {
+        name: np.concatenate([array, np.zeros_like(array)])
+        for name, array in experience._asdict().items()
+        if name in ("waiting", "tokens", "parents", "bases", "kinds")
+    }
+    return experience._replace(**rows)
+
+
+@kernel
+def kind_of(weight: float, total: float, matched: int, max_match: int) -> int:
+    """The situation of a guess; `matched` above `max_match` means the row's own text."""
+    if weight >= total * 0.9999:
+        share = 5
+    elif weight >= total * 0.6:
+        share = 4 if weight >= total * 0.85 else 3
+    elif weight >= total * 0.3:
+        share = 2
+    else:
+        share = 1 if weight >= total * 0.1 else 0
+    if total > 4.5:
+        size = 4 + (total > 9.0) + (total > 17.5)
+    else:
+        size = (total > 0.7) + (total > 1.4) + (total > 2.5)
+    if matched == max_match:
+        match = 3
+    elif matched > max_match:
+        match = 2
+    else:
+        match = 1 if 2 * matched >= max_match else 0
+    return (match * TOTALS + size) * SHARES + share
+
+
+@kernel
+def base_of(weight: float, total: float, doubt: float) -> float:
+    """First estimate, from the votes alone."""
+    return min(weight / (total + doubt), SURE)
+
+
+@kernel
+def corrected(base: float, factor: float) -> float:
+    """Move a probability by a factor on its odds."""
+    odds = base * factor
+    return odds / (1.0 - base + odds)
+
+
+@kernel
+def learn(experience: Experience, row: int, tokens: IntArray, start: int, stop: int) -> int:
+    """Count what became of a row's guesses when it accepted tokens[start:stop]; forget them."""
+    tested = 0
+    parent = -1
+    item = 0
+    waiting = experience.waiting[row]
+    for at in range(start, stop):
+        while item < waiting and experience.parents[row, item] != parent:
+            item += 1
+        found = -1
+        while item < waiting and experience.parents[row, item] == parent:
+            counts = experience.counts[experience.kinds[row, item]]
+            counts[0] += 1.0
+            counts[2] += experience.bases[row, item]
+            if experience.tokens[row, item] == tokens[at]:
+                counts[1] += 1.0
+                found = item
+            item += 1
+            tested += 1
+        if found < 0:
+            break
+        parent = found
+    experience.waiting[row] = 0
+    return tested
+
+
+@kernel
+def revise(experience: Experience) -> None:
+    """Compute all factors anew: those that make the sum of estimates that of the outcomes."""
+    for kind in range(KINDS):
+        trials, hits, expected = experience.counts[kind]
+        if trials > 0.0:
+            odds = (hits + SHRINK) / (trials - hits + SHRINK)
+            believed = (expected + SHRINK) / (trials - expected + SHRINK)
+            experience.odds[kind] = odds / believed
+        if trials > MEMORY:
+            experience.counts[kind] *= 0.5
