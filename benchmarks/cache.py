@@ -1,190 +1,123 @@
-"""How fast the cache writes and drafts, and how well, beside a plain Python drafter.
+"""How fast the cache writes and drafts, and how well, beside ArcticInference's and a naive one.
 
     python -m benchmarks.cache [--quick] [--json FILE]
 
-The rollouts are synthetic: per prompt a text with branch points that rejoin it, 1% of the tokens
-at random, so that drafting must find its way back. The rival is what one writes in an hour: a
-dictionary from the last n tokens to counts of what followed, longest n first. (The comparison with
-ArcticInference belongs to a later version of this file.) One thread; processor time, so that
-neighbours on a shared machine disturb less (starting a process is wall time).
+The same rollouts for all (`benchmarks.cache_work`; who they are: `benchmarks.cache_rivals`). One
+thread; processor time, so that neighbours on a shared machine disturb less (starting a process is
+wall time); the median of several repeats, the contestants in turns, each time from empty. Memory
+per token is the growth of a fresh process (`benchmarks.cache_memory`). Without ArcticInference its
+ratios are left out, and that is said.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
+from rich.console import Console
+from rich.table import Table
 
+from benchmarks import cache_exchange, cache_memory
+from benchmarks.cache_rivals import OWN_DEPTH, VLLM_DEPTH, ArcticDrafter, NaiveDrafter, arctic
+from benchmarks.cache_work import BUDGET, insert_speed, replay, rollouts, step_speed
 from benchmarks.report import write_json
 from cache.config import CacheConfig
 from cache.trajectory import IntArray
 from cache.tree import RolloutCache, warm_up
 
-PROMPT = np.arange(900_000, 900_020, dtype=np.int32)
-GROUP, BUDGET, ACCEPTED = 8, 32, 5
+TARGETS = {"insert_vs_arctic": 8.0, "step_vs_arctic": 8.0, "bytes_vs_arctic": 0.5}
+"""Of issue 3; the last is an upper bound."""
+ARCTIC = f"arctic depth {VLLM_DEPTH}"
+ARCTIC_DEEP = f"arctic depth {OWN_DEPTH}"
+MISSING = (
+    "MISSING: arctic-inference is not installed, so there are no ratios against it "
+    "(pip install 'arctic-inference==0.3.0', or make bench; it is compiled for about 80 s)"
+)
 
 
-class Drafter(Protocol):
-    """What both contestants can do."""
+@dataclass(frozen=True)
+class Plan:
+    """How much work is done."""
 
-    def open(self, key: str, context: IntArray) -> int:
-        """As `RolloutCache.open`."""
-
-    def close(self, row: int) -> None:
-        """As `RolloutCache.close`."""
-
-    def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
-        """As `RolloutCache.extend`."""
-
-    def draft(self, rows: IntArray, budgets: IntArray) -> Any:
-        """As `RolloutCache.draft`."""
-
-
-class NaiveDrafter:
-    """Majority vote over what followed the last n tokens, n = 8, 4, 2."""
-
-    ORDERS = (8, 4, 2)
-
-    def __init__(self) -> None:
-        self.counts: dict[tuple[Any, ...], Counter[int]] = defaultdict(Counter)
-        self.rows: dict[int, tuple[str, list[int]]] = {}
-        self.next = 0
-
-    def open(self, key: str, context: IntArray) -> int:
-        """A row is the key and all tokens so far."""
-        self.next += 1
-        self.rows[self.next] = (key, context[-8:].tolist())
-        return self.next
-
-    def close(self, row: int) -> None:
-        """Forget the row; its counts stay."""
-        del self.rows[row]
-
-    def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
-        """Count what followed each of the last n-grams."""
-        for at, row in enumerate(rows.tolist()):
-            key, past = self.rows[row]
-            for token in tokens[offsets[at] : offsets[at + 1]].tolist():
-                for order in self.ORDERS:
-                    self.counts[key, *past[-order:]][token] += 1
-                past.append(token)
-
-    def draft(self, rows: IntArray, budgets: IntArray) -> Any:
-        """Take the most frequent follower of the longest known n-gram, again and again."""
-        tokens: list[int] = []
-        offsets = [0]
-        for row, budget in zip(rows.tolist(), budgets.tolist(), strict=True):
-            key, past = self.rows[row]
-            ahead = past[-8:]
-            for _ in range(budget):
-                found = (self.counts.get((key, *ahead[-order:])) for order in self.ORDERS)
-                votes = next((counter for counter in found if counter), None)
-                if votes is None:
-                    break
-                ahead.append(votes.most_common(1)[0][0])
-                tokens.append(ahead[-1])
-            offsets.append(len(tokens))
-        return argparse.Namespace(tokens=np.array(tokens, np.int32), offsets=offsets)
+    prompts: int
+    """Eight rollouts of each, in an epoch."""
+    length: int
+    steps: int
+    repeats: int
+    held: int
+    """Prompts that are replayed for the quality of drafts."""
+    memory: tuple[int, int, int]
+    """Prompts, epochs and length of the rollouts whose memory is measured."""
 
 
-def rollouts(prompts: int, epochs: int, length: int) -> list[list[IntArray]]:
-    """`[epoch][prompt * GROUP + sample]` token arrays; all epochs from the same policy."""
-    rng = np.random.default_rng(0)
-    out: list[list[IntArray]] = [[] for _ in range(epochs)]
-    for _ in range(prompts):
-        text = rng.integers(0, 5000, length)
-        jumps = {
-            state: (
-                np.clip(state + rng.integers(-4, 20, 3), 0, length - 1),
-                rng.dirichlet([2, 1, 0.5]),
-            )
-            for state in np.flatnonzero(rng.random(length - 5) < 0.1).tolist()
-        }
-        for epoch in range(epochs):
-            for _ in range(GROUP):
-                tokens: list[int] = []
-                state = 0
-                while len(tokens) < length:
-                    strange = rng.random() < 0.01
-                    tokens.append(int(rng.integers(5000) if strange else text[state]))
-                    targets, odds = jumps.get(state, ([min(state + 1, length - 1)], [1.0]))
-                    state = int(rng.choice(targets, p=odds))
-                out[epoch].append(np.array(tokens, np.int32))
+QUICK = Plan(prompts=32, length=400, steps=40, repeats=3, held=4, memory=(64, 2, 1000))
+FULL = Plan(prompts=32, length=1000, steps=150, repeats=7, held=16, memory=(128, 4, 1000))
+
+Make = Callable[[], Any]
+
+
+def contestants() -> dict[str, Make]:
+    """Name and maker of each; the settings that let ours draft all 32 tokens of a step."""
+    config = CacheConfig(max_draft_tokens=BUDGET, min_probability=0.0)
+    found: dict[str, Make] = {"tree": lambda: RolloutCache(config), "naive": NaiveDrafter}
+    rival = arctic()
+    if rival is not None:
+        make = rival[0]
+        found[ARCTIC] = lambda: ArcticDrafter(make, VLLM_DEPTH)
+        found[ARCTIC_DEEP] = lambda: ArcticDrafter(make, OWN_DEPTH)
+    return found
+
+
+def speeds(
+    makers: dict[str, Make], batch: Sequence[list[IntArray]], plan: Plan
+) -> dict[str, dict[str, Any]]:
+    """For each contestant the medians over repeats in turns; the range of two of them beside."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in makers}
+    for _ in range(plan.repeats):
+        for name, make in makers.items():
+            runs[name].append(_once(make(), batch, plan.steps))
+    out = {}
+    for name, repeats in runs.items():
+        numbers = {key: statistics.median(run[key] for run in repeats) for key in repeats[0]}
+        for key in ("insert_tokens_per_s", "step_256_rows_total_us"):
+            values = [run[key] for run in repeats]
+            numbers[f"{key}_lowest"], numbers[f"{key}_highest"] = min(values), max(values)
+        out[name] = numbers
     return out
 
 
-def insert_speed(drafter: Drafter, samples: list[IntArray]) -> float:
-    """Tokens per second, one rollout after the other."""
-    start = time.process_time()
-    for index, tokens in enumerate(samples):
-        row = drafter.open(f"prompt {index // GROUP}", PROMPT)
-        drafter.extend(np.array([row]), tokens, np.array([0, len(tokens)]))
-        drafter.close(row)
-    return sum(map(len, samples)) / (time.process_time() - start)
+def _once(drafter: Any, batch: Sequence[list[IntArray]], steps: int) -> dict[str, float]:
+    if isinstance(drafter, ArcticDrafter):
+        insert, step = drafter.insert_speed, drafter.step_speed
+    else:
+        insert = lambda samples: insert_speed(drafter, samples)  # noqa: E731
+        step = lambda samples, steps: step_speed(drafter, samples, steps)  # noqa: E731
+    numbers = {"insert_tokens_per_s": insert(batch[0])}
+    for rows, samples in ((256, batch[1][:256]), (1, batch[1][:1])):
+        for key, value in step(samples, steps).items():
+            numbers[f"step_{rows}_row{'s' if rows > 1 else ''}_{key}"] = value
+    return numbers
 
 
-def step_speed(drafter: Drafter, samples: list[IntArray], steps: int) -> dict[str, float]:
-    """Microseconds per row-step: every row adds 5 tokens and asks for up to 32."""
-    rows = np.array([drafter.open(f"prompt {i // GROUP}", PROMPT) for i in range(len(samples))])
-    offsets = np.arange(len(rows) + 1) * ACCEPTED
-    budgets = np.full(len(rows), BUDGET)
-    extending = drafting = drafted = 0.0
-    for step in range(steps):
-        tokens = np.concatenate([s[step * ACCEPTED : (step + 1) * ACCEPTED] for s in samples])
-        start = time.process_time()
-        drafter.extend(rows, tokens, offsets)
-        middle = time.process_time()
-        drafts = drafter.draft(rows, budgets)
-        end = time.process_time()
-        extending += middle - start
-        drafting += end - middle
-        drafted += len(drafts.tokens)
-    for row in rows.tolist():
-        drafter.close(row)
-    scale = 1e6 / (steps * len(rows))
-    return {
-        "extend_us": extending * scale,
-        "draft_us": drafting * scale,
-        "total_us": (extending + drafting) * scale,
-        "drafted_tokens": drafted / (steps * len(rows)),
-    }
-
-
-def replay(drafter: Drafter, samples: list[IntArray], budget: int) -> dict[str, float]:
-    """Decode given rollouts with drafts: tokens per forward pass of a row, share accepted."""
-    steps = drafted = 0
-    for first in range(0, len(samples), GROUP):
-        live = {
-            drafter.open(f"prompt {first // GROUP}", PROMPT): (tokens, 0)
-            for tokens in samples[first : first + GROUP]
+def quality(makers: dict[str, Make], plan: Plan) -> dict[str, dict[str, Any]]:
+    """Tokens per step and accepted share of each, in its own default settings."""
+    held = rollouts(plan.held, 2, plan.length, seed=1)
+    out = {}
+    for name, make in makers.items():
+        drafter = RolloutCache(CacheConfig()) if name == "tree" else make()
+        out[name] = {
+            "first_epoch": replay(drafter, held[0], 16),
+            "second_epoch": replay(drafter, held[1], 16),
         }
-        while live:
-            rows = np.array(list(live))
-            left = np.array([len(tokens) - at - 1 for tokens, at in live.values()])
-            drafts = drafter.draft(rows, np.minimum(left, budget))
-            chunks = []
-            for index, (row, (tokens, at)) in enumerate(list(live.items())):
-                draft = drafts.tokens[drafts.offsets[index] : drafts.offsets[index + 1]]
-                agree = tokens[at : at + len(draft)] == draft
-                kept = int(agree.cumprod().sum())
-                chunks.append(tokens[at : at + kept + 1])
-                live[row] = (tokens, at + kept + 1)
-                drafted += len(draft)
-            steps += len(rows)
-            offsets = np.cumsum([0, *map(len, chunks)])
-            drafter.extend(rows, np.concatenate(chunks), offsets)
-            for row in [row for row, (tokens, at) in live.items() if at == len(tokens)]:
-                drafter.close(row)
-                del live[row]
-    total = sum(map(len, samples))
-    return {"tokens_per_step": total / steps, "accepted_share": (total - steps) / max(1, drafted)}
+    return out
 
 
 def load_seconds(directory: str) -> float:
@@ -196,61 +129,104 @@ def load_seconds(directory: str) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="speed of the cache of earlier rollouts")
-    parser.add_argument("--quick", action="store_true", help="fewer rollouts, under half a minute")
-    parser.add_argument("--json", metavar="FILE", help="write the numbers here")
-    options = parser.parse_args()
-    length, steps, prompts = (400, 40, 4) if options.quick else (1000, 150, 16)
+def measure(plan: Plan) -> tuple[dict[str, Any], dict[str, float]]:
+    """All raw numbers, and the ratios."""
+    raw: dict[str, Any] = {"load_average_before": os.getloadavg()}
     with tempfile.TemporaryDirectory() as directory:
-        raw: dict[str, Any] = {
-            "cold_start_s": load_seconds(directory),
-            "warm_start_s": load_seconds(directory),
-        }
+        raw["cold_start_s"] = load_seconds(directory)
+        raw["warm_start_s"] = load_seconds(directory)
     warm_up()
-    config = CacheConfig(max_draft_tokens=BUDGET, min_probability=0.0)
-    batch = rollouts(32, 2, length)
-    held = rollouts(prompts, 2, length)
-    for name, make in (("tree", lambda: RolloutCache(config)), ("naive", NaiveDrafter)):
-        drafter: Any = make()
-        numbers: dict[str, Any] = {"insert_tokens_per_s": insert_speed(drafter, batch[0])}
-        if isinstance(drafter, RolloutCache):
-            stats = drafter.stats()
-            numbers["bytes_per_token"] = stats.bytes / stats.tokens
-        numbers["step_256_rows"] = step_speed(drafter, batch[1], steps)
-        numbers["step_1_row"] = step_speed(drafter, batch[1][:1], steps)
-        drafter = RolloutCache(CacheConfig()) if name == "tree" else make()
-        numbers["first_epoch"] = replay(drafter, held[0], 16)
-        numbers["second_epoch"] = replay(drafter, held[1], 16)
-        raw[name] = numbers
-    tree, naive = raw["tree"], raw["naive"]
-    ratios = {
-        "insert_vs_naive": tree["insert_tokens_per_s"] / naive["insert_tokens_per_s"],
-        "step_vs_naive": naive["step_256_rows"]["total_us"] / tree["step_256_rows"]["total_us"],
-        "tokens_per_step_vs_naive": tree["second_epoch"]["tokens_per_step"]
-        / naive["second_epoch"]["tokens_per_step"],
-        "accepted_share_vs_naive": tree["second_epoch"]["accepted_share"]
-        / naive["second_epoch"]["accepted_share"],
-    }
-    show(raw, ratios)
+    makers = contestants()
+    batch = rollouts(plan.prompts, 2, plan.length)
+    raw |= speeds(makers, batch, plan)
+    for name, numbers in quality(makers, plan).items():
+        raw[name] |= numbers
+    raw["exchange"] = cache_exchange.measure(batch[0])
+    raw["tree"]["memory"] = cache_memory.measure("tree", *plan.memory)
+    rival = arctic()
+    if rival is None:
+        raw["not_measured"] = {"arctic": MISSING}
+    else:
+        raw["arctic_inference"] = rival[1]
+        raw[ARCTIC]["memory"] = cache_memory.measure("arctic", *plan.memory)
+    raw["load_average_after"] = os.getloadavg()
+    return raw, ratios_of(raw)
+
+
+def ratios_of(raw: dict[str, Any]) -> dict[str, float]:
+    """Ours over theirs so that more is better, but for bytes."""
+    tree = raw["tree"]
+    out = {}
+    for rival, label in ((ARCTIC, "arctic"), (ARCTIC_DEEP, "arctic_deep"), ("naive", "naive")):
+        if rival not in raw:
+            continue
+        other = raw[rival]
+        key = "step_256_rows_total_us"
+        out[f"insert_vs_{label}"] = tree["insert_tokens_per_s"] / other["insert_tokens_per_s"]
+        out[f"step_vs_{label}"] = other[key] / tree[key]
+        if "memory" in other:
+            out[f"bytes_vs_{label}"] = (
+                tree["memory"]["bytes_per_token"] / other["memory"]["bytes_per_token"]
+            )
+        for key in ("tokens_per_step", "accepted_share"):
+            out[f"{key}_vs_{label}"] = tree["second_epoch"][key] / other["second_epoch"][key]
+    return out
+
+
+def tables(raw: dict[str, Any], ratios: dict[str, float]) -> list[Table]:
+    """For people: the contestants side by side, the ratios with their targets."""
+    names = [name for name in ("tree", ARCTIC, ARCTIC_DEEP, "naive") if name in raw]
+    rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("insertion, M tokens/s", lambda n: f"{n['insert_tokens_per_s'] / 1e6:.2f}"),
+        ("256 rows: add 5 + draft, us per row", lambda n: f"{n['step_256_rows_total_us']:.2f}"),
+        ("  of it drafting", lambda n: f"{n['step_256_rows_draft_us']:.2f}"),
+        ("  tokens drafted", lambda n: f"{n['step_256_rows_drafted_tokens']:.1f}"),
+        ("1 row: add 5 + draft, us", lambda n: f"{n['step_1_row_total_us']:.1f}"),
+        ("bytes per token, resident", lambda n: f"{n['memory']['bytes_per_token']:.1f}"),
+        ("  by its own count", lambda n: f"{n['memory']['bytes_per_token_own_count']:.1f}"),
+        ("tokens per step, epoch 1", lambda n: f"{n['first_epoch']['tokens_per_step']:.2f}"),
+        ("tokens per step, epoch 2", lambda n: f"{n['second_epoch']['tokens_per_step']:.2f}"),
+        ("drafts accepted, epoch 2", lambda n: f"{n['second_epoch']['accepted_share']:.2f}"),
+    ]
+    sides = Table("one core, processor time", *names, title="cache")
+    for label, cell in rows:
+        sides.add_row(label, *(_cell(cell, raw[name]) for name in names))
+    compared = Table("ratio", "value", "target", title="ratios")
+    for name, value in ratios.items():
+        target = TARGETS.get(name)
+        sign = "<=" if name.startswith("bytes") else ">="
+        compared.add_row(name, f"{value:.2f}", f"{sign} {target:g}" if target else "")
+    sharing = Table("sharing between generators", "", title="exchange")
+    for name, value in raw["exchange"].items():
+        sharing.add_row(name, f"{value:.3f}")
+    return [sides, compared, sharing]
+
+
+def _cell(cell: Callable[[dict[str, Any]], str], numbers: dict[str, Any]) -> str:
+    try:
+        return cell(numbers)
+    except KeyError:
+        return "-"  # memory is measured for some only
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.cache", description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="less of everything: about a minute")
+    parser.add_argument("--json", metavar="FILE", help="write the numbers here")
+    options = parser.parse_args(arguments)
+    raw, ratios = measure(QUICK if options.quick else FULL)
+    console = Console()
+    for table in tables(raw, ratios):
+        console.print(table)
+    console.print(
+        f"kernels compiled in {raw['cold_start_s']:.1f} s, loaded in {raw['warm_start_s']:.1f} s; "
+        f"load average {raw['load_average_before'][0]:.1f} before, "
+        f"{raw['load_average_after'][0]:.1f} after"
+    )
+    if "not_measured" in raw:
+        console.print(f"[bold red]{MISSING}[/]")
     if options.json:
         write_json(options.json, "cache", raw, ratios)
-
-
-def show(raw: dict[str, Any], ratios: dict[str, float]) -> None:
-    for name, value in raw.items():
-        if isinstance(value, dict):
-            print(name)
-            for key, number in value.items():
-                if isinstance(number, dict):
-                    number = "  ".join(f"{k} {v:.2f}" for k, v in number.items())
-                    print(f"  {key:22} {number}")
-                else:
-                    print(f"  {key:22} {number:,.1f}")
-        else:
-            print(f"{name:24} {value:.2f}")
-    for name, ratio in ratios.items():
-        print(f"{name:28} {ratio:.2f}")
 
 
 if __name__ == "__main__":
