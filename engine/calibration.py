@@ -20,12 +20,16 @@ EDGES: Floats = np.array(
 )  # fmt: skip
 """Bounds of the bins."""
 BINS = len(EDGES) + 1
-WINDOW = 1500.0
-"""Nodes of a bin that are remembered: its mean has a standard error of 0.004 at 0.97."""
+WINDOW: Floats = np.where(np.arange(BINS) < 10, 400.0, 1500.0)
+"""Nodes of a bin that are remembered: above 0.87 its mean has a standard error of 0.004 at 0.97."""
 DOUBT = 6.0
 """Nodes' worth of trust in the estimate itself. Nodes of a path fail together, so it is not 1."""
-STALE = 2000
-"""Judgements without a node in a bin after which its past is no longer held against it."""
+RECENT = 80.0
+"""Nodes of a bin in its recent mean. Where that differs clearly, the older ones are forgotten."""
+CLEARLY = 36.0
+"""Squared standard errors (2.5 to 3 of them, and twice that: nodes of a path fail together)."""
+_BATCH_CALLS, _BATCH_NODES = 8, 256
+"""Judgements wait until so many came together: one is cheaper than eight."""
 
 _CENTRES: Floats = (np.concatenate(([0.0], EDGES)) + np.concatenate((EDGES, [1.0]))) / 2
 
@@ -48,28 +52,23 @@ class Calibration:
     """A rising map from estimated to observed probability; at first the identity."""
 
     def __init__(self) -> None:
-        self._nodes = np.zeros(BINS)
-        self._estimated = np.zeros(BINS)  # sums
-        self._accepted = np.zeros(BINS)
-        self._last = np.zeros(BINS)
-        self._judged = 0
+        # Sums by bin of nodes, estimates and acceptances: of the window, and of the recent ones.
+        self._sums = np.zeros((3, BINS))
+        self._recent = np.zeros((3, BINS))
+        self._waiting: list[tuple[NDArray[np.floating], NDArray[np.bool_]]] = []
+        self._waiting_nodes = 0
         self._knots: tuple[Floats, Floats] | None = None
 
     def judge(self, estimates: NDArray[np.floating], accepted: NDArray[np.bool_]) -> None:
         """Nodes with these estimates were fed, and accepted or not: `[N]` both."""
-        self._judged += 1
-        bins = np.searchsorted(EDGES, estimates, side="right")
-        count = np.bincount(bins, minlength=BINS)
-        keep = np.maximum(1.0 - count / WINDOW, 0.1)
-        for kept, new in (
-            (self._nodes, count),
-            (self._estimated, np.bincount(bins, weights=estimates, minlength=BINS)),
-            (self._accepted, np.bincount(bins, weights=accepted, minlength=BINS)),
-        ):
-            kept *= keep
-            kept += new
-        self._last[count > 0] = self._judged
-        self._knots = None
+        self._waiting.append((np.array(estimates), np.array(accepted)))
+        self._waiting_nodes += len(estimates)
+        if len(self._waiting) >= _BATCH_CALLS or self._waiting_nodes >= _BATCH_NODES:
+            estimates = np.concatenate([one for one, _ in self._waiting])
+            accepted = np.concatenate([one for _, one in self._waiting])
+            self._waiting.clear()
+            self._waiting_nodes = 0
+            self._learn(np.clip(np.nan_to_num(estimates), 0.0, 1.0), accepted)
 
     def apply(self, estimates: NDArray[np.floating]) -> Floats:
         """Observed acceptance of nodes with these estimates, `[N]`, each from 0 to 1."""
@@ -82,23 +81,35 @@ class Calibration:
         higher: Floats = np.maximum(self.apply(estimates), estimates)
         return higher
 
-    def estimate_for(self, probability: float) -> float:
-        """The least estimate whose observed acceptance reaches `probability`; above 1 if none."""
-        at, value = self._curve()
-        index = int(np.searchsorted(value, probability))
-        if index == len(value):
-            return 1.1
-        if index == 0:
-            return 0.0
-        low, high = value[index - 1], value[index]
-        part = (probability - low) / (high - low)
-        return float(at[index - 1] + part * (at[index] - at[index - 1]))
+    def _learn(self, estimates: NDArray[np.floating], accepted: NDArray[np.bool_]) -> None:
+        bins = np.searchsorted(EDGES, estimates, side="right")
+        new = np.stack(
+            (
+                np.bincount(bins, minlength=BINS),
+                np.bincount(bins, weights=estimates, minlength=BINS),
+                np.bincount(bins, weights=accepted, minlength=BINS),
+            )
+        )
+        for sums, window in (self._sums, WINDOW), (self._recent, RECENT):
+            sums *= np.maximum(1.0 - new[0] / window, 0.1)
+            sums += new
+        self._forget_what_changed()
+        self._knots = None
+
+    def _forget_what_changed(self) -> None:
+        nodes, recent = np.maximum(self._sums[0], 1e-9), np.maximum(self._recent[0], 1e-9)
+        now, ever = self._recent[2] / recent, self._sums[2] / nodes
+        middle = (now + ever) / 2
+        variance = np.maximum(middle * (1.0 - middle), 0.01) / recent
+        changed = ((now - ever) ** 2 > CLEARLY * variance) & (recent > 20.0)
+        if changed.any():
+            self._sums[:, changed] = self._recent[:, changed]
 
     def _curve(self) -> tuple[Floats, Floats]:
         if self._knots is None:
-            seen = self._nodes > 0
-            mean = np.where(seen, self._estimated / np.maximum(self._nodes, 1e-9), _CENTRES)
-            value = (self._accepted + DOUBT * mean) / (self._nodes + DOUBT)
-            smooth = rising(value.tolist(), (self._nodes + DOUBT).tolist())
+            nodes, estimated, accepted = self._sums
+            mean = np.where(nodes > 0, estimated / np.maximum(nodes, 1e-9), _CENTRES)
+            value = (accepted + DOUBT * mean) / (nodes + DOUBT)
+            smooth = rising(value.tolist(), (nodes + DOUBT).tolist())
             self._knots = np.concatenate(([0.0], mean)), np.array([0.0, *smooth])
         return self._knots

@@ -15,24 +15,31 @@ and of a cell's first two steps the quicker counts. Pure: no clock, no randomnes
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 from engine.calibration import Floats, rising
 
 _EXACT = 32
-_CELLS = _EXACT + 8 * 12
-_WEIGHT, _SECONDS, _TOKENS, _SEEN = 0, 1, 2, 3
-_MEANS = slice(1, 3)
-_FEATURES = slice(4, 6)
-_ROWS = 5
 _MEMORY = 24.0
 """Steps that a cell's mean remembers."""
 _HALF_LIFE = 2000.0
 """Steps after which what a cell knows counts half."""
 _STALE = 600
-"""Steps after which a cell is worth a second look."""
-_SCALE_STEP = 0.04
-_FIT_EVERY = 16
+"""Steps after which a cell is worth a second look,"""
+_MOVED = 0.25
+"""and so it is when the scale has moved by so much since (natural logarithm)."""
+_YOUNG = 4.0
+"""Weight under which a cell learns fast, and what it learns is used at once."""
+_SCALE_STEP = 0.02
+"""Share of a difference that the scale takes,"""
+_SCALE_LEAP = 0.1
+"""and how much more for each usual difference by which steps differ in one direction lately."""
+_REFRESH = 16
+"""Steps between two readings of the table."""
 _FADE = 0.998
 """Per step, of the evidence for the slopes."""
 _FAR = 64.0
@@ -47,72 +54,142 @@ def cell_of(tokens: int) -> int:
     if value < _EXACT:
         return value
     octave = value.bit_length() - 1
-    return min(_EXACT + (octave - 5) * 8 + ((value >> (octave - 3)) & 7), _CELLS - 1)
+    return _EXACT + (octave - 5) * 8 + ((value >> (octave - 3)) & 7)
+
+
+@dataclass(slots=True)
+class _Cell:
+    """Decayed means of the steps of about one size. Seconds are divided by the scale."""
+
+    seconds: float
+    tokens: float
+    context: float
+    rows: float
+    seen: int
+    """The step of the last one."""
+    stamp: float
+    """Logarithm of the scale then."""
+    weight: float = 1.0
+
+
+@dataclass(slots=True)
+class _Slopes:
+    """Least squares of what is left within cells on two features: context and rows."""
+
+    context: float = 0.0
+    rows: float = 0.0
+    cc: float = 0.0
+    cr: float = 0.0
+    rr: float = 0.0
+    cy: float = 0.0
+    ry: float = 0.0
+    noise: float = 0.0
+    evidence: float = 0.0
+
+    def add(self, context: float, rows: float, difference: float, share: float) -> None:
+        """One step: how it differed from its cell's means, and in seconds."""
+        left = difference - context * self.context - rows * self.rows
+        self.cc = self.cc * _FADE + share * context * context
+        self.cr = self.cr * _FADE + share * context * rows
+        self.rr = self.rr * _FADE + share * rows * rows
+        self.cy = self.cy * _FADE + share * context * difference
+        self.ry = self.ry * _FADE + share * rows * difference
+        self.noise = self.noise * _FADE + share * left * left
+        self.evidence = self.evidence * _FADE + share
+
+    def fit(self, context: float, rows: float) -> None:
+        """Solve; `context` and `rows` say how large the features are. Unclear slopes become 0."""
+        if self.evidence < 8.0:
+            return
+        # A little ridge: two features that always go together share what they explain.
+        cc = 1.02 * self.cc + 1e-6 * context * context + 1e-12
+        rr = 1.02 * self.rr + 1e-6 * rows * rows + 1e-12
+        determinant = cc * rr - self.cr * self.cr
+        variance = self.noise / self.evidence
+        self.context = max(
+            _clear((rr * self.cy - self.cr * self.ry) / determinant, variance * rr / determinant),
+            0.0,  # more keys never cost less
+        )
+        self.rows = _clear(
+            (cc * self.ry - self.cr * self.cy) / determinant, variance * cc / determinant
+        )
+
+
+def _clear(slope: float, variance: float) -> float:
+    """The slope, shrunk by its doubt: 0 under two standard errors."""
+    return slope * max(1.0 - 4.0 * variance / (slope * slope), 0.0) if slope else 0.0
 
 
 class StepTimes:
     """The fitted cost of a step. Fed by `observe`, read by `curve`."""
 
     def __init__(self) -> None:
-        self._cells = np.zeros((2, _CELLS, 6))  # not asked, asked
+        self._plain: dict[int, _Cell] = {}
+        self._asked: dict[int, _Cell] = {}
         self._scale = 1.0
         self._spread = 0.1
-        self._slopes = np.zeros(2)
-        self._gram = np.zeros((2, 2))
-        self._moment = np.zeros(2)
-        self._noise = 0.0
-        self._evidence = 0.0
+        self._drift = 0.0
+        self._slopes = _Slopes()
         self.steps = 0
-        self._curves: dict[tuple[int, int, bool, bool], tuple[Floats, Floats]] = {}
-        self._curves_at = -1
-
-    @property
-    def most_tokens(self) -> float:
-        """Of any step seen; 0: none was."""
-        return float(self._cells[:, :, _TOKENS].max())
+        self.most_tokens = 0
+        """Of any step seen."""
+        self._curves: dict[tuple[int, int, bool, bool], Floats] = {}
+        self._read_at = 0
+        self._per_row = 0.0
 
     def knows(self, tokens: int) -> bool:
         """Whether a step of about so many tokens was seen: half to twice as many."""
-        near = self._cells[:, cell_of(max(tokens // 2, 1)) : cell_of(tokens * 2) + 1, _WEIGHT]
-        return bool(near.any())
+        near = range(cell_of(max(tokens // 2, 1)), cell_of(tokens * 2) + 1)
+        return any(cell in self._plain or cell in self._asked for cell in near)
 
     def stale(self, tokens: int) -> bool:
         """Whether steps of about so many tokens without asking were few, or are long ago."""
-        near = self._cells[0, cell_of(max(tokens * 7 // 8, 1)) : cell_of(tokens * 9 // 8) + 1]
-        few = float(near[:, _WEIGHT].sum()) < 3.0
-        return few or self.steps - float(near[:, _SEEN].max()) > _STALE
+        near = range(cell_of(max(tokens * 7 // 8, 1)), cell_of(tokens * 9 // 8) + 1)
+        cells = [self._plain[cell] for cell in near if cell in self._plain]
+        fresh = [cell.weight for cell in cells if self._fresh(cell)]
+        return sum(fresh) < 3.0
 
     def observe(self, *, tokens: int, rows: int, context: int, asked: bool, seconds: float) -> None:
         """A step of `tokens` for `rows` rows attending to `context` keys took `seconds`."""
-        if not (tokens > 0 and 0.0 < seconds < float("inf")):
+        if not (tokens > 0 and 0.0 < seconds < math.inf):
             return
         self.steps += 1
-        cell = self._cells[int(asked), cell_of(tokens)]
-        features = np.array((context, rows), np.float64)
+        self.most_tokens = max(self.most_tokens, tokens)
+        cells = self._asked if asked else self._plain
         value = seconds / self._scale
-        age = self.steps - cell[_SEEN]
-        weight = cell[_WEIGHT] * 0.5 ** (age / _HALF_LIFE)
-        if weight < 0.05:
-            self._first(cell, tokens, features, value)
+        cell = cells.get(cell_of(tokens))
+        if cell is None:
+            value = min(value, self._most_of_a_first(tokens))
+            cells[cell_of(tokens)] = _Cell(
+                value, tokens, context, rows, self.steps, math.log(self._scale)
+            )
+            self._curves.clear()
             return
-        apart = features - cell[_FEATURES]
-        expected = max(cell[_SECONDS] + float(apart @ self._slopes), 0.2 * cell[_SECONDS])
-        if cell[_WEIGHT] == 1.0:
+        weight = cell.weight * 0.5 ** ((self.steps - cell.seen) / _HALF_LIFE)
+        if not self._fresh(cell):
+            weight = 1.0
+        young = weight < _YOUNG
+        apart = context - cell.context, rows - cell.rows
+        slope = apart[0] * self._slopes.context + apart[1] * self._slopes.rows
+        expected = max(cell.seconds + slope, 0.2 * cell.seconds)
+        if weight <= 1.0:
             # Of the first two the quicker: the other may have been a stall or a compilation.
             value = min(value, expected)
-            step = 1.0 if value < expected else 0.0
+            cell.seconds += value - expected
         else:
-            value = expected + self._bounded(value - expected, expected, weight)
-            step = 1.0 / (weight + 1.0)
-            self._learn_slopes(apart, value - cell[_SECONDS], weight)
-        cell[_SECONDS] += step * (value - cell[_SECONDS])
-        step = 1.0 / (weight + 1.0)
-        cell[_TOKENS] += step * (tokens - cell[_TOKENS])
-        cell[_FEATURES] += step * apart
-        cell[_WEIGHT] = min(weight + 1.0, _MEMORY)
-        cell[_SEEN] = self.steps
-        if weight < 4.0:
+            value = expected + self._bounded(value - expected, expected, young=young)
+            self._slopes.add(*apart, value - cell.seconds, weight / (weight + 1.0))
+            cell.seconds += (value - cell.seconds) / (weight + 1.0)
+        share = 1.0 / (weight + 1.0)
+        cell.tokens += share * (tokens - cell.tokens)
+        cell.context += share * apart[0]
+        cell.rows += share * apart[1]
+        cell.weight = min(weight + 1.0, _MEMORY)
+        cell.seen, cell.stamp = self.steps, math.log(self._scale)
+        if young or self.steps - self._read_at >= _REFRESH:
+            self._slopes.fit(cell.context, cell.rows)
             self._curves.clear()
+            self._read_at = self.steps
 
     def curve(
         self, first: int, count: int, *, rows: int, context: int, asked: bool, hopeful: bool = False
@@ -127,113 +204,97 @@ class StepTimes:
             asked: whether the cache is asked about the rows.
             hopeful: forget what is stale, and hope that more tokens than seen cost little.
         """
-        if self.steps - self._curves_at >= 8:
-            self._curves.clear()
-            self._curves_at = self.steps
+        if not self._curves:
+            self._per_row = self._asking_per_row()
         shift = max(context.bit_length() - 4, 0)
-        context = context >> shift << shift  # within 1/8, so that curves can be kept
-        key = rows, context, asked, hopeful
-        if key not in self._curves:
-            if len(self._curves) > 32:
-                self._curves.clear()
-            self._curves[key] = self._knots(rows, context, asked, hopeful)
-        at, value = self._curves[key]
-        tokens = np.arange(first, first + count + 1, dtype=np.float64)
-        return np.interp(tokens, at, value) * self._scale
+        context = (context >> shift << shift) if self._slopes.context else 0
+        key = rows if self._slopes.rows else 0, context, asked, hopeful
+        last = first + count
+        dense = self._curves.get(key)
+        if dense is None or len(dense) <= last:
+            size = max(2 * last, 256)
+            dense = self._dense(size, rows, context, asked=asked, hopeful=hopeful)
+            self._curves[key] = dense
+        return dense[first : last + 1]
 
     def asking(self, rows: int) -> float:
         """Seconds that asking the cache about so many rows costs."""
-        return self._per_row() * rows * self._scale
+        return self._per_row * rows * self._scale
 
-    def _per_row(self) -> float:
-        """What asking about one row costs, unscaled: from cells that know steps of both kinds."""
-        plain, asked = self._cells
-        weight = np.minimum(plain[:, _WEIGHT], asked[:, _WEIGHT])
-        if not weight.any():
-            return 0.0
-        apart = asked[:, _FEATURES] - plain[:, _FEATURES]
-        more = asked[:, _SECONDS] - plain[:, _SECONDS] - apart @ self._slopes
-        return max(float(weight @ more) / float(weight @ asked[:, _ROWS] + 1e-9), 0.0)
+    def _fresh(self, cell: _Cell) -> bool:
+        recent = self.steps - cell.seen <= _STALE
+        return recent and abs(math.log(self._scale) - cell.stamp) <= _MOVED
 
-    def _merged(self, asked: bool) -> Floats:
-        """Cells `[K, 6]` of one kind of step, completed by those of the other kind."""
-        own, other = self._cells[int(asked)], self._cells[1 - int(asked)].copy()
-        sign = 1.0 if asked else -1.0
-        other[:, _SECONDS] += sign * self._per_row() * other[:, _ROWS]
-        cells = np.where(own[:, _WEIGHT, None] > 0, own, other)
-        kept: Floats = cells[(cells[:, _WEIGHT] > 0) & (cells[:, _SECONDS] > 0)]
-        return kept
+    def _most_of_a_first(self, tokens: int) -> float:
+        """The most that the first step of a cell may count: a compilation may hide in it."""
+        known = [*self._plain.values(), *self._asked.values()]
+        if not known:
+            return math.inf
+        near = min(known, key=lambda cell: abs(cell.tokens - tokens))
+        return 2.0 * near.seconds * max(tokens / near.tokens, 1.0)
 
-    def _knots(self, rows: int, context: int, asked: bool, hopeful: bool) -> tuple[Floats, Floats]:
-        cells = self._merged(asked)
-        age = self.steps - cells[:, _SEEN]
-        if hopeful:
-            fresh = (age <= _STALE) & (cells[:, _WEIGHT] > 1.0)
-            if fresh.any():
-                cells, age = cells[fresh], age[fresh]
-        if not len(cells):
-            return np.array([1.0]), np.array([0.0])
-        now = np.array((context, rows), np.float64)
-        value = cells[:, _SECONDS] + (now - cells[:, _FEATURES]) @ self._slopes
-        value = np.maximum(value, 0.2 * cells[:, _SECONDS])
-        weight = cells[:, _WEIGHT] * 0.5 ** (age / _HALF_LIFE)
-        smooth = np.array(rising(value.tolist(), weight.tolist()))
-        at = cells[:, _TOKENS]
-        # Beyond what was seen: the slope so far, and at least a share of proportional cost.
-        last, end = smooth[-1], at[-1]
-        before = int(np.searchsorted(at, end / 1.5))
-        slope = (last - smooth[before]) / max(end - at[before], 1.0)
-        slope = max(slope, 0.5 * last / end)
-        if hopeful:
-            slope *= 0.25
-        return (
-            np.append(at, end * _FAR),
-            np.append(smooth, last + slope * end * (_FAR - 1.0)),
-        )
-
-    def _first(self, cell: Floats, tokens: int, features: Floats, value: float) -> None:
-        """A cell's first step. A compilation may hide in it, so it counts only so much."""
-        known = self._cells[self._cells[:, :, _WEIGHT] > 0]
-        if len(known):
-            near = known[np.abs(known[:, _TOKENS] - tokens).argmin()]
-            value = min(value, 2.0 * near[_SECONDS] * max(tokens / near[_TOKENS], 1.0))
-        cell[_WEIGHT], cell[_SECONDS], cell[_TOKENS], cell[_SEEN] = 1.0, value, tokens, self.steps
-        cell[_FEATURES] = features
-        self._curves.clear()
-
-    def _bounded(self, difference: float, expected: float, weight: float) -> float:
+    def _bounded(self, difference: float, expected: float, *, young: bool) -> float:
         """The difference with outliers cut; moves spread and scale."""
         relative = difference / expected
         bound = 3.0 * self._spread
+        if young:
+            return min(max(relative, -0.6), max(bound, 0.3)) * expected
         relative = min(max(relative, -bound), bound)
-        if weight >= 3.0:
-            self._spread += 0.05 * (abs(relative) - self._spread)
-            self._spread = max(self._spread, 0.01)
-            self._scale *= 1.0 + _SCALE_STEP * relative
+        self._spread = max(self._spread + 0.05 * (abs(relative) - self._spread), 0.01)
+        self._drift += 0.1 * (relative - self._drift)
+        leap = max(abs(self._drift) / self._spread - 0.6, 0.0)
+        self._scale *= 1.0 + min(_SCALE_STEP + _SCALE_LEAP * leap, 0.3) * relative
         return relative * expected
 
-    def _learn_slopes(self, apart: Floats, difference: float, weight: float) -> None:
-        """Least squares within cells; a slope under two standard errors is taken as 0."""
-        share = weight / (weight + 1.0)
-        self._gram *= _FADE
-        self._gram += share * np.outer(apart, apart)
-        self._moment *= _FADE
-        self._moment += share * difference * apart
-        left = difference - float(apart @ self._slopes)
-        self._noise = self._noise * _FADE + share * left * left
-        self._evidence = self._evidence * _FADE + share
-        if self.steps % _FIT_EVERY:
-            return
-        size = np.diag(self._gram)
-        live = size > 1e-9 * (1.0 + self._cells[:, :, _FEATURES].max(axis=(0, 1))) ** 2
-        if not live.any() or self._evidence < 8.0:
-            return
-        gram = self._gram[np.ix_(live, live)] + np.diag(0.02 * size[live])
-        inverse = np.linalg.inv(gram)
-        slope = inverse @ self._moment[live]
-        error = np.sqrt(np.diag(inverse) * self._noise / self._evidence)
-        clear = np.maximum(1.0 - (2.0 * error / np.maximum(np.abs(slope), 1e-30)) ** 2, 0.0)
-        slopes = np.zeros(2)
-        slopes[live] = slope * clear
-        slopes[0] = max(slopes[0], 0.0)  # more keys never cost less
-        self._slopes = slopes
+    def _asking_per_row(self) -> float:
+        """What asking about one row costs, unscaled: from sizes that know steps of both kinds."""
+        more = rows = 0.0
+        for index, asked in self._asked.items():
+            plain = self._plain.get(index)
+            if plain is not None and self._fresh(plain) and self._fresh(asked):
+                weight = min(plain.weight, asked.weight)
+                more += weight * (asked.seconds - self._at(plain, asked.rows, asked.context))
+                rows += weight * asked.rows
+        return max(more / rows, 0.0) if rows else self._per_row
+
+    def _at(self, cell: _Cell, rows: float, context: float) -> float:
+        """A cell's seconds for other rows and another context than its own."""
+        slopes = self._slopes
+        moved = (context - cell.context) * slopes.context + (rows - cell.rows) * slopes.rows
+        return max(cell.seconds + moved, 0.2 * cell.seconds)
+
+    def _merged(self, *, asked: bool) -> Iterable[_Cell]:
+        """Cells of one kind of step, completed by those of the other kind, by size."""
+        own, other = (self._asked, self._plain) if asked else (self._plain, self._asked)
+        sign = self._per_row if asked else -self._per_row
+        for index in sorted(own.keys() | other.keys()):
+            cell = own.get(index)
+            if cell is None:
+                cell = other[index]
+                seconds = max(cell.seconds + sign * cell.rows, 0.2 * cell.seconds)
+                cell = replace(cell, seconds=seconds)
+            yield cell
+
+    def _dense(self, size: int, rows: int, context: int, *, asked: bool, hopeful: bool) -> Floats:
+        """Seconds of steps of 0 .. size tokens, `[size + 1]`."""
+        cells = list(self._merged(asked=asked))
+        if hopeful:
+            cells = [c for c in cells if self._fresh(c) and c.weight > 1.0] or cells
+        if not cells:
+            return np.zeros(size + 1)
+        at = [cell.tokens for cell in cells]
+        value = rising(
+            [self._at(cell, rows, context) for cell in cells],
+            # What is stale gives way to what was just tried.
+            [cell.weight if self._fresh(cell) else 0.02 * cell.weight for cell in cells],
+        )
+        # Beyond what was seen: the slope so far, and at least a share of proportional cost.
+        end, last = at[-1], value[-1]
+        before = next(i for i, tokens in enumerate(at) if tokens >= end / 1.5)
+        slope = max((last - value[before]) / max(end - at[before], 1.0), 0.5 * last / end)
+        if hopeful:
+            slope *= 0.25
+        at.append(end * _FAR)
+        value.append(last + slope * end * (_FAR - 1.0))
+        dense: Floats = np.interp(np.arange(size + 1), at, value) * self._scale
+        return dense

@@ -41,6 +41,8 @@ _ADVANCE_STEPS = 8.0
 """What it holds at first."""
 _WORTH = 0.003
 """Least relative gain that counts as one."""
+_PAUSE = 6
+"""Steps between two tries."""
 _GROWTH = 2
 """A step feeds at most this many times the tokens of the largest step seen (and 16 more)."""
 
@@ -98,7 +100,7 @@ class DraftPlanner:
             return nothing
         self._asked = rows
         most = min(self._max_draft_tokens, spare)
-        budgets = np.clip(np.asarray(left, np.int64) - 1, 0, most).astype(np.int32)
+        budgets = np.minimum(np.maximum(left - 1, 0), most).astype(np.int32)
         return budgets, self._least(rows)
 
     def choose(
@@ -150,8 +152,7 @@ class DraftPlanner:
     def judge(self, path_probabilities: FloatArray, accepted: NDArray[np.bool_]) -> None:
         """What became of the nodes fed in a step: `[N]` their estimates, and whether accepted."""
         if len(path_probabilities):
-            estimates = np.clip(np.nan_to_num(path_probabilities), 0.0, 1.0)
-            self.calibration.judge(estimates, accepted)
+            self.calibration.judge(path_probabilities, accepted)
 
     def continuation(self, length: int) -> FloatArray:
         """Path probabilities for a chain that continues an old text in step with the response."""
@@ -165,7 +166,7 @@ class DraftPlanner:
         yields = _yields(rows, self.calibration.apply(ranked))
         rate = rows / plain
         top = float((yields / seconds).max())
-        worth = np.clip(self._speedup * rate, rate, max(top, rate))
+        worth = max(min(self._speedup * rate, top), rate)
         values = yields - worth * seconds
         best = int(values.argmax())
         gain = float(yields[best] / seconds[best]) / rate - 1.0
@@ -173,7 +174,7 @@ class DraftPlanner:
             scale.gain += 0.1 * (gain - scale.gain)
             cut = float(ranked[best]) if best < len(ranked) else 0.8 * scale.cut
             scale.cut += 0.2 * (cut - scale.cut)
-        tried = self._try(ranked, rows, base, best, values, float(worth))
+        tried = self._try(ranked, rows, base, best, values, worth)
         self._speedup += 0.02 * (float(yields[tried] / seconds[tried]) / rate - self._speedup)
         return tried
 
@@ -181,8 +182,9 @@ class DraftPlanner:
         self, ranked: Floats, rows: int, base: int, best: int, values: Floats, worth: float
     ) -> int:
         """Another number of nodes, if it may be better and the bank can pay for being wrong."""
-        if self._since_try < 6 or len(ranked) == 0:
+        if self._since_try < _PAUSE or len(ranked) == 0:
             return best
+        self._since_try = 0
         limit = len(ranked)
         hoped = _yields(rows, self.calibration.hopeful(ranked))
         seconds = self._drafted(rows, base, limit, hopeful=True)
@@ -197,7 +199,6 @@ class DraftPlanner:
         ):
             return best
         self._bank -= float(values[best] - values[other]) / worth
-        self._since_try = 0
         return other
 
     def _asking_pays(self, rows: int, base: int) -> bool:
@@ -205,7 +206,7 @@ class DraftPlanner:
         scale = self._scale_of(rows)
         plain = self._plain(rows, base)
         if scale.gain > _WORTH:
-            if self.times.stale(base) and self._since_try >= 6:
+            if self.times.stale(base) and self._since_try >= _PAUSE:
                 price = plain * scale.gain / (1.0 + scale.gain)
                 if price <= self._bank:
                     self._bank -= price
@@ -213,7 +214,7 @@ class DraftPlanner:
                     return False
             return True
         price = max(self.times.asking(rows), _WORTH * plain)
-        if self._since_try < 6 or price > self._bank:
+        if self._since_try < _PAUSE or price > self._bank:
             return False
         self._bank -= price
         return True
@@ -240,14 +241,21 @@ class DraftPlanner:
 
 def _yields(rows: int, probabilities: Floats) -> Floats:
     """Expected tokens of steps that feed the first 0, 1, .. nodes: `[m+1]`."""
-    return np.concatenate(((0.0,), np.cumsum(probabilities))) + rows
+    yields = np.empty(len(probabilities) + 1)
+    yields[0] = 0.0
+    np.cumsum(probabilities, out=yields[1:])
+    yields += rows
+    return yields
 
 
 def _keys(path_probabilities: FloatArray, offsets: IntArray, lengths: NDArray[np.int_]) -> Floats:
     """What nodes are ranked by: their probability, and among equals the shallow before the deep."""
     place = np.arange(len(path_probabilities)) - np.repeat(offsets[:-1], lengths)
-    known = np.nan_to_num(path_probabilities.astype(np.float64), nan=0.0)
-    return np.clip(known, 0.0, 1.0) - 1e-9 * place
+    keys = path_probabilities.astype(np.float64)
+    keys[~(keys >= 0.0)] = 0.0  # whatever a broken drafter says
+    np.minimum(keys, 1.0, out=keys)
+    keys -= 1e-9 * place
+    return keys
 
 
 def _prefixes(keys: Floats, ranked: Floats, count: int, offsets: IntArray, most: int) -> IntArray:
@@ -267,6 +275,7 @@ def _prefixes(keys: Floats, ranked: Floats, count: int, offsets: IntArray, most:
 
 
 def _per_row(flags: NDArray[np.bool_], offsets: IntArray) -> NDArray[np.int64]:
-    total = np.concatenate(((0,), np.cumsum(flags)))
+    total = np.zeros(len(flags) + 1, np.int64)
+    np.cumsum(flags, out=total[1:])
     flagged: NDArray[np.int64] = total[offsets[1:]] - total[offsets[:-1]]
     return flagged
