@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cache.trajectory import IntArray
+import numpy as np
+
+from cache.trajectory import IntArray, KeptTokens
 from engine.errors import RequestError
 from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest
 
@@ -41,6 +43,8 @@ class Limits:
                 f"request {name!r}: its prefix of {prefix} tokens leaves nothing to write within "
                 f"max_tokens={sampling.max_tokens}"
             )
+        if request.kept is not None:
+            self._check_kept(name, request.kept, sampling.max_tokens - prefix)
 
     def check_score(self, request: ScoreRequest) -> None:
         """Raise RequestError, naming the request, when it cannot be scored."""
@@ -76,6 +80,32 @@ class Limits:
             raise RequestError(
                 f"request {name!r}: stop_tokens {sampling.stop_tokens} must be ids from 0 to "
                 f"{self.vocab_size - 1}"
+            )
+
+    def _check_kept(self, name: str, kept: KeptTokens, room: int) -> None:
+        self._check_tokens(name, "kept.tokens", kept.tokens)
+        size, ids, values = len(kept), kept.topk_ids, kept.topk_logprobs
+        if size > room:
+            raise RequestError(
+                f"request {name!r}: {size} kept tokens, but max_tokens leaves room for {room}"
+            )
+        shaped = ids.ndim == 2 and ids.shape == values.shape and len(ids) == size
+        if not shaped or kept.logprobs.shape != (size,):
+            raise RequestError(
+                f"request {name!r}: {size} kept tokens need as many logprobs and two top-K tables "
+                f"[{size}, K], not {kept.logprobs.shape}, {ids.shape} and {values.shape}"
+            )
+        self._check_tokens(name, "kept.topk_ids", ids[ids != -1])
+        ordered = np.sort(ids, axis=1)
+        if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
+            raise RequestError(f"request {name!r}: kept.topk_ids has an id twice at one position")
+        if not np.isfinite(kept.logprobs).all() or np.isnan(values).any():
+            raise RequestError(
+                f"request {name!r}: kept.logprobs must be finite and kept.topk_logprobs not nan"
+            )
+        if kept.lenience is not None and not 0 < kept.lenience < math.inf:
+            raise RequestError(
+                f"request {name!r}: kept.lenience={kept.lenience} must be greater than 0, or None"
             )
 
     def _check_tokens(self, name: str, what: str, tokens: IntArray) -> None:

@@ -14,13 +14,19 @@ class TorchConfig(BaseModel):
         default=None,
         ge=1,
         description="Tokens that a decoding step may feed, drafts included; rows beyond it still "
-        "run, without drafts. None: 64 on a CPU, 256 on a GPU.",
+        "run, without drafts. None: as many as pay, by the engine's own step times, within a "
+        "bound of memory.",
+    )
+    draft_trees: bool = Field(
+        default=True,
+        description="Draft several candidates for a position where the cache knows several, as a "
+        "tree; False: one chain of tokens for each row.",
     )
     max_prefill_tokens: int = Field(
         default=4096,
         ge=1,
-        description="Prompt tokens that one step may take in, and tokens that one scoring pass "
-        "holds; a single longer prompt still goes, alone.",
+        description="Prompt tokens (and kept ones to verify) that one step may take in, and tokens "
+        "that one scoring pass holds; a single longer prompt still goes, alone.",
     )
     chunk_tokens: int = Field(
         default=16,

@@ -13,8 +13,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.trajectory import IntArray
+from cache.trajectory import FloatArray, IntArray
+from engine.speculation import DraftPlanner
 from engine.torch.rows import NO_ROW, Rows
+from engine.torch.trees import Proposal, TokenTrees, no_trees, plant
 
 _ANCHOR = 3
 """Tokens that must agree before an old continuation is trusted again."""
@@ -23,15 +25,23 @@ _WINDOW = 8
 
 
 class Drafts(Protocol):
-    """Proposals of the cache, ragged: row i has `tokens[offsets[i]:offsets[i + 1]]`."""
+    """Proposals of the cache, ragged: row i has the nodes offsets[i] .. offsets[i + 1] - 1."""
 
     @property
     def tokens(self) -> IntArray:
-        """`[offsets[-1]]`"""
+        """`[N]`"""
+
+    @property
+    def parents(self) -> IntArray:
+        """`[N]` the node before it, counted within its row; -1: the row's last token."""
 
     @property
     def offsets(self) -> IntArray:
         """`[n + 1]`"""
+
+    @property
+    def path_probabilities(self) -> FloatArray:
+        """`[N]` estimated probability that the node and its ancestors are accepted."""
 
 
 class DraftSource(Protocol):
@@ -46,35 +56,93 @@ class DraftSource(Protocol):
     def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
         """Append each row's new tokens, ragged as in `Drafts`."""
 
-    def draft(self, rows: IntArray, budgets: IntArray) -> Drafts:
-        """Propose up to `budgets[i]` tokens for each row."""
+    def advance(self, policy_version: int) -> None:
+        """From now on this version writes; what others wrote counts less."""
+
+    def draft(
+        self,
+        rows: IntArray,
+        budgets: IntArray,
+        *,
+        branching: bool = False,
+        least_probability: float = 0.0,
+    ) -> Drafts:
+        """Propose up to `budgets[i]` tokens for each row: chains, or trees with `branching`."""
+
+
+def draft(
+    rows: Rows,
+    n: int,
+    planner: DraftPlanner,
+    source: DraftSource | None,
+    *,
+    branching: bool,
+    other_tokens: int,
+    vocab_size: int,
+) -> TokenTrees:
+    """What rows `[0, n)` feed beside their last token, as much as the planner finds worth it.
+
+    No tree holds more nodes than its row may still write after the next token: so it fits into the
+    row's slot, whatever the planner says.
+    """
+    left = rows.left()[:n]
+    budgets, least = planner.ask(left, other_tokens=other_tokens)
+    if not budgets.any():
+        return no_trees(n)
+    proposal = propose(
+        rows, np.minimum(budgets, left - 1), source, planner, branching=branching, least=least
+    )
+    if not len(proposal.tokens):
+        return no_trees(n)
+    keep = planner.choose(
+        proposal.path_probabilities, proposal.offsets, rows=n, other_tokens=other_tokens
+    )
+    return plant(proposal, keep, left - 1, vocab_size)
 
 
 def propose(
-    rows: Rows, n: int, budgets: IntArray, source: DraftSource | None
-) -> tuple[IntArray, IntArray]:
-    """Drafts of rows `[0, n)`: a matrix `[n, D]` padded with -1, and counts `[n]`."""
-    counts = np.zeros(n, np.int32)
-    width = int(budgets.max(initial=0))
-    drafts = np.full((n, width), -1, np.int32)
-    if width == 0:
-        return drafts, counts
-    at = rows.old_at[:n]
-    old = np.where(rows.in_step[:n], np.minimum(budgets, rows.old_length[:n] - at), 0)
-    if old.any():
-        columns = np.arange(width)
-        index = np.minimum(at[:, None] + columns, rows.old.shape[1] - 1)
-        proposed = np.take_along_axis(rows.old[:n], index, axis=1)
-        drafts = np.where(columns < old[:, None], proposed, drafts)
-        counts = old.astype(np.int32)
-    if source is not None:
-        ask = np.flatnonzero((counts == 0) & (budgets > 0) & (rows.cache_row[:n] != NO_ROW))
-        if len(ask):
-            found = source.draft(rows.cache_row[ask].astype(np.int32), budgets[ask])
-            lengths = np.diff(found.offsets).astype(np.int32)
-            counts[ask] = lengths
-            drafts[np.repeat(ask, lengths), _ragged_columns(lengths)] = found.tokens
-    return drafts, counts
+    rows: Rows,
+    budgets: IntArray,
+    source: DraftSource | None,
+    planner: DraftPlanner,
+    *,
+    branching: bool,
+    least: float,
+) -> Proposal:
+    """Drafts of the first rows, `budgets[i]` tokens at most for each."""
+    n = len(budgets)
+    expected = planner.continuation(int(budgets.max(initial=0)))
+    lengths = np.where(
+        rows.in_step[:n], np.minimum(budgets, rows.old_length[:n] - rows.old_at[:n]), 0
+    ).clip(0, int((expected >= least).sum()))
+    ask = np.flatnonzero((lengths == 0) & (budgets > 0) & (rows.cache_row[:n] != NO_ROW))
+    found: Drafts | None = None
+    if source is not None and len(ask):
+        found = source.draft(
+            rows.cache_row[ask].astype(np.int32),
+            budgets[ask].astype(np.int32),
+            branching=branching,
+            least_probability=least,
+        )
+        if len(ask) == n:
+            return Proposal(found.tokens, found.parents, found.offsets, found.path_probabilities)
+    old = np.flatnonzero(lengths)
+    if found is not None:
+        lengths[ask] = np.diff(found.offsets)
+    offsets = np.zeros(n + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    tokens, parents = (np.empty(offsets[-1], np.int32) for _ in range(2))
+    probabilities = np.empty(offsets[-1], np.float32)
+    if found is not None:
+        at = _places(offsets, ask)
+        tokens[at], parents[at] = found.tokens, found.parents
+        probabilities[at] = found.path_probabilities
+    at, step = _places(offsets, old), _columns(lengths[old])
+    row = np.repeat(old, lengths[old])
+    tokens[at] = rows.old[row, rows.old_at[row] + step]
+    parents[at] = step - 1
+    probabilities[at] = expected[step]
+    return Proposal(tokens, parents, offsets, probabilities)
 
 
 def follow(rows: Rows, n: int, kept: IntArray) -> None:
@@ -120,9 +188,18 @@ def _take(table: IntArray, rows: NDArray[np.int64], columns: NDArray[np.integer]
     return taken
 
 
-def _ragged_columns(lengths: IntArray) -> NDArray[np.int64]:
+def _columns(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """0 .. lengths[i] - 1, one row after the other."""
     starts = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
+    out: NDArray[np.int64] = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
+    return out
+
+
+def _places(offsets: IntArray, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where the values of some rows stand in a ragged array."""
+    lengths = offsets[rows + 1] - offsets[rows]
+    out: NDArray[np.int64] = np.repeat(offsets[rows], lengths) + _columns(lengths)
+    return out
 
 
 def ragged(matrix: IntArray, lengths: IntArray | Sequence[int]) -> tuple[IntArray, IntArray]:

@@ -16,6 +16,7 @@ from cache.trajectory import IntArray
 from engine.errors import EngineError, EngineStartError
 from engine.torch.slots import (
     Block,
+    Hidden,
     SlotAttention,
     SlotCache,
     StepPlan,
@@ -42,6 +43,13 @@ class Feed:
     """`[sum(new_lengths)]` whole contexts, best sorted by length."""
     new_lengths: IntArray
     """`[r]`; these rows take slots m .. m + r - 1."""
+    new_wanted: IntArray | None = None
+    """`[r]` how many last tokens of each new row need logits; None: one each."""
+    decode_depths: IntArray | None = None
+    """`[sum(decode_counts)]` positions behind the row's first new token where rows are token trees;
+    None: chains, each token one position behind the one before it."""
+    hidden: Hidden | None = None
+    """Pairs of a row's new tokens on different paths of its tree, see `slots.decode_block`."""
 
 
 class SlotModel:
@@ -63,9 +71,11 @@ class SlotModel:
         self.module.set_attn_implementation(name)
 
     def forward(self, feed: Feed) -> torch.Tensor:
-        """Logits in float32: `[sum(decode_counts) + r, V]`, for the new rows of the last token."""
+        """Logits in float32: `[sum(decode_counts) + sum(new_wanted), V]`."""
         decoding = len(feed.decode_tokens)
         ends = decoding + np.cumsum(feed.new_lengths, dtype=np.int64) - 1
+        if feed.new_wanted is not None and (feed.new_wanted != 1).any():
+            ends = last_places(ends + 1, feed.new_wanted)
         wanted = np.concatenate([np.arange(decoding), ends])
         return self._run(self._plan(feed), wanted, self.cache)
 
@@ -88,12 +98,20 @@ class SlotModel:
         first = np.concatenate([feed.decode_lengths, np.zeros(r, np.int32)])
         rows = np.repeat(np.arange(m + r), counts)
         starts = np.cumsum(counts) - counts
-        positions = np.arange(int(counts.sum())) - np.repeat(starts - first, counts)
+        places = np.arange(int(counts.sum())) - np.repeat(starts - first, counts)
+        positions = places
+        if feed.decode_depths is not None:
+            nodes = np.repeat(feed.decode_lengths, feed.decode_counts) + feed.decode_depths
+            positions = np.concatenate([nodes, places[len(nodes) :]])
         blocks: list[Block] = []
         if m:
             blocks.append(
                 decode_block(
-                    feed.decode_lengths, feed.decode_counts, dtype=self.dtype, device=self.device
+                    feed.decode_lengths,
+                    feed.decode_counts,
+                    feed.hidden,
+                    dtype=self.dtype,
+                    device=self.device,
                 )
             )
         if r:
@@ -104,9 +122,12 @@ class SlotModel:
                 device=self.device,
             )
         ids = np.concatenate([feed.decode_tokens, feed.new_tokens]).astype(np.int64)
+        at = torch.from_numpy(places).to(self.device)
+        apart = positions is not places
         return StepPlan(
             input_ids=torch.from_numpy(ids)[None].to(self.device),
-            positions=torch.from_numpy(positions)[None].to(self.device),
+            positions=(torch.from_numpy(positions).to(self.device) if apart else at)[None],
+            places=at,
             rows=torch.from_numpy(rows).to(self.device),
             blocks=blocks,
         )
@@ -134,6 +155,15 @@ class SlotModel:
                 logits = logits[index]
             self._attention.plan = self.cache.plan = None
             return logits.float()
+
+
+def last_places(ends: NDArray[np.int64], counts: IntArray) -> NDArray[np.int64]:
+    """The last `counts[i]` places before each of `ends`, one row after the other."""
+    before = np.cumsum(counts, dtype=np.int64) - counts
+    out: NDArray[np.int64] = np.arange(int(counts.sum())) + np.repeat(
+        ends - counts - before, counts
+    )
+    return out
 
 
 def load_model(

@@ -7,15 +7,43 @@ slot of a row has the row's index and moves with it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.trajectory import FinishReason
+from cache.trajectory import ByteArray, FinishReason, FloatArray, IntArray
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, TokenChunk
 
 NO_ROW = -1
+NONE: NDArray[np.int32] = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """M tokens with all that is reported of them."""
+
+    tokens: IntArray
+    """`[M]`"""
+    logprobs: FloatArray
+    """`[M]`"""
+    topk_ids: IntArray
+    """`[M, K]`"""
+    topk_logprobs: FloatArray
+    """`[M, K]`"""
+    provenance: ByteArray
+    """`[M]`"""
+
+    def pick(self, index: NDArray[np.int64]) -> Written:
+        """Some of them."""
+        return Written(
+            self.tokens[index],
+            self.logprobs[index],
+            self.topk_ids[index],
+            self.topk_logprobs[index],
+            self.provenance[index],
+        )
 
 
 class Rows:
@@ -50,6 +78,8 @@ class Rows:
         self.out_ids = np.zeros((slots, buffer, top_k), np.int32)
         self.out_topk = np.zeros((slots, buffer, top_k), np.float32)
         self.out_provenance = np.zeros((slots, buffer), np.uint8)
+        # What a step wrote that verified kept tokens: as long as it likes, reported in that step.
+        self._long: dict[str, Written] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._row_of
@@ -82,7 +112,10 @@ class Rows:
         self.top_p[row] = sampling.top_p
         self._set_stops(row, sampling.stop_tokens)
         self.cache_row[row] = cache_row
-        old = request.draft_tokens[: self.old.shape[1]]
+        kept = NONE if request.kept is None else request.kept.tokens
+        # Behind the context, where they are scored; they do not belong to it yet.
+        self.tokens[row, start + prefix : start + prefix + len(kept)] = kept
+        old = (kept if len(kept) else request.draft_tokens)[: self.old.shape[1]]
         self.old[row, : len(old)] = old
         self.old_length[row] = len(old)
         self.old_at[row] = 0
@@ -109,20 +142,62 @@ class Rows:
             column[row] = column[last]
         return last
 
+    def record(
+        self,
+        judged: NDArray[np.int64],
+        row: NDArray[np.int64],
+        step: NDArray[np.int64],
+        written: Written,
+    ) -> None:
+        """Append what a step wrote to the contexts, and to what is to be reported.
+
+        `total` stays: the caller moves it when all that depends on the old one is done.
+
+        Args:
+            judged: rows whose kept tokens were judged. They may have written more than the buffers
+                hold and must be reported (`chunk`) before the next step.
+            row: `[M]` of each token.
+            step: `[M]` its place in what its row wrote.
+            written: M tokens.
+        """
+        self.tokens[row, self.total[row] + step] = written.tokens
+        at = self.unsent[row] + step
+        self.unsent[: self.n] += np.bincount(row, minlength=self.n).astype(np.int32)
+        if len(judged):
+            for one in judged:
+                part = np.flatnonzero(row == one)
+                self._long[self.requests[one].request_id] = written.pick(part)
+            rest = np.flatnonzero(~np.isin(row, judged))
+            row, at, written = row[rest], at[rest], written.pick(rest)
+        self.out_tokens[row, at] = written.tokens
+        self.out_logprobs[row, at] = written.logprobs
+        self.out_ids[row, at] = written.topk_ids
+        self.out_topk[row, at] = written.topk_logprobs
+        self.out_provenance[row, at] = written.provenance
+
     def chunk(
         self, row: int, policy_version: int, reason: FinishReason | None = None
     ) -> TokenChunk:
         """Hand over what was drawn since the last chunk."""
         n = int(self.unsent[row])
         self.unsent[row] = 0
-        k = self.requests[row].sampling.top_k_logprobs
+        name, k = self.requests[row].request_id, self.requests[row].sampling.top_k_logprobs
+        written = self._long.pop(name, None)
+        if written is None:
+            written = Written(
+                self.out_tokens[row, :n],
+                self.out_logprobs[row, :n],
+                self.out_ids[row, :n],
+                self.out_topk[row, :n],
+                self.out_provenance[row, :n],
+            )
         return TokenChunk(
-            request_id=self.requests[row].request_id,
-            tokens=self.out_tokens[row, :n].copy(),
-            logprobs=self.out_logprobs[row, :n].copy(),
-            topk_ids=self.out_ids[row, :n, :k].copy(),
-            topk_logprobs=self.out_topk[row, :n, :k].copy(),
-            provenance=self.out_provenance[row, :n].copy(),
+            request_id=name,
+            tokens=written.tokens.copy(),
+            logprobs=written.logprobs.copy(),
+            topk_ids=written.topk_ids[:, :k].copy(),
+            topk_logprobs=written.topk_logprobs[:, :k].copy(),
+            provenance=written.provenance.copy(),
             policy_version=policy_version,
             finish_reason=reason,
         )

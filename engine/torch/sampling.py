@@ -8,10 +8,14 @@ tests use that as the strongest form of "drafting is exact". What remains is rou
 differ in the last bits with the shape of the batch, which moves a draw about once in 10^6.
 
 A request that goes on after a *rejected* token needs a new seed: given the rejection, the old
-number at that position is no longer uniform.
+number at that position is no longer uniform. For the same reason the numbers that decide whether
+kept tokens stay, and those of tail draws, come from streams of their own (`forked`), which differ
+from policy version to policy version: a token that was judged once is judged afresh.
 """
 
 from __future__ import annotations
+
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -24,6 +28,32 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _BITS = 50
 """Of a draw. Not 53: `u * total` must stay below `total` after rounding, for u near 1."""
+
+
+MAX_LOGITS = 1 << 27
+"""Most logits held at once where there is a choice (half a gibibyte in float32)."""
+_SLAB = 1 << 24
+"""Probabilities that a tail draw handles at once; it needs them in float64."""
+
+
+class Purpose(IntEnum):
+    """What a stream beside the drawing one is for."""
+
+    ACCEPT = 0xA0761D6478BD642F
+    """Whether a kept token stays."""
+    RESIDUAL = 0xE7037ED1A0B428DB
+    """What is drawn in the place of one that does not."""
+    TAIL = 0x8EBC6AF09C88C6E3
+    """Draws from what lies outside of known tokens."""
+
+
+def forked(seeds: NDArray[np.uint64], purpose: Purpose, policy_version: int) -> NDArray[np.uint64]:
+    """`[N]` seeds of streams that share no number with the drawing streams of `seeds`.
+
+    (But for a chance of about 2^-40 for each pair of streams, as between any two seeds.)
+    """
+    step = np.uint64(policy_version * int(_GAMMA) & 0xFFFFFFFFFFFFFFFF)
+    return _mix(_mix(seeds ^ np.uint64(purpose)) + step)
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -76,11 +106,48 @@ def draw(logprobs: torch.Tensor, numbers: NDArray[np.float64]) -> torch.Tensor:
     A token of no mass is never drawn: its cumulative mass equals its predecessor's. Where a
     distribution is not finite the token is -1.
     """
-    cumulative = torch.cumsum(logprobs.exp(), dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    at = torch.from_numpy(numbers).to(logprobs.device) * total
-    tokens = torch.searchsorted(cumulative, at[:, None], right=True).squeeze(-1)
+    tokens, total = _inverse(logprobs.exp(), numbers)
     return tokens.masked_fill_(~torch.isfinite(total), -1)
+
+
+def draw_outside(
+    logprobs: torch.Tensor, known: IntArray, numbers: NDArray[np.float64]
+) -> tuple[IntArray, FloatArray]:
+    """Draws from each distribution without its known tokens, rescaled.
+
+    Args:
+        logprobs: `[N, V]`
+        known: `[N, K]` tokens left out, padded with -1.
+        numbers: `[N]` in (0, 1), independent of `known`.
+
+    Returns:
+        `[N]` tokens, -1 where nothing is left, and their log-probabilities in the whole
+        distribution (-inf there).
+    """
+    size, vocab = logprobs.shape
+    tokens, values = np.full(size, -1, np.int32), np.full(size, -np.inf, np.float32)
+    slab = max(1, _SLAB // vocab)
+    for start in range(0, size, slab):
+        part = slice(start, start + slab)
+        mass = logprobs[part].exp()
+        row, column = np.nonzero(known[part] >= 0)
+        flat = torch.from_numpy(row * vocab + known[part][row, column])
+        mass.view(-1).index_fill_(0, flat.to(mass.device), 0)
+        drawn, total = _inverse(mass, numbers[part])
+        drawn.clamp_(max=vocab - 1)
+        value = logprobs[part].gather(1, drawn[:, None]).squeeze(1)
+        left = (total > 0).cpu().numpy()
+        tokens[part] = np.where(left, drawn.cpu().numpy(), -1)
+        values[part] = np.where(left, value.float().cpu().numpy(), -np.inf)
+    return tokens, values
+
+
+def _inverse(mass: torch.Tensor, numbers: NDArray[np.float64]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[N]` first token whose cumulative mass exceeds the number's share of all, and all mass."""
+    cumulative = torch.cumsum(mass, dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    at = torch.from_numpy(numbers).to(mass.device) * total
+    return torch.searchsorted(cumulative, at[:, None], right=True).squeeze(-1), total
 
 
 def top_k(logprobs: torch.Tensor, k: int) -> tuple[IntArray, FloatArray]:

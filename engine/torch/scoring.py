@@ -9,30 +9,52 @@ import torch
 
 from engine.protocol import Score, ScoreRequest
 from engine.torch.model import SlotModel
-from engine.torch.sampling import processed_logprobs, top_k
-
-_LOGITS = 1 << 27
-"""Most logits held at once (half a gibibyte in float32); one request alone may hold more."""
+from engine.torch.sampling import (
+    MAX_LOGITS,
+    Purpose,
+    draw_outside,
+    forked,
+    processed_logprobs,
+    top_k,
+    uniforms,
+)
 
 
 def score_all(
-    model: SlotModel, requests: Sequence[ScoreRequest], *, max_tokens: int, policy_version: int
+    model: SlotModel,
+    requests: Sequence[ScoreRequest],
+    seeds: Sequence[int],
+    *,
+    max_tokens: int,
+    policy_version: int,
 ) -> list[Score]:
-    """Score in the order asked; contexts go through the model packed, sorted by length."""
+    """Score in the order asked; contexts go through the model packed, sorted by length.
+
+    Tail draws are a function of (seed of the request, policy version, position): who scores the
+    same tokens again under the same version gets the same ones, unless the seed is new.
+
+    Args:
+        model: what scores; its slots are not used.
+        requests: in any order.
+        seeds: one for each request.
+        max_tokens: most tokens of one pass, unless a single request has more. At most `MAX_LOGITS`
+            logits are held at once, with the same exception.
+        policy_version: of the weights.
+    """
     order = sorted(range(len(requests)), key=lambda i: _length(requests[i]))
     scores: dict[int, Score] = {}
     batch: list[int] = []
     tokens = logits = 0
     for i in order:
         wanted = len(requests[i].tokens) * model.vocab_size
-        if batch and (tokens + _length(requests[i]) > max_tokens or logits + wanted > _LOGITS):
-            scores |= _score_batch(model, requests, batch, policy_version)
+        if batch and (tokens + _length(requests[i]) > max_tokens or logits + wanted > MAX_LOGITS):
+            scores |= _score_batch(model, requests, seeds, batch, policy_version)
             batch, tokens, logits = [], 0, 0
         batch.append(i)
         tokens += _length(requests[i])
         logits += wanted
     if batch:
-        scores |= _score_batch(model, requests, batch, policy_version)
+        scores |= _score_batch(model, requests, seeds, batch, policy_version)
     return [scores[i] for i in range(len(requests))]
 
 
@@ -41,7 +63,11 @@ def _length(request: ScoreRequest) -> int:
 
 
 def _score_batch(
-    model: SlotModel, requests: Sequence[ScoreRequest], batch: list[int], policy_version: int
+    model: SlotModel,
+    requests: Sequence[ScoreRequest],
+    seeds: Sequence[int],
+    batch: list[int],
+    policy_version: int,
 ) -> dict[int, Score]:
     chosen = [requests[i] for i in batch]
     lengths = np.array([_length(r) for r in chosen], np.int32)
@@ -62,6 +88,12 @@ def _score_batch(
     targets = torch.from_numpy(packed[wanted + 1].astype(np.int64)).to(logprobs.device)
     picked = logprobs.gather(1, targets[:, None]).squeeze(1).cpu().numpy()
     ids, values = top_k(logprobs, max(r.sampling.top_k_logprobs for r in chosen))
+    reported = np.repeat([r.sampling.top_k_logprobs for r in chosen], counts)
+    known = np.where(np.arange(ids.shape[1]) < reported[:, None], ids, -1)
+    position = np.concatenate([np.arange(n) for n in counts])
+    seed = np.repeat(np.array([seeds[i] for i in batch], np.uint64), counts)
+    numbers = uniforms(forked(seed, Purpose.TAIL, policy_version), position)
+    tail_ids, tail_logprobs = draw_outside(logprobs, known, numbers)
     spans = [slice(end - n, end) for end, n in zip(np.cumsum(counts), counts, strict=True)]
     return {
         i: Score(
@@ -69,6 +101,8 @@ def _score_batch(
             logprobs=picked[span].copy(),
             topk_ids=ids[span, : request.sampling.top_k_logprobs].copy(),
             topk_logprobs=values[span, : request.sampling.top_k_logprobs].copy(),
+            tail_ids=tail_ids[span].copy(),
+            tail_logprobs=tail_logprobs[span].copy(),
             policy_version=policy_version,
         )
         for i, request, span in zip(batch, chosen, spans, strict=True)

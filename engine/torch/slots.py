@@ -1,7 +1,7 @@
 """KV slots, the layout of one step's tokens, and attention over both.
 
 A step's tokens are packed into one sequence `[1, T]`, so that the model's linear layers never see
-padding: first every decoding row's last token and drafts, row by row, then whole new prompts.
+padding: first every decoding row's last token and drafts, row by row, then whole new contexts.
 Only attention knows of rows. It is registered with transformers as an attention backend, so that
 any model built on that interface runs here unchanged.
 
@@ -24,6 +24,8 @@ from transformers.cache_utils import Cache
 
 from cache.trajectory import IntArray
 from engine.errors import EngineError
+
+Hidden = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
 @dataclass(slots=True)
@@ -72,7 +74,9 @@ class StepPlan:
     input_ids: torch.Tensor
     """`[1, T]`"""
     positions: torch.Tensor
-    """`[1, T]` position in its row's context, which is also its place in the row's slot."""
+    """`[1, T]` position in its row's context."""
+    places: torch.Tensor
+    """`[T]` its place in the row's slot: the position, but for nodes of a forked token tree."""
     rows: torch.Tensor
     """`[T]` slot of each token."""
     blocks: list[Block]
@@ -110,9 +114,9 @@ class SlotCache(Cache):
             for stored, new in ((self.keys, key_states), (self.values, value_states)):
                 shape = (self.slots, new.shape[1], self.max_len, new.shape[3])
                 stored.append(torch.zeros(shape, dtype=new.dtype, device=new.device))
-        position = self.plan.positions[0]
-        self.keys[layer_idx][self.plan.rows, :, position] = key_states[0].transpose(0, 1)
-        self.values[layer_idx][self.plan.rows, :, position] = value_states[0].transpose(0, 1)
+        rows, places = self.plan.rows, self.plan.places
+        self.keys[layer_idx][rows, :, places] = key_states[0].transpose(0, 1)
+        self.values[layer_idx][rows, :, places] = value_states[0].transpose(0, 1)
         self.current_layer = layer_idx
         return key_states, value_states
 
@@ -124,6 +128,17 @@ class SlotCache(Cache):
         """Copy the first `length` positions of one slot into another."""
         for stored in (*self.keys, *self.values):
             stored[target, :, :length] = stored[source, :, :length]
+
+    def move(
+        self, rows: NDArray[np.integer], sources: NDArray[np.integer], targets: NDArray[np.integer]
+    ) -> None:
+        """Copy single places within slots, `[M]` each; all are read before any is written."""
+        if not self.keys:
+            return
+        where = np.stack([rows, sources, targets]).astype(np.int64)
+        row, source, target = torch.from_numpy(where).to(self.keys[0].device)
+        for stored in (*self.keys, *self.values):
+            stored[row, :, target] = stored[row, :, source]
 
     def nbytes(self) -> int:
         """Bytes of all slots; 0 before the first forward pass."""
@@ -221,14 +236,32 @@ def _causal(
 
 
 def decode_block(
-    lengths: IntArray, counts: IntArray, *, dtype: torch.dtype, device: torch.device
+    lengths: IntArray,
+    counts: IntArray,
+    hidden: Hidden | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Block:
-    """Rows `[0, m)` with `lengths` valid keys each and `counts` new tokens each."""
+    """Rows `[0, m)` with `lengths` valid keys each and `counts` new tokens each.
+
+    Args:
+        lengths: `[m]`
+        counts: `[m]`
+        hidden: what a row's new tokens must not see of each other, though it comes before them:
+            row, query and key, both counted from the row's first new token. None: nothing.
+        dtype: of the mask.
+        device: of all tensors.
+    """
     queries = int(counts.max())
     last_key = torch.from_numpy(lengths[:, None] + np.arange(queries)).to(device)
     keys = torch.arange(int((lengths + counts).max()), device=device)
     mask = torch.zeros((len(lengths), 1, queries, len(keys)), dtype=dtype, device=device)
     mask.masked_fill_(keys > last_key[:, None, :, None], float("-inf"))
+    if hidden is not None and len(hidden[0]):
+        row, query, key = hidden
+        flat = (row * queries + query) * len(keys) + lengths[row] + key
+        mask.view(-1).index_fill_(0, torch.from_numpy(flat).to(device), float("-inf"))
     tokens = int(counts.sum())
     return Block(0, len(lengths), queries, 0, tokens, _scatter(counts, queries, device), mask)
 

@@ -18,6 +18,17 @@ def context_of(request: GenerateRequest) -> IntArray:
     return both.astype(np.int32, copy=False)
 
 
+def fed_context(request: GenerateRequest) -> IntArray:
+    """`[P + S + L]` prompt, prefix and kept tokens: what is fed when the request gets a slot."""
+    context = context_of(request)
+    return context if request.kept is None else np.concatenate([context, request.kept.tokens])
+
+
+def logits_of(request: GenerateRequest) -> int:
+    """Positions whose logits are needed when the request gets a slot."""
+    return 1 if request.kept is None else 1 + len(request.kept)
+
+
 class Waiting:
     """A priority queue of requests that can also be dropped by id."""
 
@@ -53,24 +64,34 @@ class Waiting:
         self._heap.clear()
         return out
 
-    def take(self, free: int, budget: int) -> list[GenerateRequest]:
+    def take(self, free: int, budget: int, positions: int) -> list[GenerateRequest]:
         """Up to `free` requests whose distinct contexts hold at most `budget` tokens.
 
-        The first is taken whatever its length; a context shared by several counts once.
+        The first is taken whatever its length; a context shared by several counts once, but one
+        with kept tokens is nobody else's.
+
+        Args:
+            free: slots.
+            budget: context tokens, kept ones included.
+            positions: whose logits may be needed.
         """
         contexts: set[bytes] = set()
         out: list[GenerateRequest] = []
         while self._heap and len(out) < free:
             _, arrival, name = self._heap[0]
             if self._arrival_of.get(name) == arrival:
-                context = context_of(self._requests[name])
+                request = self._requests[name]
+                context = fed_context(request)
                 key = context.tobytes()
-                cost = 0 if key in contexts else len(context)
-                if out and cost > budget:
+                shared = request.kept is None and key in contexts
+                cost, logits = 0 if shared else len(context), logits_of(request)
+                if out and (cost > budget or logits > positions):
                     break
                 budget -= cost
-                contexts.add(key)
-                out.append(self._requests[name])
+                positions -= logits
+                if request.kept is None:
+                    contexts.add(key)
+                out.append(request)
                 self.drop(name)
             heapq.heappop(self._heap)
         return out

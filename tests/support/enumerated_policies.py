@@ -1,0 +1,179 @@
+"""Tiny policies whose every response can be enumerated, and how far samples are from them.
+
+Used by the exactness tests of the torch engine. A comparison fails when its p-value is below the
+false-alarm rate that its file states; seeds are fixed, so it always passes or always fails.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from tiny_models import STOP, make_qwen3
+
+from cache.trajectory import FloatArray, IntArray
+from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from engine.speculation import DraftPlanner
+from engine.torch.core import CoreSettings, DecodeCore
+from engine.torch.drafting import DraftSource
+from engine.torch.model import SlotModel, load_model
+
+PROMPT = np.array([4, 0, 7], np.int32)
+LENGTH = 4
+"""Most tokens of a response."""
+
+Law = dict[tuple[int, ...], float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a policy is sampled, and how it came to differ from the one that wrote the drafts."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    drift: float = 0.3
+    """0: the policy that wrote the drafts; 1: another one altogether."""
+
+
+class EagerPlanner(DraftPlanner):
+    """Drafts all it may: what a test sees must not depend on how long a step took."""
+
+    def __init__(self, *, max_step_tokens: int, max_draft_tokens: int) -> None:
+        super().__init__(max_step_tokens=max_step_tokens, max_draft_tokens=max_draft_tokens)
+        self._room = max_step_tokens
+        self._most = max_draft_tokens
+
+    def ask(self, left: IntArray, *, other_tokens: int = 0) -> tuple[IntArray, float]:
+        share = max(0, self._room - len(left)) // max(1, len(left))
+        return np.minimum(left - 1, min(share, self._most)).astype(np.int32), 0.0
+
+    def choose(
+        self, path_probabilities: FloatArray, offsets: IntArray, *, rows: int, other_tokens: int = 0
+    ) -> IntArray:
+        assert len(offsets) == rows + 1
+        assert len(path_probabilities) == offsets[-1]
+        return np.diff(offsets).astype(np.int32)
+
+
+def policies(drift: float) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The policy that wrote the drafts, and the one to sample from."""
+    old, other = make_qwen3(seed=0), make_qwen3(seed=1)
+    new = make_qwen3(seed=0)
+    with torch.no_grad():
+        for mine, theirs in zip(new.parameters(), other.parameters(), strict=True):
+            mine.lerp_(theirs, drift)
+    return old, new
+
+
+def slots_with(path: str, weights: torch.nn.Module, *, slots: int = 64) -> SlotModel:
+    cpu = torch.device("cpu")
+    model = load_model(path, slots=slots, max_len=16, device=cpu, dtype=torch.float32)
+    model.module.load_state_dict(weights.state_dict())
+    return model
+
+
+def core_of(model: SlotModel, source: DraftSource | None, **changes: Any) -> DecodeCore:
+    settings = {
+        "max_step_tokens": 1000,
+        "max_draft_tokens": 4,
+        "max_prefill_tokens": 256,
+        "chunk_tokens": 9,
+        "top_k": 0,
+    } | changes
+    planner = EagerPlanner(
+        max_step_tokens=settings["max_step_tokens"], max_draft_tokens=settings["max_draft_tokens"]
+    )
+    return DecodeCore(model, CoreSettings(**settings), source, seed=0, planner=planner)
+
+
+def request(case: Case, name: str, seed: int, *, top_k: int = 0, **fields: Any) -> GenerateRequest:
+    """One response to PROMPT as `case` says."""
+    sampling = SamplingParams(
+        max_tokens=LENGTH,
+        temperature=case.temperature,
+        top_p=case.top_p,
+        stop_tokens=(STOP,),
+        top_k_logprobs=top_k,
+        seed=seed,
+    )
+    return GenerateRequest(name, "p", PROMPT, sampling, **fields)
+
+
+def run(core: DecodeCore, requests: Sequence[GenerateRequest]) -> dict[str, list[TokenChunk]]:
+    """Serve them all; gives each one's chunks."""
+    out: dict[str, list[TokenChunk]] = {r.request_id: [] for r in requests}
+    for one in requests:
+        core.add(one)
+    while core.has_work:
+        for chunk in core.step():
+            out[chunk.request_id].append(chunk)
+    return out
+
+
+def text_of(chunks: list[TokenChunk]) -> tuple[int, ...]:
+    return tuple(int(t) for chunk in chunks for t in chunk.tokens)
+
+
+def sample(
+    core: DecodeCore, case: Case, count: int, first_seed: int, old: list[IntArray] | None = None
+) -> list[tuple[int, ...]]:
+    """`count` responses; with `old`, each drafts from one of those first."""
+    none = np.empty(0, np.int32)
+    requests = [
+        request(case, f"{i}", first_seed + i, draft_tokens=old[i % len(old)] if old else none)
+        for i in range(count)
+    ]
+    return [text_of(chunks) for chunks in run(core, requests).values()]
+
+
+def enumerate_law(model: torch.nn.Module, case: Case) -> Law:
+    """Probability of every response: ends with STOP, or has LENGTH tokens."""
+    law: Law = {}
+    frontier: Law = {(): 1.0}
+    for _ in range(LENGTH):
+        texts = list(frontier)
+        ids = torch.tensor([[*PROMPT.tolist(), *text] for text in texts])
+        with torch.no_grad():
+            logits = model(ids).logits[:, -1].double() / case.temperature
+        grown: Law = {}
+        for text, row in zip(texts, torch.softmax(logits, -1).numpy(), strict=True):
+            order = np.argsort(-row)
+            before = np.cumsum(row[order]) - row[order]
+            kept = order[before < case.top_p]
+            for token in kept:
+                mass = frontier[text] * row[token] / row[kept].sum()
+                ended = token == STOP or len(text) + 1 == LENGTH
+                (law if ended else grown)[(*text, int(token))] = mass
+        frontier = grown
+    assert abs(sum(law.values()) - 1) < 1e-9
+    return law
+
+
+def p_value(written: Sequence[tuple[int, ...]], law: Law) -> float:
+    """Chi-square, cells of fewer than 5 expected sequences pooled by their first tokens."""
+    counts = Counter(written)
+    assert set(counts) <= set(law), "a sequence of probability 0 was written"
+    observed: Counter[tuple[Any, ...]] = Counter()
+    expected: Counter[tuple[Any, ...]] = Counter()
+    for text, mass in law.items():
+        cell = text if mass * len(written) >= 5 else ("rest", len(text), text[0])
+        observed[cell] += counts[text]
+        expected[cell] += mass * len(written)
+    rare = [cell for cell in expected if expected[cell] < 5]
+    for cell in rare:
+        observed[("rest",)] += observed.pop(cell)
+        expected[("rest",)] += expected.pop(cell)
+    cells = list(expected)
+    return float(stats.chisquare([observed[c] for c in cells], [expected[c] for c in cells]).pvalue)
+
+
+def total_variation(written: Sequence[tuple[int, ...]], law: Law) -> float:
+    """Between the empirical distribution and the law."""
+    counts = Counter(written)
+    texts = set(counts) | set(law)
+    return sum(abs(counts[t] / len(written) - law.get(t, 0.0)) for t in texts) / 2
