@@ -28,6 +28,7 @@ import numpy as np
 from cache.arrays import LARGEST, are_rollouts
 from cache.config import MAX_MATCH_LIMIT, CacheConfig
 from cache.errors import ExchangeRefused
+from cache.export import Stored
 from cache.ring import RingReader, RingWriter
 from cache.trajectory import IntArray
 from cache.tree import CacheStats, Drafts, RolloutCache
@@ -44,7 +45,8 @@ LOOK_EVERY = 1.0
 """Seconds between looks into the directory for members that came or were replaced."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-_CONTENT = struct.Struct("<HHI")
+_CONTENT = struct.Struct("<HHII")
+"""Bytes of the key, tokens of the head, tokens in all, policy version."""
 _WIRE = np.dtype("<i4")
 
 _log = logging.getLogger(__name__)
@@ -166,11 +168,17 @@ class SharedCache:
         written = self.cache.written(row)
         self.cache.close(row)
         if written is not None:
-            self._publish(*written)
+            self._publish(written)
 
-    def insert(self, key: str, context: IntArray, tokens: IntArray, **kwargs: Any) -> None:
+    def advance(self, policy_version: int) -> None:
+        """As `RolloutCache.advance`; rollouts travel with the version that wrote their end."""
+        self.cache.advance(policy_version)
+
+    def insert(
+        self, key: str, context: IntArray, tokens: IntArray, policy_version: int | None = None
+    ) -> None:
         """As `RolloutCache.insert`; not published."""
-        self.cache.insert(key, context, tokens, **kwargs)
+        self.cache.insert(key, context, tokens, policy_version)
 
     def stats(self) -> CacheStats:
         """Of the cache inside; what came from peers counts as inserted."""
@@ -220,13 +228,13 @@ class SharedCache:
             self._ring = None
         self._next_look = float("inf")
 
-    def _publish(self, key: str, tokens: IntArray) -> None:
-        head = self.config.max_match
-        name = key.encode("utf-8", "surrogatepass")
+    def _publish(self, stored: Stored) -> None:
+        head, count = self.config.max_match, len(stored.tokens)
+        name = stored.key.encode("utf-8", "surrogatepass")
         written = False
         if self._ring is not None and len(name) < 1 << 16:
-            content = _CONTENT.pack(len(name), head, len(tokens)) + name
-            content += tokens.astype(_WIRE).tobytes()
+            content = _CONTENT.pack(len(name), head, count, int(stored.versions[0])) + name
+            content += stored.tokens.astype(_WIRE).tobytes()
             try:
                 size = self._ring.write(content)
             except OSError as error:
@@ -238,7 +246,7 @@ class SharedCache:
                 self._bytes_out += size
         if written:
             self._published += 1
-            self._tokens_out += len(tokens) - head
+            self._tokens_out += count - head
         else:
             self._unpublished += 1
 
@@ -261,10 +269,9 @@ class SharedCache:
         if parsed is None:
             self._refused += 1
             return
-        key, head, response = parsed
-        self.cache.insert(key, head, response)
+        self.cache.insert(*parsed)
         self._received += 1
-        self._tokens_in += len(response)
+        self._tokens_in += len(parsed[2])
 
     def _look(self) -> None:
         """See which members there are; a known name with a new inode is a new ring."""
@@ -366,13 +373,15 @@ def make_private(directory: Path) -> None:
         )
 
 
-def parse(message: bytes, vocabulary: int) -> tuple[str, IntArray, IntArray] | None:
-    """A rollout's key, context and response (`[C]`, `[R]`); None when it is none."""
+def parse(message: bytes, vocabulary: int) -> tuple[str, IntArray, IntArray, int] | None:
+    """A rollout's key, context `[C]`, response `[R]` and policy version; None when it is none."""
     if len(message) < _CONTENT.size:
         return None
-    name, head, count = _CONTENT.unpack_from(message)
+    name, head, count, version = _CONTENT.unpack_from(message)
     start = _CONTENT.size + name
-    if not 1 <= head <= MAX_MATCH_LIMIT or count <= head or start + 4 * count != len(message):
+    if start + 4 * count != len(message):
+        return None
+    if not 1 <= head <= MAX_MATCH_LIMIT or count <= head or version > LARGEST:
         return None
     try:
         key = message[_CONTENT.size : start].decode("utf-8", "surrogatepass")
@@ -382,4 +391,4 @@ def parse(message: bytes, vocabulary: int) -> tuple[str, IntArray, IntArray] | N
     if not key or not are_rollouts(tokens[None, :head], tokens, vocabulary):
         return None
     context = tokens[:head]
-    return key, context[context >= 0], tokens[head:]
+    return key, context[context >= 0], tokens[head:], version

@@ -6,9 +6,24 @@ was shorter) and the response. Nothing here changes the arena.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from cache.jit import kernel
-from cache.store import FIRST, HEADER, NEXT, SEQ_NEXT, SEQ_OPEN, USED, LongArray
+from cache.store import FIRST, HEADER, NEXT, SEQ_NEXT, SEQ_OPEN, USED, VERSION, LongArray
 from cache.trajectory import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Rollouts of one prompt, oldest first, as they lie in the cache."""
+
+    key: str
+    lengths: IntArray
+    """`[S]` tokens of each rollout, its head included; more than the head's."""
+    versions: IntArray
+    """`[S]` policy version that wrote its end."""
+    tokens: IntArray
+    """`[N]` rollout after rollout: head, then response."""
 
 
 @kernel
@@ -23,16 +38,18 @@ def length(arena: IntArray, first: int) -> int:
 
 
 @kernel
-def copy(arena: IntArray, first: int, out: IntArray) -> int:
-    """Write a sequence's tokens, head first, to the front of `out`; returns how many."""
+def copy(arena: IntArray, first: int, out: IntArray) -> tuple[int, int]:
+    """Write a sequence, head first, to the front of `out`; returns its tokens and its version."""
     at = 0
+    version = 0
     block = first
     while block:
+        version = arena[block + VERSION]
         for word in range(block + HEADER, block + HEADER + arena[block + USED]):
             out[at] = arena[word]
             at += 1
         block = arena[block + NEXT]
-    return at
+    return at, version
 
 
 @kernel
@@ -51,16 +68,22 @@ def count(arena: IntArray, trees: LongArray, tree: int) -> tuple[int, int]:
 
 @kernel
 def finished(
-    arena: IntArray, trees: LongArray, tree: int, tokens: IntArray, lengths: IntArray
+    arena: IntArray,
+    trees: LongArray,
+    tree: int,
+    lengths: IntArray,
+    versions: IntArray,
+    tokens: IntArray,
 ) -> None:
-    """Fill `tokens` and `lengths`, of the sizes that `count` gave, oldest sequence first."""
+    """Fill arrays of the sizes that `count` gave, oldest sequence first."""
     at = 0
     item = 0
     first = trees[tree, FIRST]
     while first:
         if not arena[first + SEQ_OPEN]:
-            taken = copy(arena, first, tokens[at:])
+            taken, version = copy(arena, first, tokens[at:])
             lengths[item] = taken
+            versions[item] = version
             at += taken
             item += 1
         first = arena[first + SEQ_NEXT]

@@ -9,7 +9,8 @@ and match lengths of the process that loads it. Only rollouts that are finished 
     header       magic 8 | format 4 | fingerprint bytes 4 | head 4 | prompts 4 | body bytes 8 |
                  digest 32 (BLAKE2b of the rest of the file)
     fingerprint  what the tokens belong to
-    prompt       key bytes 4 | rollouts 4 | tokens 8 | key | length of each rollout | tokens
+    prompt       key bytes 4 | rollouts 4 | tokens 8 | key | length of each rollout |
+                 policy version of each | tokens
     ...          least recently used prompt first, its oldest rollout first
 
 All numbers are little-endian, tokens int32. A rollout begins with its head: the `head` tokens
@@ -33,6 +34,7 @@ import numpy as np
 from cache.arrays import LARGEST, are_rollouts
 from cache.config import MAX_MATCH_LIMIT, CacheConfig
 from cache.errors import SnapshotRefused
+from cache.export import Stored
 from cache.trajectory import IntArray
 from cache.tree import RolloutCache
 
@@ -102,6 +104,7 @@ def restore(
     """Insert the rollouts of a snapshot into an empty cache.
 
     Where they do not fit, the least recently used prompts and the oldest rollouts are left behind.
+    Their policy versions come back; which one writes now is for `RolloutCache.advance` to say.
 
     Args:
         path: file that `save` wrote.
@@ -132,9 +135,11 @@ def restore(
                 "load one that was saved with the same model and tokenizer"
             )
         total = 0
-        for key, heads, responses in reader.rollouts(header, vocabulary):
-            for head, response in zip(heads, responses, strict=True):
-                cache.insert(key, head[head >= 0], response)
+        for stored in reader.rollouts(header, vocabulary):
+            parts = np.split(stored.tokens, np.cumsum(stored.lengths[:-1]))
+            for part, version in zip(parts, stored.versions.tolist(), strict=True):
+                context, response = part[: header.head], part[header.head :]
+                cache.insert(stored.key, context[context >= 0], response, version)
                 total += len(response)
     return total
 
@@ -186,32 +191,34 @@ class _Reader:
         self._left = body
         return _Header(mark, head, prompts)
 
-    def rollouts(
-        self, header: _Header, vocabulary: int
-    ) -> Iterator[tuple[str, list[IntArray], list[IntArray]]]:
-        """Prompt by prompt: its key, and the heads and responses of its rollouts."""
+    def rollouts(self, header: _Header, vocabulary: int) -> Iterator[Stored]:
+        """Prompt by prompt, its numbers checked."""
         for prompt in range(header.prompts):
             key_size, count, total = _PROMPT.unpack(self._take(_PROMPT.size, prompt))
             try:
                 key = self._take(key_size, prompt).decode("utf-8", "surrogatepass")
             except UnicodeDecodeError as error:
                 raise self._contradiction(f"prompt {prompt}: its key is no text") from error
-            lengths = np.frombuffer(self._take(count * 4, prompt), _WIRE)
-            tokens = np.frombuffer(self._take(total * 4, prompt), _WIRE).astype(np.int32)
+            lengths, versions = (self._numbers(count, prompt) for _ in range(2))
+            tokens = self._numbers(total, prompt)
             if not key or not count or lengths.min() <= header.head:
                 raise self._contradiction(f"prompt {prompt}: no key, or a rollout without tokens")
             if int(lengths.sum(dtype=np.int64)) != total:
                 raise self._contradiction(f"prompt {prompt}: lengths do not add up to {total}")
-            parts = np.split(tokens, np.cumsum(lengths[:-1]))
-            heads = [part[: header.head] for part in parts]
-            responses = [part[header.head :] for part in parts]
-            if not are_rollouts(np.stack(heads), tokens, vocabulary):
+            if versions.min() < 0:
+                raise self._contradiction(f"prompt {prompt}: a policy version is negative")
+            starts = np.cumsum(lengths, dtype=np.int64) - lengths
+            heads = tokens[starts[:, None] + np.arange(header.head)]
+            if not are_rollouts(heads, tokens, vocabulary):
                 raise self._contradiction(
                     f"prompt {prompt}: a token is negative or not below {vocabulary}"
                 )
-            yield key, heads, responses
+            yield Stored(key, lengths, versions, tokens)
         if self._left:
             raise self._contradiction(f"{self._left} bytes follow the last prompt")
+
+    def _numbers(self, count: int, prompt: int) -> IntArray:
+        return np.frombuffer(self._take(count * 4, prompt), _WIRE).astype(np.int32)
 
     def _take(self, size: int, prompt: int) -> bytes:
         if size > self._left:
@@ -244,11 +251,11 @@ def _write(file: BinaryIO, cache: RolloutCache, mark: bytes) -> int:
         return file.write(data)
 
     put(mark)
-    for key, lengths, tokens in cache.finished():
-        name = key.encode("utf-8", "surrogatepass")
-        body += put(_PROMPT.pack(len(name), len(lengths), len(tokens)) + name)
-        body += put(lengths.astype(_WIRE).tobytes())
-        body += put(tokens.astype(_WIRE).tobytes())
+    for stored in cache.finished():
+        name = stored.key.encode("utf-8", "surrogatepass")
+        body += put(_PROMPT.pack(len(name), len(stored.lengths), len(stored.tokens)) + name)
+        for numbers in (stored.lengths, stored.versions, stored.tokens):
+            body += put(numbers.astype(_WIRE).tobytes())
         prompts += 1
     fields = _FIELDS.pack(MAGIC, FORMAT, len(mark), cache.config.max_match, prompts, body)
     digest.update(fields)

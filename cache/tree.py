@@ -247,18 +247,32 @@ class RolloutCache:
         """
         self._state[store.WRITER] = int32_values("policy_version", [policy_version], least=0)[0]
 
-    def insert(self, key: str, context: IntArray, tokens: IntArray) -> None:
-        """Add a finished rollout (from a checkpoint, another generator); as open, extend, close."""
+    def insert(
+        self, key: str, context: IntArray, tokens: IntArray, policy_version: int | None = None
+    ) -> None:
+        """Add a finished rollout (from a checkpoint, another generator); as open, extend, close.
+
+        Args:
+            key: as for `open`.
+            context: as for `open`.
+            tokens: `[N]` its response.
+            policy_version: that wrote it; None: the one that writes now.
+        """
         values = int32_values("tokens", tokens, least=0)
-        row = self.open(key, context)
-        self.extend(np.array([row], np.int32), values, np.array([0, len(values)], np.int32))
-        self.close(row)
+        writer = self._state[store.WRITER]
+        if policy_version is not None:
+            self.advance(policy_version)
+        try:
+            row = self.open(key, context)
+            self.extend(np.array([row], np.int32), values, np.array([0, len(values)], np.int32))
+            self.close(row)
+        finally:
+            self._state[store.WRITER] = writer
 
-    def written(self, row: int) -> tuple[str, IntArray] | None:
-        """The tree's key and what an open row has stored: its head, then its response so far.
+    def written(self, row: int) -> export.Stored | None:
+        """What an open row has stored: its head and its response so far.
 
-        A head is the `max_match` tokens before the response, -1 where there was none. None: the
-        row stored nothing (yet), or stopped storing for want of room.
+        None: nothing (yet), or it stopped storing for want of room.
 
         Raises:
             ValueError: the row is not open.
@@ -268,22 +282,22 @@ class RolloutCache:
         if tree < 0 or own <= 0:
             return None
         tokens = np.empty(export.length(self._arena, own), np.int32)
-        export.copy(self._arena, own, tokens)
-        return self._key_of[tree], tokens
+        length, version = export.copy(self._arena, own, tokens)
+        one = np.array([[length], [version]], np.int32)
+        return export.Stored(self._key_of[tree], one[0], one[1], tokens)
 
-    def finished(self) -> Iterator[tuple[str, IntArray, IntArray]]:
+    def finished(self) -> Iterator[export.Stored]:
         """All rollouts that are not being written, for a snapshot; the cache must stay as it is.
 
-        Yields:
-            Prompt by prompt, least recently used first: its key, `[S]` lengths and `[N]` tokens
-            of its rollouts, oldest first, each with its head (see `written`).
+        Prompt by prompt, the least recently used first.
         """
         for key, tree in self._keys.items():
             sequences, total = export.count(self._arena, self._trees, tree)
             if sequences:
-                tokens, lengths = np.empty(total, np.int32), np.empty(sequences, np.int32)
-                export.finished(self._arena, self._trees, tree, tokens, lengths)
-                yield key, lengths, tokens
+                lengths, versions = np.empty((2, sequences), np.int32)
+                tokens = np.empty(total, np.int32)
+                export.finished(self._arena, self._trees, tree, lengths, versions, tokens)
+                yield export.Stored(key, lengths, versions, tokens)
 
     def stats(self) -> CacheStats:
         """Gauges and counters, without waiting."""

@@ -18,7 +18,6 @@ from cache.errors import ExchangeRefused
 from cache.exchange import SharedCache, open_cache, parse
 from cache.ring import RingReader, RingWriter
 from cache.tree import RolloutCache
-from engine.vllm.rows import Drafting, RowBook, RowView
 
 PROMPT = np.array([101, 102, 103], np.int32)
 CONFIG = CacheConfig(max_bytes=1 << 22, min_probability=0.0)
@@ -267,7 +266,9 @@ def test_peers_with_tokens_outside_the_vocabulary_are_not_believed(tmp_path: Pat
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_forged_messages_are_refused_or_are_rollouts(data: st.DataObject) -> None:
-    good = exchange._CONTENT.pack(1, 4, 6) + b"p" + np.array([-1, 5, 6, 7, 8, 9], "<i4").tobytes()
+    good = (
+        exchange._CONTENT.pack(1, 4, 6, 3) + b"p" + np.array([-1, 5, 6, 7, 8, 9], "<i4").tobytes()
+    )
     assert parse(good, 10) is not None
     forged = bytearray(good)
     for _ in range(data.draw(st.integers(0, 3))):
@@ -275,9 +276,9 @@ def test_forged_messages_are_refused_or_are_rollouts(data: st.DataObject) -> Non
     cut = data.draw(st.one_of(st.just(len(forged)), st.integers(0, len(forged))))
     parsed = parse(bytes(forged[:cut]) + data.draw(st.binary(max_size=4)), 10)
     if parsed is not None:
-        key, context, response = parsed
+        _, _, response, _ = parsed
         cache = RolloutCache(CONFIG)
-        cache.insert(key, context, response)
+        cache.insert(*parsed)
         cache.check()
         assert len(response) > 0
         assert response.max() < 10
@@ -294,16 +295,27 @@ def test_from_a_configuration(tmp_path: Path) -> None:
     assert (tmp_path / "y" / "a.ring").stat().st_size == exchange.RING_BYTES + 64
 
 
-def test_an_engine_s_book_of_rows_runs_on_it(tmp_path: Path) -> None:
+def test_it_can_do_what_a_cache_can() -> None:
+    """Whatever engines call on a `RolloutCache` they may call on this."""
+    own = {"written", "finished"}  # what snapshots and the exchange itself read
+    wanted = {name for name in vars(RolloutCache) if not name.startswith("_")} - own
+    assert wanted <= {name for name in vars(SharedCache) if not name.startswith("_")}
+
+
+def test_versions_and_ways_of_drafting_pass_through(tmp_path: Path) -> None:
     a, b = member(tmp_path, "a"), member(tmp_path, "b")
     look(b)
-    drafting = Drafting("p", 100, frozenset(), np.empty(0, np.int32))
-    books = [RowBook(cache, max_step_tokens=64, max_draft_tokens=8) for cache in (a, b)]
-    tokens = np.concatenate([PROMPT, np.arange(10, dtype=np.int32)])
-    books[0].step([RowView("r", 3, tokens, drafting)], other_rows=0)
-    books[0].forget(())
-    drafts = books[1].step([RowView("r", 3, tokens[:4], drafting)], other_rows=0)
-    assert drafts == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    a.advance(5)
+    finish(a, "p", [1, 2, 3])
+    finish(a, "p", [1, 4, 5])
+    b.advance(9)
+    row = b.open("p", PROMPT)
+    assert [s.versions.tolist() for s in b.cache.finished()] == [[5, 5]]
+    tree = b.draft(np.array([row]), np.array([8]), branching=True, least_probability=0.0)
+    assert sorted(tree.tokens.tolist()) == [1, 2, 3, 4, 5]
+    b.extend(np.array([row]), np.array([6]), np.array([0, 1]))
+    b.close(row)
+    assert [s.versions.tolist() for s in b.cache.finished()] == [[5, 5, 9]]
 
 
 WRITER = """
@@ -317,6 +329,7 @@ directory, name, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 parent = os.getppid()
 inner = RolloutCache(CacheConfig(max_bytes=1 << 20))
 cache = SharedCache(inner, directory, name, ring_bytes=1 << 18)
+cache.advance(7)
 for index in range(first, first + 1_000_000):
     tokens = np.random.default_rng(index).integers(0, 1000, index % 700 + 1)
     row = cache.open(f"{name} {index}", np.arange(3))
@@ -335,11 +348,12 @@ def test_processes_share_while_one_is_killed_as_it_writes(tmp_path: Path) -> Non
     seen: list[tuple[str, int, np.ndarray]] = []
     insert = cache.cache.insert
 
-    def watched(key: str, context: np.ndarray, tokens: np.ndarray) -> None:
+    def watched(key: str, context: np.ndarray, tokens: np.ndarray, version: int) -> None:
         name, index = key.split()
         counts[name] += 1
         seen.append((name, int(index), tokens))
-        insert(key, context, tokens)
+        assert version == 7
+        insert(key, context, tokens, version)
 
     cache.cache.insert = watched  # type: ignore[method-assign]
 
@@ -354,15 +368,15 @@ def test_processes_share_while_one_is_killed_as_it_writes(tmp_path: Path) -> Non
 
     writers = [start("a", 0), start("b", 0)]
     try:
-        receive(a=200, b=200)
+        receive(a=100, b=100)
         writers[0].kill()
         writers[0].wait(10)
-        receive(b=counts["b"] + 200)
+        receive(b=counts["b"] + 100)
         while cache.poll():
             pass
         before = counts["a"]
         writers.append(start("a", 5_000_000))
-        receive(a=before + 200, b=counts["b"] + 200)
+        receive(a=before + 100, b=counts["b"] + 100)
     finally:
         for writer in writers:
             writer.kill()

@@ -28,7 +28,7 @@ def text(index: int, size: int) -> bytes:
     return np.random.default_rng(index).bytes(size)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.one_of(
@@ -150,7 +150,7 @@ def test_a_reader_that_is_lapped_while_it_copies_believes_nothing_wrong(
     assert reader.refused == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_scribbled_bytes_are_never_believed(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -18,7 +18,7 @@ from cache.tree import RolloutCache
 MODEL = "built-in 0.3M, vocabulary 64"
 PROMPT = np.array([101, 102, 103], np.int32)
 
-Rollouts = list[tuple[str, list[int], list[list[int]]]]
+Rollouts = list[tuple[str, list[int], list[int], list[int]]]
 
 
 def make(**settings: object) -> RolloutCache:
@@ -27,8 +27,11 @@ def make(**settings: object) -> RolloutCache:
 
 
 def content(cache: RolloutCache) -> Rollouts:
-    """Keys, flat tokens and lengths, in order of age."""
-    return [(key, lengths.tolist(), [tokens.tolist()]) for key, lengths, tokens in cache.finished()]
+    """Keys, lengths, policy versions and flat tokens, in order of age."""
+    return [
+        (s.key, s.lengths.tolist(), s.versions.tolist(), s.tokens.tolist())
+        for s in cache.finished()
+    ]
 
 
 def filled() -> RolloutCache:
@@ -73,7 +76,7 @@ def test_rollouts_their_order_and_the_drafts_come_back(tmp_path: Path) -> None:
     loaded = snapshot.load(path, cache.config, MODEL)
     loaded.check()
     assert content(loaded) == content(cache)
-    assert [key for key, _, _ in content(loaded)] == ["b", "ä\udcff\0", "a"]
+    assert [key for key, *_ in content(loaded)] == ["b", "ä\udcff\0", "a"]
     assert loaded.stats().bytes == cache.stats().bytes
     for key in ("a", "b", "ä\udcff\0"):
         drafts = [
@@ -92,7 +95,8 @@ def test_any_cache_comes_back_also_into_other_budgets(seed: int) -> None:
     )
     for _ in range(rng.integers(40)):
         context = rng.integers(0, 9, rng.integers(50))
-        cache.insert(f"p{rng.integers(6)}", context, rng.integers(0, 9, rng.integers(300)))
+        tokens, version = rng.integers(0, 9, rng.integers(300)), int(rng.integers(100))
+        cache.insert(f"p{rng.integers(6)}", context, tokens, version)
     path = Path(_directory.name) / "cache"
     snapshot.save(cache, path, MODEL)
     same = snapshot.load(path, cache.config, MODEL)
@@ -100,8 +104,8 @@ def test_any_cache_comes_back_also_into_other_budgets(seed: int) -> None:
     small = snapshot.load(path, CacheConfig(max_bytes=1 << 14, max_match=5), MODEL)
     small.check()
     assert small.stats().bytes <= 1 << 14
-    kept = {key: len(lengths) for key, lengths, _ in content(small)}
-    order = [key for key, _, _ in content(cache)]
+    kept = {key: len(lengths) for key, lengths, *_ in content(small)}
+    order = [key for key, *_ in content(cache)]
     assert list(kept) == order[len(order) - len(kept) :]  # the most recently used prompts
     responses = {c: _responses(c) for c in (cache, small)}
     for key, count in kept.items():
@@ -110,11 +114,11 @@ def test_any_cache_comes_back_also_into_other_budgets(seed: int) -> None:
 
 def _responses(cache: RolloutCache) -> dict[str, list[list[int]]]:
     return {
-        key: [
+        s.key: [
             part[cache.config.max_match :].tolist()
-            for part in np.split(tokens, np.cumsum(lengths)[:-1])
+            for part in np.split(s.tokens, np.cumsum(s.lengths)[:-1])
         ]
-        for key, lengths, tokens in cache.finished()
+        for s in cache.finished()
     }
 
 
@@ -209,7 +213,7 @@ def test_random_bytes_are_refused(data: bytes, disguised: bool) -> None:
     refusal(Path(_directory.name), start + data)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_forged_file_with_a_right_digest_is_refused_or_harmless(data: st.DataObject) -> None:
     """Numbers are replaced anywhere, the digest made to fit: nothing may crash or take memory."""
@@ -247,7 +251,8 @@ def test_every_contradiction_under_a_right_digest_is_named(tmp_path: Path, saved
     assert "a rollout without tokens" in forged(body + 4, 0)
     assert "no key" in forged(body, 0)
     assert "do not add up" in forged(body + 8, 1)
-    assert "negative" in forged(len(saved) - 4, 2**31)
+    assert "a token is negative" in forged(len(saved) - 4, 2**31)
+    assert "version is negative" in forged(body + 16 + 1 + 4, 2**31)
     assert "key is no text" in refusal(
         tmp_path, signed(saved[: body + 16] + b"\xff" + saved[body + 17 :])
     )
