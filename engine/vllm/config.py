@@ -39,8 +39,8 @@ class VllmConfig(BaseModel):
     max_step_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens that a decoding step may feed, drafts included; rows beyond it still "
-        "run, without drafts. None: 64 on a CPU, 256 on a GPU.",
+        description="Most tokens of a decoding step that drafts, drafts included. None: as many as "
+        "pay, by the step times and acceptance that are measured all along.",
     )
     max_prefill_tokens: int = Field(
         default=4096,

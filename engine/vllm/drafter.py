@@ -3,11 +3,16 @@
 vLLM builds `CacheDrafter` in the process of its engine core and calls `propose` after each step.
 The hook passes no request ids, so the worker extension hands over the model runner once
 (`attach`), whose batch names the rows. All knowledge of vLLM's insides that drafting needs is in
-this file; what to draft is decided in `engine.vllm.rows`.
+this file; what to draft is decided in `engine.vllm.rows`, how much by `engine.speculation`.
+
+vLLM treats a step without drafts as one with drafts of length 0. `attach` makes such a step as
+plain as it would be without drafting: no verification, no drafts handed to the scheduler.
 """
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +21,30 @@ from numpy.typing import NDArray
 from cache.config import CacheConfig
 from cache.trajectory import IntArray
 from cache.tree import RolloutCache
-from engine.vllm.rows import SECTION, Drafting, RowBook, RowView
+from engine.speculation import DraftPlanner
+from engine.vllm.batch import SECTION, Batch
+from engine.vllm.rows import NO_SLOT, RowBook
+from engine.vllm.sampling import CoreSampler
 
 CLASS_PATH = f"{__name__}.CacheDrafter"
 """What `speculative_config["model"]` names."""
+
+_GAP = 0.002
+"""Seconds between two steps that are the scheduler's work, whatever the step took."""
+
+
+@dataclass(slots=True)
+class _Taken:
+    """The step that runs, or the last one."""
+
+    began: float
+    tokens: int
+    """Fed, drafts and prompts included."""
+    rows: int
+    """Of those that decode."""
+    context: int = 0
+    ended: float = 0.0
+    """0: no tokens were drawn in it."""
 
 
 class CacheDrafter:
@@ -28,13 +53,17 @@ class CacheDrafter:
     def __init__(self, vllm_config: Any) -> None:
         settings = vllm_config.additional_config[SECTION]
         config = CacheConfig.model_validate(settings["cache"])
-        self._book = RowBook(
-            RolloutCache(config),
-            max_step_tokens=settings["max_step_tokens"],
-            max_draft_tokens=config.max_draft_tokens,
+        self.planner = DraftPlanner(
+            max_step_tokens=settings["max_step_tokens"], max_draft_tokens=config.max_draft_tokens
         )
+        self._book = RowBook(RolloutCache(config), self.planner)
         self._runner: Any = None
-        self._drafting: dict[str, Drafting | None] = {}
+        self._batch: Batch | None = None
+        self._sampler: CoreSampler | None = None
+        self._changes = -1
+        self._slots: NDArray[np.int64] = np.empty(0, np.int64)
+        self._proposed: dict[str, list[int]] = {}
+        self._taken: _Taken | None = None
 
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
         """There is no model to load; compiled code is warmed up instead."""
@@ -45,16 +74,75 @@ class CacheDrafter:
         cache.draft(np.array([row], np.int32), np.array([2], np.int32))
         cache.close(row)
 
-    def attach(self, runner: Any) -> None:
-        """Take the model runner, whose batch says which request is in which row."""
-        self._runner = runner
+    def attach(self, runner: Any, batch: Batch, sampler: CoreSampler) -> None:
+        """Take the model runner, whose batch says which request is in which row, and hook in."""
+        self._runner, self._batch, self._sampler = runner, batch, sampler
+        execute, prepare, take = (
+            runner.execute_model,
+            runner._prepare_inputs,  # noqa: SLF001
+            runner.take_draft_token_ids,
+        )
+        # Recurrent layers must know that a row without drafts decodes with drafting.
+        plainly = not runner.model_config.is_hybrid
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self.begin(scheduler_output, time.perf_counter())
+            return execute(scheduler_output, *args, **kwargs)
+
+        def prepare_inputs(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            if scheduler_output.scheduled_spec_decode_tokens or not plainly:
+                return prepare(scheduler_output, *args, **kwargs)
+            config, runner.speculative_config = runner.speculative_config, None
+            try:
+                return prepare(scheduler_output, *args, **kwargs)
+            finally:
+                runner.speculative_config = config
+
+        def take_draft_token_ids() -> Any:
+            drafts = take() if self._proposed else None
+            if drafts is not None:
+                # The scheduler goes through all rows named; most have nothing.
+                drafts.req_ids = list(self._proposed)
+                drafts.draft_token_ids = list(self._proposed.values())
+            return drafts
+
+        runner.execute_model = execute_model
+        runner._prepare_inputs = prepare_inputs  # noqa: SLF001
+        runner.take_draft_token_ids = take_draft_token_ids
+
+    def begin(self, scheduler_output: Any, now: float) -> None:
+        """A step begins: what the one before took is known now.
+
+        Not told to the planner: steps that mostly took prompts in, and those with a break after
+        them (nothing to do, a pause, new weights), seen as a gap longer than the step itself.
+        """
+        last, self._taken = self._taken, None
+        if last is not None and last.ended:
+            spent = last.ended - last.began
+            if now - last.ended <= spent + _GAP:
+                self.planner.observe(
+                    tokens=last.tokens,
+                    rows=last.rows,
+                    context=last.context,
+                    seconds=now - last.began,
+                )
+        fed: dict[str, int] = scheduler_output.num_scheduled_tokens
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        running = scheduler_output.scheduled_cached_reqs.req_ids
+        decoding = [name for name in running if fed[name] == 1 + len(drafts.get(name, ()))]
+        tokens: int = scheduler_output.total_num_scheduled_tokens
+        ordinary = len(decoding) + sum(len(draft) for draft in drafts.values())
+        if decoding and tokens <= 2 * ordinary and not self._runner.num_prompt_logprobs:
+            self._taken = _Taken(now, tokens, len(decoding))
+        if not tokens and self._batch is not None:
+            self._follow(self._batch)  # nothing runs any more: rows are closed here
 
     def propose(
         self,
         sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: NDArray[np.integer[Any]],
+        num_tokens_no_spec: NDArray[np.integer[Any]],  # noqa: ARG002  (as vLLM calls it)
         token_ids_cpu: IntArray,
-        slot_mappings: Any = None,  # noqa: ARG002  (vLLM passes it by this name)
+        slot_mappings: Any = None,  # noqa: ARG002
     ) -> list[list[int]]:
         """Drafts for the next step.
 
@@ -68,53 +156,46 @@ class CacheDrafter:
             `[B]` drafts, of any lengths.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        if self._runner is None:
+        self._proposed = {}
+        batch, sampler, book = self._batch, self._sampler, self._book
+        if batch is None or sampler is None:
             return drafts
-        self._forget()
-        batch = self._runner.input_batch
-        at: list[int] = []
-        views: list[RowView] = []
-        for i, sampled in enumerate(sampled_token_ids):
-            request_id = batch.req_ids[i]
-            drafting = self._drafting_of(request_id)
-            if drafting is None or not sampled:
-                continue
-            at.append(i)
-            views.append(
-                RowView(
-                    request_id,
-                    int(batch.num_prompt_tokens[i]),
-                    token_ids_cpu[i, : num_tokens_no_spec[i]],
-                    drafting,
-                )
+        self._follow(batch)
+        got = np.fromiter(map(len, sampled_token_ids), np.int64, len(drafts))
+        lengths = batch.lengths()
+        if sampler.fed is not None:
+            book.judge(self._slots, sampler.fed, got - 1)
+        wrote = np.flatnonzero((self._slots != NO_SLOT) & (got > 0))
+        if len(wrote):
+            book.record(self._slots[wrote], wrote, lengths[wrote], token_ids_cpu)
+            decode = np.flatnonzero(got)
+            chosen = book.draft(
+                self._slots[decode], lengths[decode], other_tokens=self._other_tokens(got)
             )
-        if views:
-            other_rows = len(drafts) - len(views)
-            for i, draft in zip(at, self._book.step(views, other_rows=other_rows), strict=True):
-                drafts[i] = draft
+            for at, draft in chosen.items():
+                row = int(decode[at])
+                drafts[row] = draft
+                self._proposed[batch.ids[row]] = draft
+        if self._taken is not None:
+            self._taken.context = int(lengths.sum())
+            self._taken.ended = time.perf_counter()
         return drafts
 
-    def _forget(self) -> None:
-        alive = self._runner.requests
-        if any(request_id not in alive for request_id in self._drafting):
-            self._drafting = {r: d for r, d in self._drafting.items() if r in alive}
-            self._book.forget(alive)
+    def _follow(self, batch: Batch) -> None:
+        """Find each row's slot again when rows have changed."""
+        batch.refresh()
+        if batch.changes != self._changes:
+            self._changes = batch.changes
+            self._book.forget(batch.runner.requests)
+            slots = [self._book.slot(name, batch.entry(name)) for name in batch.ids]
+            self._slots = np.array(slots, np.int64)
 
-    def _drafting_of(self, request_id: str) -> Drafting | None:
-        if request_id not in self._drafting:
-            self._drafting[request_id] = _read(self._runner.requests[request_id])
-        return self._drafting[request_id]
-
-
-def _read(request: Any) -> Drafting | None:
-    """A request's drafting part; None when it asks for no drafts (or is a scoring request)."""
-    params = request.sampling_params
-    section = (params.extra_args or {}).get(SECTION) if params is not None else None
-    if not section:
-        return None
-    return Drafting(
-        cache_key=section["cache_key"],
-        limit=len(request.prompt_token_ids) + params.max_tokens,
-        stop_tokens=frozenset(params.stop_token_ids or ()),
-        old=np.array(section["old"], np.int32),
-    )
+    def _other_tokens(self, got: NDArray[np.int64]) -> int:
+        """Tokens of prompts that the next step goes on with."""
+        waiting = np.flatnonzero(got == 0)
+        if not len(waiting):
+            return 0
+        table = self._runner.input_batch
+        rest = table.num_prompt_tokens[waiting] - table.num_computed_tokens_cpu[waiting]
+        most: int = self._runner.scheduler_config.max_num_batched_tokens
+        return min(int(rest.sum()), most)

@@ -25,20 +25,32 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from cache.config import CacheConfig
+from cache.trajectory import KeptTokens
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
-from engine.protocol import EngineStats, GenerateRequest, Score, ScoreRequest, TokenChunk
+from engine.protocol import (
+    EngineStats,
+    GenerateRequest,
+    SamplingParams,
+    Score,
+    ScoreRequest,
+    TokenChunk,
+)
 from engine.requests import Limits
 from engine.vllm.core import Core
+from engine.vllm.kept import settle
 from engine.vllm.requests import (
+    Table,
     check_temperature,
     empty_end,
     generate_arguments,
     score_arguments,
     score_of,
     unscored,
+    verify_arguments,
 )
 from engine.vllm.steps import AbortedError, ChunkBuilder, Step, StepQueue
 from engine.vllm.weights import ModelShapes, WeightsFile
@@ -50,6 +62,7 @@ T = TypeVar("T")
 
 _SCORE_PRIORITY = -1
 """Before primary work: somebody waits for all of it."""
+_SEED_MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -72,6 +85,7 @@ class VllmEngine:
         self._model_path = model_path
         self._cache_config = cache_config
         self._seed = seed
+        self._seeds = np.random.default_rng(seed)
         self._core: Core | None = None
         self._ended: EngineError | None = None
         self._shapes = ModelShapes({}, frozenset())
@@ -112,8 +126,20 @@ class VllmEngine:
         self._running()
         self._limits.check_generate(request)
         check_temperature(request.request_id, request.sampling)
+        seed = self._seed_of(request.sampling)
+        if request.kept is not None and len(request.kept):
+            verified = await self._verified(request, request.kept, seed)
+            if verified is None:
+                yield empty_end(request, self._version)
+                return
+            first, request = verified
+            if first is not None:
+                self._tokens += len(first.tokens)
+                yield first
+                if first.finish_reason is not None:
+                    return
         builder = ChunkBuilder(request.request_id, request.sampling.top_k_logprobs)
-        arguments = generate_arguments(request, self._limits.vocab_size)
+        arguments = generate_arguments(request, seed, self._limits.vocab_size)
         stream = self._steps(request.request_id, *arguments, request.priority)
         async with aclosing(stream) as parts:
             async for steps in parts:
@@ -150,17 +176,46 @@ class VllmEngine:
                 scores[i] = score
         return scores
 
+    async def _verified(
+        self, request: GenerateRequest, kept: KeptTokens, seed: int
+    ) -> tuple[TokenChunk | None, GenerateRequest] | None:
+        """Score and judge kept tokens (see `engine.vllm.kept`); None when the engine was closed."""
+        name, vocab_size = request.request_id, self._limits.vocab_size
+        arguments = verify_arguments(request, kept, seed, vocab_size)
+        step = await self._scored(name, *arguments, request.priority)
+        if step is None:
+            return None
+        table = Table.of(name, step, request.sampling.top_k_logprobs, vocab_size)
+        return settle(request, kept, table, seed, step.policy_version)
+
     async def _score(self, request: ScoreRequest) -> Score:
         if not len(request.tokens):
             return unscored(request, self._version)
-        arguments = score_arguments(request, self._limits.vocab_size)
-        stream = self._steps(request.request_id, *arguments, _SCORE_PRIORITY)
+        seed, vocab_size = self._seed_of(request.sampling), self._limits.vocab_size
+        arguments = score_arguments(request, seed, vocab_size)
+        step = await self._scored(request.request_id, *arguments, _SCORE_PRIORITY)
+        if step is None:
+            raise EngineError(
+                f"request {request.request_id!r}: the engine was closed while scoring"
+            )
+        return score_of(request, step, vocab_size)
+
+    async def _scored(
+        self, name: str, tokens: list[int], params: dict[str, Any], priority: int
+    ) -> Step | None:
+        """The only step of a scoring request; None when the engine was closed."""
+        stream = self._steps(name, tokens, params, priority)
         async with aclosing(stream) as parts:
             async for steps in parts:
                 for step in steps:
                     if step.scored_ids is not None:
-                        return score_of(request, step)
-        raise EngineError(f"request {request.request_id!r}: the engine was closed while scoring")
+                        return step
+        return None
+
+    def _seed_of(self, sampling: SamplingParams) -> int:
+        if sampling.seed is None:
+            return int(self._seeds.integers(0, 1 << 63))
+        return sampling.seed & _SEED_MASK
 
     async def _steps(
         self, name: str, tokens: list[int], params: dict[str, Any], priority: int

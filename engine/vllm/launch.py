@@ -16,13 +16,11 @@ from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.errors import EngineStartError
 from engine.vllm import drafter, worker
+from engine.vllm.batch import SECTION
 from engine.vllm.meter import Meter
 from engine.vllm.outputs import StepProcessor
-from engine.vllm.rows import SECTION
 
 _CPU_KV_GIB = 0.5
-_CPU_STEP_TOKENS = 64
-_GPU_STEP_TOKENS = 256
 _VLLM_MOST_LOGPROBS = 20
 _GIB = 1 << 30
 
@@ -102,11 +100,10 @@ def engine_args(
             "model": drafter.CLASS_PATH,
             "num_speculative_tokens": drafts,
         }
-        step_tokens = ours.max_step_tokens or (_CPU_STEP_TOKENS if on_cpu else _GPU_STEP_TOKENS)
         args["additional_config"] = {
             SECTION: {
                 "cache": cache_config.model_dump(mode="json"),
-                "max_step_tokens": step_tokens,
+                "max_step_tokens": ours.max_step_tokens or args["max_num_batched_tokens"],
             }
         }
     return args

@@ -37,7 +37,7 @@ class Step:
     accepted: int | None = None
     """With the last step: drafts accepted in all steps, those cut off at the end included."""
     scored_ids: IntArray | None = None
-    """`[P - 1, 1 + K']` of a scored prompt, as `logprob_ids`."""
+    """`[n, C]` of n scored tokens, columns as in `engine.vllm.scoring`."""
     scored_logprobs: FloatArray | None = None
 
 
@@ -128,6 +128,8 @@ class ChunkBuilder:
     def _chunk(self, steps: list[Step]) -> TokenChunk:
         ids = np.concatenate([step.logprob_ids for step in steps])
         logprobs = np.concatenate([step.logprobs for step in steps])
+        if np.isnan(logprobs[:, 0]).any():
+            raise EngineError(not_finite(self._request_id))
         topk_ids, topk_logprobs = most_probable(ids, logprobs, self._top_k)
         return TokenChunk(
             request_id=self._request_id,
@@ -151,8 +153,16 @@ class ChunkBuilder:
         return out
 
 
+def not_finite(request_id: str) -> str:
+    """What to say when a distribution is nan."""
+    return (
+        f"request {request_id!r}: the model's probabilities are not finite: its weights or "
+        "activations overflowed"
+    )
+
+
 def most_probable(ids: IntArray, logprobs: FloatArray, k: int) -> tuple[IntArray, FloatArray]:
-    """Columns 1 to K of vLLM's log-probabilities (column 0 is the token itself), `[n, K]` each.
+    """Columns 1 to K of a table whose column 0 is the token itself, `[n, K]` each.
 
     Padded with id -1 and -inf where fewer than K tokens have mass.
     """

@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 import torch
 
-from engine.vllm.cpu_sampling import registered_expand, writes_its_output
+from engine.vllm.batch import Batch
 from engine.vllm.drafter import CacheDrafter
-from engine.vllm.scoring import ScoresAsSampled
+from engine.vllm.sampling import CoreSampler
+from engine.vllm.scoring import CoreScorer
 from engine.vllm.weights import read_tensors
 from scheduler.messages.weights import WeightManifest
 
@@ -32,25 +33,27 @@ class WorkerExtension:
 
     model_runner: Any
     reload_weights: Callable[..., None]
+    _scorer: CoreScorer
 
-    def asyncrl_attach(self, parent: int) -> bool:
-        """Connect drafter and scoring to the model runner, and watch the generator's process.
-
-        Returns:
-            Whether sampling with drafts is exact here (see `engine.vllm.cpu_sampling`).
-        """
-        drafter = getattr(self.model_runner, "drafter", None)
+    def asyncrl_attach(self, parent: int) -> None:
+        """Put our drawing, scoring and drafting in place, and watch the generator's process."""
+        runner = self.model_runner
+        batch = Batch(runner)
+        sampler = CoreSampler(runner, batch)
+        sampler.install()
+        self._scorer = CoreScorer(runner, batch)
+        self._scorer.install()
+        drafter = getattr(runner, "drafter", None)
         if isinstance(drafter, CacheDrafter):
-            drafter.attach(self.model_runner)
-        ScoresAsSampled(self.model_runner).install()
+            drafter.attach(runner, batch, sampler)
         _end_with(parent)
-        return writes_its_output(registered_expand())
 
     def asyncrl_install(self, manifest: dict[str, Any]) -> None:
         """Load all weights of a manifest (as builtins) in place, while generation is paused."""
-        tensors = read_tensors(msgspec.convert(manifest, WeightManifest))
+        given = msgspec.convert(manifest, WeightManifest)
         with torch.inference_mode():
-            self.reload_weights(weights_iterator=tensors)
+            self.reload_weights(weights_iterator=read_tensors(given))
+        self._scorer.policy_version = given.policy_version
 
 
 def _end_with(parent: int) -> None:

@@ -1,12 +1,12 @@
-"""The vLLM engine's parts, without vLLM's engine: rows, steps, weights, the CPU repair."""
+"""The vLLM engine's parts, without vLLM's engine: steps, weights, the CPU repair."""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,148 +15,18 @@ import torch
 
 from cache.config import CacheConfig
 from cache.trajectory import IntArray, Provenance
-from cache.tree import RolloutCache
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError, WeightsError
 from engine.protocol import GenerateRequest, SamplingParams
-from engine.vllm.drafter import CacheDrafter
+from engine.vllm.batch import Entry
 from engine.vllm.engine import VllmEngine
 from engine.vllm.requests import generate_arguments
-from engine.vllm.rows import Drafting, RowBook, RowView, request_extra
 from engine.vllm.steps import AbortedError, ChunkBuilder, Step, StepQueue, most_probable
 from engine.vllm.weights import ModelShapes, WeightsFile, read_tensors
 
 
 def ids(*values: int) -> IntArray:
     return np.array(values, np.int32)
-
-
-# What a step wrote, and what is drafted
-
-
-@dataclass
-class FakeSource:
-    """Writes down what it is told and drafts 90, 91, ... for everyone."""
-
-    told: dict[int, list[int]] = field(default_factory=dict)
-    opened: list[tuple[str, list[int]]] = field(default_factory=list)
-    closed: list[int] = field(default_factory=list)
-
-    def open(self, key: str, context: IntArray) -> int:
-        self.opened.append((key, context.tolist()))
-        self.told[len(self.opened)] = []
-        return len(self.opened)
-
-    def close(self, row: int) -> None:
-        self.closed.append(row)
-
-    def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
-        for i, row in enumerate(rows.tolist()):
-            self.told[row] += tokens[offsets[i] : offsets[i + 1]].tolist()
-
-    def draft(self, rows: IntArray, budgets: IntArray) -> Any:
-        @dataclass
-        class Found:
-            tokens: IntArray
-            offsets: IntArray
-
-        tokens = [90 + j for budget in budgets.tolist() for j in range(budget)]
-        offsets = np.concatenate([[0], np.cumsum(budgets)]).astype(np.int32)
-        return Found(np.array(tokens, np.int32), offsets)
-
-
-def view(
-    name: str,
-    *tokens: int,
-    prompt: int = 2,
-    limit: int = 20,
-    stop: int = 7,
-    old: tuple[int, ...] = (),
-) -> RowView:
-    drafting = Drafting(f"tree of {name}", limit, frozenset([stop]), ids(*old))
-    return RowView(name, prompt, ids(*tokens), drafting)
-
-
-def book(source: FakeSource, *, step: int = 8, row: int = 3) -> RowBook:
-    return RowBook(source, max_step_tokens=step, max_draft_tokens=row)
-
-
-def test_each_token_is_told_once_wherever_its_row_lies() -> None:
-    source = FakeSource()
-    rows = book(source)
-    rows.step([view("a", 1, 2, 3), view("b", 1, 2, 4)], other_rows=0)
-    rows.step([view("b", 1, 2, 4, 5, 6), view("a", 1, 2, 3, 8)], other_rows=0)
-    rows.step([view("a", 1, 2, 3, 8)], other_rows=0)
-    assert source.opened == [("tree of a", [1, 2]), ("tree of b", [1, 2])]
-    assert source.told == {1: [3, 8], 2: [4, 5, 6]}
-    rows.forget({"b"})
-    assert source.closed == [1]
-    assert len(rows) == 1
-
-
-def test_nothing_after_a_stop_token_or_the_limit_is_told_or_drafted() -> None:
-    source = FakeSource()
-    views = [view("a", 1, 2, 3, 7, 5), view("b", 1, 2, 3, 4, 5, limit=4), view("c", 1, 2, 3)]
-    drafts = book(source).step(views, other_rows=0)
-    assert source.told == {1: [3, 7], 2: [3, 4], 3: [3]}
-    assert drafts == [[], [], [90, 91, 92]]
-
-
-@pytest.mark.parametrize(
-    ("step", "others", "drafted"), [(8, 0, 3), (4, 0, 1), (4, 2, 0), (1, 5, 0)]
-)
-def test_the_budget_is_what_the_rows_of_the_step_leave(
-    step: int, others: int, drafted: int
-) -> None:
-    views = [view("a", 1, 2, 3), view("b", 1, 2, 4)]
-    drafts = book(FakeSource(), step=step).step(views, other_rows=others)
-    assert [len(draft) for draft in drafts] == [drafted, drafted]
-
-
-def test_a_row_follows_its_old_continuation_until_it_diverges() -> None:
-    rows = book(FakeSource())
-    old = (3, 4, 5, 6, 8)
-    assert rows.step([view("a", 1, 2, 3, old=old)], other_rows=0) == [[4, 5, 6]]
-    assert rows.step([view("a", 1, 2, 3, 4, 5, old=old)], other_rows=0) == [[6, 8]]
-    assert rows.step([view("a", 1, 2, 3, 4, 5, 9, old=old)], other_rows=0) == [[90, 91, 92]]
-
-
-def test_no_row_drafts_its_last_token() -> None:
-    views = [view("a", 1, 2, 3, limit=5), view("b", 1, 2, 3, limit=4)]
-    assert book(FakeSource()).step(views, other_rows=0) == [[90], []]
-
-
-def test_the_adapter_names_rows_by_the_runners_batch() -> None:
-    """Row 1 asks for no drafts, row 2 has a prompt that is not all in; then the rows move."""
-
-    @dataclass
-    class Thing:
-        def __init__(self, **values: Any) -> None:
-            self.__dict__.update(values)
-
-    def request(extra: dict[str, Any] | None) -> Thing:
-        params = Thing(extra_args=extra, max_tokens=10, stop_token_ids=[7])
-        return Thing(prompt_token_ids=[1, 2], sampling_params=params)
-
-    settings = {"cache": CacheConfig(min_match=1, min_probability=0.0).model_dump(mode="json")}
-    drafter = CacheDrafter(Thing(additional_config={"asyncrl": settings | {"max_step_tokens": 20}}))
-    drafter.load_model(None)
-    tokens = np.zeros((4, 16), np.int32)
-    tokens[0, :5], tokens[1, :3], tokens[2, :2] = [1, 2, 3, 4, 5], [1, 2, 3], [1, 2]
-    assert drafter.propose([[5], [3], []], np.array([5, 3, 2]), tokens) == [[], [], []]
-    extra = request_extra("tree", ids())
-    runner = Thing(
-        requests={"a": request(extra), "none": request(None), "b": request(extra)},
-        input_batch=Thing(req_ids=["a", "none", "b"], num_prompt_tokens=[2, 2, 2]),
-    )
-    drafter.attach(runner)
-    assert drafter.propose([[3, 4, 5], [3], []], np.array([5, 3, 2]), tokens) == [[], [], []]
-    del runner.requests["none"]
-    runner.input_batch.req_ids = ["b", "a"]
-    tokens[0, :3], tokens[1, :6] = [1, 2, 3], [1, 2, 3, 4, 5, 6]
-    drafts = drafter.propose([[3], [6]], np.array([3, 6]), tokens)
-    assert drafts[0][:2] == [4, 5]
-    assert drafts[1] == []
 
 
 # Steps and chunks
@@ -222,17 +92,18 @@ def test_the_consumer_is_woken_for_enough_tokens_a_flush_or_an_end() -> None:
     asyncio.run(scene())
 
 
-def test_a_resumed_response_has_fresh_noise() -> None:
-    def seed(given: int | None, prefix: IntArray) -> Any:
-        sampling = SamplingParams(max_tokens=9, seed=given)
-        request = GenerateRequest("r", "", ids(1), sampling, prefix_tokens=prefix)
-        return generate_arguments(request, 10)[1]["seed"]
-
-    seeds = [seed(5, ids()), seed(5, ids(1)), seed(6, ids()), seed(-5, ids())]
-    assert len(set(seeds)) == 4
-    assert all(0 <= value < 2**63 for value in seeds)
-    assert seed(5, ids()) == seeds[0]
-    assert seed(None, ids()) is None
+def test_a_request_carries_its_stream_and_its_place() -> None:
+    """A resumed response goes on in its own stream of numbers, behind what is written."""
+    sampling = SamplingParams(max_tokens=9, seed=5)
+    request = GenerateRequest("r", "tree", ids(1, 2), sampling, ids(3, 4, 5), ids(6))
+    tokens, params = generate_arguments(request, 5, 10)
+    assert tokens == [1, 2, 3, 4, 5]
+    assert params["max_tokens"] == 6
+    assert "seed" not in params  # vLLM would make a generator for it
+    params_of_vllm = SimpleNamespace(**params)
+    entry = Entry.read(SimpleNamespace(prompt_token_ids=tokens, sampling_params=params_of_vllm))
+    assert (entry.seed, entry.start, entry.limit, entry.cache_key) == (5, 2, 11, "tree")
+    assert entry.old.tolist() == [6]
 
 
 # Weights
@@ -337,25 +208,3 @@ if current_platform.is_cpu():
         "still: True",
         "same: True",
     ]
-
-
-def test_the_cache_drafts_within_the_hooks_limits() -> None:
-    """The real cache behind the book: never more than the budget, and only known tokens."""
-    cache = RolloutCache(CacheConfig(min_match=1, min_probability=0.0, max_draft_tokens=3))
-    rows = RowBook(cache, max_step_tokens=6, max_draft_tokens=3)
-    rng = np.random.default_rng(0)
-    length = dict.fromkeys("abcd", 3)
-    table = {name: rng.integers(0, 5, 40).astype(np.int32) for name in "abcd"}
-    for _ in range(30):
-        views = [
-            RowView(n, 2, table[n][: length[n]], Drafting("tree", 40, frozenset(), ids()))
-            for n in rng.permutation(list("abcd"))
-        ]
-        drafts = rows.step(views, other_rows=0)
-        lasting = sum(count < 40 for count in length.values())
-        assert sum(len(draft) for draft in drafts) <= 6 - lasting
-        for one in length:
-            length[one] = min(length[one] + int(rng.integers(1, 3)), 40)
-    cache.check()
-    rows.forget(())
-    assert cache.stats().rows == 0
