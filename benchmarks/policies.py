@@ -4,11 +4,11 @@
 
 The workload is the built-in task with summands of 4 to 6 digits: some 55 response tokens, twice the
 built-in model's 2 to 3 digits, in the same format. The model is the built-in one, warm-started by
-`asyncrl.tasks.model.ensure_builtin_model` on those digits, then trained by `asyncrl run
-examples/arithmetic.yaml` in a process of its own: the example's learning rate, groups and
-staleness, 256 prompts, so that 16 steps are an epoch. The weights after the steps in `Recipe.keep`
-stay in the cache directory, under a digest of the recipe, the example and the project's version;
-what is missing is made again.
+`asyncrl.tasks.model.ensure_builtin_model` on those digits, taught to vary what it writes
+(`benchmarks.policies_variety`), then trained by `asyncrl run examples/arithmetic.yaml` in a process
+of its own: the example's learning rate, groups and staleness, 256 prompts, so that 16 steps are an
+epoch. The weights after the steps in `Recipe.keep` stay in the cache directory, under a digest of
+the recipe, the example and the project's version; what is missing is made again.
 
 How far two versions are apart is measured, not assumed: total variation per token, exactly, over
 the whole distributions, on texts that the earlier version has just written.
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.tasks.warm_start import WarmStart
+from benchmarks.policies_variety import Variety, teach
 from cache.config import CacheConfig
 from cache.trajectory import IntArray
 from engine.config import EngineConfig
@@ -61,13 +62,14 @@ class Recipe:
     """How the versions are made; its digest names their folder."""
 
     warm_start: WarmStart = WARM_START
+    variety: Variety = field(default_factory=Variety)
     example: str = "examples/arithmetic.yaml"
     overrides: tuple[str, ...] = ()
     """More `--set` values of the run; the digits, lengths and checkpoints follow from the rest."""
     prompts: int = 256
     """Training prompts; 16 groups a step make 16 steps an epoch."""
     keep: tuple[int, ...] = (0, 1, 16, 17)
-    """Policy versions (optimizer steps) whose weights are kept."""
+    """Policy versions (optimizer steps) whose weights are kept; the first is 0."""
     max_tokens: int = 80
     max_model_len: int = 128
     version: int = 1
@@ -95,6 +97,8 @@ class Policies:
     """Policy version to its directory."""
     drift: dict[str, float]
     """"EARLIER-LATER" to total variation per token, on texts of the earlier one."""
+    certainty: dict[str, float]
+    """Version to the mean probability of a token that it has drawn itself."""
     accuracy: dict[str, float]
     """Held-out, sampled as in training: "before" and "after" the run."""
     recipe: Recipe
@@ -115,16 +119,22 @@ def ensure_policies(recipe: Recipe | None = None, cache_dir: Path | None = None)
         with tempfile.TemporaryDirectory(prefix=".making-", dir=place.parent) as made:
             making = Path(made)
             accuracy = _make(recipe, making, place.parent)
-            record = {"accuracy": accuracy, "drift": _drifts(recipe, making)}
+            record = {"accuracy": accuracy, **_compare(recipe, making)}
             (making / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
             shutil.copytree(making, place)
     record = json.loads((place / _RECORD).read_text(encoding="utf-8"))
-    return Policies(paths, record["drift"], record["accuracy"], recipe)
+    return Policies(paths, record["drift"], record["certainty"], record["accuracy"], recipe)
 
 
 def _make(recipe: Recipe, making: Path, cache_dir: Path) -> dict[str, float]:
     """Warm start, train in a process of its own, copy the weights; gives the accuracies."""
-    start = ensure_builtin_model(cache_dir, None, recipe.warm_start)
+    start = making / "step-0"
+    teach(
+        ensure_builtin_model(cache_dir, None, recipe.warm_start),
+        start,
+        recipe.warm_start,
+        recipe.variety,
+    )
     run = making / "run"
     settings = (
         *("run.name=policies", f"run.directory={run}", f"run.steps={max(recipe.keep)}"),
@@ -144,32 +154,30 @@ def _make(recipe: Recipe, making: Path, cache_dir: Path) -> dict[str, float]:
     if done.returncode:
         said = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
         raise RuntimeError(f"training the policy versions failed ({done.returncode}):\n{said}")
-    for step in recipe.keep:
+    for step in recipe.keep[1:]:
         trained = run / "policies" / "checkpoints" / f"step-{step:06d}" / "model"
-        shutil.copytree(trained if step else start, making / f"step-{step}")
+        shutil.copytree(trained, making / f"step-{step}")
     result = json.loads((run / "policies" / "result.json").read_text(encoding="utf-8"))
     shutil.rmtree(run)
     return {side: float(result[f"accuracy_{side}"]) for side in ("before", "after")}
 
 
-def _drifts(recipe: Recipe, folder: Path, prompts: int = 48) -> dict[str, float]:
-    """Total variation per token of neighbours and of the first and each later version."""
+def _compare(recipe: Recipe, folder: Path, prompts: int = 48) -> dict[str, dict[str, float]]:
+    """Total variation of neighbours and of the first and each later version; certainties."""
     steps = sorted(recipe.keep)
     pairs = sorted({*itertools.pairwise(steps), *((steps[0], s) for s in steps[1:])})
-    task = load_task(recipe.task(), str(folder / f"step-{steps[0]}"), 0)
-    texts = {
-        step: asyncio.run(write(folder / f"step-{step}", task, task.train[:prompts], recipe))
-        for step in {earlier for earlier, _ in pairs}
-    }
-    return {
-        f"{earlier}-{later}": total_variation(
-            folder / f"step-{earlier}",
-            folder / f"step-{later}",
-            task.train[:prompts],
-            texts[earlier],
-        )
-        for earlier, later in pairs
-    }
+    path = {step: folder / f"step-{step}" for step in steps}
+    task = load_task(recipe.task(), str(path[0]), 0)
+    asked = task.train[:prompts]
+    drift, certainty = {}, {}
+    for step in steps:
+        texts = asyncio.run(write(path[step], task, asked, recipe))
+        own = distributions(path[step], asked, texts)
+        certainty[str(step)] = float(own.square().sum(-1).mean())
+        for later in (later for earlier, later in pairs if earlier == step):
+            other = distributions(path[later], asked, texts)
+            drift[f"{step}-{later}"] = total_variation(own, other)
+    return {"drift": drift, "certainty": certainty}
 
 
 async def write(
@@ -198,23 +206,26 @@ async def write(
 
 
 @torch.no_grad()
-def total_variation(
-    one: Path, other: Path, prompts: Sequence[Prompt], texts: Sequence[IntArray]
-) -> float:
-    """Mean over all response tokens of half the L1 distance of the two next-token distributions."""
+def distributions(
+    model: Path, prompts: Sequence[Prompt], texts: Sequence[IntArray]
+) -> torch.Tensor:
+    """Next-token distributions `[N, V]` before each of the texts' N tokens, text after text."""
     longest = max(len(p.tokens) + len(t) for p, t in zip(prompts, texts, strict=True))
     tokens = torch.zeros((len(texts), longest), dtype=torch.long)
     wanted = torch.zeros(tokens.shape, dtype=torch.bool)
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         begin, end = len(prompt.tokens), len(prompt.tokens) + len(text)
         tokens[row, :end] = torch.from_numpy(np.concatenate([prompt.tokens, text])).long()
-        wanted[row, begin - 1 : end - 1] = True  # the distributions that its tokens were drawn from
-    distributions = []
-    for path in (one, other):
-        network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        # Padding is on the right, where a causal model does not see it.
-        distributions.append(network(tokens).logits[wanted].softmax(-1))
-    return float((distributions[0] - distributions[1]).abs().sum(-1).mean() / 2)
+        wanted[row, begin - 1 : end - 1] = True  # a token's distribution stands before it
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    # Padding is on the right, where a causal model does not see it.
+    found: torch.Tensor = network(tokens).logits[wanted].softmax(-1)
+    return found
+
+
+def total_variation(p: torch.Tensor, q: torch.Tensor) -> float:
+    """Half the L1 distance of two distributions per token `[N, V]`, mean over the tokens."""
+    return float((p - q).abs().sum(-1).mean() / 2)
 
 
 def drift_table(policies: Policies) -> Table:
@@ -222,12 +233,15 @@ def drift_table(policies: Policies) -> Table:
     before, after = policies.accuracy["before"], policies.accuracy["after"]
     table = Table(
         title=f"policy versions, trained here: accuracy {before:.2f} before, {after:.2f} after "
-        f"{max(policies.paths)} steps"
+        f"{max(policies.paths)} steps",
+        min_width=60,
     )
     table.add_column("versions")
     table.add_column("total variation per token", justify="right")
     for pair, distance in policies.drift.items():
         table.add_row(pair.replace("-", " → "), f"{distance:.5f}")
+    shown = ", ".join(f"{value:.3f} ({step})" for step, value in policies.certainty.items())
+    table.caption = f"mean probability of a version's own tokens: {shown}"
     return table
 
 

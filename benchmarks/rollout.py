@@ -133,20 +133,18 @@ class Measurement:
             )
 
     def _kept(self) -> None:
-        """One optimizer step apart: the two last versions of the recipe."""
+        """One optimizer step apart: the recipe's first pair of neighbours, and its last one."""
         from benchmarks.rollout_kept import kept_tokens
 
-        earlier, later = sorted(self.policies.paths)[-2:]
+        paths = self.policies.paths
+        steps = [(version, version + 1) for version in paths if version + 1 in paths]
         prompts = self.narrow.task.train[: self.effort.kept_prompts]
-        self.findings.kept = asyncio.run(
-            kept_tokens(
-                self.policies.paths[earlier],
-                self.policies.paths[later],
-                self.narrow.task,
-                prompts,
-                self.narrow.max_tokens,
+        for earlier, later in steps:
+            self.findings.kept[f"{earlier} to {later}"] = asyncio.run(
+                kept_tokens(
+                    paths[earlier], paths[later], self.narrow.task, prompts, self.narrow.max_tokens
+                )
             )
-        )
 
     def _config(self, kind: str, slots: int) -> EngineConfig:
         """The project's defaults; slots and lengths fit the workload."""
@@ -236,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raw |= {
             "versions": options.versions,
             "drift_total_variation_per_token": policies.drift,
+            "mean_probability_of_own_tokens": policies.certainty,
             "accuracy": policies.accuracy,
             "intermediate_size": options.widened,
             "samples_per_prompt": GROUP,

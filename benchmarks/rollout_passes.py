@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class Bench:
         self._numbers = itertools.count()
         self._seeds = itertools.count(1)
         self._found = Kind()
+        self._began = time.monotonic()
 
     async def run(self) -> Kind:
         """Start everything, fill the caches, update the weights, measure.
@@ -93,6 +95,7 @@ class Bench:
         """
         try:
             for contestant in self._contestants:
+                self._say(f"starting {contestant.name}")
                 await contestant.start()
             await self._measure()
         finally:
@@ -117,7 +120,9 @@ class Bench:
         for one in self._contestants:
             await one.engine.update_weights(_weights(self._work.later), 1)
         for rows in plan.rows:
+            self._say(f"epoch 2, {rows} rows")
             self._found.rows[rows] = await self._epoch_two(rows, prompts[rows], warm)
+        self._say("steps alone")
         for rows in plan.step_rows:
             self._found.steps[rows] = await self._plain_step(rows)
         for repeat in range(plan.overhead_repeats):
@@ -125,6 +130,7 @@ class Bench:
 
     async def _fill(self, one: Contestant, prompts: Sequence[Prompt]) -> None:
         """Epoch 1 of one contestant; all of them draw with the same seeds."""
+        self._say(f"epoch 1 of {one.name}: {len(prompts)} prompts, {FILL_ROWS} rows")
         self._found.first_epoch[one.name] = await self._pass(one, prompts, FILL_ROWS, 0)
 
     async def _epoch_two(
@@ -141,6 +147,10 @@ class Bench:
                 written = await self._pass(one, prompts, rows, seed)
                 result.passes.setdefault(one.name, []).append(written)
         return result
+
+    def _say(self, what: str) -> None:
+        """On stderr, so that a long run can be followed; the tables go to stdout."""
+        print(f"[{time.monotonic() - self._began:5.0f} s] {what}", file=sys.stderr, flush=True)
 
     def _takes_part(self, one: Contestant, rows: int) -> bool:
         return one.name != SUFFIX or rows <= self._plan.suffix_rows

@@ -19,8 +19,8 @@ def tables(findings: Findings) -> Iterator[Table]:
             yield _steps(kind, found)
     if findings.trees:
         yield _trees(findings)
-    if findings.kept:
-        yield _numbers("verify-then-resume: what each rule keeps", findings.kept)
+    for steps, kept in findings.kept.items():
+        yield _numbers(f"verify-then-resume, version {steps}: what each rule keeps", kept)
     if findings.machine:
         yield _numbers("this machine: floor of a step in bytes and operations", findings.machine)
     yield _targets(findings)

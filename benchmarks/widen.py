@@ -30,6 +30,7 @@ def widen(source: str, target: Path, intermediate_size: int, seed: int = 0) -> i
     )
     with no_init_weights():
         wide = type(small)(config)
+    wide.tie_weights()  # left out along with the random numbers
     own = wide.state_dict()
     filler = torch.Generator().manual_seed(seed)
     with torch.no_grad():

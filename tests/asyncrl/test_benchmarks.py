@@ -16,7 +16,15 @@ from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import ensure_builtin_model
 from asyncrl.tasks.warm_start import WarmStart
 from benchmarks import rollout, rollout_passes, rollout_trees
-from benchmarks.policies import Policies, Recipe, ensure_policies, total_variation, write
+from benchmarks.policies import (
+    Policies,
+    Recipe,
+    distributions,
+    ensure_policies,
+    total_variation,
+    write,
+)
+from benchmarks.policies_variety import Variety
 from benchmarks.report import write_json
 from benchmarks.rollout_findings import TARGETS, Findings, Kind, Pass, Rows
 from benchmarks.rollout_passes import Plan, Workload
@@ -35,6 +43,7 @@ TINY = WarmStart(
 )
 RECIPE = Recipe(
     warm_start=TINY,
+    variety=Variety(steps=2),
     overrides=("scheduler.groups_per_step=2", "evaluation.prompts=4"),
     prompts=8,
     keep=(0, 1, 2),
@@ -58,7 +67,9 @@ def policies(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Policies:
             parameter.add_(torch.randn(parameter.shape, generator=noise), alpha=0.02)
     network.save_pretrained(later)
     AutoTokenizer.from_pretrained(model).save_pretrained(later)
-    return Policies({0: model, 1: later}, {"0-1": 0.1}, {"before": 0.5, "after": 0.6}, RECIPE)
+    return Policies(
+        {0: model, 1: later}, {"0-1": 0.1}, {"0": 0.9}, {"before": 0.5, "after": 0.6}, RECIPE
+    )
 
 
 def test_the_json_has_every_ratio_that_torch_gives(
@@ -187,7 +198,8 @@ def test_the_distance_of_policies_is_exact(policies: Policies) -> None:
     task, texts = asyncio.run(_texts(policies))
     first, later = policies.paths.values()
     prompts = task.train  # type: ignore[attr-defined]
-    assert total_variation(first, first, prompts, texts) == 0
+    own, other = (distributions(path, prompts, texts) for path in (first, later))
+    assert total_variation(own, own) == 0
     # By hand, one text at a time and without padding.
     distances = []
     for prompt, text in zip(prompts, texts, strict=True):
@@ -200,7 +212,7 @@ def test_the_distance_of_policies_is_exact(policies: Policies) -> None:
                 for path in (first, later)
             )
         distances += (0.5 * (p - q).abs().sum(-1)).tolist()
-    found = total_variation(first, later, prompts, texts)
+    found = total_variation(own, other)
     assert found == pytest.approx(np.mean(distances), rel=1e-4)
     assert found > 1e-3
 
@@ -211,6 +223,7 @@ def test_policies_are_trained_once_and_made_again_when_missing(tmp_path: Path) -
     assert sorted(made.paths) == [0, 1, 2]
     assert made.drift.keys() == {"0-1", "0-2", "1-2"}
     assert made.drift["0-1"] > 0
+    assert made.certainty.keys() == {"0", "1", "2"}
     record = made.paths[0].parent / "policies.json"
     stamp = record.stat().st_mtime_ns
     assert ensure_policies(RECIPE, tmp_path) == made
