@@ -28,6 +28,8 @@ RECENT = 80.0
 """Nodes of a bin in its recent mean. Where that differs clearly, the older ones are forgotten."""
 CLEARLY = 36.0
 """Squared standard errors (2.5 to 3 of them, and twice that: nodes of a path fail together)."""
+FADE = 0.999
+"""Of all bins at each lesson: one that is not seen for long gives way to its neighbours."""
 _BATCH_CALLS, _BATCH_NODES = 8, 256
 """Judgements wait until so many came together: one is cheaper than eight."""
 
@@ -90,6 +92,7 @@ class Calibration:
                 np.bincount(bins, weights=accepted, minlength=BINS),
             )
         )
+        self._sums *= FADE
         for sums, window in (self._sums, WINDOW), (self._recent, RECENT):
             sums *= np.maximum(1.0 - new[0] / window, 0.1)
             sums += new
@@ -103,6 +106,8 @@ class Calibration:
         variance = np.maximum(middle * (1.0 - middle), 0.01) / recent
         changed = ((now - ever) ** 2 > CLEARLY * variance) & (recent > 20.0)
         if changed.any():
+            # The other bins are no longer to be trusted much either.
+            self._sums *= np.minimum(RECENT / 2 / nodes, 1.0)
             self._sums[:, changed] = self._recent[:, changed]
 
     def _curve(self) -> tuple[Floats, Floats]:

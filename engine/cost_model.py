@@ -29,9 +29,9 @@ _MEMORY = 24.0
 _HALF_LIFE = 2000.0
 """Steps after which what a cell knows counts half."""
 _STALE = 600
-"""Steps after which a cell is worth a second look,"""
-_MOVED = 0.25
-"""and so it is when the scale has moved by so much since (natural logarithm)."""
+"""Steps after which a cell is worth a second look; one older than the last upset is, too."""
+_UPSET = 0.08
+"""Relative difference from what was expected that makes an upset if steps share it for a while."""
 _YOUNG = 4.0
 """Weight under which a cell learns fast, and what it learns is used at once."""
 _SCALE_STEP = 0.02
@@ -67,8 +67,6 @@ class _Cell:
     rows: float
     seen: int
     """The step of the last one."""
-    stamp: float
-    """Logarithm of the scale then."""
     weight: float = 1.0
 
 
@@ -129,6 +127,8 @@ class StepTimes:
         self._scale = 1.0
         self._spread = 0.1
         self._drift = 0.0
+        self._upset = 0
+        """The last step at which steps were found to cost something else than before."""
         self._slopes = _Slopes()
         self.steps = 0
         self.most_tokens = 0
@@ -160,9 +160,7 @@ class StepTimes:
         cell = cells.get(cell_of(tokens))
         if cell is None:
             value = min(value, self._most_of_a_first(tokens))
-            cells[cell_of(tokens)] = _Cell(
-                value, tokens, context, rows, self.steps, math.log(self._scale)
-            )
+            cells[cell_of(tokens)] = _Cell(value, tokens, context, rows, self.steps)
             self._curves.clear()
             return
         weight = cell.weight * 0.5 ** ((self.steps - cell.seen) / _HALF_LIFE)
@@ -185,7 +183,7 @@ class StepTimes:
         cell.context += share * apart[0]
         cell.rows += share * apart[1]
         cell.weight = min(weight + 1.0, _MEMORY)
-        cell.seen, cell.stamp = self.steps, math.log(self._scale)
+        cell.seen = self.steps
         if young or self.steps - self._read_at >= _REFRESH:
             self._slopes.fit(cell.context, cell.rows)
             self._curves.clear()
@@ -222,8 +220,7 @@ class StepTimes:
         return self._per_row * rows * self._scale
 
     def _fresh(self, cell: _Cell) -> bool:
-        recent = self.steps - cell.seen <= _STALE
-        return recent and abs(math.log(self._scale) - cell.stamp) <= _MOVED
+        return cell.seen > self._upset and self.steps - cell.seen <= _STALE
 
     def _most_of_a_first(self, tokens: int) -> float:
         """The most that the first step of a cell may count: a compilation may hide in it."""
@@ -242,6 +239,8 @@ class StepTimes:
         relative = min(max(relative, -bound), bound)
         self._spread = max(self._spread + 0.05 * (abs(relative) - self._spread), 0.01)
         self._drift += 0.1 * (relative - self._drift)
+        if abs(self._drift) > max(self._spread, _UPSET):
+            self._upset = self.steps - 1
         leap = max(abs(self._drift) / self._spread - 0.6, 0.0)
         self._scale *= 1.0 + min(_SCALE_STEP + _SCALE_LEAP * leap, 0.3) * relative
         return relative * expected
