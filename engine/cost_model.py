@@ -40,6 +40,8 @@ _SCALE_LEAP = 0.1
 """and how much more for each usual difference by which steps differ in one direction lately."""
 _REFRESH = 16
 """Steps between two readings of the table."""
+_SUPERLINEAR = 1.25
+"""A step of twice the tokens costs at most twice this much, stairs included."""
 _FADE = 0.998
 """Per step, of the evidence for the slopes."""
 _FAR = 64.0
@@ -274,6 +276,17 @@ class StepTimes:
                 cell = replace(cell, seconds=seconds)
             yield cell
 
+    def _believable(self, cells: list[_Cell], rows: int, context: int) -> list[float]:
+        """The cells' seconds; a stale one may not say that tokens cost more by the dozen."""
+        seconds = []
+        most = math.inf
+        for cell in cells:
+            value = self._at(cell, rows, context)
+            if self._fresh(cell):
+                most = _SUPERLINEAR * value / cell.tokens
+            seconds.append(min(value, most * cell.tokens))
+        return seconds
+
     def _dense(self, size: int, rows: int, context: int, *, asked: bool, hopeful: bool) -> Floats:
         """Seconds of steps of 0 .. size tokens, `[size + 1]`."""
         cells = list(self._merged(asked=asked))
@@ -283,7 +296,7 @@ class StepTimes:
             return np.zeros(size + 1)
         at = [cell.tokens for cell in cells]
         value = rising(
-            [self._at(cell, rows, context) for cell in cells],
+            self._believable(cells, rows, context),
             # What is stale gives way to what was just tried.
             [cell.weight if self._fresh(cell) else 0.02 * cell.weight for cell in cells],
         )
