@@ -18,6 +18,7 @@ from engine.errors import EngineError, EngineStartError
 from engine.protocol import EngineStats, GenerateRequest, Score, ScoreRequest, TokenChunk
 from engine.torch.core import CoreSettings, DecodeCore
 from engine.torch.drafting import DraftSource
+from engine.torch.kernels import warm_up
 from engine.torch.model import load_model
 
 Delivery = TokenChunk | EngineError
@@ -64,6 +65,7 @@ class TorchEngine:
             device=device,
             dtype=dtype,
         )
+        await asyncio.to_thread(warm_up, drafting=self._source is not None)
         settings = CoreSettings(
             max_step_tokens=config.torch.max_step_tokens,
             max_draft_tokens=self._max_draft_tokens,

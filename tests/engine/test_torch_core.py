@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from enumerated_policies import EagerPlanner
 from tiny_models import STOP, VOCAB, make_qwen3
 
 from cache.config import CacheConfig
@@ -39,7 +40,11 @@ def core_of(model: SlotModel, source: DraftSource | None = None, **changes: int)
     settings = CoreSettings(
         max_step_tokens=32, max_draft_tokens=6, max_prefill_tokens=64, chunk_tokens=4, top_k=4
     )
-    return DecodeCore(model, replace(settings, **changes), source, seed=7)
+    settings = replace(settings, **changes)
+    planner = EagerPlanner(
+        max_step_tokens=settings.max_step_tokens or 0, max_draft_tokens=settings.max_draft_tokens
+    )
+    return DecodeCore(model, settings, source, seed=7, planner=planner)
 
 
 def request(name: str, prompt: IntArray = PROMPT, **changes: object) -> GenerateRequest:
@@ -343,6 +348,31 @@ def test_score_follows_the_sampling_distribution(
         np.testing.assert_allclose(
             score.topk_logprobs, np.concatenate([c.topk_logprobs for c in drawn]), atol=1e-4
         )
+        assert not (score.tail_ids[:, None] == score.topk_ids)[score.tail_ids >= 0].any()
+        listed = np.exp(score.topk_logprobs).sum(axis=1)
+        assert (np.exp(score.tail_logprobs) <= 1 - listed + 1e-5).all()
+        assert (np.isneginf(score.tail_logprobs) == (score.tail_ids < 0)).all()
+
+
+def test_tail_draws_depend_on_seed_version_and_position(tiny_qwen3: str) -> None:
+    """Asked again they are the same; a whole vocabulary listed leaves nothing outside."""
+    core = core_of(load(tiny_qwen3), top_k=VOCAB)
+    text = np.arange(9, dtype=np.int32)
+
+    def tails(seed: int, k: int = 2) -> list[int]:
+        asked = ScoreRequest("a", PROMPT, text, SamplingParams(9, top_k_logprobs=k, seed=seed))
+        [score] = core.score([asked])
+        return score.tail_ids.tolist()
+
+    assert tails(1) == tails(1) != tails(2)
+    assert tails(1, k=VOCAB) == [-1] * 9
+    assert -1 not in tails(1, k=0)
+    before = tails(1)
+    core.policy_version += 1
+    assert tails(1) != before
+    unseeded = ScoreRequest("a", PROMPT, text, SamplingParams(9, top_k_logprobs=2))
+    [one], [other] = core.score([unseeded]), core.score([unseeded])
+    assert one.tail_ids.tolist() != other.tail_ids.tolist()
 
 
 @pytest.mark.parametrize(

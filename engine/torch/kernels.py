@@ -1,0 +1,35 @@
+"""Compiled code, made ready before the first step: a step must not wait for a compiler."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import cache.tree
+from cache.acceptance import Known, accept_tree, verify_kept
+from engine.torch.trees import Proposal, plant
+
+
+def warm_up(*, drafting: bool) -> None:
+    """Load the kernels that a core uses, or compile them (some seconds, once per machine).
+
+    Args:
+        drafting: whether there is a cache to draft from.
+    """
+    if drafting:
+        cache.tree.warm_up()
+    none, two = np.array([-1, -1], np.int32), np.array([2], np.int32)
+    one = np.array([0, 1], np.int32)
+    forked = Proposal(one, none, np.array([0, 2], np.int32), np.ones(2, np.float32))
+    trees = plant(forked, two, two, 2)
+    trees.hidden()
+    accept_tree(np.zeros(3, np.int64), trees.tokens, trees.parents, trees.offsets)
+    known = Known(np.zeros(2, np.float32), one[:, None], np.zeros((2, 1), np.float32))
+    verify_kept(
+        one,
+        known,
+        known,
+        tail_ids=none,
+        tail_logprobs=np.full(2, -np.inf),
+        offsets=np.array([0, 2], np.int32),
+        uniforms=np.zeros((2, 2)),
+    )
