@@ -1,6 +1,6 @@
 """benchmarks.exactness in miniature: exact modes pass, biased ones are seen, gaps are named.
 
-An exact mode fails with probability 0.001 if its seed were drawn anew (a total variation that chance
+An exact mode fails with probability 0.001 if its seed were drawn anew (total variation that chance
 exceeds once in 1,000 runs); there are 7 here. Seeds are fixed: this passes or fails for good. The
 three modes of the torch engine fail with probability 1e-6 each.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import exactness, exactness_engines, exactness_kept
+from benchmarks import exactness, exactness_engines, exactness_kept, exactness_report
 from benchmarks.exactness_model import draw, random_policy
 from benchmarks.exactness_pure import PURE
 from benchmarks.exactness_stats import distance
@@ -22,9 +22,9 @@ from benchmarks.exactness_trap import TRAPS
 
 @pytest.mark.parametrize("mode", [*PURE, *TRAPS])
 def test_modes_are_as_exact_as_they_say(mode: str) -> None:
-    found = exactness.run_pure(mode, exactness.QUICK, 0)
+    found = exactness_report.run_pure(mode, exactness_report.QUICK, 0)
     assert found.fine, found
-    assert found.distance.samples == exactness.QUICK
+    assert found.distance.samples == exactness_report.QUICK
     if found.exact:
         assert found.distance.tv_low < 0.01
         assert found.distance.tv < found.distance.tv_by_chance_999
@@ -34,7 +34,8 @@ def test_modes_are_as_exact_as_they_say(mode: str) -> None:
 
 def test_the_trap_repeats_the_past_and_drafts_do_not() -> None:
     notes = {
-        m: exactness.run_pure(m, exactness.QUICK, 0).notes for m in ("trap-minpq", "trap-drafts")
+        m: exactness_report.run_pure(m, exactness_report.QUICK, 0).notes
+        for m in ("trap-minpq", "trap-drafts")
     }
     assert notes["trap-minpq"]["repeated"] > 2 * notes["trap-minpq"]["repeated_fresh"]
     drafts = notes["trap-drafts"]
@@ -135,6 +136,6 @@ def test_bad_options_are_refused(
 
 @pytest.mark.parametrize("mode", ["torch-chain", "torch-tree", "torch-verify"])
 def test_the_torch_engine_is_certified(mode: str) -> None:
-    (found,) = exactness.run_engine("torch", [mode], 6000, 0)
+    (found,) = exactness_report.run_engine("torch", [mode], 6000, 0)
     assert found.fine, found
     assert found.notes["accepted"] > 500
