@@ -51,8 +51,24 @@ def test_synchronous_training_has_no_staleness(command_line: CommandLine) -> Non
     assert command_line.result()["staleness_max"] == 0
 
 
+def test_verified_work_is_exactly_of_the_policy_that_trains_on_it(
+    command_line: CommandLine,
+) -> None:
+    """Written under the version before, verified, and then the trainer's own probabilities."""
+    done = command_line.run(
+        scheduler__on_update="verify", scheduler__max_off_policy_steps=0, run__steps=8,
+        trainer__learning_rate=3e-3,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    rows = command_line.metrics()
+    assert [row["staleness_max"] for row in rows] == [0] * 8
+    assert all(row["mismatch_max"] < 1e-3 for row in rows)
+    assert rows[-1]["tokens_verified"] > 0, "nothing was written ahead"
+    assert rows[-1]["tokens_rejected"] > 0, "the policy hardly moved: nothing was put to the test"
+
+
 def test_a_killed_generator_is_replaced_and_nothing_is_lost(command_line: CommandLine) -> None:
-    process = command_line.start(run__steps=STEPS)
+    process = command_line.start(run__steps=STEPS, scheduler__on_update="verify")
     until(lambda: command_line.steps() >= 2, seconds=90, what="two steps")
     victim = command_line.children("generator")[0]
     os.kill(victim, signal.SIGKILL)
