@@ -20,6 +20,9 @@ from cache.match import Rules, collect, move_on, past_of
 from cache.store import OWN, RING_AT, TREE, LongArray
 from cache.trajectory import FloatArray, IntArray
 
+BLEND = 0.1
+"""Votes of all places with a shorter match, where few have a long one: other ways to go on."""
+
 
 class Guesses(NamedTuple):
     """Working space of one row: guesses in the order in which they were made."""
@@ -197,7 +200,7 @@ def draft_row(
             trail(past, guesses, parent, recent)
             room = slice(top, top + rules.max_candidates)
             count, matched = collect(
-                arena, trees, tree, own, recent, rules.max_match, rules, writer,
+                arena, trees, tree, own, recent, rules.max_match, rules, writer, BLEND,
                 guesses.places[room], guesses.lengths[room], guesses.weights[room],
             )  # fmt: skip
             start = top

@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from cache.jit import kernel
 from cache.trajectory import FloatArray, IntArray
 
-TOTALS = 7
+TOTALS = 10
 SHARES = 6
 MATCHES = 4
 KINDS = TOTALS * SHARES * MATCHES
-SURE = np.float32(0.9999)
+SURE = 0.9999
 """Highest base: nothing seen in a few votes is more certain."""
-SHRINK = 2.0
-"""Imagined hits and misses of each kind that agree with the base."""
+SHRINK = 0.5
+"""Imagined hits and misses of each kind that agree with the base: few, as policies differ much."""
 MEMORY = 16384.0
 """Guesses of a kind after which the older half of what was counted is forgotten."""
 
@@ -92,7 +92,7 @@ def kind_of(weight: float, total: float, matched: int, max_match: int) -> int:
     else:
         share = 1 if weight >= total * 0.1 else 0
     if total > 4.5:
-        size = 4 + (total > 9.0) + (total > 17.5)
+        size = 4 + (total > 6.5) + (total > 9.0) + (total > 12.5) + (total > 17.5) + (total > 22.5)
     else:
         size = (total > 0.7) + (total > 1.4) + (total > 2.5)
     if matched == max_match:
@@ -107,7 +107,8 @@ def kind_of(weight: float, total: float, matched: int, max_match: int) -> int:
 @kernel
 def base_of(weight: float, total: float, doubt: float) -> float:
     """First estimate, from the votes alone."""
-    return min(weight / (total + doubt), SURE)
+    base = weight / (total + doubt)
+    return min(SURE, base)
 
 
 @kernel

@@ -87,7 +87,49 @@ def agreement(arena: IntArray, position: int, tokens: IntArray, stop: int, longe
 @kernel
 def faded(version: int, writer: int, fading: FloatArray) -> float:
     """Weight of a vote that `version` wrote, now that `writer` writes."""
-    return fading[min(abs(writer - version), len(fading) - 1)]
+    return float(fading[min(abs(writer - version), len(fading) - 1)])
+
+
+@kernel
+def walk(
+    arena: IntArray,
+    position: int,
+    order: int,
+    shortest: int,
+    below: int,
+    own: int,
+    past: IntArray,
+    stop: int,
+    rules: Rules,
+    writer: int,
+    places: LongArray,
+    lengths: IntArray,
+    weights: FloatArray,
+    count: int,
+) -> tuple[int, int, int]:
+    """Add the places of a chain whose match is at least `shortest` and below `below` tokens long.
+
+    Returns:
+        their new number, the longest match among those added, the newest place of the row's own.
+    """
+    longest = 0
+    echo = 0
+    visits = VISITS * len(places)
+    while position and visits and count < len(places):
+        visits -= 1
+        length = agreement(arena, position, past, stop, rules.max_match)
+        if shortest <= length < below and after(arena, position):
+            block = position & -BLOCK
+            if arena[block + SEQUENCE] != own:
+                places[count] = position
+                lengths[count] = length
+                weights[count] = faded(arena[block + VERSION], writer, rules.fading)
+                longest = max(longest, length)
+                count += 1
+            elif echo == 0:
+                echo = position
+        position = int(arena[position + (order + 1) * SPAN])
+    return count, longest, echo
 
 
 @kernel
@@ -100,6 +142,7 @@ def collect(
     stop: int,
     rules: Rules,
     writer: int,
+    blend: float,
     places: LongArray,
     lengths: IntArray,
     weights: FloatArray,
@@ -108,42 +151,39 @@ def collect(
 
     Places of the row's own sequence count only when nobody else has one, and only for a long
     match: a row that repeats itself. The match is then said to be max_match + 1 long.
+
+    Beside a few places with a long match, those with shorter ones share `blend` votes.
     """
     root = trees[tree, ROOT]
     if root == 0:
         return 0, 0
-    max_match = rules.max_match
-    echo = 0
-    for order in (1, 0):
-        shortest = max_match if order == 1 else rules.min_match
-        hashed = hash_of(past, stop, shortest)
-        position = int(arena[bucket(arena, root, trees[tree, LOG2], hashed, order)])
-        count = 0
-        longest = 0
-        visits = VISITS * len(places)
-        while position and visits and count < len(places):
-            visits -= 1
-            length = agreement(arena, position, past, stop, max_match)
-            if length >= shortest and after(arena, position):
-                block = position & -BLOCK
-                if arena[block + SEQUENCE] != own:
-                    places[count] = position
-                    lengths[count] = length
-                    weights[count] = faded(arena[block + VERSION], writer, rules.fading)
-                    longest = max(longest, length)
-                    count += 1
-                elif order == 1 and echo == 0:
-                    echo = position
-            position = int(arena[position + (order + 1) * SPAN])
-        if count:
-            for item in range(count):
-                weights[item] *= SHORTER ** (longest - lengths[item])
-            return count, longest
-    if echo:
+    log2 = trees[tree, LOG2]
+    top = rules.max_match
+    head = int(arena[bucket(arena, root, log2, hash_of(past, stop, top), 1)])
+    sure, longest, echo = walk(
+        arena, head, 1, top, top + 1, own, past, stop, rules, writer, places, lengths, weights, 0
+    )
+    if sure and (blend == 0.0 or 2 * sure >= len(places)):
+        return sure, top
+    low = rules.min_match
+    head = int(arena[bucket(arena, root, log2, hash_of(past, stop, low), 0)])
+    below = top if sure else top + 1
+    count, longest, _ = walk(
+        arena, head, 0, low, below, own, past, stop, rules, writer, places, lengths, weights, sure
+    )
+    shared = 0.0
+    for item in range(sure, count):
+        weights[item] *= SHORTER ** (longest - lengths[item])
+        shared += weights[item]
+    if sure:
+        for item in range(sure, count):
+            weights[item] *= blend / shared
+        return count, top
+    if count == 0 and echo:
         places[0] = echo
         weights[0] = 0.5
-        return 1, max_match + 1
-    return 0, 0
+        return 1, top + 1
+    return count, longest
 
 
 @kernel
@@ -238,7 +278,7 @@ def draft_row(
     path = 1.0
     while drafted < budget:
         count, matched = collect(
-            arena, trees, tree, own, past, max_match + drafted, rules, writer,
+            arena, trees, tree, own, past, max_match + drafted, rules, writer, 0.0,
             places, lengths, weights,
         )  # fmt: skip
         if count == 0:

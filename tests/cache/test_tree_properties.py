@@ -1,5 +1,6 @@
 """The cache against a naive model of it, and under budgets it cannot keep to easily."""
 
+import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -8,10 +9,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache import store
+from cache.branch import BLEND
 from cache.config import CacheConfig
-from cache.tree import RolloutCache
+from cache.store import SPAN
+from cache.tree import Drafts, RolloutCache
 
 KEYS = ("a", "b")
+Place = tuple[list[tuple[list[int], float]], int]
+"""Continuations with their weights, and the length of the match."""
 PROMPTS = {"a": [7, 8, 9, 7, 8, 9, 5], "b": [2]}
 
 
@@ -19,7 +25,13 @@ PROMPTS = {"a": [7, 8, 9, 7, 8, 9, 5], "b": [2]}
 class Sequence:
     tokens: list[int]
     """Head of `max_match` tokens, then the response."""
-    ordinal: int
+    versions: list[int]
+    """That began to write each block."""
+
+    def write(self, tokens: list[int], version: int) -> None:
+        self.tokens += tokens
+        while len(self.versions) * SPAN < len(self.tokens):
+            self.versions.append(version)
 
 
 @dataclass
@@ -36,6 +48,7 @@ class Naive:
     config: CacheConfig
     trees: dict[str, list[Sequence]] = field(default_factory=lambda: defaultdict(list))
     rows: dict[int, Row] = field(default_factory=dict)
+    version: int = 0
 
     def tail(self, row: Row) -> list[int]:
         size = self.config.max_match
@@ -44,13 +57,16 @@ class Naive:
     def extend(self, handle: int, tokens: list[int]) -> None:
         row = self.rows[handle]
         if tokens and row.own is None:
-            row.own = Sequence(self.tail(row), len(self.trees[row.key]) + 1)
+            row.own = Sequence([], [])
+            row.own.write(self.tail(row), self.version)
             self.trees[row.key].append(row.own)
         if row.own:
-            row.own.tokens += tokens
+            row.own.write(tokens, self.version)
         row.context += tokens
 
-    def candidates(self, row: Row, past: list[int]) -> tuple[list[tuple[list[int], float]], int]:
+    def candidates(
+        self, row: Row, past: list[int], blend: float
+    ) -> tuple[list[tuple[list[int], float]], int]:
         """Continuations with weights, and the longest match's length."""
         size = self.config.max_match
         found, echo = [], []
@@ -63,14 +79,19 @@ class Naive:
                 if sequence is row.own:
                     echo = rest if length == size else echo
                 elif length >= self.config.min_match:
-                    age = len(self.trees[row.key]) - sequence.ordinal
-                    found.append((rest, 0.5 ** (age / self.config.recency_half_life), length))
+                    age = abs(self.version - sequence.versions[at // SPAN])
+                    fading = max(0.5 ** (age / self.config.version_half_life), 1 / 16)
+                    found.append((rest, fading, length))
         if not found:
             return ([(echo, 0.5)], size) if echo else ([], 0)
-        longest = max(length for _, _, length in found)
-        if longest == size:
-            found = [item for item in found if item[2] == size]
-        return [(rest, w * 0.25 ** (longest - n)) for rest, w, n in found], longest
+        sure = [(rest, w) for rest, w, length in found if length == size]
+        short = [item for item in found if item[2] < size]
+        longest = max((length for _, _, length in short), default=0)
+        others = [(rest, w * 0.25 ** (longest - n)) for rest, w, n in short]
+        if not sure:
+            return others, longest
+        share = blend / max(sum(w for _, w in others), 1e-9)
+        return sure + [(rest, w * share) for rest, w in others if blend], size
 
     def judge(
         self, handle: int, budget: int, tokens: list[int], probabilities: list[float]
@@ -85,7 +106,7 @@ class Naive:
         while True:
             alive = [item for item in alive if item[0]]
             if not alive:
-                alive, matched = self.candidates(row, past)
+                alive, matched = self.candidates(row, past, 0.0)
             if done == budget or not alive:
                 break
             votes: dict[int, float] = defaultdict(float)
@@ -93,7 +114,7 @@ class Naive:
                 votes[rest[0]] += weight
             total = sum(votes.values())
             best = max(votes.values())
-            p = best / (total + config.doubt * config.max_match / matched)
+            p = min(best / (total + config.doubt * config.max_match / matched), 0.9999)
             path *= p
             if path < config.min_probability * (1 - 1e-5) or done == len(tokens):
                 assert path < config.min_probability * (1 + 1e-5), "stopped too early"
@@ -106,6 +127,37 @@ class Naive:
             done += 1
         assert done == len(tokens), "went on too long"
 
+    def forks(self, handle: int, past: list[int], place: Place) -> dict[int, tuple[float, Place]]:
+        """Tokens that may come next, each with its probability and what votes behind it."""
+        config = self.config
+        alive, matched = [item for item in place[0] if item[0]], place[1]
+        if not alive:
+            alive, matched = self.candidates(self.rows[handle], past, BLEND)
+        total = sum(weight for _, weight in alive)
+        out: dict[int, tuple[float, Place]] = {}
+        for token in {rest[0] for rest, _ in alive}:
+            behind = [(rest[1:], weight) for rest, weight in alive if rest[0] == token]
+            votes = sum(weight for _, weight in behind)
+            p = min(votes / (total + config.doubt * config.max_match / matched), 0.9999)
+            out[token] = p, (behind, min(matched + 1, config.max_match))
+        return out
+
+    def tree(self, handle: int, budget: int) -> dict[tuple[int, ...], float]:
+        """Paths with their probabilities: the `budget` likeliest, found without cleverness."""
+        tail = self.tail(self.rows[handle])
+        best: dict[tuple[int, ...], float] = {}
+        grown: dict[tuple[int, ...], Place] = {}
+        frontier: dict[tuple[int, ...], tuple[float, Place]] = {(): (1.0, ([], 0))}
+        while frontier and len(grown) <= min(budget, self.config.max_draft_tokens):
+            path = max(frontier, key=lambda path: frontier[path][0])
+            p, grown[path] = frontier.pop(path)
+            best[path] = p
+            for token, (q, place) in self.forks(handle, tail + list(path), grown[path]).items():
+                if p * q >= self.config.min_probability * (1 + 1e-6):
+                    frontier[(*path, token)] = p * q, place
+        del best[()]
+        return best
+
 
 configs = st.builds(
     lambda low, more, probability, half_life, doubt: CacheConfig(
@@ -113,14 +165,15 @@ configs = st.builds(
         min_match=low,
         max_match=low + more,
         min_probability=probability,
-        recency_half_life=half_life,
+        version_half_life=half_life,
         doubt=doubt,
+        calibrate=False,
         max_draft_tokens=12,
         max_candidates=256,
     ),
     st.integers(1, 3),
     st.integers(0, 4),
-    st.sampled_from([0.0, 0.1, 0.5]),
+    st.sampled_from([0.0, 0.0999, 0.4999]),
     st.sampled_from([1.5, 1000.0]),
     st.sampled_from([0.0, 0.3]),
 )
@@ -133,10 +186,34 @@ actions = st.lists(
         ),
         st.tuples(st.just("draft"), st.integers(0, 15)),
         st.tuples(st.just("close"), st.integers(0, 5)),
+        st.tuples(st.just("advance"), st.integers(0, 9)),
     ),
     min_size=5,
     max_size=30,
 )
+
+
+def paths_of(drafts: Drafts, row: int) -> dict[tuple[int, ...], float]:
+    """A row's nodes by their tokens from the root; asserts what `Drafts` promises."""
+    low, high = drafts.offsets[row : row + 2]
+    paths: list[tuple[int, ...]] = []
+    for node in range(low, high):
+        parent = int(drafts.parents[node])
+        assert -1 <= parent < node - low
+        paths.append(((*paths[parent],) if parent >= 0 else ()) + (int(drafts.tokens[node]),))
+    probabilities = drafts.path_probabilities[low:high].tolist()
+    assert all(a >= b for a, b in itertools.pairwise([1.0, *probabilities, 0.0]))
+    named = dict(zip(paths, probabilities, strict=True))
+    assert len(named) == len(paths), "two children of a node are the same token"
+    return named
+
+
+def same_tree(found: dict[tuple[int, ...], float], wanted: dict[tuple[int, ...], float]) -> None:
+    """Equal but for the choice between paths of the same probability, which rounding decides."""
+    assert len(found) == len(wanted)
+    np.testing.assert_allclose(sorted(found.values()), sorted(wanted.values()), rtol=1e-4)
+    for path in found.keys() & wanted.keys():
+        assert math.isclose(found[path], wanted[path], rel_tol=1e-4)
 
 
 @settings(max_examples=500, deadline=None)
@@ -160,11 +237,17 @@ def test_drafts_are_those_of_the_naive_model(config: CacheConfig, steps: list[tu
                 model.extend(handle, chunk)
         elif name == "draft":
             budgets = np.full(len(handles), arguments[0])
-            drafts = cache.draft(np.array(handles, np.int32), budgets)
+            rows = np.array(handles, np.int32)
+            chains = cache.draft(rows, budgets)
+            trees = cache.draft(rows, budgets, branching=True)
             for at, handle in enumerate(handles):
-                span = slice(drafts.offsets[at], drafts.offsets[at + 1])
-                found = drafts.tokens[span].tolist(), drafts.path_probabilities[span].tolist()
+                span = slice(chains.offsets[at], chains.offsets[at + 1])
+                found = chains.tokens[span].tolist(), chains.path_probabilities[span].tolist()
                 model.judge(handle, arguments[0], *found)
+                same_tree(paths_of(trees, at), model.tree(handle, arguments[0]))
+        elif name == "advance":
+            cache.advance(arguments[0])
+            model.version = arguments[0]
         elif handles:
             handle = handles[arguments[0] % len(handles)]
             cache.close(handle)
@@ -172,6 +255,10 @@ def test_drafts_are_those_of_the_naive_model(config: CacheConfig, steps: list[tu
     cache.check()
     stored = sum(len(s.tokens) - config.max_match for t in model.trees.values() for s in t)
     assert cache.stats().tokens == stored
+
+
+def allocated(cache: RolloutCache) -> int:
+    return int(cache._state[store.BUMP]) // store.BLOCK - 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -198,8 +285,14 @@ def test_memory_stays_under_its_budget_for_ever(
         lengths = rng.integers(0, rng.choice([3, 200]), len(rows))
         tokens = rng.integers(0, vocabulary, lengths.sum())
         cache.extend(np.array(rows, np.int32), tokens, np.concatenate([[0], lengths.cumsum()]))
-        cache.draft(np.array(rows, np.int32), np.full(len(rows), 8))
+        branching = bool(rng.random() < 0.5)
+        drafts = cache.draft(np.array(rows, np.int32), np.full(len(rows), 8), branching=branching)
+        for at in range(len(rows)):
+            assert len(paths_of(drafts, at)) <= 8
+        if rng.random() < 0.2:
+            cache.advance(int(rng.integers(2**31)))
         cache.check()
+        assert cache._state[store.LIVE] + cache._state[store.FREE] == allocated(cache)
         stats = cache.stats()
         assert stats.bytes <= config.max_bytes
         gone = stats.evicted_tokens + stats.refused_tokens

@@ -1,0 +1,224 @@
+"""Estimated against true probabilities, and how estimates learn.
+
+The policy is known: token 4 i + k stands at place i of a response with probability TRUTH[i, k], no
+matter what came before. So the true probability of every drafted path is known as well, and
+estimates are compared with it, not with single outcomes. All draws have fixed seeds.
+"""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cache import estimate
+from cache.calibration import EDGES, Bin, calibration
+from cache.config import CacheConfig
+from cache.tree import Drafts, RolloutCache
+
+PROMPT = np.array([101, 102, 103, 104], np.int32)
+LENGTH = 48
+Truth = NDArray[np.float64]
+
+
+def policy(rng: np.random.Generator, sure: float) -> Truth:
+    """`[LENGTH, 4]` four places of five have a token of probability `sure`, the fifth a choice."""
+    truth = np.full((LENGTH, 4), (1 - sure) / 3)
+    truth[:, 0] = sure
+    truth[rng.random(LENGTH) < 0.2] = [0.6, 0.3, 0.08, 0.02]
+    return rng.permuted(truth, axis=1)
+
+
+def true_paths(drafts: Drafts, row: int, at: int, truth: Truth) -> list[float]:
+    """The true path probability of each of a row's nodes, at place `at` of its response."""
+    low, high = drafts.offsets[row : row + 2]
+    out: list[float] = []
+    depth: list[int] = []
+    for node in range(low, high):
+        parent = int(drafts.parents[node])
+        depth.append(depth[parent] + 1 if parent >= 0 else at)
+        place, choice = divmod(int(drafts.tokens[node]), 4)
+        fits = place == depth[-1]
+        out.append((out[parent] if parent >= 0 else 1.0) * (truth[place, choice] if fits else 0.0))
+    return out
+
+
+def epoch(
+    cache: RolloutCache, truths: list[Truth], rng: np.random.Generator, branching: bool
+) -> tuple[list[float], list[float]]:
+    """All prompts once, 8 samples each, decoded with drafts; estimated and true probabilities."""
+    estimated: list[float] = []
+    true: list[float] = []
+    for number, truth in enumerate(truths):
+        draws = (rng.random((8, LENGTH, 1)) > truth.cumsum(1)).sum(2).clip(max=3)
+        texts = (draws + 4 * np.arange(LENGTH)).astype(np.int32)
+        rows = {cache.open(str(number), PROMPT): (text, 0) for text in texts}
+        while rows:
+            handles = np.array(list(rows))
+            drafts = cache.draft(handles, np.full(len(rows), 12), branching=branching)
+            chunks = []
+            for index, (row, (text, at)) in enumerate(list(rows.items())):
+                low, high = drafts.offsets[index : index + 2]
+                estimated += drafts.path_probabilities[low:high].tolist()
+                true += true_paths(drafts, index, at, truth)
+                kept = follow(drafts, index, text[at:])
+                chunks.append(text[at : at + kept + 1])
+                rows[row] = (text, at + len(chunks[-1]))
+            cache.extend(handles, np.concatenate(chunks), np.cumsum([0, *map(len, chunks)]))
+            for row in [row for row, (_, at) in rows.items() if at == LENGTH]:
+                cache.close(row)
+                del rows[row]
+    return estimated, true
+
+
+def follow(drafts: Drafts, row: int, text: NDArray[np.int32]) -> int:
+    """Tokens of `text` that a row's draft holds."""
+    low, high = drafts.offsets[row : row + 2]
+    node, kept = -1, 0
+    for at in range(low, high):
+        fits = kept < len(text) and drafts.parents[at] == node
+        if fits and drafts.tokens[at] == text[kept]:
+            node, kept = at - low, kept + 1
+    return kept
+
+
+def deviations(estimated: list[float], true: list[float]) -> list[tuple[float, float, float]]:
+    """Bins with at least 400 estimates: their lower edge, mean estimate, mean truth."""
+    values, truth = np.array(estimated), np.array(true)
+    where = np.searchsorted(EDGES, values, side="right")
+    return [
+        (EDGES[index - 1], values[where == index].mean(), truth[where == index].mean())
+        for index in range(1, len(EDGES) + 1)
+        if (where == index).sum() >= 400
+    ]
+
+
+@pytest.mark.parametrize("sure", [0.9, 0.995])
+@pytest.mark.parametrize("branching", [False, True])
+def test_estimates_are_the_true_probabilities(sure: float, branching: bool) -> None:
+    rng = np.random.default_rng(7)
+    truths = [policy(rng, sure) for _ in range(24)]
+    cache = RolloutCache(CacheConfig(max_draft_tokens=12, min_probability=0.05))
+    for _ in range(3):
+        epoch(cache, truths, rng, branching)
+    found = deviations(*epoch(cache, truths, rng, branching))
+    assert len(found) >= 5
+    for low, estimated, true in found:
+        # Errors along a path add up: below the top the estimates are up to 0.06 too careful.
+        tolerance = 0.01 if low >= 0.95 else 0.07
+        assert abs(estimated - true) < tolerance, (low, estimated, true)
+
+
+def test_the_votes_alone_would_be_wrong() -> None:
+    rng = np.random.default_rng(7)
+    truths = [policy(rng, 0.9) for _ in range(12)]
+    cache = RolloutCache(CacheConfig(min_probability=0.05, calibrate=False))
+    epoch(cache, truths, rng, branching=False)
+    found = deviations(*epoch(cache, truths, rng, branching=False))
+    assert max(estimated - true for _, estimated, true in found) > 0.05
+
+
+def test_many_agreeing_rollouts_are_nearly_certain() -> None:
+    rng = np.random.default_rng(3)
+    truths = [policy(rng, 0.999) for _ in range(8)]
+    cache = RolloutCache(CacheConfig())
+    for _ in range(4):
+        estimated, _ = epoch(cache, truths, rng, branching=False)
+    assert np.quantile(estimated, 0.95) > 0.995
+
+
+def say(cache: RolloutCache, row: int, tokens: list[int]) -> None:
+    cache.extend(np.array([row]), np.array(tokens), np.array([0, len(tokens)]))
+
+
+def chance(cache: RolloutCache, row: int) -> float:
+    drafts = cache.draft(np.array([row]), np.array([1]))
+    return float(drafts.path_probabilities[0]) if len(drafts.tokens) else 0.0
+
+
+@pytest.mark.parametrize("branching", [False, True])
+def test_a_guess_that_was_given_up_is_tried_again_when_it_proves_right(branching: bool) -> None:
+    cache = RolloutCache(CacheConfig(min_probability=0.5))
+    cache.insert("p", PROMPT, np.arange(20))
+    row = cache.open("p", PROMPT)
+
+    def offer(accepted: int) -> int:
+        drafts = cache.draft(np.array([row]), np.array([1]), branching=branching)
+        say(cache, row, [accepted])
+        cache.close(row)
+        return len(drafts.tokens)
+
+    drafted = []
+    for index in range(40):
+        key = f"{index}"
+        cache.insert(key, PROMPT, np.arange(20))
+        row = cache.open(key, PROMPT)
+        drafted.append(offer(999 if index < 20 else 0))
+    assert drafted[0] == 1
+    assert drafted[19] == 0
+    assert drafted[-1] == 1, "the engine fed none of these, they were tested all the same"
+
+
+def test_only_guesses_behind_accepted_tokens_count() -> None:
+    cache = RolloutCache(CacheConfig())
+    cache.insert("p", PROMPT, np.arange(20))
+    row = cache.open("p", PROMPT)
+    cache.draft(np.array([row]), np.array([10]))
+    say(cache, row, [0, 1, 2, 777, 4, 5])
+    counts = cache._experience.counts.sum(0)
+    assert counts[:2].tolist() == [4, 3]
+    say(cache, row, [0, 1, 2])
+    assert cache._experience.counts.sum(0)[0] == 4, "a draft is judged once"
+
+
+def test_a_new_request_does_not_answer_for_the_guesses_of_the_last_one() -> None:
+    cache = RolloutCache(CacheConfig())
+    cache.insert("p", PROMPT, np.arange(20))
+    row = cache.open("p", PROMPT)
+    cache.draft(np.array([row]), np.array([10]))
+    cache.close(row)
+    assert cache.open("p", PROMPT) == row
+    say(cache, row, [0, 1])
+    assert not cache._experience.counts.any()
+
+
+def test_without_calibration_nothing_is_learned() -> None:
+    cache = RolloutCache(CacheConfig(calibrate=False))
+    cache.insert("p", PROMPT, np.arange(20))
+    row = cache.open("p", PROMPT)
+    before = chance(cache, row)
+    say(cache, row, [999])
+    assert not cache._experience.counts.any()
+    cache.insert("q", PROMPT, np.arange(20))
+    assert chance(cache, cache.open("q", PROMPT)) == before
+
+
+def test_experience_fades_and_stays_finite() -> None:
+    experience = estimate.no_experience(8, 0.1, 1, 4)
+    for hit in (0, 1):
+        for _ in range(100_000 // 4):
+            experience.waiting[0] = 4
+            experience.parents[0] = [-1, 0, 1, 2]
+            experience.tokens[0] = 5
+            experience.bases[0] = 0.5
+            tokens = np.full(4, 5 if hit else 6, np.int32)
+            estimate.learn(experience, 0, tokens, 0, 4)
+            estimate.revise(experience)
+        assert experience.counts[0, 0] <= estimate.MEMORY
+    odds = float(experience.odds[0])
+    assert estimate.corrected(0.5, odds) > 0.99
+    assert np.isfinite(experience.odds).all()
+
+
+def test_calibration_groups_by_estimate() -> None:
+    table = calibration([0.05, 0.97, 0.975, 0.9, 1.0, 0.0], [0, 1, 0, 1, 1, 0])
+    assert table[0] == Bin(0.0, 0.1, 2, 0.025, 0.0)
+    assert [(b.low, b.count, b.observed) for b in table[1:]] == [
+        (0.9, 1, 1.0),
+        (0.97, 2, 0.5),
+        (0.995, 1, 1.0),
+    ]
+    assert table[2].deviation == pytest.approx(np.sqrt(0.9725 * 0.0275 / 2))
+    assert calibration([], []) == []
+    with pytest.raises(ValueError, match="do not fit"):
+        calibration([0.5], [])
+    with pytest.raises(ValueError, match="must lie between"):
+        calibration([1.5], [True])
