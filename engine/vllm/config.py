@@ -39,8 +39,9 @@ class VllmConfig(BaseModel):
     max_step_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Most tokens of a decoding step that drafts, drafts included. None: as many as "
-        "pay, by the step times and acceptance that are measured all along.",
+        description="None: each step drafts what pays, by the step times and acceptance measured "
+        "all along. A number: steps are filled up with drafts to this many tokens, whatever that "
+        "costs; rows beyond it run without drafts.",
     )
     max_prefill_tokens: int = Field(
         default=4096,

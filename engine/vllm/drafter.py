@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from cache.config import CacheConfig
 from cache.trajectory import IntArray
 from cache.tree import RolloutCache
-from engine.speculation import DraftPlanner
 from engine.vllm.batch import SECTION, Batch
+from engine.vllm.planning import planner_of
 from engine.vllm.rows import NO_SLOT, RowBook
 from engine.vllm.sampling import CoreSampler
 
@@ -53,9 +53,7 @@ class CacheDrafter:
     def __init__(self, vllm_config: Any) -> None:
         settings = vllm_config.additional_config[SECTION]
         config = CacheConfig.model_validate(settings["cache"])
-        self.planner = DraftPlanner(
-            max_step_tokens=settings["max_step_tokens"], max_draft_tokens=config.max_draft_tokens
-        )
+        self.planner = planner_of(settings, config.max_draft_tokens)
         self._book = RowBook(RolloutCache(config), self.planner)
         self._runner: Any = None
         self._batch: Batch | None = None

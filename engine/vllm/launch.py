@@ -103,7 +103,8 @@ def engine_args(
         args["additional_config"] = {
             SECTION: {
                 "cache": cache_config.model_dump(mode="json"),
-                "max_step_tokens": ours.max_step_tokens or args["max_num_batched_tokens"],
+                "max_step_tokens": ours.max_step_tokens,
+                "most_step_tokens": args["max_num_batched_tokens"],
             }
         }
     return args

@@ -19,6 +19,10 @@ class Meter:
         self.running = 0
         self.waiting = 0
         self.kv_used = 0.0
+        self.prefix_asked = 0
+        """Context tokens that new requests came with."""
+        self.prefix_found = 0
+        """Of those, tokens whose KV was there already."""
         self._busy_since: float | None = None
 
     def logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
@@ -44,6 +48,8 @@ class Meter:
         self.kv_used = stats.kv_cache_usage
         self._busy_since = now if self.running else None
         self.steps += 1
+        self.prefix_asked += stats.prefix_cache_stats.queries
+        self.prefix_found += stats.prefix_cache_stats.hits
         drafts = stats.spec_decoding_stats
         if drafts is not None:
             self.drafted += drafts.num_draft_tokens

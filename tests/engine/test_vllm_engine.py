@@ -7,27 +7,37 @@ responses. Each comparison fails a right engine with probability ALARM = 1e-5; t
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
-from collections.abc import Awaitable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chi2
+from served_vllm import (
+    PROMPT,
+    SLOTS,
+    VOCAB,
+    WAYS,
+    Served,
+    ask,
+    chi_square,
+    collect,
+    collect_all,
+    drawn,
+    drawn_across,
+    enumerated,
+    logprobs_of,
+    make_model,
+    reference,
+    serving,
+    tokens_of,
+)
 
-from cache.config import CacheConfig
 from cache.trajectory import Provenance
-from engine.config import EngineConfig
 from engine.errors import EngineError, RequestError, WeightsError
 from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
-from engine.vllm.config import VllmConfig
-from engine.vllm.engine import VllmEngine
-
-T = TypeVar("T")
 
 pytestmark = [
     pytest.mark.vllm,
@@ -35,168 +45,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning"),
 ]
-
 ALARM = 1e-5
-VOCAB = 8
-MAX_LEN = 400
-SLOTS = 16
-PROMPT = np.array([1, 2, 3], np.int32)
-DEADLINE = 120.0
-
-
-def make_model(seed: int) -> Any:
-    """A random Qwen3 whose next-token distributions are neither flat nor certain."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            num_hidden_layers=2,
-            intermediate_size=64,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=MAX_LEN,
-            tie_word_embeddings=True,
-            eos_token_id=None,
-            bos_token_id=None,
-        )
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                scale = 0.25 if "embed" in name else 0.3
-                parameter.copy_(torch.randn_like(parameter) * scale)
-    return model.float().eval()
-
-
-@dataclass
-class Served:
-    """The engine, its loop, and the two policies it is given."""
-
-    engine: VllmEngine
-    runner: asyncio.Runner
-    old: Any
-    new: Any
-
-    def call(self, awaitable: Awaitable[T]) -> T:
-        async def bounded() -> T:
-            return await asyncio.wait_for(awaitable, DEADLINE)
-
-        return self.runner.run(bounded())
-
-    def install(self, model: Any) -> int:
-        version = self.engine.stats().policy_version + 1
-        self.call(self.engine.update_weights(model.state_dict().items(), version))
-        return version
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    path = tmp_path_factory.mktemp("vllm-model")
-    old, new = make_model(1), make_model(2)
-    old.save_pretrained(path)
-    config = EngineConfig(
-        kind="vllm",
-        slots=SLOTS,
-        max_model_len=MAX_LEN,
-        threads=1,
-        top_k_logprobs=4,
-        vllm=VllmConfig(kv_cache_gib=0.25),
-    )
-    cache = CacheConfig(max_draft_tokens=4, min_match=1, min_probability=0.0, max_bytes=1 << 26)
-    with asyncio.Runner() as runner:
-        engine = VllmEngine(config, str(path), cache_config=cache, seed=3)
-        served = Served(engine, runner, old, new)
-        try:
-            served.call(engine.start())
-            yield served
-        finally:
-            served.call(engine.close())
-
-
-def ask(name: str = "r", **changes: Any) -> GenerateRequest:
-    fields: dict[str, Any] = {
-        "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k_logprobs": 4, "seed": None,
-        "stop_tokens": (),
-    }  # fmt: skip
-    sampling = {key: changes.pop(key, value) for key, value in fields.items()}
-    request: dict[str, Any] = {"cache_key": "", "prompt_tokens": PROMPT} | changes
-    return GenerateRequest(request_id=name, sampling=SamplingParams(**sampling), **request)
-
-
-async def collect(engine: VllmEngine, request: GenerateRequest) -> list[TokenChunk]:
-    return [chunk async for chunk in engine.generate(request)]
-
-
-async def collect_all(
-    engine: VllmEngine, requests: list[GenerateRequest]
-) -> list[list[TokenChunk]]:
-    return list(await asyncio.gather(*(collect(engine, request) for request in requests)))
-
-
-def tokens_of(chunks: list[TokenChunk]) -> np.ndarray:
-    return np.concatenate([chunk.tokens for chunk in chunks])
-
-
-def logprobs_of(chunks: list[TokenChunk]) -> np.ndarray:
-    return np.concatenate([chunk.logprobs for chunk in chunks])
-
-
-@torch.no_grad()
-def reference(
-    model: Any, tokens: np.ndarray, *, temperature: float = 1.0, top_p: float = 1.0
-) -> torch.Tensor:
-    """`[..., T, V]` log-probabilities of the token after each position, by a plain HF forward."""
-    logits = model(torch.from_numpy(tokens.astype(np.int64))).logits.double() / temperature
-    if top_p < 1.0:
-        ordered, order = logits.softmax(-1).sort(-1, descending=True)
-        out = ordered.cumsum(-1) - ordered >= top_p
-        logits = logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf)
-    return logits.log_softmax(-1)
-
-
-def drawn(model: Any, prompt: np.ndarray, tokens: np.ndarray, **how: float) -> np.ndarray:
-    """`[n]` log-probability of each response token."""
-    logprobs = reference(model, np.concatenate([prompt, tokens])[None], **how)[0]
-    at = torch.arange(len(prompt) - 1, len(prompt) + len(tokens) - 1)
-    return logprobs[at, torch.from_numpy(tokens.astype(np.int64))].numpy()
-
-
-def enumerated(model: Any, length: int, **how: float) -> np.ndarray:
-    """`[V ** length]` probability of each response, in lexicographic order."""
-    responses = np.array(list(itertools.product(range(VOCAB), repeat=length)), np.int64)
-    prompts = np.broadcast_to(PROMPT, (len(responses), len(PROMPT)))
-    logprobs = reference(model, np.concatenate([prompts, responses], axis=1), **how)
-    at = torch.arange(len(PROMPT) - 1, len(PROMPT) - 1 + length)
-    chosen = logprobs[:, at].gather(-1, torch.from_numpy(responses)[..., None])[..., 0]
-    return chosen.sum(-1).exp().numpy()
-
-
-def chi_square(responses: np.ndarray, expected: np.ndarray) -> float:
-    """p-value of `[N, length]` responses under probabilities as from `enumerated`."""
-    cells = np.ravel_multi_index(tuple(responses.T), (VOCAB,) * responses.shape[1])
-    counts = np.bincount(cells, minlength=len(expected)).astype(float)
-    if counts[expected == 0].any():
-        return 0.0
-    want = expected * len(responses)
-    order = np.argsort(want)
-    counts, want = counts[order], want[order]
-    # Rare responses share a cell: each cell expects at least 8.
-    first = np.searchsorted(np.cumsum(want), 8.0, side="left") + 1
-    rare = int(max(first, np.searchsorted(want, 8.0)))
-    counts = np.concatenate([[counts[:rare].sum()], counts[rare:]])
-    want = np.concatenate([[want[:rare].sum()], want[rare:]])
-    statistic = ((counts - want) ** 2 / want).sum()
-    return float(chi2.sf(statistic, len(want) - 1))
-
-
-WAYS: list[dict[str, float]] = [
-    {"temperature": 0.7, "top_p": 1.0},
-    {"temperature": 1.4, "top_p": 0.8},
-]
+    with serving(tmp_path_factory.mktemp("vllm-model")) as running:
+        yield running
 
 
 def test_drafting_leaves_the_sampled_distribution_as_it_is(served: Served) -> None:
@@ -270,26 +125,6 @@ def test_scores_are_those_of_the_sampled_distribution(
         assert score.policy_version == version
     if how["top_p"] < 1:
         assert np.isneginf(scores[-1].logprobs).any()
-
-
-@torch.no_grad()
-def drawn_across(
-    old: Any, new: Any, prompt: np.ndarray, tokens: np.ndarray, swap: int
-) -> np.ndarray:
-    """`[n]` log-probabilities when `tokens[:swap]` were drawn by `old` and the rest by `new`.
-
-    The KV of a token is made by the step that draws the next one.
-    """
-    from transformers import DynamicCache
-
-    ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
-    known = len(prompt) + swap - 1
-    cache = DynamicCache()
-    first = old(ids[:, :known], past_key_values=cache).logits
-    second = new(ids[:, known:], past_key_values=cache).logits
-    logprobs = torch.cat([first, second], 1).double().log_softmax(-1)[0]
-    at = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
-    return logprobs[at, ids[0, len(prompt) :]].numpy()
 
 
 def test_weights_change_under_running_requests(served: Served) -> None:
