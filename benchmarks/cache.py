@@ -59,7 +59,7 @@ class Plan:
 
 
 QUICK = Plan(prompts=32, length=400, steps=40, repeats=3, held=4, memory=(64, 2, 1000))
-FULL = Plan(prompts=32, length=1000, steps=150, repeats=7, held=16, memory=(128, 4, 1000))
+FULL = Plan(prompts=32, length=1000, steps=100, repeats=5, held=8, memory=(64, 4, 1000))
 
 Make = Callable[[], Any]
 
