@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cache import insert, match, store
+from cache import branch, insert, match, store
 from cache.config import CacheConfig
 from cache.errors import CacheCorrupt
 from cache.tree import RolloutCache, warm_up
@@ -118,6 +118,23 @@ def test_budgets_bound_each_row() -> None:
     assert cache.stats().drafted == 14
 
 
+@pytest.mark.parametrize("version", [-1, 2**31, 2**63])
+def test_impossible_policy_versions_are_refused(version: int) -> None:
+    cache = make()
+    with pytest.raises(ValueError, match="policy_version must lie"):
+        cache.advance(version)
+
+
+def test_old_text_is_still_drafted_where_there_is_nothing_newer() -> None:
+    cache = make(version_half_life=1.0, min_probability=0.1)
+    for _ in range(4):
+        cache.insert("p", PROMPT, np.arange(1, 30))
+    for version in (3, 1_000_000, HUGE, 0):  # a run may also go back to a checkpoint
+        cache.advance(version)
+        assert ask(cache, cache.open("p", PROMPT), 1) == [1]
+    cache.check()
+
+
 def test_keys_do_not_mix() -> None:
     cache = make()
     cache.insert("p", PROMPT, np.arange(1, 30))
@@ -140,13 +157,17 @@ def test_the_empty_key_and_a_disabled_cache_store_and_draft_nothing() -> None:
 
 def test_warm_up_leaves_nothing_to_compile() -> None:
     warm_up()
-    before = [len(f.signatures) for f in (insert.extend, match.draft, store.trim)]
+    kernels = (insert.extend, match.draft, branch.draft, store.trim)
+    before = [len(f.signatures) for f in kernels]
     cache = make(max_bytes=1 << 14)
     for index in range(30):
         cache.insert(f"p{index % 3}", PROMPT.astype(np.int64), np.arange(200))
-        ask(cache, cache.open("", PROMPT))
-    assert [len(f.signatures) for f in (insert.extend, match.draft, store.trim)] == before
-    assert before == [1, 1, 1]
+        cache.advance(index)
+        row = np.array([cache.open("", PROMPT)])
+        for branching in (False, True):
+            cache.draft(row, np.array([4]), branching=branching, least_probability=index % 2)
+    assert [len(f.signatures) for f in kernels] == before
+    assert before == [1, 1, 1, 1]
 
 
 def test_nothing_is_a_fine_batch() -> None:
