@@ -252,11 +252,17 @@ class StepTimes:
         more = rows = 0.0
         for index, asked in self._asked.items():
             plain = self._plain.get(index)
-            if plain is not None and self._fresh(plain) and self._fresh(asked):
+            if plain is not None and self._trusted(plain) and self._trusted(asked):
                 weight = min(plain.weight, asked.weight)
                 more += weight * (asked.seconds - self._at(plain, asked.rows, asked.context))
                 rows += weight * asked.rows
-        return max(more / rows, 0.0) if rows else self._per_row
+        if not rows:
+            return self._per_row
+        return 0.5 * self._per_row + 0.5 * max(more / rows, 0.0)
+
+    def _trusted(self, cell: _Cell) -> bool:
+        """Fresh, and seen more than once: a single step may have been stalled."""
+        return cell.weight > 1.0 and self._fresh(cell)
 
     def _at(self, cell: _Cell, rows: float, context: float) -> float:
         """A cell's seconds for other rows and another context than its own."""
@@ -291,7 +297,7 @@ class StepTimes:
         """Seconds of steps of 0 .. size tokens, `[size + 1]`."""
         cells = list(self._merged(asked=asked))
         if hopeful:
-            cells = [c for c in cells if self._fresh(c) and c.weight > 1.0] or cells
+            cells = [cell for cell in cells if self._trusted(cell)] or cells
         if not cells:
             return np.zeros(size + 1)
         at = [cell.tokens for cell in cells]
