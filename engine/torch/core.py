@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache.acceptance import accept_tree
+from cache.acceptance import Walks, accept_tree
 from cache.trajectory import FinishReason, IntArray, Provenance
 from engine.errors import EngineError, RequestError
 from engine.protocol import EngineStats, GenerateRequest, Score, ScoreRequest, TokenChunk
@@ -374,17 +374,8 @@ class DecodeCore:
     def _keep(self, trees: TokenTrees, draws: Draws) -> Paths:
         """Choose what each row writes, write it, and leave only its KV in place."""
         rows, n, decoding = self._rows, self._rows.n, trees.rows
-        walks = accept_tree(
-            draws.tokens[: len(trees.tokens) + decoding],
-            trees.tokens,
-            trees.parents,
-            trees.offsets,
-        )
+        walks = self._walk(trees, draws) if len(trees.tokens) else None
         paths = choose(rows, draws, walks)
-        if len(trees.tokens):
-            right = np.zeros(len(trees.tokens), np.bool_)
-            right[walks.nodes] = True
-            self._planner.judge(trees.path_probabilities, right)
         if trees.forked:
             self._compact(draws, paths, decoding)
         self._record(draws, paths)
@@ -397,8 +388,22 @@ class DecodeCore:
             rows.old_at[row] = draws.accepted[row] + 1
             rows.in_step[row] = True
         self._generated += int(paths.kept.sum())
-        self._accepted += int(np.minimum(walks.accepted, paths.kept[:decoding]).sum())
+        if walks is not None:
+            self._accepted += int(np.minimum(walks.accepted, paths.kept[:decoding]).sum())
         return paths
+
+    def _walk(self, trees: TokenTrees, draws: Draws) -> Walks:
+        """Follow the draws through the trees, and tell the planner what came of its estimates."""
+        walks = accept_tree(
+            draws.tokens[: len(trees.tokens) + trees.rows],
+            trees.tokens,
+            trees.parents,
+            trees.offsets,
+        )
+        right = np.zeros(len(trees.tokens), np.bool_)
+        right[walks.nodes] = True
+        self._planner.judge(trees.path_probabilities, right)
+        return walks
 
     def _compact(self, draws: Draws, paths: Paths, decoding: int) -> None:
         """Move the KV of accepted nodes to where a chain would have put it."""

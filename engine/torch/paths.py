@@ -50,25 +50,37 @@ class Paths:
     """`[n]` whether the last one is a stop token."""
 
 
-def choose(rows: Rows, draws: Draws, walks: Walks) -> Paths:
+def choose(rows: Rows, draws: Draws, walks: Walks | None) -> Paths:
     """Each row's path, cut behind its first stop token and at its limit.
 
     Args:
         rows: as before this step.
         draws: of this step.
-        walks: of the decoding rows, which come first.
+        walks: of the decoding rows, which come first; None: nothing was drafted.
     """
-    decoding = len(walks.accepted)
+    if walks is None and not len(draws.judged):
+        return _one_each(rows, draws)
     accepted = draws.accepted.copy()
-    accepted[:decoding] = walks.accepted
+    if walks is not None:
+        accepted[: len(walks.accepted)] = walks.accepted
     counts = accepted + 1
     row = np.repeat(np.arange(rows.n), counts)
     step = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
     chosen = draws.starts[row] + step
-    chosen[: len(walks.draws)] = walks.draws
+    if walks is not None:
+        chosen[: len(walks.draws)] = walks.draws
     stops = (draws.tokens[chosen][:, None] == rows.stops[row]).any(axis=1)
     first_stop = np.full(rows.n, np.iinfo(np.int32).max - 1, np.int32)
     np.minimum.at(first_stop, row[stops], step[stops].astype(np.int32))
     kept = np.minimum(np.minimum(counts, first_stop + 1), rows.left()).astype(np.int32)
-    written = step < kept[row]
-    return Paths(chosen[written], step[written], kept, accepted, first_stop < kept)
+    if (kept < counts).any():
+        written = step < kept[row]
+        chosen, step = chosen[written], step[written]
+    return Paths(chosen, step, kept, accepted, first_stop < kept)
+
+
+def _one_each(rows: Rows, draws: Draws) -> Paths:
+    """A step without drafts and kept tokens, in a few operations: one draw for each row."""
+    stopped = (draws.tokens[:, None] == rows.stops[: rows.n]).any(axis=1)
+    zeros = np.zeros(rows.n, np.int64)
+    return Paths(draws.starts, zeros, np.ones(rows.n, np.int32), draws.accepted, stopped)

@@ -55,6 +55,8 @@ class TokenTrees:
     """`[n+1]`"""
     path_probabilities: FloatArray
     """`[N]`"""
+    counts: IntArray
+    """`[n]` tokens that each row feeds: its last one and its nodes."""
     forked: bool
     """Whether any row is more than a chain."""
 
@@ -62,12 +64,6 @@ class TokenTrees:
     def rows(self) -> int:
         """How many rows, n."""
         return len(self.offsets) - 1
-
-    @property
-    def counts(self) -> IntArray:
-        """`[n]` tokens that each row feeds: its last one and its nodes."""
-        counts: IntArray = np.diff(self.offsets) + 1
-        return counts
 
     def fed(self, of_root: IntArray, of_node: IntArray) -> IntArray:
         """`[n + N]` values in the order in which tokens are fed: each row's root, then its nodes.
@@ -77,6 +73,8 @@ class TokenTrees:
             of_node: `[N]`
         """
         n = self.rows
+        if not len(of_node):
+            return of_root
         out = np.empty(n + len(of_node), np.int32)
         out[self.offsets[:-1] + np.arange(n)] = of_root
         row = np.repeat(np.arange(n), np.diff(self.offsets))
@@ -118,7 +116,13 @@ def plant(proposal: Proposal, keep: IntArray, most: IntArray, vocab_size: int) -
     )  # fmt: skip
     total = int(offsets[-1])
     return TokenTrees(
-        tokens[:total], parents[:total], depths[:total], offsets, probabilities[:total], forked > 0
+        tokens[:total],
+        parents[:total],
+        depths[:total],
+        offsets,
+        probabilities[:total],
+        counts=offsets[1:] - offsets[:-1] + 1,
+        forked=forked > 0,
     )
 
 
@@ -126,7 +130,8 @@ def no_trees(rows: int) -> TokenTrees:
     """Nothing drafted for any row."""
     none = np.empty(0, np.int32)
     offsets = np.zeros(rows + 1, np.int32)
-    return TokenTrees(none, none, none, offsets, np.empty(0, np.float32), forked=False)
+    one = np.ones(rows, np.int32)
+    return TokenTrees(none, none, none, offsets, np.empty(0, np.float32), one, forked=False)
 
 
 @kernel
