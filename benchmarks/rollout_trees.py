@@ -22,8 +22,9 @@ from engine.factory import create_engine
 from engine.speculation import DraftPlanner
 
 ROWS = 8
-BUDGETS = (7, 16, 31)
-"""Nodes per row. The middle one is the cache's default and counts, the others show the trend."""
+BUDGETS = (16, 32, 64, 127)
+"""Nodes per row. 32 counts: with 8 rows 264 tokens a forward, about where a GPU stops waiting for
+memory (shared/FACTS.md). The others show which way it goes."""
 
 
 class FixedBudget(DraftPlanner):

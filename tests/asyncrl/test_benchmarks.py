@@ -76,8 +76,10 @@ def test_the_json_has_every_ratio_that_torch_gives(
     policies: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout_passes, "SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(rollout_trees, "BUDGETS", (16,))
-    plan = Plan((8,), repeats=2, step_rows=(1, 8), overhead_repeats=1)
+    monkeypatch.setattr(rollout_trees, "BUDGETS", (32,))
+    monkeypatch.setattr(rollout_passes, "OVERHEAD_ROWS", 8)
+    monkeypatch.setattr(rollout_passes, "STEP_LENGTHS", (4, 8))
+    plan = Plan((8,), repeats=2, step_rows=(1,), overhead_repeats=1)
     effort = rollout.Effort({"torch": plan, "vllm": plan}, tree_repeats=1, kept_prompts=2)
     task = load_task(TaskConfig(train_size=256), str(policies.paths[0]), 0)
     work = Workload(task, 44, policies.paths[0], policies.paths[1])
