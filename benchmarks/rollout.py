@@ -65,9 +65,9 @@ class Effort:
     def of(cls, *, quick: bool, rows: tuple[int, ...] | None) -> Effort:
         """The default rows of each engine, unless some are named."""
         if quick:
-            vllm = Plan(rows or (1, 8, 32), 3, 1, step_rows=(1, 8, 17, 32), overhead_repeats=3)
+            vllm = Plan(rows or (1, 8, 32), 3, 1, step_rows=(1, 8, 16, 32), overhead_repeats=2)
             torch = _sparse(rows or (8,), 2)
-            return cls({"vllm": vllm, "torch": torch}, tree_repeats=2, kept_prompts=32)
+            return cls({"vllm": vllm, "torch": torch}, tree_repeats=1, kept_prompts=32)
         vllm = Plan(rows or (1, 2, 8, 32, 128), 5)
         torch = _sparse(rows or (1, 8, 32), 5)
         return cls({"vllm": vllm, "torch": torch}, tree_repeats=4, kept_prompts=64)

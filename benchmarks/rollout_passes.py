@@ -39,7 +39,7 @@ PASS_SECONDS = 600.0
 SETTLE_SECONDS = 0.25
 """Between passes, so that threads of the side that was just timed have gone to sleep."""
 OVERHEAD_ROWS = 64
-STEP_LENGTHS = (8, 40)
+STEP_LENGTHS = (8, 32)
 """Tokens per row of the two passes whose difference is the time of a decode step: no prompt and no
 end of a response is in it (the shortest response has 42 tokens)."""
 
