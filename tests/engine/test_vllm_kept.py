@@ -182,33 +182,43 @@ def test_the_rejected_rest_is_drafted_and_the_kv_of_scoring_is_found(served: Ser
 
 
 def test_verified_tokens_bear_the_version_that_judged_them(served: Served) -> None:
-    """Weights change while kept tokens are scored and resumed, in whatever order that falls."""
+    """Weights change while some are resumed, some are scored and some wait to be scored."""
     engine = served.engine
-    # Half of them wait until the others have left slots.
     requests = [
-        replace(r, sampling=replace(r.sampling, max_tokens=40), priority=i // 40)
-        for i, r in enumerate(drift(served, 80, **WAYS[0]))
+        replace(request, sampling=replace(request.sampling, max_tokens=40))
+        for request in drift(served, 120, **WAYS[0])
     ]
     version = engine.stats().policy_version
 
+    async def first_of(request: GenerateRequest, seen: asyncio.Event) -> list[TokenChunk]:
+        chunks = []
+        async for chunk in engine.generate(request):
+            chunks.append(chunk)
+            seen.set()
+        return chunks
+
     async def swap() -> list[list[TokenChunk]]:
-        responses = [asyncio.create_task(collect(engine, request)) for request in requests]
-        await asyncio.wait(responses, return_when=asyncio.FIRST_COMPLETED)
+        seen = asyncio.Event()
+        early = [asyncio.create_task(first_of(request, seen)) for request in requests[:60]]
+        await seen.wait()
+        await engine.pause()
+        late = [asyncio.create_task(first_of(request, seen)) for request in requests[60:]]
         await engine.update_weights(served.old.state_dict().items(), version + 1)
-        return list(await asyncio.gather(*responses))
+        await engine.resume()
+        return list(await asyncio.gather(*early, *late))
 
     models = {version: served.new, version + 1: served.old}
-    seen = set()
+    judged = set()
     for chunks in served.call(swap()):
         assert len(tokens_of(chunks)) == 40
         versions = [chunk.policy_version for chunk in chunks]
         assert versions == sorted(versions)
         first = chunks[0]
-        seen.add(first.policy_version)
         if (first.provenance == Provenance.VERIFIED).any():
+            judged.add(first.policy_version)
             want = drawn(models[first.policy_version], PROMPT, first.tokens, **WAYS[0])
             np.testing.assert_allclose(first.logprobs, want, atol=1e-3)
-    assert seen == {version, version + 1}
+    assert judged == {version, version + 1}
 
 
 # Scores
