@@ -43,8 +43,10 @@ _OLD = 200
 """Rollouts of the old policy in each tree."""
 _LEAST = 0.05
 """Least tokens drafted (or kept) per sample."""
-_DEADLINE = 600.0
+_DEADLINE = 1800.0
 """Seconds for a wave."""
+_VLLM_SLOTS = 32
+"""Its drafts are planned by cost inside vLLM's process: with many rows there would be none."""
 
 Wave = tuple[Codes, dict[str, float]]
 
@@ -126,6 +128,10 @@ class Bench(ABC):
 class TorchBench(Bench):
     """The torch engine's core, without asyncio: it takes and gives what the protocol says."""
 
+    def __init__(self, path: str, old: Any, new: Any, seed: int) -> None:
+        super().__init__(path, old, new)
+        self._seed = seed
+
     def prepare(self, mode: str) -> None:
         """A core of its own for each mode."""
         from engine.speculation import DraftPlanner
@@ -153,7 +159,11 @@ class TorchBench(Bench):
             draft_trees=mode.endswith("tree"),
         )
         planner = Eager(max_step_tokens=8192, max_draft_tokens=4)
-        self._core = DecodeCore(model, settings, RolloutCache(_drafts()), seed=7, planner=planner)
+        # Texts follow from seeds whatever is drafted: each mode needs its own to add evidence.
+        seed = len(MODES) * self._seed + MODES.index(mode)
+        self._core = DecodeCore(
+            model, settings, RolloutCache(_drafts()), seed=seed, planner=planner
+        )
         self._version = 0
 
     def install(self, model: Any) -> None:
@@ -236,7 +246,8 @@ def open_bench(kind: str, seed: int) -> Iterator[Bench]:
                 mine.lerp_(theirs, 0.4)
         old.save_pretrained(path)
         try:
-            bench = TorchBench(path, old, new) if kind == "torch" else _vllm(path, old, new, seed)
+            make = TorchBench if kind == "torch" else _vllm
+            bench = make(path, old, new, seed)
         except (EngineError, ImportError) as error:
             raise UnavailableError(f"{kind} cannot be started: {error}") from error
         try:
@@ -251,7 +262,7 @@ def _vllm(path: str, old: Any, new: Any, seed: int) -> Bench:
 
     config = EngineConfig(
         kind="vllm",
-        slots=128,
+        slots=_VLLM_SLOTS,
         max_model_len=64,
         threads=1,
         top_k_logprobs=TOP_K,
