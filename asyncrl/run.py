@@ -27,7 +27,7 @@ from asyncrl.errors import DataError, UserError, WaitTimeout
 from asyncrl.evaluation import Accuracy
 from asyncrl.fleet import Fleet
 from asyncrl.launch import LocalLauncher
-from asyncrl.processes.child import remove_left_weights
+from asyncrl.processes.child import remove_left_memory
 from asyncrl.progress import Progress
 from asyncrl.rewards.loading import check_name
 from asyncrl.run_directory import RunDirectory, RunState
@@ -190,7 +190,7 @@ class _Run:
                 for task in background:
                     task.cancel()
                 await self._end_processes(hub)
-                remove_left_weights()
+                remove_left_memory()
                 state.ended = ended
                 self._directory.write_state(state)
             result = self._result(progress, before, after, seconds=time.monotonic() - began)

@@ -7,6 +7,7 @@ metrics.jsonl     one line per optimizer step
 logs/             one file per process
 timeline/         who did what when, one file per process
 samples.jsonl     a few trajectories for the report
+cache/            what generators drafted from, for a resumed run
 result.json       the outcome, for scripts
 report.html       the outcome, for people
 """

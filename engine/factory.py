@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
+
+from transformers import AutoConfig
+
 from cache.config import CacheConfig
+from cache.place import CachePlace
 from engine.config import EngineConfig
 from engine.errors import EngineStartError
 from engine.protocol import Engine
 
 
 def create_engine(
-    config: EngineConfig, model_path: str, *, cache_config: CacheConfig, seed: int
+    config: EngineConfig,
+    model_path: str,
+    *,
+    cache_config: CacheConfig,
+    seed: int,
+    place: CachePlace | None = None,
 ) -> Engine:
     """Make the engine that `config.kind` names; `start()` loads the model.
 
@@ -18,37 +29,52 @@ def create_engine(
         model_path: a directory in HF format or a hub id.
         cache_config: how earlier rollouts are kept and drafted from.
         seed: of the engine's own random stream, for requests without a seed.
+        place: what the cache begins with, and whom it shares with; None: empty, and nobody.
 
     Raises:
         EngineStartError: the backend is not installed or not built.
     """
+    if place is not None:
+        place = dataclasses.replace(place, vocabulary=_vocabulary(model_path, place.vocabulary))
     if config.kind == "torch":
-        return _torch_engine(config, model_path, cache_config, seed)
+        return _torch_engine(config, model_path, cache_config, seed, place or CachePlace())
     if config.kind == "vllm":
-        return _vllm_engine(config, model_path, cache_config, seed)
+        return _vllm_engine(config, model_path, cache_config, seed, place or CachePlace())
     raise EngineStartError(
         "engine.kind=sglang is not built yet: use engine.kind=torch or engine.kind=vllm"
     )
 
 
+def _vocabulary(model_path: str, otherwise: int) -> int:
+    """Token ids of a model; a model that cannot be read says why when the engine starts."""
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+        return int(config.get_text_config().vocab_size)
+    except (OSError, ValueError, KeyError, AttributeError):
+        return otherwise
+
+
 def _torch_engine(
-    config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int
+    config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
 ) -> Engine:
-    from cache.tree import RolloutCache
+    from cache.place import open_at, save_at
     from engine.torch.engine import TorchEngine
 
-    drafting = cache_config.enabled and cache_config.max_draft_tokens > 0
+    if not cache_config.enabled or cache_config.max_draft_tokens == 0:
+        return TorchEngine(config, model_path, source=None, max_draft_tokens=0, seed=seed)
+    cache = open_at(cache_config, place)
     return TorchEngine(
         config,
         model_path,
-        source=RolloutCache(cache_config) if drafting else None,
-        max_draft_tokens=cache_config.max_draft_tokens if drafting else 0,
+        source=cache,
+        max_draft_tokens=cache_config.max_draft_tokens,
         seed=seed,
+        save=partial(save_at, cache, place),
     )
 
 
 def _vllm_engine(
-    config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int
+    config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
 ) -> Engine:
     try:
         import vllm  # noqa: F401
@@ -59,4 +85,4 @@ def _vllm_engine(
         ) from error
     from engine.vllm.engine import VllmEngine
 
-    return VllmEngine(config, model_path, cache_config=cache_config, seed=seed)
+    return VllmEngine(config, model_path, cache_config=cache_config, seed=seed, place=place)

@@ -107,7 +107,7 @@ class Score:
     """`[n]` a fresh draw at each position from the distribution outside `topk_ids` (rescaled);
     -1 where nothing is outside. With it a residual can be drawn without the full distribution."""
     tail_logprobs: FloatArray
-    """`[n]` log-probability of the tail draw in the whole distribution, -inf where there is none."""
+    """`[n]` log-probability of the tail draw in the whole distribution; -inf where there is none."""
     policy_version: int
 
 
@@ -162,6 +162,9 @@ class Engine(Protocol):
         Tensors are named as in the HF state dict and only valid during the call. No token is
         ever drawn from a mixture of two versions of the weights.
         """
+
+    async def save_cache(self) -> int:
+        """Write the snapshot of the cache of rollouts, if it has a place for one; its bytes."""
 
     def stats(self) -> EngineStats:
         """Counters and gauges, without waiting."""

@@ -13,6 +13,7 @@ import ctypes
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ from monitoring.errors import MonitoringError
 from trainer.errors import TrainerError
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and files of mode 0600
-"""Where the trainer publishes weights."""
+"""Where the trainer publishes weights, and generators exchange rollouts."""
 
 ENDING_SECONDS = 10
 """Longest time that a child told to end may take to clean up."""
@@ -40,16 +41,21 @@ def weights_id(run_name: str, parent: int) -> str:
     return f"{run_name}-{parent}"
 
 
-def remove_left_weights() -> None:
-    """Remove what killed trainers left in memory: of this process's run, or of a dead one's."""
-    for path in SHARED_MEMORY.glob("asyncrl-*-weights-*"):
-        match = re.fullmatch(r"asyncrl-.+-(\d+)-weights-\d", path.name)
+def exchange_directory(run_name: str, parent: int) -> Path:
+    """Where generators of the run that this process started exchange rollouts."""
+    return SHARED_MEMORY / f"asyncrl-{weights_id(run_name, parent)}-exchange"
+
+
+def remove_left_memory() -> None:
+    """Remove what killed processes left in memory: of this process's run, or of a dead one's."""
+    for path in SHARED_MEMORY.glob("asyncrl-*"):
+        match = re.fullmatch(r"asyncrl-.+-(\d+)-(weights-\d|exchange)", path.name)
         if match is None:
             continue
         owner = int(match[1])
         if owner == os.getpid() or not Path(f"/proc/{owner}").exists():
             with contextlib.suppress(OSError):  # another user's
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 class ChildSpec(msgspec.Struct, frozen=True):

@@ -19,20 +19,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
+from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.processes.child import ChildSpec, leaf_of
+from asyncrl.processes.child import ChildSpec, exchange_directory, leaf_of
 from asyncrl.processes.kept_samples import KeptSamples
 from asyncrl.processes.writer import Draft, HeldSample, SampleWriter
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.wire import Line
+from cache.place import CachePlace
 from cache.trajectory import KeptTokens, SampleId, TrajectoryBuilder
 from engine.errors import EngineError, EngineStartError, RequestError, WeightsSupersededError
 from engine.factory import create_engine
@@ -164,6 +168,8 @@ class GeneratorProcess:
                 await self._engine.resume()
                 self._drawing.set()
             case to_generator.Shutdown():
+                with contextlib.suppress(EngineError):  # it costs drafts of the next run only
+                    await self._engine.save_cache()
                 self._ended.set()
 
     def _begin(self, draft: Draft) -> None:
@@ -419,15 +425,19 @@ async def run_generator(spec: ChildSpec) -> None:
                 if exporter is not None:
                     closing.callback(exporter.close)
                 engine_config = config.engine.model_copy(update={"threads": spec.threads})
+                tokenizer = AutoTokenizer.from_pretrained(spec.model_path)
                 engine = create_engine(
-                    engine_config, spec.model_path, cache_config=config.cache, seed=config.run.seed
+                    engine_config,
+                    spec.model_path,
+                    cache_config=config.cache,
+                    seed=config.run.seed,
+                    place=_place(spec, config, tokenizer),
                 )
                 closing.push_async_callback(engine.close)
                 rewards = RewardPool(config.rewards)
                 closing.push_async_callback(rewards.close)
                 await rewards.start()
                 await engine.start()
-                tokenizer = AutoTokenizer.from_pretrained(spec.model_path)
             process = GeneratorProcess(
                 spec.name,
                 engine=engine,
@@ -455,3 +465,18 @@ async def run_generator(spec: ChildSpec) -> None:
             )
             await control.send(from_generator.Failure(spec.name, str(error), at_fault))
             raise
+
+
+def _place(spec: ChildSpec, config: RunConfig, tokenizer: Any) -> CachePlace:
+    """Generators of a run share what they write; a resumed run drafts from what it had written."""
+    exchange = None
+    if config.launcher.generators > 1:
+        exchange = str(exchange_directory(config.run.name, spec.parent))
+    words = sorted(tokenizer.get_vocab().items())
+    digest = hashlib.blake2b(repr(words).encode(), digest_size=16).hexdigest()
+    return CachePlace(
+        name=spec.name,
+        exchange=exchange,
+        snapshot=str(Path(spec.run_directory) / "cache" / f"{spec.name}.snapshot"),
+        fingerprint=f"tokenizer {digest}",
+    )

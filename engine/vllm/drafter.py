@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.config import CacheConfig
+from cache.place import from_json, open_at, save_at
 from cache.trajectory import IntArray
 from cache.tree import RolloutCache
 from engine.vllm.batch import SECTION, Batch
@@ -54,7 +55,9 @@ class CacheDrafter:
         settings = vllm_config.additional_config[SECTION]
         config = CacheConfig.model_validate(settings["cache"])
         self.planner = planner_of(settings, config.max_draft_tokens)
-        self._book = RowBook(RolloutCache(config), self.planner)
+        self._place = from_json(settings["place"])
+        self._cache = open_at(config, self._place)
+        self._book = RowBook(self._cache, self.planner)
         self._runner: Any = None
         self._batch: Batch | None = None
         self._sampler: CoreSampler | None = None
@@ -71,6 +74,14 @@ class CacheDrafter:
         row = cache.open("warm-up", context)
         cache.draft(np.array([row], np.int32), np.array([2], np.int32))
         cache.close(row)
+
+    def advance(self, policy_version: int) -> None:
+        """The weights of this version write from now on."""
+        self._cache.advance(policy_version)
+
+    def save(self) -> int:
+        """Write the cache's snapshot, if it has a place for one; returns its bytes."""
+        return save_at(self._cache, self._place)
 
     def attach(self, runner: Any, batch: Batch, sampler: CoreSampler) -> None:
         """Take the model runner, whose batch says which request is in which row, and hook in."""

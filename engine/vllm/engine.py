@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 
 from cache.config import CacheConfig
+from cache.place import CachePlace
 from cache.trajectory import KeptTokens
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
@@ -79,11 +80,18 @@ class VllmEngine:
     """The generator on vLLM; satisfies `engine.protocol.Engine`. One event loop."""
 
     def __init__(
-        self, config: EngineConfig, model_path: str, *, cache_config: CacheConfig, seed: int
+        self,
+        config: EngineConfig,
+        model_path: str,
+        *,
+        cache_config: CacheConfig,
+        seed: int,
+        place: CachePlace | None = None,
     ) -> None:
         self._config = config
         self._model_path = model_path
         self._cache_config = cache_config
+        self._place = place or CachePlace()
         self._seed = seed
         self._seeds = np.random.default_rng(seed)
         self._core: Core | None = None
@@ -105,7 +113,7 @@ class VllmEngine:
         self._core = core = Core(self._config, self._end)
         try:
             self._shapes = await asyncio.to_thread(ModelShapes.of, self._model_path)
-            await core.start(self._model_path, self._cache_config, self._seed)
+            await core.start(self._model_path, self._cache_config, self._seed, self._place)
         except EngineError as error:
             self._ended = error
             await self._free()
@@ -326,6 +334,10 @@ class VllmEngine:
         await core.resume()
         if self._streams:
             core.vllm.meter.busy()
+
+    async def save_cache(self) -> int:
+        """Write the snapshot of the cache, if it has a place for one; returns its bytes."""
+        return await self._running().save_cache()
 
     def stats(self) -> EngineStats:
         """Counters and gauges, as of the last step."""

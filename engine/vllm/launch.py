@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from cache.config import CacheConfig
+from cache.place import CachePlace, to_json
 from engine.config import EngineConfig
 from engine.errors import EngineStartError
 from engine.vllm import drafter, worker
@@ -35,7 +36,13 @@ class Launched:
     vocab_size: int
 
 
-def launch(config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int) -> Launched:
+def launch(
+    config: EngineConfig,
+    model_path: str,
+    cache_config: CacheConfig,
+    seed: int,
+    place: CachePlace,
+) -> Launched:
     """Start the engine core and wait until it is ready. Blocks; call it off the event loop.
 
     Raises:
@@ -44,7 +51,7 @@ def launch(config: EngineConfig, model_path: str, cache_config: CacheConfig, see
     """
     _check_device(config)
     meter = Meter()
-    args = AsyncEngineArgs(**engine_args(config, model_path, cache_config, seed))
+    args = AsyncEngineArgs(**engine_args(config, model_path, cache_config, seed, place))
     with _without_compilers(args):
         llm = AsyncLLM.from_engine_args(args, stat_loggers=[meter.logger])
     # The output task starts with the first request and takes the processor that it finds.
@@ -56,7 +63,11 @@ def launch(config: EngineConfig, model_path: str, cache_config: CacheConfig, see
 
 
 def engine_args(
-    config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int
+    config: EngineConfig,
+    model_path: str,
+    cache_config: CacheConfig,
+    seed: int,
+    place: CachePlace,
 ) -> dict[str, Any]:
     """Our settings in vLLM's words."""
     on_cpu = current_platform.is_cpu()
@@ -103,6 +114,7 @@ def engine_args(
         args["additional_config"] = {
             SECTION: {
                 "cache": cache_config.model_dump(mode="json"),
+                "place": to_json(place),
                 "max_step_tokens": ours.max_step_tokens,
                 "most_step_tokens": args["max_num_batched_tokens"],
             }

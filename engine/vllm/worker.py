@@ -54,6 +54,14 @@ class WorkerExtension:
         with torch.inference_mode():
             self.reload_weights(weights_iterator=read_tensors(given))
         self._scorer.policy_version = given.policy_version
+        drafter = getattr(self.model_runner, "drafter", None)
+        if isinstance(drafter, CacheDrafter):
+            drafter.advance(given.policy_version)
+
+    def asyncrl_save_cache(self) -> int:
+        """Write the snapshot of the cache of rollouts; returns its bytes."""
+        drafter = getattr(self.model_runner, "drafter", None)
+        return drafter.save() if isinstance(drafter, CacheDrafter) else 0
 
 
 def _end_with(parent: int) -> None:
