@@ -121,7 +121,8 @@ class Bench:
             await one.engine.update_weights(_weights(self._work.later), 1)
         for rows in plan.rows:
             self._say(f"epoch 2, {rows} rows")
-            self._found.rows[rows] = await self._epoch_two(rows, prompts[rows], warm)
+            self._found.rows[rows] = at = await self._epoch_two(rows, prompts[rows], warm)
+            self._say(", ".join(f"{name} {at.rate(name):,.0f} tokens/s" for name in at.passes))
         self._say("steps alone")
         for rows in plan.step_rows:
             self._found.steps[rows] = await self._plain_step(rows)

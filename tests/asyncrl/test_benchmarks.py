@@ -224,7 +224,8 @@ def test_policies_are_trained_once_and_made_again_when_missing(tmp_path: Path) -
     made = ensure_policies(RECIPE, tmp_path)
     assert sorted(made.paths) == [0, 1, 2]
     assert made.drift.keys() == {"0-1", "0-2", "1-2"}
-    assert made.drift["0-1"] > 0
+    # A model that was hardly trained earns nothing, so nothing moves it.
+    assert all(0 <= distance < 0.1 for distance in made.drift.values())
     assert made.certainty.keys() == {"0", "1", "2"}
     record = made.paths[0].parent / "policies.json"
     stamp = record.stat().st_mtime_ns
