@@ -107,7 +107,7 @@ class Score:
     """`[n]` a fresh draw at each position from the distribution outside `topk_ids` (rescaled);
     -1 where nothing is outside. With it a residual can be drawn without the full distribution."""
     tail_logprobs: FloatArray
-    """`[n]` log-probability of the tail draw in the whole distribution; -inf where there is none."""
+    """`[n]` log-probability of the tail draw in the whole distribution; -inf where none is."""
     policy_version: int
 
 
