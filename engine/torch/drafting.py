@@ -82,22 +82,25 @@ def draft(
 ) -> TokenTrees:
     """What rows `[0, n)` feed beside their last token, as much as the planner finds worth it.
 
-    No tree holds more nodes than its row may still write after the next token: so it fits into the
-    row's slot, whatever the planner says.
+    A path is no longer than what its row may write before the draw behind it. A tree may hold more
+    nodes than that, as many as its row's slot has places left.
     """
     left = rows.left()[:n]
-    budgets, least = planner.ask(left, other_tokens=other_tokens)
+    room = left - 1
+    if branching:
+        room = np.where(left > 1, rows.tokens.shape[1] - rows.total[:n], 0).astype(np.int32)
+    budgets, least = planner.ask(room + 1, other_tokens=other_tokens)
     if not budgets.any():
         return no_trees(n)
     proposal = propose(
-        rows, np.minimum(budgets, left - 1), source, planner, branching=branching, least=least
+        rows, np.minimum(budgets, room), source, planner, branching=branching, least=least
     )
     if not len(proposal.tokens):
         return no_trees(n)
     keep = planner.choose(
         proposal.path_probabilities, proposal.offsets, rows=n, other_tokens=other_tokens
     )
-    return plant(proposal, keep, left - 1, vocab_size)
+    return plant(proposal, np.minimum(keep, room), left - 1, vocab_size)
 
 
 def propose(
@@ -114,7 +117,8 @@ def propose(
     expected = planner.continuation(int(budgets.max(initial=0)))
     lengths = np.where(
         rows.in_step[:n], np.minimum(budgets, rows.old_length[:n] - rows.old_at[:n]), 0
-    ).clip(0, int((expected >= least).sum()))
+    )
+    lengths = np.minimum(lengths, rows.left()[:n] - 1).clip(0, int((expected >= least).sum()))
     ask = np.flatnonzero((lengths == 0) & (budgets > 0) & (rows.cache_row[:n] != NO_ROW))
     found: Drafts | None = None
     if source is not None and len(ask):

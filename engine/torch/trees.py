@@ -97,8 +97,8 @@ class TokenTrees:
         return out[0, :found], out[1, :found], out[2, :found]
 
 
-def plant(proposal: Proposal, keep: IntArray, most: IntArray, vocab_size: int) -> TokenTrees:
-    """Trees of the first `keep[i]` nodes of each row, at most `most[i]`.
+def plant(proposal: Proposal, keep: IntArray, deepest: IntArray, vocab_size: int) -> TokenTrees:
+    """Trees of the first `keep[i]` nodes of each row, down to a depth of `deepest[i]`.
 
     Whatever is no part of a tree is left out with all that stands on it: tokens that the model does
     not have, parents that do not come before their node, second children of the same token. So a
@@ -108,10 +108,10 @@ def plant(proposal: Proposal, keep: IntArray, most: IntArray, vocab_size: int) -
     tokens, parents, depths = (np.empty(size, np.int32) for _ in range(3))
     probabilities = np.empty(size, np.float32)
     offsets = np.zeros(len(proposal.offsets), np.int32)
-    scratch = np.empty((5, size + 1), np.int32)
+    scratch = np.empty((6, size + 1), np.int32)
     forked = _plant(
         proposal.tokens, proposal.parents, proposal.offsets, proposal.path_probabilities,
-        np.minimum(keep, most).astype(np.int32), vocab_size,
+        keep.astype(np.int32), deepest.astype(np.int32), vocab_size,
         tokens, parents, depths, probabilities, offsets, scratch,
     )  # fmt: skip
     total = int(offsets[-1])
@@ -135,12 +135,23 @@ def no_trees(rows: int) -> TokenTrees:
 
 
 @kernel
+def _among(tokens: IntArray, node: int, sibling: IntArray, token: int) -> bool:
+    """Whether a node or one of the siblings linked behind it holds the token."""
+    while node >= 0:
+        if tokens[node] == token:
+            return True
+        node = sibling[node]
+    return False
+
+
+@kernel
 def _plant(
     tokens: IntArray,
     parents: IntArray,
     offsets: IntArray,
     probabilities: FloatArray,
     keep: IntArray,
+    deepest: IntArray,
     vocab_size: int,
     out_tokens: IntArray,
     out_parents: IntArray,
@@ -150,7 +161,8 @@ def _plant(
     scratch: IntArray,
 ) -> int:
     """Fill the `out_` arrays; gives the number of forked rows."""
-    first, sibling, main, place, valid = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
+    first, sibling, main, place = scratch[0], scratch[1], scratch[2], scratch[3]
+    valid, depth = scratch[4], scratch[5]
     forked = 0
     total = 0
     for row in range(len(offsets) - 1):
@@ -167,10 +179,10 @@ def _plant(
                 continue
             if parent >= 0 and not valid[parent]:
                 continue
-            other = first[parent + 1]
-            while other >= 0 and tokens[begin + other] != token:
-                other = sibling[other]
-            if other >= 0:
+            depth[node] = depth[parent] + 1 if parent >= 0 else 1
+            if depth[node] > deepest[row]:
+                continue
+            if _among(tokens[begin:], first[parent + 1], sibling, token):
                 continue
             valid[node] = 1
             main[node] = 0
@@ -192,7 +204,7 @@ def _plant(
             parent = parents[begin + node]
             out_tokens[at] = tokens[begin + node]
             out_parents[at] = place[parent] if parent >= 0 else -1
-            out_depths[at] = out_depths[total + place[parent]] + 1 if parent >= 0 else 1
+            out_depths[at] = depth[node]
             out_probabilities[at] = probabilities[begin + node]
         forked += beside > length
         total += beside

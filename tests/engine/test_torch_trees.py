@@ -171,6 +171,18 @@ def test_chains_only_when_trees_are_turned_off(tiny_qwen3: str) -> None:
         asked_for.clear()
 
 
+def test_trees_fill_a_slot_up_to_its_end(tiny_qwen3: str) -> None:
+    """A row that may write to its slot's very end, and trees larger than what it may write."""
+    model = load(tiny_qwen3, slots=2)
+    one = requests(2, own_keys=True)[1]
+    whole = replace(one.sampling, max_tokens=128 - len(one.prompt_tokens))
+    asked = [replace(one, sampling=whole)]
+    texts = texts_of(drain(core_of(model, draft=0), asked))
+    assert len(texts["r1"]) == whole.max_tokens
+    for source in (OracleTrees(texts, VOCAB), RandomTrees(VOCAB)):
+        assert texts_of(drain(core_of(model, source, draft=60), asked)) == texts
+
+
 def proposal_of(rows: list[list[tuple[int, int]]]) -> Proposal:
     nodes = [node for row in rows for node in row]
     offsets = np.cumsum([0, *map(len, rows)])
@@ -225,10 +237,13 @@ def test_what_is_no_tree_is_left_out_with_all_that_stands_on_it() -> None:
     assert not trees.forked
 
 
-def test_trees_are_cut_to_what_is_kept_and_to_the_room() -> None:
+def test_trees_are_cut_to_what_is_kept_and_to_what_may_be_written() -> None:
     rows = [[(i, i - 1) for i in range(6)]] * 2
     trees = plant(proposal_of(rows), np.array([3, 6], np.int32), np.array([6, 2], np.int32), 10)
     assert np.diff(trees.offsets).tolist() == [3, 2]
+    wide = [[(5, -1), (6, -1), (7, 0), (8, 2), (9, 1)]]
+    trees = plant(proposal_of(wide), np.array([9], np.int32), np.array([2], np.int32), 10)
+    assert paths_of(trees) == [{(5,), (6,), (5, 7), (6, 9)}]
     assert no_trees(3).counts.tolist() == [1, 1, 1]
 
 
