@@ -46,8 +46,7 @@ class VllmConfig(BaseModel):
     max_prefill_tokens: int = Field(
         default=4096,
         ge=1,
-        description="Tokens that one step may take in, prompts included. On a CPU at least "
-        "engine.max_model_len is used: prompts are not split there.",
+        description="Tokens that one step may take in, prompts included; longer prompts are split.",
     )
     chunk_tokens: int = Field(
         default=16,

@@ -5,6 +5,9 @@ vLLM 0.32.0 on a CPU replaces its Triton kernels by C++ ones. The replacement fo
 output and drops it, so temperature, top-p and top-k of drafted positions are uninitialised memory
 unless they happen to be int64. Tokens are then drawn from a wrong distribution, silently.
 
+Our engine draws and judges drafts itself (`engine.vllm.sampling`) and does not depend on it; vLLM's
+own drafters do, with which ours is compared in benchmarks.
+
 `apply_if_affected` is the entry point `vllm.general_plugins: asyncrl_cpu_sampling`, so it runs in
 every process that vLLM starts, before the replacements are registered. It tries the function and
 replaces it only if the output stays unwritten; on a GPU it returns at once.
@@ -50,14 +53,6 @@ def writes_its_output(impl: Expand | None) -> bool:
     output = torch.full((4,), _UNWRITTEN)
     impl(output, torch.tensor([0.5, 2.0]), torch.tensor([1, 4], dtype=torch.int32), 2, 3)
     return output.tolist() == [0.5, 3.0, 3.0, 3.0]
-
-
-def registered_expand() -> Expand | None:
-    """The `expand` that vLLM's sampler calls in this process; None where Triton's own runs."""
-    from vllm.v1.sample import rejection_sampler
-
-    impl: Expand | None = getattr(rejection_sampler.expand_kernel, "func", None)
-    return impl if type(rejection_sampler.expand_kernel).__name__ == "KernelOverride" else None
 
 
 def expand(

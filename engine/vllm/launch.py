@@ -85,10 +85,8 @@ def engine_args(
         "seed": seed,
         "max_model_len": max_len,
         "max_num_seqs": config.slots,
-        # vLLM 0.32.0 moves a seeded generator back after a part of a prompt, which CPU
-        # generators cannot do: prompts are not split on a CPU.
-        "enable_chunked_prefill": not on_cpu,
-        "max_num_batched_tokens": max(ours.max_prefill_tokens, max_len if on_cpu else config.slots),
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": max(ours.max_prefill_tokens, config.slots),
         "enable_prefix_caching": ours.enable_prefix_caching,
         "enforce_eager": on_cpu if eager is None else eager,
         "logprobs_mode": "processed_logprobs",

@@ -48,7 +48,9 @@ SMALL_KV_GIB = 0.002
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("vllm-model"), kv_cache_gib=SMALL_KV_GIB) as running:
+    path = tmp_path_factory.mktemp("vllm-model")
+    # Longer prompts than 128 tokens are taken in by parts.
+    with serving(path, kv_cache_gib=SMALL_KV_GIB, max_prefill_tokens=128) as running:
         yield running
 
 
@@ -274,6 +276,29 @@ def test_tail_draws_follow_what_is_not_listed(served: Served) -> None:
     assert p > ALARM
     again = score(served, tokens, range(3), k=2)
     np.testing.assert_array_equal(np.stack([one.tail_ids for one in again]), tails[:3])
+
+
+def test_long_texts_are_scored_by_parts(served: Served) -> None:
+    """Together with responses that are being written; the parts fall differently each time."""
+    served.install(served.old)
+    rng = np.random.default_rng(3)
+    texts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in (390, 129, 127, 250, 60, 1)]
+    sampling = SamplingParams(1, top_k_logprobs=4)
+    requests = [ScoreRequest(f"s{i}", PROMPT, text, sampling) for i, text in enumerate(texts)]
+
+    async def both() -> list[Score]:
+        writing = [ask(f"w{i}", max_tokens=60, cache_key="parts") for i in range(8)]
+        responses = asyncio.create_task(collect_all(served.engine, writing))
+        scores = await served.engine.score(requests)
+        await responses
+        return scores
+
+    for one, text in zip(served.call(both()), texts, strict=True):
+        np.testing.assert_allclose(one.logprobs, drawn(served.old, PROMPT, text), atol=1e-3)
+        law = reference(served.old, np.concatenate([PROMPT, text])[None])[0, 2:-1].numpy()
+        best = -np.sort(-law, axis=1)[:, :4]
+        np.testing.assert_allclose(one.topk_logprobs, best, atol=1e-3)
+        assert (one.tail_ids[:, None] != one.topk_ids).all()
 
 
 def test_where_all_is_listed_there_is_no_tail(served: Served) -> None:

@@ -83,7 +83,9 @@ class Served:
 
 
 @contextmanager
-def serving(path: Path, *, kv_cache_gib: float = 0.25) -> Iterator[Served]:
+def serving(
+    path: Path, *, kv_cache_gib: float = 0.25, max_prefill_tokens: int = 4096
+) -> Iterator[Served]:
     """An engine that starts with the first of two policies; drafts of at most 4 tokens."""
     old, new = make_model(1), make_model(2)
     old.save_pretrained(path)
@@ -94,7 +96,9 @@ def serving(path: Path, *, kv_cache_gib: float = 0.25) -> Iterator[Served]:
         threads=1,
         top_k_logprobs=4,
         # Drafts in every step: what a test sees must not depend on the clock.
-        vllm=VllmConfig(kv_cache_gib=kv_cache_gib, max_step_tokens=64),
+        vllm=VllmConfig(
+            kv_cache_gib=kv_cache_gib, max_step_tokens=64, max_prefill_tokens=max_prefill_tokens
+        ),
     )
     cache = CacheConfig(max_draft_tokens=4, min_match=1, min_probability=0.0, max_bytes=1 << 26)
     with asyncio.Runner() as runner:
