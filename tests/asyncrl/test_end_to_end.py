@@ -141,6 +141,8 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
     done = command_line.run("--resume", run__steps=steps + 2)
     assert done.returncode == 0, done.stdout
     assert [row["step"] for row in command_line.metrics()] == list(range(steps + 2))
+    log = (command_line.folder / "logs" / "generator-0.log").read_text()
+    assert "of an earlier process are drafted from" in log
 
 
 def test_ctrl_c_ends_in_order(command_line: CommandLine) -> None:
