@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import ensure_builtin_model
 from asyncrl.tasks.warm_start import WarmStart
-from benchmarks import rollout, rollout_passes, rollout_trees
+from benchmarks import rollout, rollout_passes, rollout_run, rollout_trees
 from benchmarks.policies import (
     Policies,
     Recipe,
@@ -80,10 +82,10 @@ def test_the_json_has_every_ratio_that_torch_gives(
     monkeypatch.setattr(rollout_passes, "OVERHEAD_ROWS", 8)
     monkeypatch.setattr(rollout_passes, "STEP_LENGTHS", (4, 8))
     plan = Plan((8,), repeats=2, step_rows=(1,), overhead_repeats=1)
-    effort = rollout.Effort({"torch": plan, "vllm": plan}, tree_repeats=1, kept_prompts=2)
+    effort = rollout_run.Effort({"torch": plan, "vllm": plan}, tree_repeats=1, kept_prompts=2)
     task = load_task(TaskConfig(train_size=256), str(policies.paths[0]), 0)
     work = Workload(task, 44, policies.paths[0], policies.paths[1])
-    findings = rollout.Measurement(["torch"], policies, work, work, effort).run()
+    findings = rollout_run.Measurement(["torch"], policies, work, work, effort).run()
     assert findings.missing == {"vllm": "left out by --engines"}
     assert not findings.failed
     file = tmp_path / "new" / "rollout.json"
@@ -110,20 +112,28 @@ def test_a_part_that_fails_is_said_and_hides_nothing(policies: Policies) -> None
     task = load_task(TaskConfig(train_size=8), str(policies.paths[0]), 0)
     nowhere = Workload(task, 8, Path("/nowhere"), Path("/nowhere"))
     plan = Plan((1,), repeats=1, step_rows=(), overhead_repeats=0)
-    effort = rollout.Effort({"torch": plan}, tree_repeats=1, kept_prompts=1)
+    effort = rollout_run.Effort({"torch": plan}, tree_repeats=1, kept_prompts=1)
     narrow = Workload(task, 8, policies.paths[0], policies.paths[1])
-    findings = rollout.Measurement(["torch"], policies, nowhere, narrow, effort).run()
+    findings = rollout_run.Measurement(["torch"], policies, nowhere, narrow, effort).run()
     assert findings.failed
     assert "failed" in findings.missing["torch"]
     assert "verify_kept_vs_specrl" in findings.ratios()
 
 
+def test_the_main_module_is_light() -> None:
+    """vLLM's core process imports it again, and fails once numba is there."""
+    code = (
+        "import sys, benchmarks.rollout; sys.exit('numba' in sys.modules or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, policies: Policies) -> None:
-    monkeypatch.setattr(rollout.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(rollout_run.util, "find_spec", lambda name: None)
     task = load_task(TaskConfig(train_size=8), str(policies.paths[0]), 0)
     work = Workload(task, 8, policies.paths[0], policies.paths[1])
-    effort = rollout.Effort.of(quick=True, rows=(1,))
-    findings = rollout.Measurement(["vllm"], policies, work, work, effort).run()
+    effort = rollout_run.Effort.of(quick=True, rows=(1,))
+    findings = rollout_run.Measurement(["vllm"], policies, work, work, effort).run()
     assert "vllm is not installed" in findings.missing["vllm"]
     assert findings.ratios() == {}
     (last,) = tables(findings)
