@@ -16,7 +16,7 @@ replaces it only if the output stays unwritten; on a GPU it returns at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,10 +37,27 @@ def apply_if_affected() -> None:
     from vllm.utils import cpu_triton_utils
 
     current_platform.import_kernels()
+    _let_it_look_at_anything()
     if writes_its_output(getattr(cpu_triton_utils, _NAME, None)):
         return
     setattr(cpu_triton_utils, _NAME, expand)
     _LOG.info("CPU sampling with drafts: vLLM's expand loses its output, replaced")
+
+
+def _let_it_look_at_anything() -> None:
+    """Keep vLLM's start from failing where numba is imported in the process of its core.
+
+    It looks through the attributes of all modules for kernels to replace and takes
+    `vars(value)` for a dictionary; llvmlite's handle of its library gives something else.
+    """
+    from vllm.triton_utils import dispatcher
+
+    def vars_or_nothing(value: object) -> Mapping[str, Any]:
+        found = vars(value)
+        return found if isinstance(found, Mapping) else {}
+
+    # Its own name for the builtin; untyped, since there is none before.
+    setattr(dispatcher, "vars", vars_or_nothing)  # noqa: B010
 
 
 def writes_its_output(impl: Expand | None) -> bool:
