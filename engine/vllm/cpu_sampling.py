@@ -53,7 +53,7 @@ def _let_it_look_at_anything() -> None:
     from vllm.triton_utils import dispatcher
 
     def vars_or_nothing(value: object) -> Mapping[str, Any]:
-        found = vars(value)
+        found: Any = vars(value)
         return found if isinstance(found, Mapping) else {}
 
     # Its own name for the builtin; untyped, since there is none before.
