@@ -1,7 +1,7 @@
 """Kept tokens and scores on real vLLM: one engine, whose KV space is too small for all its slots.
 
 Sampling is compared by chi-square with the policy, enumerated over all responses. Each comparison
-fails a right engine with probability ALARM = 1e-5; there are four, and one of tail draws.
+fails a right engine with probability ALARM = 1e-5; there are two, and one of tail draws.
 """
 
 from __future__ import annotations
