@@ -71,7 +71,9 @@ class EngineConfig(BaseModel):
         default=8,
         ge=0,
         le=64,
-        description="K: most probable tokens reported per position; a request may ask for fewer.",
+        description="K: most probable tokens reported per position; a request may ask for fewer. "
+        "What `scheduler.on_update: verify` can accept lies among them: with a large vocabulary at "
+        "temperature 1 use 64.",
     )
     torch: TorchConfig = Field(
         default_factory=TorchConfig, description="Used when kind=torch, and only then."
