@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cache.config import CacheConfig
+from cache.place import CachePlace, to_json
 from cache.trajectory import FloatArray, IntArray
 from cache.tree import RolloutCache
 from engine.continuation import Continuations
@@ -283,7 +284,11 @@ def adapter() -> tuple[CacheDrafter, Clockless, FixedPlanner]:
 
     settings = {"cache": CacheConfig(min_match=1, min_probability=0.0).model_dump(mode="json")}
     drafter = CacheDrafter(
-        SimpleNamespace(additional_config={"asyncrl": settings | {"max_step_tokens": 20}})
+        SimpleNamespace(
+            additional_config={
+                "asyncrl": settings | {"max_step_tokens": 20, "place": to_json(CachePlace())}
+            }
+        )
     )
     drafter.load_model(None)
     planner = drafter.planner = drafter._book._planner = FixedPlanner(3)
