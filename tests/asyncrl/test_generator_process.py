@@ -28,6 +28,7 @@ class FakeEngine:
         self.chunks: dict[str, asyncio.Queue[TokenChunk]] = {}
         self.abandoned: list[str] = []
         self.paused = False
+        self.saved = False
 
     async def generate(self, request: GenerateRequest) -> Any:
         assert not (self.paused and request.kept is not None)
@@ -66,6 +67,10 @@ class FakeEngine:
 
     async def resume(self) -> None:
         self.paused = False
+
+    async def save_cache(self) -> int:
+        self.saved = True
+        return 1
 
     def stats(self) -> EngineStats:
         return EngineStats(0, 0, 0, 0, 0.0, 0, 0, 4, 0.0, 0)
@@ -144,6 +149,7 @@ async def _with_house(scenario: Any) -> None:
             await scenario(house)
             await house.say(tg.Shutdown())
             await running
+            assert house.engine.saved, "the next process has nothing to draft from"
     finally:
         running.cancel()
 
