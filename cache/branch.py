@@ -16,8 +16,8 @@ import numpy as np
 
 from cache.estimate import Experience, base_of, corrected, kind_of
 from cache.jit import kernel
-from cache.match import Rules, collect, move_on, past_of
-from cache.store import OWN, RING_AT, TREE, LongArray
+from cache.match import Rules, collect, move_on, past_of, whereabouts
+from cache.store import END, OWN, RING_AT, TREE, LongArray
 from cache.trajectory import FloatArray, IntArray
 
 BLEND = 0.1
@@ -123,6 +123,16 @@ def trail(past: IntArray, guesses: Guesses, guess: int, out: IntArray) -> None:
 
 
 @kernel
+def depth_under(guesses: Guesses, guess: int) -> int:
+    """How many drafted tokens a path has that ends with a guess; 0 for none."""
+    depth = 0
+    while guess >= 0:
+        depth += 1
+        guess = guesses.parents[guess]
+    return depth
+
+
+@kernel
 def fork(
     arena: IntArray,
     guesses: Guesses,
@@ -177,6 +187,7 @@ def draft_row(
     trees: LongArray,
     tree: int,
     own: int,
+    expected: int,
     row: int,
     past: IntArray,
     budget: int,
@@ -198,9 +209,11 @@ def draft_row(
         stop, total, united = move_on(arena, guesses.places, guesses.weights, start, stop)
         if start == stop:
             trail(past, guesses, parent, recent)
+            depth = depth_under(guesses, parent)
             room = slice(top, top + rules.max_candidates)
             count, matched = collect(
-                arena, trees, tree, own, recent, rules.max_match, rules, writer, BLEND,
+                arena, trees, tree, own, expected + depth, recent, rules.max_match,
+                rules, writer, BLEND,
                 guesses.places[room], guesses.lengths[room], guesses.weights[room],
             )  # fmt: skip
             start = top
@@ -263,7 +276,8 @@ def draft(
         if tree >= 0 and budgets[item] > 0:
             past_of(rings[row], cursors[row, RING_AT], past)
             total += draft_row(
-                arena, trees, tree, cursors[row, OWN], row, past,
+                arena, trees, tree, cursors[row, OWN],
+                whereabouts(arena, cursors[row, OWN], cursors[row, END]), row, past,
                 min(budgets[item], rules.longest), least, rules, writer, experience,
                 guesses, recent, tokens[total:], parents[total:], probabilities[total:],
             )  # fmt: skip

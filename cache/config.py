@@ -30,7 +30,7 @@ class CacheConfig(BaseModel):
         16, ge=0, le=128, description="Most tokens drafted for a row in one step."
     )
     min_match: int = Field(
-        2, ge=1, description="Fewest recent tokens that must match before anything is drafted."
+        1, ge=1, description="Fewest recent tokens that must match before anything is drafted."
     )
     max_match: int = Field(
         8,

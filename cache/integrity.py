@@ -25,6 +25,7 @@ from cache.store import (
     SEQUENCE,
     SEQUENCES,
     SPAN,
+    START,
     TOKENS,
     USED,
     VERSION,
@@ -81,7 +82,7 @@ def check_free(arena: IntArray, state: LongArray, owners: Owners) -> int:
 
 @kernel
 def check_sequence(
-    arena: IntArray, state: LongArray, owners: Owners, first: int, owner: int
+    arena: IntArray, state: LongArray, owners: Owners, first: int, owner: int, max_match: int
 ) -> tuple[int, int, int]:
     """Claim a sequence's blocks; returns problem, blocks, tokens (its head included)."""
     blocks = 0
@@ -96,6 +97,7 @@ def check_sequence(
             arena[block + PREV] != former
             or arena[block + SEQUENCE] != first
             or arena[block + VERSION] < 0
+            or arena[block + START] != tokens - max_match
             or used < 1
             or used > SPAN
             or (arena[block + NEXT] and used < SPAN)
@@ -182,7 +184,7 @@ def check_tree(
     last = 0
     first = trees[tree, FIRST]
     while first:
-        problem, more, length = check_sequence(arena, state, owners, first, tree + 1)
+        problem, more, length = check_sequence(arena, state, owners, first, tree + 1, max_match)
         if problem:
             return problem, 0, 0
         blocks += more

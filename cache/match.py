@@ -1,7 +1,8 @@
 """Drafting: find where a row's recent tokens were seen before, and let those places vote.
 
     candidates    positions whose past equals the row's; the token behind each is its vote
-    vote          fading with policy versions and, where no match is long, with what it lacks
+    vote          fading with policy versions, with the distance from the row's own place in its
+                  response and, where no match is long, with what it lacks
     follow        take the winner, keep the candidates that agree, ask them again
 
 When all candidates have run dry (a sibling that is only a few tokens ahead), the search starts
@@ -19,6 +20,7 @@ from cache.jit import kernel
 from cache.store import (
     BASE,
     BLOCK,
+    END,
     LOG2,
     MASK,
     OWN,
@@ -32,6 +34,7 @@ from cache.store import (
     after,
     before,
     bucket,
+    index_of,
 )
 from cache.trajectory import FloatArray, IntArray
 
@@ -90,6 +93,28 @@ def faded(version: int, writer: int, fading: FloatArray) -> float:
     return float(fading[min(abs(writer - version), len(fading) - 1)])
 
 
+FAR = 0.1
+"""Least weight of a place far from the row's own: rows that shifted must find their way back."""
+UNKNOWN = -(1 << 30)
+"""Index of a row whose tokens are not stored: all places count alike."""
+
+
+@kernel
+def nearness(arena: IntArray, position: int, expected: int) -> float:
+    """Weight of a place by its distance from the `expected` index in its response."""
+    if expected < UNKNOWN // 2:
+        return 1.0
+    return max(FAR, 1.0 / (1.0 + abs(index_of(arena, position) - expected)))
+
+
+@kernel
+def whereabouts(arena: IntArray, own: int, end: int) -> int:
+    """Index of a row's last token in its response."""
+    if own > 0:
+        return index_of(arena, end)
+    return -1 if own == 0 else UNKNOWN
+
+
 @kernel
 def walk(
     arena: IntArray,
@@ -98,6 +123,7 @@ def walk(
     shortest: int,
     below: int,
     own: int,
+    expected: int,
     past: IntArray,
     stop: int,
     rules: Rules,
@@ -123,7 +149,8 @@ def walk(
             if arena[block + SEQUENCE] != own:
                 places[count] = position
                 lengths[count] = length
-                weights[count] = faded(arena[block + VERSION], writer, rules.fading)
+                weight = faded(arena[block + VERSION], writer, rules.fading)
+                weights[count] = weight * nearness(arena, position, expected)
                 longest = max(longest, length)
                 count += 1
             elif echo == 0:
@@ -138,6 +165,7 @@ def collect(
     trees: LongArray,
     tree: int,
     own: int,
+    expected: int,
     past: IntArray,
     stop: int,
     rules: Rules,
@@ -161,16 +189,18 @@ def collect(
     top = rules.max_match
     head = int(arena[bucket(arena, root, log2, hash_of(past, stop, top), 1)])
     sure, longest, echo = walk(
-        arena, head, 1, top, top + 1, own, past, stop, rules, writer, places, lengths, weights, 0
-    )
+        arena, head, 1, top, top + 1, own, expected, past, stop, rules, writer,
+        places, lengths, weights, 0,
+    )  # fmt: skip
     if sure and (blend == 0.0 or 2 * sure >= len(places)):
         return sure, top
     low = rules.min_match
     head = int(arena[bucket(arena, root, log2, hash_of(past, stop, low), 0)])
     below = top if sure else top + 1
     count, longest, _ = walk(
-        arena, head, 0, low, below, own, past, stop, rules, writer, places, lengths, weights, sure
-    )
+        arena, head, 0, low, below, own, expected, past, stop, rules, writer,
+        places, lengths, weights, sure,
+    )  # fmt: skip
     shared = 0.0
     for item in range(sure, count):
         weights[item] *= SHORTER ** (longest - lengths[item])
@@ -254,6 +284,7 @@ def draft_row(
     trees: LongArray,
     tree: int,
     own: int,
+    expected: int,
     row: int,
     past: IntArray,
     budget: int,
@@ -278,8 +309,8 @@ def draft_row(
     path = 1.0
     while drafted < budget:
         count, matched = collect(
-            arena, trees, tree, own, past, max_match + drafted, rules, writer, 0.0,
-            places, lengths, weights,
+            arena, trees, tree, own, expected + drafted, past, max_match + drafted, rules,
+            writer, 0.0, places, lengths, weights,
         )  # fmt: skip
         if count == 0:
             break
@@ -351,7 +382,8 @@ def draft(
         if tree >= 0 and budgets[item] > 0:
             past_of(rings[row], cursors[row, RING_AT], past)
             total += draft_row(
-                arena, trees, tree, cursors[row, OWN], row, past,
+                arena, trees, tree, cursors[row, OWN],
+                whereabouts(arena, cursors[row, OWN], cursors[row, END]), row, past,
                 min(budgets[item], rules.longest), least, rules, writer, experience,
                 places, lengths, weights, tokens[total:], parents[total:], probabilities[total:],
             )  # fmt: skip

@@ -33,6 +33,8 @@ LINK = (SPAN, 2 * SPAN)
 
 # Header words of a sequence block.
 NEXT, PREV, SEQUENCE, USED, VERSION = 0, 1, 2, 3, 4
+START = 7
+"""Index of the block's first token in its response; the head before it has negative ones."""
 # Only in a sequence's first block, whose address is the sequence's name.
 SEQ_NEXT, SEQ_OPEN = 5, 6
 
@@ -107,6 +109,13 @@ def before(arena: IntArray, position: int) -> int:
     if position - block > HEADER:
         return position - 1
     return int(arena[block + PREV]) + HEADER + SPAN - 1
+
+
+@kernel
+def index_of(arena: IntArray, position: int) -> int:
+    """Which token of its response a position holds, from 0; the head's are negative."""
+    block = position & -BLOCK
+    return int(arena[block + START]) + position - block - HEADER
 
 
 @kernel
@@ -334,6 +343,7 @@ def begin(
         arena[first + HEADER + step] = ring[(at + step) % max_match]
     arena[first + SEQUENCE] = first
     arena[first + USED] = max_match
+    arena[first + START] = -max_match
     arena[first + SEQ_OPEN] = 1
     arena[first + VERSION] = state[WRITER]
     if trees[tree, LAST]:
@@ -360,6 +370,7 @@ def append(
         arena[block + NEXT] = follower
         arena[follower + PREV] = block
         arena[follower + SEQUENCE] = arena[block + SEQUENCE]
+        arena[follower + START] = arena[block + START] + SPAN
         arena[follower + VERSION] = state[WRITER]
         trees[tree, BLOCKS] += 1
         block = follower

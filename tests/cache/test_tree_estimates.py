@@ -102,9 +102,10 @@ def test_estimates_are_the_true_probabilities(sure: float, branching: bool) -> N
     found = deviations(*epoch(cache, truths, rng, branching))
     assert len(found) >= 5
     for low, estimated, true in found:
-        # Errors along a path add up: below the top the estimates are up to 0.06 too careful.
-        tolerance = 0.01 if low >= 0.95 else 0.07
-        assert abs(estimated - true) < tolerance, (low, estimated, true)
+        # Errors along a path add up: below the top the estimates are up to 0.06 too careful; at
+        # the top, where drafts are chosen at large batch, they must not be too bold.
+        bold, careful = (0.01, 0.015) if low >= 0.95 else (0.07, 0.07)
+        assert -careful < estimated - true < bold, (low, estimated, true)
 
 
 def test_the_votes_alone_would_be_wrong() -> None:

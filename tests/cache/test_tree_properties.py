@@ -70,6 +70,8 @@ class Naive:
         """Continuations with weights, and the longest match's length."""
         size = self.config.max_match
         found, echo = [], []
+        extra = len(past) - size  # tokens of the draft behind the row's own
+        expected = (len(row.own.tokens) - size if row.own else 0) - 1 + extra
         for sequence in self.trees[row.key]:
             for at in range(size - 1, len(sequence.tokens) - 1):
                 length = 0
@@ -81,7 +83,8 @@ class Naive:
                 elif length >= self.config.min_match:
                     age = abs(self.version - sequence.versions[at // SPAN])
                     fading = max(0.5 ** (age / self.config.version_half_life), 1 / 16)
-                    found.append((rest, fading, length))
+                    near = max(0.1, 1 / (1 + abs(at - size - expected)))
+                    found.append((rest, fading * near, length))
         if not found:
             return ([(echo, 0.5)], size) if echo else ([], 0)
         sure = [(rest, w) for rest, w, length in found if length == size]
