@@ -21,7 +21,8 @@ MetricsRow = dict[str, Any]
 time (unix seconds), wall_seconds, reward_mean, reward_std, loss, grad_norm, entropy, clip_ratio,
 kl, staleness_mean, staleness_max, tokens, response_length_mean, tokens_generated, tokens_drafted,
 tokens_accepted, tokens_verified, tokens_rejected (these five cumulative), mismatch_abs_mean,
-learning_rate, step_seconds, train_seconds, wait_seconds, generator_idle, trainer_idle, tokens_per_second.
+learning_rate, step_seconds, train_seconds, wait_seconds, generator_idle, trainer_idle,
+tokens_per_second.
 """
 
 
