@@ -116,7 +116,7 @@ class EngineStats:
     """Counters since start (monotone) and gauges (now)."""
 
     tokens_generated: int
-    """Response tokens reported, drafted ones included."""
+    """Response tokens drawn, drafted ones included; those that verification kept are not."""
     tokens_drafted: int
     """Tokens proposed by the cache."""
     tokens_accepted: int

@@ -387,7 +387,7 @@ class DecodeCore:
             # What was put in a token's place is most often a substitute: the old text goes on.
             rows.old_at[row] = draws.accepted[row] + 1
             rows.in_step[row] = True
-        self._generated += int(paths.kept.sum())
+        self._generated += int((paths.kept - np.minimum(draws.accepted, paths.kept)).sum())
         if walks is not None:
             self._accepted += int(np.minimum(walks.accepted, paths.kept[:decoding]).sum())
         return paths

@@ -29,7 +29,7 @@ import numpy as np
 
 from cache.config import CacheConfig
 from cache.place import CachePlace
-from cache.trajectory import KeptTokens
+from cache.trajectory import KeptTokens, Provenance
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
 from engine.protocol import (
@@ -142,7 +142,7 @@ class VllmEngine:
                 return
             first, request = verified
             if first is not None:
-                self._tokens += len(first.tokens)
+                self._tokens += int((first.provenance != Provenance.VERIFIED).sum())
                 yield first
                 if first.finish_reason is not None:
                     return

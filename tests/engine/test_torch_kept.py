@@ -122,7 +122,7 @@ def test_the_same_policy_accepts_everything_in_one_step(tiny_qwen3: str) -> None
     asked = [request(f"{i}", NEW_SEED + i, kept=k, max_tokens=12) for i, k in enumerate(texts)]
     done = drain(core, asked)
     assert core.stats().steps == 1
-    assert core.stats().tokens_generated == sum(map(len, texts))
+    assert core.stats().tokens_generated == 0, "nothing had to be drawn"
     assert core.stats().tokens_drafted == 0
     reasons = set()
     for one, old in zip(asked, texts, strict=True):
