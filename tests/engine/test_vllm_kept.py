@@ -335,7 +335,6 @@ def test_a_response_is_the_same_however_it_is_served(served: Served) -> None:
     assert sum(one.tolist() != want[i % 4].tolist() for i, one in enumerate(got)) <= 1
     accepted = after.tokens_accepted - before.tokens_accepted
     assert accepted > 1000
-    assert after.steps - before.steps < 0.8 * 390 * len(crowd) / SLOTS
 
 
 def test_weights_change_under_preempted_and_drafted_responses(served: Served) -> None:
