@@ -1,0 +1,305 @@
+"""A scheduler among generators and a trainer that do as told, whenever the driver lets them."""
+
+import re
+from dataclasses import dataclass, field
+
+from cache.trajectory import SampleId
+from scheduler import events as ev
+from scheduler.config import SchedulerConfig
+from scheduler.scheduler import Scheduler
+
+
+@dataclass
+class FakeGenerator:
+    name: str
+    slots: int
+    version: int
+    limit: int
+    running: dict[SampleId, int] = field(default_factory=dict)
+    """Oldest version of each sample, in the order of arrival."""
+    held: dict[SampleId, int] = field(default_factory=dict)
+    sending: set[SampleId] = field(default_factory=set)
+    verifying: dict[SampleId, int] = field(default_factory=dict)
+    mail: list[tuple[tuple[SampleId, ...], int]] = field(default_factory=list)
+    """Commands to verify that it has not read yet."""
+    install: int | None = None
+    paused: bool = False
+
+
+class World:
+    """Generators and a trainer that do as told, each happening at a time of the driver's choice."""
+
+    def __init__(self, config, *, first_step=0, total_steps=4, group_key=None):
+        self.config = config
+        self.first_step, self.total_steps = first_step, total_steps
+        self.scheduler = Scheduler(
+            config, first_step=first_step, total_steps=total_steps, group_key=group_key
+        )
+        self.generators: dict[str, FakeGenerator] = {}
+        self.lost: list[str] = []
+        self.received: dict[SampleId, int] = {}
+        self.acks: list[tuple[str, SampleId]] = []
+        self.plans: dict[int, tuple[int, ...]] = {}
+        self.consumed: dict[int, int] = {}
+        self.failed: dict[int, str] = {}
+        self.trained = first_step
+        self.published = first_step
+        self.publishing = False
+        self.overwrites = False
+        self.finished: str | None = None
+        self.history: list[ev.Event] = []
+        self.placed: dict[int, str] = {}
+        self.joined = 0
+        self.staleness: list[int] = []
+        self.verified = 0
+
+    # -- what can happen next: (kind, generator, sample), each at most once at a time
+
+    def enabled(self):
+        happenings = []
+        for g in self.generators.values():
+            if not g.paused:
+                happenings += [("finish", g.name, s) for s in list(g.running)[: g.slots]]
+                happenings += [("verified", g.name, s) for s in list(g.verifying)[: g.slots]]
+            if g.mail:
+                happenings.append(("read", g.name, g.mail[0][1]))
+            happenings += [("arrive", g.name, s) for s in sorted(g.sending)]
+            if g.install is not None:
+                happenings.append(("install", g.name, g.install))
+                if self.overwrites and g.install < self.trained:
+                    happenings.append(("miss", g.name, g.install))
+        happenings += [("ack", name, sample) for name, sample in self.acks]
+        if self.publishing:
+            happenings.append(("publish", "", self.trained))
+        elif self.trained in self.plans:
+            happenings.append(("train", "", self.trained))
+        return happenings
+
+    def happen(self, happening):
+        kind, name, what = happening
+        getattr(self, "_" + kind)(name, what)
+
+    def _finish(self, name, sample):
+        g = self.generators[name]
+        oldest = g.running.pop(sample)
+        g.held[sample] = oldest
+        self.tell(ev.SampleFinished(name, sample, 10, oldest, 1.0))
+
+    def _verified(self, name, sample):
+        g = self.generators[name]
+        g.held[sample] = g.verifying.pop(sample)
+        self.tell(ev.SampleFinished(name, sample, 10, g.held[sample], 1.0))
+
+    def _read(self, name, _):
+        """Verify what is too old; what is not there any more, or is not too old, is left alone."""
+        g = self.generators[name]
+        samples, least = g.mail.pop(0)
+        assert g.version >= least
+        for sample in samples:
+            if g.running.get(sample, least) < least:
+                g.running[sample] = g.version
+            elif g.held.get(sample, least) < least:
+                assert sample not in g.sending
+                del g.held[sample]
+                g.verifying[sample] = g.version
+                self.verified += 1
+
+    def _arrive(self, name, sample):
+        g = self.generators[name]
+        g.sending.discard(sample)
+        oldest = g.held.pop(sample)
+        self.received.setdefault(sample, oldest)  # the trainer de-duplicates by id
+        self.acks.append((name, sample))
+
+    def _ack(self, name, sample):
+        self.acks.remove((name, sample))
+        self.tell(ev.SampleDelivered(name, sample))
+
+    def _install(self, name, version):
+        g = self.generators[name]
+        g.version, g.install = version, None
+        self.tell(ev.WeightsInstalled(name, version))
+
+    def _miss(self, name, version):
+        """The weights were overwritten by newer ones while they were read."""
+        g = self.generators[name]
+        g.install = None
+        self.tell(ev.WeightsInstalled(name, g.version))
+
+    def _train(self, _, step):
+        groups = self.plans.pop(step)
+        size, bound = self.config.group_size, self.config.max_off_policy_steps
+        for group in groups:
+            assert group // self.config.groups_per_step == step
+            assert group not in self.consumed, "a group was trained on twice"
+            assert group not in self.failed, "a failed group was trained on"
+            self.consumed[group] = step
+            for i in range(size):
+                staleness = step - self.received.pop(SampleId(group, i))
+                assert 0 <= staleness <= bound
+                self.staleness.append(staleness)
+        self.trained, self.publishing = step + 1, True
+        self.tell(ev.StepFinished(step, groups))
+
+    def _publish(self, _, version):
+        self.publishing, self.published = False, version
+        self.tell(ev.WeightsPublished(version))
+
+    # -- what the driver may do to it
+
+    def join(self, slots, version=None):
+        name = f"g{self.joined}"
+        self.joined += 1
+        version = self.published if version is None else version
+        limit = self.config.in_flight_limit(slots)
+        self.generators[name] = FakeGenerator(name, slots, version, limit)
+        self.tell(ev.GeneratorJoined(name, slots, version))
+        return name
+
+    def lose(self, name, *, acks_lost):
+        del self.generators[name]
+        self.lost.append(name)
+        if acks_lost:
+            self.acks = [(n, s) for n, s in self.acks if n != name]
+        self.tell(ev.GeneratorLost(name))
+
+    def fail(self, name, sample):
+        del self.generators[name].running[sample]
+        self.tell(ev.SampleFailed(name, sample, "the reward function raised"))
+
+    def tell(self, event):
+        self.history.append(event)
+        for command in self.scheduler.on_event(event):
+            self.carry_out(command)
+        return event
+
+    # -- commands
+
+    def carry_out(self, command):
+        words = re.sub(r"(?<!^)([A-Z])", r"_\1", type(command).__name__).lower()
+        getattr(self, "_do_" + words)(command)
+
+    def _do_start_sample(self, c):
+        g, step = self.generators[c.generator], c.sample.group // self.config.groups_per_step
+        assert self.finished is None
+        assert c.sample.group <= self.scheduler.policy.newest_group(g.version)
+        assert c.priority == max(0, step - self.config.max_off_policy_steps - g.version)
+        if self.config.on_update == "keep":
+            assert step - g.version <= self.config.max_off_policy_steps
+        assert self.trained <= step < self.total_steps
+        assert c.sample.group not in self.failed
+        for other in self.generators.values():
+            assert c.sample not in other.running
+            assert c.sample not in other.held
+        g.running[c.sample] = g.version
+        assert len(g.running) <= g.limit
+        assert not g.paused
+        self.placed[c.sample.group] = c.generator
+
+    def _do_verify_samples(self, c):
+        g = self.generators[c.generator]
+        assert c.samples
+        assert c.least_version <= g.version
+        g.mail.append((c.samples, c.least_version))
+
+    def _do_install_weights(self, c):
+        g = self.generators[c.generator]
+        assert g.install is None, "two installations outstanding"
+        assert c.policy_version == self.published > g.version
+        g.install = c.policy_version
+
+    def _do_deliver_group(self, c):
+        assert c.step == c.group // self.config.groups_per_step
+        assert c.samples
+        for name, sample in c.samples:
+            assert sample.group == c.group
+            assert sample in self.generators[name].held
+            self.generators[name].sending.add(sample)
+
+    def _do_declare_step(self, c):
+        assert c.step == max([self.trained - 1, *self.plans]) + 1, "steps are declared in order"
+        own = range(
+            c.step * self.config.groups_per_step, (c.step + 1) * self.config.groups_per_step
+        )
+        assert c.groups == tuple(g for g in own if g not in self.failed)
+        for group in c.groups:
+            for i in range(self.config.group_size):
+                assert SampleId(group, i) in self.received
+        self.plans[c.step] = c.groups
+
+    def _do_discard_samples(self, c):
+        g = self.generators[c.generator]
+        for sample in c.samples:
+            g.running.pop(sample, None)
+            g.held.pop(sample, None)
+            g.verifying.pop(sample, None)
+            g.sending.discard(sample)
+
+    def _do_report_group_failed(self, c):
+        assert c.group not in self.failed
+        assert c.group not in self.consumed
+        self.failed[c.group] = c.reason
+
+    def _do_pause_generator(self, c):
+        self.generators[c.generator].paused = True
+
+    def _do_resume_generator(self, c):
+        self.generators[c.generator].paused = False
+
+    def _do_finish_run(self, c):
+        assert self.finished is None
+        self.finished = c.reason
+
+    # -- judgements
+
+    def check(self):
+        self.scheduler.check()
+        view = self.scheduler.snapshot()
+        assert view.finished == self.finished
+        assert bool(view.waits) == (self.finished is None)
+        assert view.step == self.trained
+        assert view.groups_consumed == len(self.consumed)
+        assert view.groups_failed == len(self.failed)
+        running = sum(len(g.running) for g in self.generators.values())
+        # What failed at a generator or was lost is forgotten by both sides at once.
+        assert view.samples_running == running
+
+    def check_result(self):
+        per_step = self.config.groups_per_step
+        if self.finished == "done":
+            every = range(self.first_step * per_step, self.total_steps * per_step)
+            assert sorted([*self.consumed, *self.failed]) == list(every)
+            assert self.trained == self.total_steps
+        else:
+            assert self.finished.split(":")[0] in ("stopped", "failed")
+        for g in self.generators.values():
+            assert not g.running
+            assert not g.held
+            assert not g.verifying
+
+
+def run_clocked(world, rng, *, slow=None, on_time=None):
+    """Give each happening a random duration from when it becomes possible; return the end time."""
+    due, now = {}, 0.0
+    while world.finished is None:
+        enabled = world.enabled()
+        assert enabled, f"deadlock: {world.scheduler.snapshot().waits}"
+        for h in enabled:
+            if h not in due:
+                mean = {"finish": 1.0, "train": 4.0}.get(h[0], 0.01)
+                factor = slow(h) if slow else 1.0
+                due[h] = now + mean * factor * rng.lognormvariate(0.0, 0.8)
+        happening = min(enabled, key=lambda h: due[h])
+        now = due.pop(happening)
+        due = {h: t for h, t in due.items() if h in set(enabled)}
+        world.happen(happening)
+        world.check()
+        if on_time:
+            on_time(world, now)
+    world.check_result()
+    return now
+
+
+def make_world(steps=4, **settings_):
+    config = SchedulerConfig(**{"group_size": 4, "groups_per_step": 6, **settings_})
+    return World(config, total_steps=steps)
