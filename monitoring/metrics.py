@@ -23,7 +23,8 @@ from typing import Any, Self
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from monitoring.instruments import TOKENS, By, MetricSpec, Total, build, new_registry
-from monitoring.spans import Span, SpanKind
+from monitoring.occupancy import SlotPiece, SlotUse
+from monitoring.spans import IdleWindow, Span, SpanKind
 
 __all__ = [
     "ROLES",
@@ -66,6 +67,13 @@ class ProcessMetrics:
     idle: By[Total] = _total(
         "asyncrl_idle_seconds_total", "Time spent waiting, by what for.", label="cause"
     )
+    idle_ratio: By[Gauge] = _gauge(
+        "asyncrl_idle_ratio",
+        "Share of the last minute that was spent waiting, by what for; causes add up.",
+        label="cause",
+    )
+    recent: IdleWindow = field(default_factory=IdleWindow, kw_only=True, repr=False)
+    """The last minute of the time line; no metric."""
 
     @classmethod
     def register(cls, registry: CollectorRegistry, process: str) -> Self:
@@ -75,16 +83,16 @@ class ProcessMetrics:
             ValueError: the registry already has metrics of these names.
         """
         made: dict[str, Any] = {}
-        for one in fields(cls):
-            made[one.name] = build(one.metadata["spec"], registry, process)
+        for name, spec in _specs(cls):
+            made[name] = build(spec, registry, process)
         return cls(**made)
 
     def publish(self, row: Mapping[str, float | None]) -> None:
         """Set every gauge that has a name in metrics.jsonl from such a line; others stay."""
-        for one in fields(self):
-            value = row.get(one.metadata["spec"].key or "")
+        for name, spec in _specs(type(self)):
+            value = row.get(spec.key or "")
             if value is not None:
-                getattr(self, one.name).set(value)
+                getattr(self, name).set(value)
 
     def observe_span(self, span: Span) -> None:
         """Count a piece of the time line: pass this to `Timeline(observe=...)`."""
@@ -92,6 +100,15 @@ class ProcessMetrics:
             self.activity.of(span.kind).inc(span.seconds)
         if span.kind == SpanKind.WAITING:
             self.idle.of(span.cause).inc(span.seconds)
+        for cause, share in self.recent.add(span).items():
+            self.idle_ratio.of(cause).set(share)
+
+
+def _specs(role: type[ProcessMetrics]) -> Iterator[tuple[str, MetricSpec]]:
+    """Field and description of each metric of a role."""
+    for one in fields(role):
+        if "spec" in one.metadata:
+            yield one.name, one.metadata["spec"]
 
 
 _KINDS = frozenset(kind.value for kind in SpanKind)
@@ -202,6 +219,12 @@ class GeneratorMetrics(ProcessMetrics):
         "asyncrl_engine_busy_seconds_total", "Time inside the decoding loop's steps."
     )
     slots: Gauge = _gauge("asyncrl_engine_slots", "Requests that can run at once.")
+    slot_seconds: By[Total] = _total(
+        "asyncrl_slot_seconds_total",
+        "Time of the engine's slots, by what they were used for; idle ones included.",
+        label="kind",
+        values=tuple(use.value for use in SlotUse),
+    )
     running: Gauge = _gauge("asyncrl_engine_running_requests", "Requests that hold a slot.")
     waiting: Gauge = _gauge("asyncrl_engine_waiting_requests", "Requests that wait for a slot.")
     kv_used: Gauge = _gauge("asyncrl_engine_kv_used_ratio", "Share of the KV space in use.")
@@ -236,6 +259,11 @@ class GeneratorMetrics(ProcessMetrics):
     reward_time: Histogram = _histogram(
         "asyncrl_reward_seconds", "One reward call, queueing included."
     )
+
+    def observe_slots(self, piece: SlotPiece) -> None:
+        """Count how slots were used: pass this to `SlotLog(observe=...)`."""
+        for use, seconds in piece.slot_seconds().items():
+            self.slot_seconds.of(use).inc(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,5 +318,5 @@ ROLES: tuple[type[ProcessMetrics], ...] = (ControllerMetrics, GeneratorMetrics, 
 def all_specs() -> Iterator[tuple[type[ProcessMetrics], MetricSpec]]:
     """Every declared metric with its role; what all roles export comes with each."""
     for role in ROLES:
-        for one in fields(role):
-            yield role, one.metadata["spec"]
+        for _, spec in _specs(role):
+            yield role, spec

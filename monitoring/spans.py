@@ -11,6 +11,7 @@ Example:
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -34,6 +35,7 @@ class SpanKind(StrEnum):
     RUN_AHEAD = "run_ahead"
     TRANSFERRING_WEIGHTS = "transferring_weights"
     REWARDING = "rewarding"
+    SAVING = "saving"
     STARTING = "starting"
     WAITING = "waiting"
     """Idle, for a cause named by the argument `for`."""
@@ -159,6 +161,46 @@ def idle_by_cause(spans: Iterable[Span], start: float, end: float) -> dict[str, 
 def idle_ratio(spans: Iterable[Span], start: float, end: float) -> float:
     """Share of `[start, end)` in which a process did nothing, 0 to 1. Raises as above."""
     return min(1.0, sum(idle_by_cause(spans, start, end).values()))
+
+
+class IdleWindow:
+    """Idle shares over the last while, kept up to date as pieces of a time line come.
+
+    For lines whose pieces follow one another without overlap, as those of generators and trainers.
+    A piece costs O(1), amortised.
+    """
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        self._seconds = seconds
+        self._spans: deque[Span] = deque()
+        self._idle: dict[str, float] = {}
+        self._covered = 0.0
+
+    def add(self, span: Span) -> dict[str, float]:
+        """Take in a piece; cause to share of the window that ends with it.
+
+        A window that is not full yet begins with the first piece. Causes that have left the window
+        stay, with 0; time that no piece covers is `UNACCOUNTED`.
+        """
+        self._spans.append(span)
+        self._count(span, 1.0)
+        start = span.end - self._seconds
+        while self._spans[0].start < start:
+            old = self._spans.popleft()
+            self._count(old, -1.0)
+            if old.end > start:
+                rest = Span(old.kind, start, old.end, old.args)
+                self._spans.appendleft(rest)
+                self._count(rest, 1.0)
+        whole = span.end - self._spans[0].start
+        missing = max(0.0, whole - self._covered)
+        idle = self._idle | {UNACCOUNTED: self._idle.get(UNACCOUNTED, 0.0) + missing}
+        return {cause: min(1.0, max(0.0, seconds / whole)) for cause, seconds in idle.items()}
+
+    def _count(self, span: Span, sign: float) -> None:
+        self._covered += sign * span.seconds
+        if span.kind == SpanKind.WAITING:
+            self._idle[span.cause] = self._idle.get(span.cause, 0.0) + sign * span.seconds
 
 
 def read_spans(path: Path, gap: float = 0.002) -> list[Span]:

@@ -106,6 +106,10 @@ class Timeline:
         """The monotonic clock's seconds, for `record`."""
         return self._clock.monotonic()
 
+    def unix(self, moment: float) -> float:
+        """A reading of `now` as seconds since 1970, as spans have them."""
+        return moment + self._offset
+
     @contextmanager
     def span(self, kind: SpanKind | str, **args: Any) -> Iterator[None]:
         """Record the time inside the block, also when it raises.

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from monitoring.spans import (
     UNACCOUNTED,
+    IdleWindow,
     Span,
     SpanKind,
     clip,
@@ -96,3 +97,26 @@ def test_merge_bridges_small_gaps_of_equal_spans_only():
     a, b = Span("training", 0, 1, {"step": 1}), Span("training", 1.001, 2, {"step": 1})
     c = Span("training", 2, 3, {"step": 2})
     assert merge([c, b, a], gap=0.002) == [Span("training", 0, 2, {"step": 1}), c]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(1, 9), st.integers(0, 3))))
+def test_a_window_kept_up_to_date_says_what_counting_afresh_says(pieces):
+    window, some, at = IdleWindow(12.0), [], 0.0
+    for cause, length, gap in pieces:
+        at += gap
+        one = waiting_span(at, at + length, cause) if cause else Span("training", at, at + length)
+        at += length
+        some.append(one)
+        got = window.add(one)
+        # Time before the oldest piece that reaches into the window is not in it.
+        start = max(at - 12.0, 0.0)
+        start = max(start, min(s.start for s in some if s.end > start))
+        wanted = idle_by_cause(some, start, at)
+        assert {c: s for c, s in got.items() if s > 1e-9} == pytest.approx(wanted)
+
+
+def test_a_cause_that_has_left_the_window_stays_with_nothing():
+    window = IdleWindow(10.0)
+    assert window.add(waiting_span(0.0, 5.0, "weights"))["weights"] == 1.0
+    assert window.add(Span("training", 5.0, 20.0)) == {"weights": 0.0, UNACCOUNTED: 0.0}

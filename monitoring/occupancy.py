@@ -1,0 +1,168 @@
+"""What an engine's slots are used for, in slot-seconds; written to `RUN/slots/PROCESS.jsonl`.
+
+A generator with 2 of 64 slots in use is busy on its time line and still mostly idle. So its slots
+are counted too: a slot that stands empty for a second is one slot-second of `idle`.
+
+Example:
+    >>> full = SlotPiece(start=0.0, end=2.0, slots=4, used={"primary": 4.0})
+    >>> tail = SlotPiece(start=2.0, end=4.0, slots=4, used={"primary": 1.0})
+    >>> slot_shares([full, tail], 0.0, 4.0)
+    {'primary': 0.625, 'idle': 0.375}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from monitoring.jsonl import JsonlWriter, read_jsonl
+
+PIECE_SECONDS = 0.25
+"""Shortest piece that is written while the use of the slots keeps changing."""
+
+
+class SlotUse(StrEnum):
+    """What a slot is used for."""
+
+    PRIMARY = "primary"
+    """A sample of a step that is due is written."""
+    VERIFYING = "verifying"
+    """What was kept of a sample is scored under new weights."""
+    RUN_AHEAD = "run_ahead"
+    """A sample of a later step is written."""
+    EVALUATING = "evaluating"
+    """A held-out sample is written."""
+    STOPPED = "stopped"
+    """Weights are swapped, or a person has paused the run."""
+    IDLE = "idle"
+    """Nothing."""
+
+
+class SlotPiece(msgspec.Struct, frozen=True):
+    """How the slots of one process were used from `start` to `end`."""
+
+    start: float
+    """Seconds since 1970."""
+    end: float
+    slots: int
+    """How many there are."""
+    used: dict[str, float]
+    """`SlotUse` value to the mean number of slots so used; what is missing to `slots` is idle."""
+
+    @property
+    def seconds(self) -> float:
+        """Length."""
+        return self.end - self.start
+
+    def slot_seconds(self) -> dict[str, float]:
+        """Slots times seconds, by use, idle ones last; nothing that is 0."""
+        out = {use: slots * self.seconds for use, slots in self.used.items() if slots}
+        idle = (self.slots - sum(self.used.values())) * self.seconds
+        return out | {SlotUse.IDLE.value: idle} if idle > 1e-9 else out
+
+
+class SlotLog:
+    """Gather the use of slots and append it to `path` in pieces.
+
+    Args:
+        path: the file; None writes nothing but still calls `observe`.
+        observe: called with each piece as it is written.
+    """
+
+    def __init__(
+        self, path: Path | None, observe: Callable[[SlotPiece], None] | None = None
+    ) -> None:
+        self._writer = None if path is None else JsonlWriter(path)
+        self._observe = observe
+        self._piece: SlotPiece | None = None
+
+    def add(self, start: float, end: float, slots: int, used: Mapping[str, int]) -> None:
+        """From `start` to `end` (seconds since 1970) so many slots were used for each purpose.
+
+        Raises:
+            ValueError: more slots are used than there are, or a number below 0.
+        """
+        if sum(used.values()) > slots or any(count < 0 for count in used.values()):
+            raise ValueError(f"{slots} slots cannot be used like this: {dict(used)}")
+        if end <= start:
+            return
+        new = SlotPiece(start, end, slots, {use: float(n) for use, n in used.items() if n})
+        last = self._piece
+        if last is None:
+            self._piece = new
+        elif (
+            new.slots == last.slots
+            and new.start - last.end < 0.002
+            and (new.used == last.used or last.seconds < PIECE_SECONDS)
+        ):
+            self._piece = _joined(last, new)
+        else:
+            self._write(last)
+            self._piece = new
+
+    def flush(self) -> None:
+        """Write what was gathered."""
+        if self._piece is not None:
+            self._write(self._piece)
+            self._piece = None
+
+    def close(self) -> None:
+        """Write everything and close the file. Idempotent."""
+        self.flush()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, piece: SlotPiece) -> None:
+        if self._writer is not None:
+            rounded = {use: round(slots, 3) for use, slots in piece.used.items()}
+            self._writer.append(
+                [SlotPiece(round(piece.start, 4), round(piece.end, 4), piece.slots, rounded)]
+            )
+        if self._observe is not None:
+            self._observe(piece)
+
+
+def _joined(first: SlotPiece, second: SlotPiece) -> SlotPiece:
+    """Both as one, slots averaged over time."""
+    if first.used == second.used:
+        return SlotPiece(first.start, second.end, first.slots, first.used)
+    seconds = second.end - first.start
+    uses = {**first.used, **second.used}
+    mean = {
+        use: (first.used.get(use, 0.0) * first.seconds + second.used.get(use, 0.0) * second.seconds)
+        / seconds
+        for use in uses
+    }
+    # The time between them, if any, has the use of neither; it is at most 2 ms.
+    return SlotPiece(first.start, second.end, first.slots, mean)
+
+
+def slot_shares(pieces: Iterable[SlotPiece], start: float, end: float) -> dict[str, float]:
+    """Share of the recorded slot-seconds of `[start, end)`, by use; empty when nothing is recorded.
+
+    The order is that of `SlotUse`; uses that did not occur are left out.
+    """
+    totals: dict[str, float] = {}
+    for piece in pieces:
+        inside = min(piece.end, end) - max(piece.start, start)
+        if inside > 0:
+            for use, seconds in piece.slot_seconds().items():
+                totals[use] = totals.get(use, 0.0) + seconds * inside / piece.seconds
+    whole = sum(totals.values())
+    order = [use.value for use in SlotUse]
+    known = sorted(totals, key=lambda use: order.index(use) if use in order else -1)
+    return {use: totals[use] / whole for use in known} if whole else {}
+
+
+def read_slots(path: Path) -> list[SlotPiece]:
+    """The pieces of one process, as written.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RecordError: a line other than a cut last one cannot be decoded.
+    """
+    return [piece for piece in read_jsonl(path, SlotPiece) if piece.end > piece.start]
