@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_MATCH_LIMIT = 40
 """The head of a sequence must fit in its first block (`cache.store.SPAN`)."""
 
+DEFAULT_LENIENCE = math.exp(0.5)
+"""SPEC-RL's for GRPO (arXiv 2509.23232)."""
+
 
 class CacheConfig(BaseModel):
-    """What is kept, and how far ahead is drafted from it. Changes speed, never what is sampled."""
+    """What is kept, and how far ahead is drafted from it.
+
+    Changes speed, never what is sampled, with one exception that has to be asked for:
+    `reuse: lenient`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -65,6 +75,42 @@ class CacheConfig(BaseModel):
         description="Correct the estimated probabilities by what became of earlier drafts. False: "
         "they follow from the votes alone.",
     )
+
+    reuse: Literal["drafts", "lenient"] = Field(
+        "drafts",
+        description="What rollouts of earlier epochs are used for. drafts: proposals, exact. "
+        "lenient: SPEC-RL's rule, samples begin with the tokens of the epoch before, each kept "
+        "with min(1, lenience p/q). BIASED: what is sampled does not follow the policy "
+        "(docs/exactness.md).",
+    )
+    lenience: float = Field(
+        DEFAULT_LENIENCE,
+        gt=0.0,
+        le=1e6,
+        allow_inf_nan=False,
+        description="The larger, the more is kept and the less it follows the policy. Only with "
+        "reuse: lenient; SPEC-RL has e^0.5 for GRPO, e^0.3 for PPO, e^0.15 for DAPO.",
+    )
+    lenient_max_bytes: int = Field(
+        1 << 30,
+        ge=1 << 14,
+        description="Most bytes that one process keeps rollouts in for reuse: lenient, beside "
+        "max_bytes. The least recently used are dropped first.",
+    )
+
+    @model_validator(mode="after")
+    def _lenience_is_wanted(self) -> CacheConfig:
+        if self.reuse == "drafts" and self.lenience != DEFAULT_LENIENCE:
+            raise ValueError(
+                f"lenience ({self.lenience:g}) does nothing with reuse: drafts, which is exact; "
+                "leave it out, or set reuse: lenient if a biased sample is what you want"
+            )
+        if self.reuse == "lenient" and not self.enabled:
+            raise ValueError(
+                "reuse: lenient needs rollouts of earlier epochs, and enabled: false keeps none; "
+                "set enabled: true (max_draft_tokens: 0 turns off drafting alone)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits(self) -> CacheConfig:

@@ -21,6 +21,13 @@ from cache.store import SPAN
         ({"max_match": SPAN + 1}, "less than or equal to 40"),
         ({"min_probability": 1.5}, "less than or equal to 1"),
         ({"version_half_life": 0}, "greater than 0"),
+        ({"reuse": "lenient(2)"}, "'drafts' or 'lenient'"),
+        ({"reuse": "lenient", "lenience": 0}, "greater than 0"),
+        ({"reuse": "lenient", "lenience": float("nan")}, "finite"),
+        ({"reuse": "lenient", "lenience": float("inf")}, "finite"),
+        ({"lenience": 2.0}, "does nothing with reuse: drafts"),
+        ({"reuse": "lenient", "enabled": False}, "keeps none"),
+        ({"reuse": "lenient", "lenient_max_bytes": 1}, "greater than or equal"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, object], error: str) -> None:
@@ -30,6 +37,13 @@ def test_impossible_settings_are_refused(settings: dict[str, object], error: str
 
 def test_a_small_total_budget_bounds_each_prompt_too() -> None:
     assert CacheConfig(max_bytes=1 << 20).max_bytes_per_prompt == 1 << 20
+
+
+def test_the_default_is_exact_and_a_written_out_default_loads_again() -> None:
+    assert CacheConfig().reuse == "drafts"
+    written = CacheConfig().model_dump(mode="json")
+    assert CacheConfig(**written) == CacheConfig()
+    assert CacheConfig(reuse="lenient").lenience == pytest.approx(1.6487212707)
 
 
 def test_every_setting_is_described() -> None:
