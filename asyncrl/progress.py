@@ -11,6 +11,7 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.evaluation import Accuracy, EvaluationRound
 from asyncrl.fleet import Fleet
+from asyncrl.processes.earlier import lenient_warning
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics
 from monitoring.metrics_log import MetricsLog
@@ -127,6 +128,9 @@ class Progress:
         self._steps_here = 0
         self._step = len(rows)
         self.stopping = False
+        warning = lenient_warning(config.cache)
+        if warning is not None:
+            self.say(warning)
 
     # ------------------------------------------------------------ what happened
 
@@ -304,12 +308,17 @@ class Progress:
         """Totals of the training phase for result.json."""
         total = self._final or Counters()
         means = [mean for mean, _ in self._staleness]
+        stalest = max((most for _, most in self._staleness), default=0.0)
         return {
             "steps": self._step,
             "wall_seconds": self._earlier.seconds + self._trained_seconds,
             "tokens_generated": self._earlier.generated + total.generated,
             "tokens_drafted": self._earlier.drafted + total.drafted,
             "tokens_reused": self._earlier.accepted + total.accepted,
+            "tokens_verified": self._earlier.verified + total.verified,
+            "tokens_rejected": self._earlier.rejected + total.rejected,
             "staleness_mean": statistics.fmean(means) if means else 0.0,
-            "staleness_max": max((most for _, most in self._staleness), default=0.0),
+            "staleness_max": stalest,
+            # Staleness counts versions; leniently kept tokens have the newest and do not follow it.
+            "exactly_on_policy": stalest == 0 and self._config.cache.reuse != "lenient",
         }

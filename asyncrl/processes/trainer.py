@@ -21,6 +21,8 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from asyncrl.config import RunConfig
@@ -54,6 +56,7 @@ class TrainerProcess:
         *,
         learner: Learner,
         queue: GroupQueue,
+        groups_per_step: int,
         publisher: WeightPublisher,
         checkpoints: Path,
         control: Line[to_trainer.ToTrainer],
@@ -64,6 +67,7 @@ class TrainerProcess:
         self._config = config
         self._learner = learner
         self._queue = queue
+        self._groups_per_step = groups_per_step
         self._publisher = publisher
         self._checkpoints = checkpoints
         self._control = control
@@ -81,7 +85,8 @@ class TrainerProcess:
         """Publish the weights in hand, then train until told to shut down."""
         version = self._learner.policy_version
         self._saved_version = version  # what it was loaded from
-        manifest = self._publisher.publish(self._learner.tensors(), version)
+        with self._timeline.span(SpanKind.TRANSFERRING_WEIGHTS, version=version):
+            manifest = self._publisher.publish(self._learner.tensors(), version)
         await self._control.send(
             from_trainer.TrainerReady(version, manifest, data_address, metrics_port)
         )
@@ -128,7 +133,8 @@ class TrainerProcess:
     async def _train(self) -> None:
         """Accumulate whole groups as they come; step when the plan is fulfilled."""
         done: set[int] = set()
-        waited = trained = 0.0
+        waited: defaultdict[str, float] = defaultdict(float)
+        trained = 0.0
         while self._stop is None:
             step = self._learner.policy_version
             plan = self._plans.get(step)
@@ -147,15 +153,18 @@ class TrainerProcess:
                 )
             elif plan is not None and done >= plan:
                 await self._finish_step(plan, waited=waited, trained=trained)
-                done, waited, trained = set(), 0.0, 0.0
+                done, waited, trained = set(), defaultdict(float), 0.0
             else:
                 self._changed.clear()
-                with self._timeline.waiting("trajectories", step=step):
+                cause = waited_for(len(done), self._groups_per_step if plan is None else len(plan))
+                with self._timeline.waiting(cause, step=step):
                     await self._changed.wait()
-                waited += time.monotonic() - began
+                waited[cause] += time.monotonic() - began
             self._busy_seconds += 0.0 if group is None else time.monotonic() - began
 
-    async def _finish_step(self, plan: frozenset[int], *, waited: float, trained: float) -> None:
+    async def _finish_step(
+        self, plan: frozenset[int], *, waited: Mapping[str, float], trained: float
+    ) -> None:
         step = self._learner.policy_version
         began = time.monotonic()
         with self._timeline.span(SpanKind.TRAINING, step=step):
@@ -170,7 +179,9 @@ class TrainerProcess:
             )
         metrics |= {
             "train_seconds": trained,
-            "wait_seconds": waited,
+            "wait_seconds": sum(waited.values()),
+            "wait_first_seconds": waited.get("first group", 0.0),
+            "wait_last_seconds": waited.get("last group", 0.0),
             "publish_seconds": time.monotonic() - began,
         }
         self._measure(metrics, samples=len(plan) * self._queue.group_size, manifest=manifest)
@@ -201,7 +212,8 @@ class TrainerProcess:
             return
         path = self._checkpoints / f"step-{version:06d}"
         began = time.monotonic()
-        await asyncio.to_thread(self._learner.save, path)
+        with self._timeline.span(SpanKind.SAVING, version=version):
+            await asyncio.to_thread(self._learner.save, path)
         self._metrics.checkpoint_time.observe(time.monotonic() - began)
         self._saved_version = version
         await self._control.send(from_trainer.CheckpointWritten(version, str(path)))
@@ -209,12 +221,27 @@ class TrainerProcess:
     async def _reports(self) -> None:
         while True:
             self._metrics.queued.set(self._queue.trajectories)
+            self._timeline.flush()  # so that a long wait is seen while it lasts
             await self._control.send(
                 from_trainer.TrainerReport(
                     self._learner.policy_version, self._queue.trajectories, self._busy_seconds
                 )
             )
             await asyncio.sleep(REPORT_SECONDS)
+
+
+def waited_for(done: int, groups: int) -> str:
+    """What a trainer without a whole group waits for, of a step of so many groups.
+
+    `first group`: nothing of the step has been trained on yet. `last group`: one is missing, which
+    is the wait for the slowest sample. `step plan`: all are trained on, and the controller has not
+    said yet that these are all.
+    """
+    if done >= groups:
+        return "step plan"
+    if done == 0:
+        return "first group"
+    return "last group" if done == groups - 1 else "more groups"
 
 
 async def run_trainer(spec: ChildSpec) -> None:
@@ -248,6 +275,7 @@ async def run_trainer(spec: ChildSpec) -> None:
                 config.trainer,
                 learner=learner,
                 queue=GroupQueue(config.scheduler.group_size),
+                groups_per_step=config.scheduler.groups_per_step,
                 publisher=publisher,
                 checkpoints=directory / "checkpoints",
                 control=control,
