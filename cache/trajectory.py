@@ -38,8 +38,9 @@ ByteArray = NDArray[np.uint8]
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
-FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: a stop token was drawn (the last one). `length`: the token limit. `abort`: told to."""
+FinishReason = Literal["stop", "length", "abort", "deadline"]
+"""`stop`: a stop token was drawn (the last one). `length`: the token limit. `abort`: told to.
+`deadline`: cut by the clock (scheduler.sample_deadline_seconds)."""
 
 
 class SampleId(msgspec.Struct, frozen=True, order=True):

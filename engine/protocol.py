@@ -145,6 +145,14 @@ class Engine(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response. Closing the iterator aborts the request and frees its slot."""
 
+    async def interrupt(self, request_id: str) -> None:
+        """End a request now: its stream reports every token drawn and ends with `abort`.
+
+        Nothing happens when it has ended or is not known. Unlike closing the stream this loses no
+        token, and where it cuts a response depends on nothing behind the cut: a response that is
+        cut at its last *report* would be one whose unreported tokens hold no stop token.
+        """
+
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Score given tokens, in the order asked, with one policy version for all of them."""
 

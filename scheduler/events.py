@@ -69,6 +69,14 @@ class WeightsInstalled(msgspec.Struct, frozen=True, gc=False):
     policy_version: int
 
 
+class KvUsed(msgspec.Struct, frozen=True, gc=False):
+    """How full a generator's KV space is; told now and then."""
+
+    generator: str
+    share: float
+    """0 to 1."""
+
+
 class WeightsPublished(msgspec.Struct, frozen=True, gc=False):
     """The trainer's weights of this version can be installed."""
 
@@ -108,6 +116,7 @@ Event = (
     | SampleFailed
     | SampleDelivered
     | WeightsInstalled
+    | KvUsed
     | WeightsPublished
     | StepFinished
     | TrainerJoined

@@ -63,7 +63,7 @@ def _check_group(scheduler: Scheduler, group: Group) -> None:
     _require(alive, f"{name} belongs to {owner.name}, which is lost")
     _require(owner.groups.get(group.index) is group, f"{name} is unknown to its owner {owner.name}")
     if group.queued:
-        reachable = owner.current is group or any(entry[1] is group for entry in owner.queue)
+        reachable = any(entry[1] is group for entry in (*owner.begun, *owner.queue))
         _require(reachable, f"{name} will never be started by {owner.name}")
 
 
@@ -91,6 +91,11 @@ def _check_generator(scheduler: Scheduler, generator: Generator) -> None:
         for g in groups
     )
     _require(generator.held == held, f"{name} miscounts what it holds")
+    verifying = sum(g.verifying for g in groups)
+    _require(generator.verifying == verifying, f"{name} miscounts its samples in verification")
+    idle = not generator.running + generator.verifying
+    stuck = generator.draining and idle and scheduler.finished is None
+    _require(not stuck, f"{name} waits for samples that it does not write")
     _require(generator.target <= scheduler.published, f"{name} has an unpublished version")
     _require(all(g.owner is generator for g in groups), f"{name} has another's group")
 

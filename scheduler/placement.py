@@ -109,20 +109,19 @@ class Placement:
     def next_group(self, generator: Generator, newest_group: int) -> Group | None:
         """The group of which this generator should start a sample now; None when there is none.
 
-        Looks at its current group, then its queue, then at what others cannot get to. Only groups
-        up to `newest_group` may be started.
+        The earliest in data order of those that it has begun and those in its queue; else what
+        others cannot get to. Only groups up to `newest_group` may be started.
         """
-        current = generator.current
-        if current is not None:
-            if current.queued and current.owner is generator:
-                return current
-            generator.current = None
-        head = self._head(generator)
+        begun, head = _begun(generator), self._head(generator)
+        if begun is not None and begun.index <= newest_group:
+            if head is None or begun.index < head.index:
+                return begun
         if head is not None and head.index <= newest_group:
             self._pop(generator)
         else:
             head = self._take_over(generator, newest_group)
-        generator.current = head
+        if head is not None:
+            heapq.heappush(generator.begun, (head.index, head))
         return head
 
     def update(self, generator: Generator) -> None:
@@ -197,6 +196,17 @@ class Placement:
             self.update(thief)
             return group
         return None
+
+
+def _begun(generator: Generator) -> Group | None:
+    """The earliest group of which it has started a sample and may start another."""
+    begun = generator.begun
+    while begun:
+        group = begun[0][1]
+        if group.owner is generator and group.queued:
+            return group
+        heapq.heappop(begun)
+    return None
 
 
 def prompt_key(key: int) -> int:

@@ -5,10 +5,11 @@ step g // groups_per_step. A group may be *started* on a generator whose install
 its step is at most
 
     synchronous     v          generate with what is trained next
-    keep            v + k      up to k steps ahead; tokens are up to k versions old when trained on
+    keep, recompute v + k      up to k steps ahead; tokens are up to k versions old when trained on
     verify          v + k, and max_runahead_groups groups more, which are verified before use
 
-k is `max_off_policy_steps`; with k = 0 `keep` is synchronous. Everything else (placement, refill,
+k is `max_off_policy_steps`; with k = 0 `keep` is synchronous. `recompute` differs from `keep` only
+inside the generator, which rebuilds the KV of running samples. Everything else (placement, refill,
 delivery, membership of steps) is the same code.
 
                 synchronous                            keep (k > 0) and verify
@@ -47,7 +48,8 @@ train
 install
   consumes      | version b + 1 (newest published)
   produces      | a generator on the new version, in the middle of samples
-  waits for     | that generator's last install: slow ones skip versions
+  waits for     | that generator's last install: slow ones skip versions; with
+                | `partial_rollout: false` also for the samples that it is writing
   unblocked by  | WeightsInstalled
   bounded by    | one install per generator
 
@@ -88,8 +90,11 @@ class Policy:
 
     def newest_group(self, policy_version: int) -> int:
         """The last group of which a sample may be started under this version."""
-        steps = policy_version + self.max_off_policy_steps + 1
-        return steps * self.groups_per_step - 1 + self.max_runahead_groups
+        return self.newest_due_group(policy_version) + self.max_runahead_groups
+
+    def newest_due_group(self, policy_version: int) -> int:
+        """The last group whose tokens, drawn under this version, need no verification."""
+        return (policy_version + self.max_off_policy_steps + 1) * self.groups_per_step - 1
 
     def oldest_version(self, step: int) -> int:
         """The lowest policy version that a token may have which this step trains on."""

@@ -98,14 +98,21 @@ class Generator:
     queue: list[tuple[int, Group]] = field(default_factory=list)
     """Heap of groups to be started, earliest in data order first. Entries may be outdated (the
     group moved, or nothing of it is left to start): they are skipped when they surface."""
-    current: Group | None = None
-    """The group whose samples are being started."""
+    begun: list[tuple[int, Group]] = field(default_factory=list)
+    """Heap of groups whose samples are being started; nobody takes these over. Outdated as well.
+    More than one only when something made it turn to an earlier group (a full KV space)."""
     running: int = 0
     """Samples RUNNING here."""
     load: int = 0
     """Samples QUEUED or RUNNING here."""
     held: int = 0
     """Samples HELD, VERIFYING or DELIVERING here."""
+    verifying: int = 0
+    """Samples VERIFYING here."""
+    kv_used: float = 0.0
+    """Share of its KV space in use, when it last said."""
+    draining: bool = False
+    """It finishes what it writes and starts nothing, so that new weights can be installed."""
 
     @property
     def width(self) -> int:

@@ -62,6 +62,7 @@ def waits(scheduler: Scheduler) -> tuple[str, ...]:
     if not scheduler.work.generators:
         lines.append("the groups wait for a generator to join")
     lines += _installs(scheduler)
+    lines += _drains(scheduler)
     lines += _step_in_hand(scheduler)
     if not scheduler.stopping:
         lines += _next_steps(scheduler)
@@ -76,6 +77,16 @@ def _installs(scheduler: Scheduler) -> list[str]:
     return [
         f"policy version {version} waits to be installed by {named(names)}"
         for version, names in sorted(by_version.items())
+    ]
+
+
+def _drains(scheduler: Scheduler) -> list[str]:
+    names = [g.name for g in scheduler.work.generators.values() if g.draining]
+    if not names:
+        return []
+    return [
+        f"policy version {scheduler.published} waits for {named(names)} to finish the samples "
+        "being written (scheduler.partial_rollout is false)"
     ]
 
 

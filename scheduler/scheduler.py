@@ -109,6 +109,7 @@ class Scheduler:
             ev.SampleFailed: self._on_sample_failed,
             ev.SampleDelivered: self._on_sample_delivered,
             ev.WeightsInstalled: self._on_weights_installed,
+            ev.KvUsed: self._on_kv_used,
             ev.WeightsPublished: self._on_weights_published,
             ev.StepFinished: self._on_step_finished,
             ev.TrainerJoined: self._on_trainer_joined,
@@ -228,6 +229,7 @@ class Scheduler:
             self.tokens_finished += event.length
             self.staleness_max = max(self.staleness_max, staleness)
         self.work.finished(generator, group, sample, oldest_version=event.oldest_version)
+        self._wrote(generator)
 
     def _on_sample_failed(self, event: ev.SampleFailed) -> None:
         generator = self._generator(event.generator)
@@ -239,7 +241,7 @@ class Scheduler:
         self._fail(group, f"sample {event.sample} of {generator.name}: {event.reason}")
         self._declare()
         if self.finished is None:
-            self.work.start(generator)
+            self._wrote(generator)
 
     def _on_sample_delivered(self, event: ev.SampleDelivered) -> None:
         generator = self._generator(event.generator)
@@ -260,7 +262,7 @@ class Scheduler:
         else:
             self.work.deliver_if_complete(group)
         if owner is not None and self.finished is None:
-            self.work.start(owner)
+            self._wrote(owner)
 
     # ------------------------------------------------------------------ groups
 
@@ -351,9 +353,26 @@ class Scheduler:
         if not self.trainer_joined:
             return
         if generator.installing is None and generator.version < self.published:
-            generator.installing = self.published
-            self.work.commands.append(out.InstallWeights(generator.name, self.published))
+            writing = generator.running + generator.verifying
+            generator.draining = bool(writing) and not self.config.partial_rollout
+            if not generator.draining:
+                generator.installing = self.published
+                self.work.commands.append(out.InstallWeights(generator.name, self.published))
         self.work.placement.offer(generator, self.published)
+
+    def _wrote(self, generator: Generator) -> None:
+        """It has a sample less to write: install what waits for that, or start another."""
+        if generator.draining:
+            self._bring_up_to_date(generator)
+        else:
+            self.work.start(generator)
+
+    def _on_kv_used(self, event: ev.KvUsed) -> None:
+        generator = self._generator(event.generator)
+        if generator is None:
+            return
+        generator.kv_used = event.share
+        self.work.start(generator)
 
     def _on_weights_installed(self, event: ev.WeightsInstalled) -> None:
         generator = self._generator(event.generator)
@@ -377,7 +396,7 @@ class Scheduler:
                 self.work.placement.offer(generator, self.published)
                 return
         before, generator.version = generator.version, event.policy_version
-        generator.installing = None
+        generator.installing, generator.draining = None, False
         self._bring_up_to_date(generator)
         self.work.verify_due(generator, before)
         self.work.place_waiting()
@@ -413,7 +432,7 @@ class Scheduler:
             return
         self._on_resume(ev.ResumeRequested())
         for generator in list(self.work.generators.values()):
-            self.work.start(generator)
+            self._wrote(generator)
         self._finish_if_stuck()
 
     def _finish_if_stuck(self) -> None:

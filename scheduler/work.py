@@ -63,9 +63,11 @@ class Work:
 
     def start(self, generator: Generator) -> None:
         """Start samples on a generator while it has room and admissible work."""
-        if self.paused:
+        if self.paused or generator.draining:
             return
         newest_group = self._policy.newest_group(generator.version)
+        if generator.kv_used >= self._config.runahead_kv_limit:
+            newest_group = self._policy.newest_due_group(generator.version)
         while generator.running < generator.limit:
             group = self.placement.next_group(generator, newest_group)
             if group is None:
@@ -98,7 +100,7 @@ class Work:
     def finished(
         self, generator: Generator, group: Group, sample: int, *, oldest_version: int
     ) -> None:
-        """RUNNING or VERIFYING to HELD; a free place is used, and a complete group is delivered.
+        """RUNNING or VERIFYING to HELD; a complete group is delivered.
 
         A sample with tokens too old is verified at once if its generator can, else when it can.
         """
@@ -111,7 +113,6 @@ class Work:
         if group.stale[sample] and generator.version >= least:
             self._verify(generator, group, [sample])
         self.placement.update(generator)
-        self.start(generator)
         self.deliver_if_complete(group)
 
     def verify_due(self, generator: Generator, version_before: int) -> None:
@@ -138,6 +139,7 @@ class Work:
                 group.states[sample] = VERIFYING
                 group.stale[sample] = 0
                 group.verifying += 1
+                generator.verifying += 1
         names = tuple(SampleId(group.index, sample) for sample in samples)
         least = self._policy.oldest_version(group.step)
         self.commands.append(out.VerifySamples(generator.name, names, least))
@@ -209,3 +211,4 @@ class Work:
         owner.held -= 1
         if state == VERIFYING:
             group.verifying -= 1
+            owner.verifying -= 1

@@ -127,8 +127,21 @@ class DecodeCore:
     @torch.inference_mode()
     def abort(self, request_id: str) -> None:
         """Forget a request and free its slot; nothing happens when it has ended already."""
-        if not self._waiting.drop(request_id) and request_id in self._rows:
+        if self._waiting.drop(request_id) is None and request_id in self._rows:
             self._release(self._rows.row_of(request_id))
+
+    @torch.inference_mode()
+    def interrupt(self, request_id: str) -> list[TokenChunk]:
+        """End a request and free its slot; gives its last chunk, with all that it has drawn."""
+        waiting = self._waiting.drop(request_id)
+        if waiting is not None:
+            return [_aborted(waiting, self.policy_version)]
+        if request_id not in self._rows:
+            return []
+        row = self._rows.row_of(request_id)
+        chunk = self._rows.chunk(row, self.policy_version, "abort")
+        self._release(row)
+        return [chunk]
 
     @torch.inference_mode()
     def close(self) -> list[TokenChunk]:

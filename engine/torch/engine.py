@@ -104,6 +104,10 @@ class TorchEngine:
             del self._queues[request.request_id]
             core.abort(request.request_id)
 
+    async def interrupt(self, request_id: str) -> None:
+        """End a request between two steps; its stream reports all that was drawn, then `abort`."""
+        self._deliver(self._running().interrupt(request_id))
+
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Score given tokens between two steps. Raises RequestError."""
         return self._running().score(requests)

@@ -51,10 +51,10 @@ class Waiting:
         self._arrival_of[name] = arrival
         heapq.heappush(self._heap, (request.priority, arrival, name))
 
-    def drop(self, request_id: str) -> bool:
-        """Forget a request; False when it was not waiting. Its heap entry is skipped later."""
+    def drop(self, request_id: str) -> GenerateRequest | None:
+        """Forget a request; None when it was not waiting. Its heap entry is skipped later."""
         self._arrival_of.pop(request_id, None)
-        return self._requests.pop(request_id, None) is not None
+        return self._requests.pop(request_id, None)
 
     def drain(self) -> list[GenerateRequest]:
         """Take everything out."""

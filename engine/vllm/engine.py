@@ -75,6 +75,20 @@ class _Stream:
     queue: StepQueue
     again: bool = False
 
+    def cut(self) -> None:
+        """End it; what was drawn is still handed over."""
+        self.again = False
+        self.queue.put(None)
+
+
+@dataclass(slots=True)
+class _Serving:
+    """A `generate` that somebody reads."""
+
+    stream: _Stream | None = None
+    """What vLLM is serving of it now: a verification, or the response itself."""
+    interrupted: bool = False
+
 
 class VllmEngine:
     """The generator on vLLM; satisfies `engine.protocol.Engine`. One event loop."""
@@ -100,6 +114,7 @@ class VllmEngine:
         self._file = WeightsFile()
         self._limits = Limits(config.max_model_len, 1, config.top_k_logprobs)
         self._streams: dict[str, _Stream] = {}
+        self._serving: dict[str, _Serving] = {}
         self._numbers = itertools.count()
         self._control = asyncio.Lock()
         self._paused = False
@@ -134,9 +149,29 @@ class VllmEngine:
         self._running()
         self._limits.check_generate(request)
         check_temperature(request.request_id, request.sampling)
+        serving = self._serving[request.request_id] = _Serving()
+        try:
+            async with aclosing(self._served(request, serving)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self._serving.pop(request.request_id, None)
+
+    async def interrupt(self, request_id: str) -> None:
+        """End a request; its stream reports all steps that have come, then `abort`."""
+        self._running()
+        serving = self._serving.get(request_id)
+        if serving is not None:
+            serving.interrupted = True
+            if serving.stream is not None:
+                serving.stream.cut()
+
+    async def _served(
+        self, request: GenerateRequest, serving: _Serving
+    ) -> AsyncGenerator[TokenChunk, None]:
         seed = self._seed_of(request.sampling)
         if request.kept is not None and len(request.kept):
-            verified = await self._verified(request, request.kept, seed)
+            verified = await self._verified(request, request.kept, seed, serving)
             if verified is None:
                 yield empty_end(request, self._version)
                 return
@@ -148,7 +183,7 @@ class VllmEngine:
                     return
         builder = ChunkBuilder(request.request_id, request.sampling.top_k_logprobs)
         arguments = generate_arguments(request, seed, self._limits.vocab_size)
-        stream = self._steps(request.request_id, *arguments, request.priority)
+        stream = self._steps(request.request_id, *arguments, request.priority, serving)
         async with aclosing(stream) as parts:
             async for steps in parts:
                 for chunk in builder.chunks(steps):
@@ -156,7 +191,7 @@ class VllmEngine:
                     yield chunk
                     if chunk.finish_reason is not None:
                         return
-        # Only `close` ends a request from this side while somebody still reads it.
+        # Only `interrupt` and `close` end a request from this side while somebody reads it.
         yield empty_end(request, self._version)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -185,12 +220,12 @@ class VllmEngine:
         return scores
 
     async def _verified(
-        self, request: GenerateRequest, kept: KeptTokens, seed: int
+        self, request: GenerateRequest, kept: KeptTokens, seed: int, serving: _Serving
     ) -> tuple[TokenChunk | None, GenerateRequest] | None:
-        """Score and judge kept tokens (see `engine.vllm.kept`); None when the engine was closed."""
+        """Score and judge kept tokens (see `engine.vllm.kept`); None when that was ended."""
         name, vocab_size = request.request_id, self._limits.vocab_size
         arguments = verify_arguments(request, kept, seed, vocab_size)
-        step = await self._scored(name, *arguments, request.priority)
+        step = await self._scored(name, *arguments, request.priority, serving)
         if step is None:
             return None
         table = Table.of(name, step, request.sampling.top_k_logprobs, vocab_size)
@@ -201,7 +236,7 @@ class VllmEngine:
             return unscored(request, self._version)
         seed, vocab_size = self._seed_of(request.sampling), self._limits.vocab_size
         arguments = score_arguments(request, seed, vocab_size)
-        step = await self._scored(request.request_id, *arguments, _SCORE_PRIORITY)
+        step = await self._scored(request.request_id, *arguments, _SCORE_PRIORITY, _Serving())
         if step is None:
             raise EngineError(
                 f"request {request.request_id!r}: the engine was closed while scoring"
@@ -209,10 +244,15 @@ class VllmEngine:
         return score_of(request, step, vocab_size)
 
     async def _scored(
-        self, name: str, tokens: list[int], params: dict[str, Any], priority: int
+        self,
+        name: str,
+        tokens: list[int],
+        params: dict[str, Any],
+        priority: int,
+        serving: _Serving,
     ) -> Step | None:
-        """The only step of a scoring request; None when the engine was closed."""
-        stream = self._steps(name, tokens, params, priority)
+        """The only step of a scoring request; None when it was interrupted, or all closed."""
+        stream = self._steps(name, tokens, params, priority, serving)
         async with aclosing(stream) as parts:
             async for steps in parts:
                 for step in steps:
@@ -226,11 +266,18 @@ class VllmEngine:
         return sampling.seed & _SEED_MASK
 
     async def _steps(
-        self, name: str, tokens: list[int], params: dict[str, Any], priority: int
+        self,
+        name: str,
+        tokens: list[int],
+        params: dict[str, Any],
+        priority: int,
+        serving: _Serving,
     ) -> AsyncGenerator[list[Step], None]:
-        """Steps of one request until its end; ends early when the engine is closed."""
+        """Steps of one request until its end; ends early when interrupted or closed."""
         core = self._running()
-        stream = self._new_stream()
+        if serving.interrupted:
+            return
+        stream = serving.stream = self._new_stream()
         try:
             await self._submit(core, stream, tokens, params, priority)
             while True:
@@ -240,7 +287,7 @@ class VllmEngine:
                     if not stream.again:
                         return
                     del self._streams[stream.request_id]
-                    stream = self._new_stream()
+                    stream = serving.stream = self._new_stream()
                     await self._submit(core, stream, tokens, params, priority)
                     continue
                 yield steps
@@ -361,8 +408,7 @@ class VllmEngine:
         if self._ended is None:
             self._ended = EngineError("the engine is closed")
         for stream in self._streams.values():
-            stream.again = False
-            stream.queue.put(None)
+            stream.cut()
         await self._free()
 
     async def _free(self) -> None:

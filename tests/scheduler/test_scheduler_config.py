@@ -7,13 +7,14 @@ from scheduler.policy import policy_for
 
 def test_defaults():
     config = SchedulerConfig()
-    assert (config.max_off_policy_steps, config.on_update) == (1, "keep")
+    assert (config.max_off_policy_steps, config.on_update) == (0, "verify")
+    assert (config.runahead_groups, config.partial_rollout) == (16, True)
     assert (config.group_size, config.groups_per_step, config.max_attempts) == (8, 16, 3)
 
 
-def test_a_mode_of_a_later_version_is_refused_by_name():
-    with pytest.raises(ValidationError, match="'recompute' is not built yet; use 'verify'"):
-        SchedulerConfig(on_update="recompute")
+def test_recompute_needs_something_that_runs_on():
+    with pytest.raises(ValidationError, match="partial_rollout: false leaves nothing running"):
+        SchedulerConfig(on_update="recompute", partial_rollout=False)
 
 
 def test_running_ahead_needs_verification():
@@ -31,6 +32,9 @@ def test_running_ahead_needs_verification():
         {"max_in_flight_per_generator": 0},
         {"on_update": "verify", "max_runahead_groups": 0},
         {"max_attempts": 0},
+        {"runahead_kv_limit": 0.0},
+        {"runahead_kv_limit": 1.5},
+        {"sample_deadline_seconds": 0.0},
         {"max_of_policy_steps": 1},
     ],
 )
@@ -47,12 +51,14 @@ def test_a_few_samples_wait_at_the_generator(slots, limit):
 
 def test_how_far_each_mode_runs_ahead():
     def newest(version, **settings):
-        return policy_for(SchedulerConfig(groups_per_step=4, **settings)).newest_group(version)
+        settings = {"on_update": "keep", "groups_per_step": 4} | settings
+        return policy_for(SchedulerConfig(**settings)).newest_group(version)
 
     assert [newest(v, max_off_policy_steps=0) for v in (0, 3)] == [3, 15]
     assert [newest(v, max_off_policy_steps=2) for v in (0, 3)] == [11, 23]
     assert newest(0, max_off_policy_steps=0, on_update="verify") == 7
     assert newest(0, max_off_policy_steps=1, on_update="verify", max_runahead_groups=3) == 10
-    synchronous = policy_for(SchedulerConfig(max_off_policy_steps=0))
+    assert newest(0, max_off_policy_steps=2, on_update="recompute") == 11
+    synchronous = policy_for(SchedulerConfig(on_update="keep"))
     assert not synchronous.verifies
     assert policy_for(SchedulerConfig(on_update="verify")).verifies

@@ -35,7 +35,8 @@ from scheduler.scheduler import Scheduler
 
 def scheduler_of(*generators, slots=4, steps=3, **settings):
     """Two samples a group, one group a step; the trainer has joined. Also returns the commands."""
-    config = SchedulerConfig(**{"group_size": 2, "groups_per_step": 1, **settings})
+    keep = {"on_update": "keep", "max_off_policy_steps": 1}
+    config = SchedulerConfig(**{"group_size": 2, "groups_per_step": 1, **keep, **settings})
     scheduler = Scheduler(config, first_step=0, total_steps=steps)
     commands = []
     for name in generators:
@@ -229,7 +230,7 @@ def test_stop_with_nothing_started_or_nobody_left_ends_at_once():
 
 
 def test_what_each_wait_waits_for():
-    config = SchedulerConfig(group_size=2, groups_per_step=1, max_off_policy_steps=0)
+    config = SchedulerConfig(group_size=2, groups_per_step=1, on_update="keep")
     s = Scheduler(config, first_step=0, total_steps=3)
     assert s.snapshot().waits == ("the run waits for the trainer to join",)
     s.on_event(TrainerJoined(0))

@@ -56,6 +56,37 @@ def test_verify_runs_ahead_and_trains_on_nothing_too_old(bound, ahead):
     assert most == bound + -(-ahead // 6), "it never ran ahead as far as it may"
 
 
+@pytest.mark.parametrize("mode", ["keep", "verify"])
+def test_without_partial_rollouts_every_sample_is_of_one_version(mode):
+    world = make_world(max_off_policy_steps=1, on_update=mode, steps=6, partial_rollout=False)
+    for slots in (3, 8, 1):
+        world.join(slots)
+    world.tell(ev.TrainerJoined(0))
+    said = set()
+
+    def look(world, _):
+        said.update(w for w in world.scheduler.snapshot().waits if "partial_rollout" in w)
+
+    run_clocked(world, random.Random(1), on_time=look)
+    assert world.finished == "done"
+    assert not world.failed
+    assert any("to finish the samples being written" in line for line in said)
+
+
+def test_a_generator_whose_kv_is_full_starts_nothing_ahead_of_time():
+    world = make_world(max_off_policy_steps=0, on_update="verify", steps=3, runahead_kv_limit=0.5)
+    name = world.join(4)
+    world.fill(name, 0.5)
+    world.tell(ev.TrainerJoined(0))
+    while any(g.running for g in world.generators.values()):
+        finishing = [h for h in world.enabled() if h[0] == "finish"]
+        world.happen(finishing[0])
+        world.check()
+    assert max(world.placed) == 5, "nothing of the next step, though there are idle slots"
+    world.fill(name, 0.49)
+    assert len(world.generators[name].running) == world.generators[name].limit
+
+
 def test_verify_without_staleness_is_faster_than_synchronous():
     times = {}
     for mode in ("keep", "verify"):
@@ -133,7 +164,7 @@ def test_losses_and_late_joins_in_a_clocked_run():
 
 
 def test_a_prompt_goes_back_to_its_generator_in_the_next_epoch():
-    config = SchedulerConfig(group_size=2, groups_per_step=8, max_off_policy_steps=0)
+    config = SchedulerConfig(group_size=2, groups_per_step=8, on_update="keep")
     world = World(config, total_steps=6, group_key=lambda group: group % 8)
     world.join(8)
     world.join(8)
@@ -145,7 +176,7 @@ def test_a_prompt_goes_back_to_its_generator_in_the_next_epoch():
 
 
 def test_a_resumed_run_begins_at_its_step():
-    config = SchedulerConfig(group_size=2, groups_per_step=3)
+    config = SchedulerConfig(group_size=2, groups_per_step=3, on_update="keep")
     world = World(config, first_step=3, total_steps=5)
     world.join(4, version=-1)
     world.tell(ev.TrainerJoined(3))
@@ -165,9 +196,11 @@ class AnyOrder(RuleBasedStateMachine):
         limit=st.sampled_from([None, None, 1, 3]),
         epochs=st.booleans(),
         ahead=st.sampled_from([None, 1, 2, 5]),
+        partial=st.booleans(),
     )
-    def begin(self, bound, size, per_step, attempts, limit, epochs, ahead):
+    def begin(self, bound, size, per_step, attempts, limit, epochs, ahead, partial):
         config = SchedulerConfig(
+            partial_rollout=partial,
             on_update="keep" if ahead is None else "verify",
             max_runahead_groups=ahead,
             max_off_policy_steps=bound,
@@ -199,6 +232,11 @@ class AnyOrder(RuleBasedStateMachine):
             data.draw(st.sampled_from(sorted(self.world.generators))), acks_lost=acks_lost
         )
 
+    @precondition(lambda self: self.world.generators)
+    @rule(data=st.data(), share=st.sampled_from([0.0, 0.89, 0.9, 1.0]))
+    def kv_space_is_used(self, data, share):
+        self.world.fill(data.draw(st.sampled_from(sorted(self.world.generators))), share)
+
     @precondition(lambda self: self.world.enabled())
     @rule(data=st.data(), times=st.integers(1, 12))
     def things_happen(self, data, times):
@@ -218,7 +256,7 @@ class AnyOrder(RuleBasedStateMachine):
         """Repeated news yields no new command, whenever it comes."""
         again = [
             e for e in self.world.history[-30:]
-            if not isinstance(e, ev.TrainerJoined | ev.PauseRequested
+            if not isinstance(e, ev.TrainerJoined | ev.PauseRequested | ev.KvUsed
                               | ev.ResumeRequested | ev.StopRequested | ev.WeightsInstalled)
         ]  # fmt: skip
         if again:
@@ -248,6 +286,8 @@ class AnyOrder(RuleBasedStateMachine):
         if not self.trainer:
             world.tell(ev.TrainerJoined(1))
         world.tell(ev.ResumeRequested())
+        for name in list(world.generators):
+            world.fill(name, 0.0)
         if not world.generators and world.finished is None:
             world.join(2)
         rng = random.Random(0)

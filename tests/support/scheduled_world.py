@@ -24,6 +24,7 @@ class FakeGenerator:
     """Commands to verify that it has not read yet."""
     install: int | None = None
     paused: bool = False
+    kv_used: float = 0.0
 
 
 class World:
@@ -167,6 +168,11 @@ class World:
         del self.generators[name].running[sample]
         self.tell(ev.SampleFailed(name, sample, "the reward function raised"))
 
+    def fill(self, name, share):
+        """A generator says how full its KV space is."""
+        self.generators[name].kv_used = share
+        self.tell(ev.KvUsed(name, share))
+
     def tell(self, event):
         self.history.append(event)
         for command in self.scheduler.on_event(event):
@@ -184,7 +190,7 @@ class World:
         assert self.finished is None
         assert c.sample.group <= self.scheduler.policy.newest_group(g.version)
         assert c.priority == max(0, step - self.config.max_off_policy_steps - g.version)
-        if self.config.on_update == "keep":
+        if self.config.on_update != "verify" or g.kv_used >= self.config.runahead_kv_limit:
             assert step - g.version <= self.config.max_off_policy_steps
         assert self.trained <= step < self.total_steps
         assert c.sample.group not in self.failed
@@ -206,6 +212,7 @@ class World:
         g = self.generators[c.generator]
         assert g.install is None, "two installations outstanding"
         assert c.policy_version == self.published > g.version
+        assert self.config.partial_rollout or not (g.running or g.verifying)
         g.install = c.policy_version
 
     def _do_deliver_group(self, c):
@@ -301,5 +308,6 @@ def run_clocked(world, rng, *, slow=None, on_time=None):
 
 
 def make_world(steps=4, **settings_):
-    config = SchedulerConfig(**{"group_size": 4, "groups_per_step": 6, **settings_})
+    keep = {"on_update": "keep", "max_off_policy_steps": 1}
+    config = SchedulerConfig(**{"group_size": 4, "groups_per_step": 6, **keep, **settings_})
     return World(config, total_steps=steps)
