@@ -89,6 +89,18 @@ class Earlier:
         )
 
 
+def _waits(metrics: dict[str, float], seconds: float) -> dict[str, float]:
+    """The trainer's waits within a step of so many seconds.
+
+    Its first one began with its start, before the training phase, of which it is no part.
+    """
+    worked = metrics.get("train_seconds", 0.0) + metrics.get("publish_seconds", 0.0)
+    waited = min(metrics.get("wait_seconds", 0.0), max(0.0, seconds - worked))
+    last = min(metrics.get("wait_last_seconds", 0.0), waited)
+    first = min(metrics.get("wait_first_seconds", 0.0), waited - last)
+    return {"wait_seconds": waited, "wait_first_seconds": first, "wait_last_seconds": last}
+
+
 class Progress:
     """Follows a run. Only the controller's event loop calls it."""
 
@@ -192,6 +204,7 @@ class Progress:
             "wall_seconds": self._earlier.seconds + now - self._began,
             "step_seconds": seconds,
             **message.metrics,
+            **_waits(message.metrics, seconds),
             # Of tokens drawn under the very policy that trains on them; a step may have none.
             "mismatch_abs_mean": message.metrics.get("mismatch_fresh") or None,
             "tokens_generated": self._earlier.generated + total.generated,
@@ -199,10 +212,11 @@ class Progress:
             "tokens_accepted": self._earlier.accepted + total.accepted,
             "tokens_verified": self._earlier.verified + total.verified,
             "tokens_rejected": self._earlier.rejected + total.rejected,
+            "engine_busy_seconds": total.busy_seconds,
             "tokens_per_second": new.generated / window,
             "generator_idle": min(1.0, max(0.0, 1 - new.busy_seconds / window / generators)),
-            "trainer_idle": min(1.0, message.metrics.get("wait_seconds", 0.0) / seconds),
         }
+        row["trainer_idle"] = row["wait_seconds"] / seconds
         self._last_step_at, self._last_row = now, row
         self._log.append(row)
         self._rewards.append(float(row.get("reward_mean", 0.0)))

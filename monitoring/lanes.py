@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from monitoring.markup import Child, Markup, element
+from monitoring.occupancy import SlotPiece
+from monitoring.slot_strip import slot_strip
 from monitoring.spans import Span, SpanKind, clip, flatten
 from monitoring.wording import duration, percent
 
@@ -19,6 +21,8 @@ LABELS = 124
 RIGHT = 10
 TOP = 20
 LANE = 30
+STRIP = 26
+"""Height of the strip that shows the use of slots, under its process's lane."""
 GAP = 12
 AXIS = 30
 MOST_EXACT = 500
@@ -72,29 +76,47 @@ def lanes_drawing(
     window: Window,
     title: str,
     steps: Sequence[tuple[int, float]] = (),
+    slots: Mapping[str, Sequence[SlotPiece]] | None = None,
 ) -> Markup:
-    """All lanes over one window, with moments at which steps finished as `(step, time)`."""
-    height = TOP + len(lanes) * (LANE + GAP) + AXIS
-    bottom = height - AXIS
-    marks: list[Child] = [_axis(window, bottom)]
-    for index, (name, spans) in enumerate(lanes.items()):
-        y = TOP + index * (LANE + GAP)
-        marks.append(
-            element("text", _short(name), x=LABELS - 12, y=y + LANE / 2 + 4, class_="lane end")
-        )
-        marks.append(
-            element(
-                "rect", x=LABELS, y=y, width=WIDTH - LABELS - RIGHT, height=LANE, class_="track"
-            )
-        )
+    """All lanes over one window.
+
+    Args:
+        lanes: process to its spans.
+        window: what is drawn.
+        title: read aloud in place of the drawing.
+        steps: moments at which steps finished, as `(step, time)`.
+        slots: process to the use of its slots, drawn under its lane.
+    """
+    slots = slots or {}
+    marks: list[Child] = []
+    y = float(TOP)
+    for name, spans in lanes.items():
+        marks.append(_track(_short(name), y, LANE, "lane"))
         inside = flatten(clip(spans, window.start, window.end))
         drawn = _exact if len(inside) <= MOST_EXACT else _slices
         marks.append(drawn(inside, window, y))
-    marks.append(_finished_steps(window, bottom, steps))
+        y += LANE
+        if name in slots:
+            y += 3
+            marks.append(_track("slots in use", y, STRIP, "tick"))
+            box = (LABELS, y, WIDTH - LABELS - RIGHT, STRIP)
+            marks.append(slot_strip(slots[name], (window.start, window.end), box, window.origin))
+            y += STRIP
+        y += GAP
+    marks = [_axis(window, y), *marks, _finished_steps(window, y, steps)]
     return element(
         "div",
-        element("svg", marks, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=title),
+        element("svg", marks, viewBox=f"0 0 {WIDTH} {y + AXIS}", role="img", aria_label=title),
         class_="wide",
+    )
+
+
+def _track(label: str, y: float, height: float, style: str) -> Markup:
+    width = WIDTH - LABELS - RIGHT
+    return element(
+        "g",
+        element("text", label, x=LABELS - 12, y=y + height / 2 + 4, class_=f"{style} end"),
+        element("rect", x=LABELS, y=y, width=width, height=height, class_="track"),
     )
 
 

@@ -235,10 +235,14 @@ class GeneratorMetrics(ProcessMetrics):
         "asyncrl_finished_samples_total",
         "Samples written to their end, by why they ended.",
         label="reason",
-        values=("stop", "length", "abort"),
+        values=("stop", "length", "abort", "deadline"),
     )
     response_length: Histogram = _histogram(
         "asyncrl_response_length_tokens", "Length of finished responses.", buckets=TOKENS
+    )
+    preempted: Total = _total(
+        "asyncrl_preempted_samples_total",
+        "Samples of later steps that gave their slot to due ones; what they had is kept.",
     )
     deliveries: Total = _total(
         "asyncrl_deliveries_total", "Trajectories sent to the trainer, repetitions included."

@@ -14,6 +14,7 @@ import yaml
 from monitoring.config import MonitoringConfig
 from monitoring.errors import RecordError, ReportError
 from monitoring.metrics_log import MetricsRow, read_metrics
+from monitoring.occupancy import SlotPiece, read_slots
 from monitoring.samples import SampleRecord, read_samples
 from monitoring.series import finite
 from monitoring.spans import Span, read_spans
@@ -30,6 +31,8 @@ class RunData:
     """Lines of metrics.jsonl, one per step, in order."""
     timelines: dict[str, list[Span]] = field(default_factory=dict)
     """Process name to its spans, in the order in which they are drawn."""
+    slots: dict[str, list[SlotPiece]] = field(default_factory=dict)
+    """Generator name to what its slots were used for; processes without slots are left out."""
     samples: list[SampleRecord] = field(default_factory=list)
     result: Mapping[str, Any] | None = None
     """result.json; None while the run is not finished."""
@@ -69,6 +72,11 @@ class RunData:
         return value
 
     @property
+    def lenient(self) -> bool:
+        """Whether samples began with tokens of earlier epochs by the lenient, biased rule."""
+        return bool(self.setting("cache.reuse") == "lenient")
+
+    @property
     def shown_samples(self) -> int:
         """Most sample trajectories in the report."""
         default = MonitoringConfig().report_samples
@@ -99,7 +107,15 @@ def load_run(run_dir: Path) -> RunData:
         spans: list[Span] = _attempt(data, partial(read_spans, path), [])
         if spans:
             data.timelines[path.stem] = spans
+            _load_slots(run_dir / "slots" / path.name, data)
     return data
+
+
+def _load_slots(path: Path, data: RunData) -> None:
+    if path.exists():
+        pieces: list[SlotPiece] = _attempt(data, partial(read_slots, path), [])
+        if pieces:
+            data.slots[path.stem] = pieces
 
 
 def _rank(process: str) -> tuple[int, str, int]:

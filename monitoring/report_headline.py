@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from monitoring.markup import Child, Markup, element
+from monitoring.occupancy import SlotUse, slot_shares
 from monitoring.report_data import RunData
+from monitoring.report_windows import training_window, whole_window
 from monitoring.series import difference_interval, mean
-from monitoring.wording import count, duration, number, percent
+from monitoring.wording import UNKNOWN, count, duration, number, percent
+
+LENIENT = (
+    "Lenient reuse (cache.reuse: lenient): samples began with tokens of earlier epochs, kept more "
+    "often than the policy would say them. Their staleness is 0 by version, but they do NOT follow "
+    "the policy that was trained on them: these rollouts are biased (docs/exactness.md)."
+)
 
 
 def headline(data: RunData) -> list[Child]:
@@ -15,6 +23,7 @@ def headline(data: RunData) -> list[Child]:
         element("h1", data.name),
         element("p", sentence(data), class_="lead"),
         element("div", _facts(data), class_="facts"),
+        element("p", LENIENT, class_="note") if data.lenient else None,
         [element("p", note, class_="note") for note in data.notes],
         element("div", *_tiles(data), class_="tiles"),
     ]
@@ -47,6 +56,7 @@ def _facts(data: RunData) -> list[Child]:
         ("on update", data.setting("scheduler.on_update")),
         ("off-policy steps allowed", data.setting("scheduler.max_off_policy_steps")),
         ("learning rate", data.setting("trainer.learning_rate")),
+        ("reuse", "lenient, biased" if data.lenient else None),
     )
     return [
         element("span", f"{name} ", element("b", str(value)))
@@ -84,31 +94,71 @@ def _tiles(data: RunData) -> list[Markup]:
     rate = mean(data.column("tokens_per_second"))
     if rate is None and generated is not None and wall:
         rate = generated / wall
-    stale = data.outcome("staleness_mean")
-    stale = mean(data.column("staleness_mean")) if stale is None else stale
-    worst = data.outcome("staleness_max")
-    if worst is None:
-        worst = max((v for v in data.column("staleness_max") if v is not None), default=None)
     planned = data.setting("run.steps")
     share = reused / generated if reused is not None and generated else None
+    took = f"{steps} of {planned} planned steps" if planned else f"{steps} steps"
+    if step_seconds is not None:
+        took += f", {duration(step_seconds)} each"
     return [
         _accuracy_tile(data),
-        _tile("optimizer steps", str(steps), f"of {planned} planned" if planned else ""),
-        _tile(
-            "wall time",
-            duration(wall),
-            f"{duration(step_seconds)} a step" if step_seconds is not None else "",
-        ),
+        _tile("wall time", duration(wall), took),
         _tile("tokens per second", count(rate), f"{count(generated)} response tokens in all"),
+        _staleness_tile(data),
+        _verified_tile(data, generated),
         _tile("reused tokens", percent(share), f"{count(reused)} came from accepted drafts"),
-        _tile("staleness", number(stale), f"steps in the mean, {number(worst, 0)} at most"),
-        _tile(
-            "idle",
-            percent(mean(data.column("generator_idle"))),
-            f"of the generators' time, {percent(mean(data.column('trainer_idle')))} of the "
-            "trainer's",
-        ),
+        _idle_tile(data),
     ]
+
+
+def _staleness_tile(data: RunData) -> Markup:
+    stale, worst = staleness(data)
+    if worst == 0:
+        if data.lenient:
+            return _tile("staleness", "0", "by version only: lenient reuse is not on-policy")
+        return _tile("staleness", "0", "exactly on-policy: no token of an older policy")
+    return _tile("staleness", number(stale), f"steps in the mean, {number(worst, 0)} at most")
+
+
+def staleness(data: RunData) -> tuple[float | None, float | None]:
+    """Mean and largest over the run's trained tokens, in optimizer steps; None: not known."""
+    stale, worst = data.outcome("staleness_mean"), data.outcome("staleness_max")
+    if stale is None:
+        stale = mean(data.column("staleness_mean"))
+    if worst is None:
+        worst = max((v for v in data.column("staleness_max") if v is not None), default=None)
+    return stale, worst
+
+
+def _verified_tile(data: RunData, generated: float | None) -> Markup:
+    kept, again = data.last("tokens_verified") or 0.0, data.last("tokens_rejected") or 0.0
+    name = "of older policies, kept"
+    if not kept + again:
+        return _tile(name, UNKNOWN, "nothing of an older policy was verified")
+    more = f"of {count(kept + again)} tokens verified; {count(again)} written again"
+    if generated:
+        more += f", {percent(again / generated, 1)} of all written"
+    return _tile(name, percent(kept / (kept + again)), more)
+
+
+def _idle_tile(data: RunData) -> Markup:
+    generators = percent(mean(data.column("generator_idle")))
+    trainer = percent(mean(data.column("trainer_idle")))
+    more = "of their time"
+    empty = empty_slots(data)
+    if empty is not None:
+        more += f"; {percent(empty)} of slot time is empty"
+    value: list[Child] = [generators, element("span", "·", class_="arrow"), trainer]
+    return _tile("idle: generators · trainer", value, more)
+
+
+def empty_slots(data: RunData) -> float | None:
+    """Share of the generators' slot time, over the training phase, in which slots stood empty."""
+    if not data.slots or not data.timelines:
+        return None
+    start, end = training_window(data, whole_window(data.timelines))
+    pieces = [piece for each in data.slots.values() for piece in each]
+    shares = slot_shares(pieces, start, end)
+    return shares.get(SlotUse.IDLE.value, 0.0) if shares else None
 
 
 def _tokens(data: RunData) -> tuple[float | None, float | None]:

@@ -39,7 +39,7 @@ class Doing:
     evaluating: int = 0
     """Held-out samples being written."""
     rewarding: int = 0
-    """Samples that wait for a reward worker or are with one."""
+    """Samples that wait for a reward worker or are with one: `RewardPool.waiting + running`."""
     installing: int | None = None
     """Policy version whose weights are being swapped in; set it only while the engine stands."""
     paused: bool = False
@@ -56,14 +56,17 @@ class Doing:
 
 
 def cause_of_waiting(doing: Doing) -> str:
-    """What a generator waits for that has nothing to write, score or reward.
+    """What a generator waits for whose engine has nothing to write or to score.
 
-    `resume`: a person paused it. `new weights`: step b has its samples from here, and version b+1
-    is not installed. `other samples`: what it holds is not yet asked for, as its group or its step
-    is not complete. `prompts`: none of these; the scheduler has admitted nothing.
+    `resume`: a person paused it. `rewards`: reward workers have samples of this generator; its
+    engine stands, so this is idleness too. `new weights`: step b has its samples from here, and
+    version b+1 is not installed. `other samples`: what it holds is not asked for yet, as its group
+    or its step is not complete. `prompts`: none of these; the scheduler has admitted nothing.
     """
     if doing.paused:
         return "resume"
+    if doing.rewarding:
+        return "rewards"
     if doing.awaited:
         return doing.awaited
     if doing.delivered_step >= 0 and doing.delivered_step >= doing.policy_version:
@@ -87,7 +90,7 @@ def kind_of(doing: Doing) -> SpanKind:
         if doing.run_ahead and not doing.primary:
             return SpanKind.RUN_AHEAD
         return SpanKind.GENERATING
-    return SpanKind.REWARDING if doing.rewarding else SpanKind.WAITING
+    return SpanKind.WAITING
 
 
 def slots_of(doing: Doing) -> dict[str, int]:

@@ -23,7 +23,7 @@ COUNTS = st.integers(0, 9)
         (Doing(slots=4, running=1), SpanKind.GENERATING),
         (Doing(slots=4, running=4, primary=4, installing=3), SpanKind.TRANSFERRING_WEIGHTS),
         (Doing(slots=4, running=4, primary=4, paused=True), SpanKind.WAITING),
-        (Doing(slots=4, rewarding=1, held=3), SpanKind.REWARDING),
+        (Doing(slots=4, rewarding=1, held=3), SpanKind.WAITING),
         (Doing(slots=4, primary=2), SpanKind.WAITING),
         (Doing(slots=4), SpanKind.WAITING),
     ],
@@ -36,6 +36,7 @@ def test_the_most_important_thing_is_said(doing, kind):
     ("doing", "cause"),
     [
         (Doing(paused=True, delivered_step=3, policy_version=3), "resume"),
+        (Doing(rewarding=1, held=3, awaited="a slot"), "rewards"),
         (Doing(awaited="a slot", delivered_step=3, policy_version=3), "a slot"),
         (Doing(delivered_step=3, policy_version=3, held=2), "new weights"),
         (Doing(delivered_step=4, policy_version=3), "new weights"),
