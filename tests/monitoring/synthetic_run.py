@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from monitoring.metrics_log import MetricsLog
+from monitoring.occupancy import SlotLog
 from monitoring.report import write_report
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
 from monitoring.timeline import Clock, Timeline
@@ -114,8 +115,10 @@ def _generator(
         line.record("starting", 100.0, 100.0 + ready)
         line.record("evaluating", 100.0 + ready, 100.0 + evaluated - 0.4)
         at = 100.0 + evaluated - 0.3
+        slots = SlotLog(folder.parent / "slots" / f"{name}.jsonl")
         for step, end in enumerate(ends):
             until = end - START + 100.0
+            _slots(slots, at + START - 100.0, end)
             while at < until - 0.5:
                 busy = min(until - at - 0.1, 0.3 + 0.4 * random_.random())
                 line.record("generating", at, at + busy)
@@ -125,7 +128,19 @@ def _generator(
             line.record("transferring_weights", until + 0.02, until + 0.07)
             at = until + 0.07
             fake.now = at
+        slots.close()
         line.record("evaluating", at, at + 8.5)
+
+
+def _slots(log: SlotLog, start: float, end: float) -> None:
+    """A step: verification of what was written ahead, due samples that get fewer, run-ahead."""
+    size = (end - start) / 10
+    for part in range(10):
+        due = 64 - 7 * part
+        used = {"primary": due, "run_ahead": (64 - due) // 2}
+        if part == 0:
+            used = {"verifying": 60}
+        log.add(start + part * size, start + (part + 1) * size, 64, used)
 
 
 def _metrics(path: Path, ends: list[float], random_: random.Random) -> tuple[int, int]:

@@ -84,9 +84,52 @@ def test_a_finished_run_on_one_page(run):
         "step 31 done",
         "drafted from the cache and accepted",
         "max_off_policy_steps",
+        "share of slot time",
+        "of 64 slots",
+        "of all written",
     ):
         assert expected in read
     assert len(text) < 1_000_000
+
+
+def written_with(run, *, config="", **result):
+    """The report's words when these lines are in the configuration and these numbers come out."""
+    (run / "config.yaml").write_text("run: {name: r}\n" + config)
+    (run / "result.json").write_bytes(
+        msgspec.json.encode({"staleness_mean": 0.0, "staleness_max": 0.0, **result})
+    )
+    return words(write_report(run).read_text())
+
+
+def test_only_a_run_without_stale_or_lenient_tokens_is_called_on_policy(tmp_path, synthetic):
+    run = synthetic.make_run(tmp_path / "r", steps=4)
+    read = written_with(run)
+    assert "exactly on-policy" in read
+    assert "biased" not in read
+    read = written_with(run, staleness_mean=0.3, staleness_max=1.0)
+    assert "exactly on-policy" not in read
+    assert "steps in the mean, 1 at most" in read
+    read = written_with(run, config="cache: {reuse: lenient}\n")
+    assert "exactly on-policy" not in read
+    assert "do NOT follow" in read
+    assert "by version only: lenient reuse is not on-policy" in read
+
+
+def test_slots_and_causes_are_told_apart(tmp_path, synthetic):
+    """Of each 64 slots of a step: 60 verify for a tenth of it, then 57 to 1 are due, and so on."""
+    run = synthetic.make_run(tmp_path / "r", steps=4)
+    read = words(write_report(run).read_text())
+    due = sum(64 - 7 * part for part in range(1, 10)) / 640
+    ahead = sum((7 * part) // 2 for part in range(1, 10)) / 640
+    found = re.search(r"due samples ([\d.]+)%, verifying ([\d.]+)%, running ahead ([\d.]+)%", read)
+    assert found is not None
+    got = [float(share) / 100 for share in found.groups()]
+    assert got == pytest.approx([due, 60 / 640, ahead], abs=0.03)
+    assert "trajectories 2" in read  # the trainer's cause, with its share
+    (run / "slots" / "generator-1.jsonl").write_text("nonsense\n{}\n")
+    read = words(write_report(run).read_text())
+    assert "generator-1.jsonl, line 1" in read
+    assert "share of slot time" in read
 
 
 def test_an_unfinished_run_says_so(tmp_path, synthetic):
