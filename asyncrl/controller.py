@@ -322,6 +322,7 @@ class Controller:
                 await self._ask_for_evaluation(worker)
             case fg.GeneratorReport():
                 worker.generator_report, worker.reported = message, time.monotonic()
+                await self._apply(ev.KvUsed(name, message.kv_used))
             case fg.Failure():
                 self._failed(worker, message.reason, user_error=message.user_error)
             case fg.Goodbye():
@@ -423,7 +424,8 @@ class Controller:
                 await self._send(name, tg.Verify(samples, seeds, version))
             case cmd.InstallWeights(generator=name):
                 if self._manifest is not None:
-                    await self._send(name, tg.InstallWeights(self._manifest))
+                    rebuild = self._config.scheduler.on_update == "recompute"
+                    await self._send(name, tg.InstallWeights(self._manifest, rebuild))
             case cmd.DeliverGroup(step=step, samples=samples):
                 holders: dict[str, list[SampleId]] = {}
                 for name, sample in samples:

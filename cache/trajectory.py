@@ -201,6 +201,15 @@ class TrajectoryBuilder:
         """Lowest policy version among the segments; None before the first token."""
         return self._segments[0].policy_version if self._segments else None
 
+    def tokens(self) -> IntArray:
+        """`[L]` what was appended so far."""
+        out: IntArray = np.concatenate([np.empty(0, np.int32), *self._tokens])
+        return out
+
+    def count(self, provenance: Provenance) -> int:
+        """How many tokens came to be so."""
+        return sum(int((part == provenance).sum()) for part in self._provenance)
+
     def kept(self) -> KeptTokens:
         """What was appended so far, for a newer policy to verify. Raises ValueError if nothing."""
         return self.finish("abort").kept()

@@ -36,7 +36,8 @@ class SchedulerConfig(BaseModel):
 
     max_runahead_groups: int | None = Field(default=None, ge=1)
     """`verify` only: groups that may be started before the version is there that they will be
-    trained by. None: groups_per_step, one whole step ahead."""
+    trained by. None: two whole steps (2 * groups_per_step), so that an answer may take as long as
+    three steps before anybody waits for it. More than three steps gain nothing in simulations."""
 
     runahead_kv_limit: float = Field(default=0.9, gt=0, le=1)
     """`verify` only: a generator that uses this share of its KV space or more starts nothing ahead
@@ -84,7 +85,7 @@ class SchedulerConfig(BaseModel):
         if self.on_update != "verify":
             return 0
         if self.max_runahead_groups is None:
-            return self.groups_per_step
+            return 2 * self.groups_per_step
         return self.max_runahead_groups
 
     def in_flight_limit(self, slots: int) -> int:

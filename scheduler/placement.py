@@ -113,9 +113,9 @@ class Placement:
         others cannot get to. Only groups up to `newest_group` may be started.
         """
         begun, head = _begun(generator), self._head(generator)
-        if begun is not None and begun.index <= newest_group:
-            if head is None or begun.index < head.index:
-                return begun
+        earliest = begun is not None and (head is None or begun.index < head.index)
+        if earliest and begun is not None and begun.index <= newest_group:
+            return begun
         if head is not None and head.index <= newest_group:
             self._pop(generator)
         else:

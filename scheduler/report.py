@@ -82,12 +82,11 @@ def _installs(scheduler: Scheduler) -> list[str]:
 
 def _drains(scheduler: Scheduler) -> list[str]:
     names = [g.name for g in scheduler.work.generators.values() if g.draining]
-    if not names:
-        return []
-    return [
+    text = (
         f"policy version {scheduler.published} waits for {named(names)} to finish the samples "
         "being written (scheduler.partial_rollout is false)"
-    ]
+    )
+    return [text] if names else []
 
 
 def _step_in_hand(scheduler: Scheduler) -> list[str]:

@@ -368,8 +368,8 @@ class Scheduler:
             self.work.start(generator)
 
     def _on_kv_used(self, event: ev.KvUsed) -> None:
-        generator = self._generator(event.generator)
-        if generator is None:
+        generator = self.work.generators.get(event.generator)
+        if generator is None:  # its reports may be quicker than the news that it joined
             return
         generator.kv_used = event.share
         self.work.start(generator)

@@ -129,7 +129,7 @@ def main() -> None:
     logger = logging.getLogger(f"asyncrl.{spec.name}")
     try:
         if spec.role == "generator":
-            from asyncrl.processes.generator import run_generator
+            from asyncrl.processes.generator_setup import run_generator
 
             asyncio.run(run_generator(spec))
         else:

@@ -1,48 +1,21 @@
-"""Writing one sample: from the order, or from what verification is to keep, to its reward."""
+"""Writing samples: an engine for their tokens, reward workers for their rewards."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
-import numpy as np
-
+from asyncrl.processes.writing import HeldSample, Writing
 from asyncrl.rewards.pool import RewardPool
-from cache.trajectory import KeptTokens, Provenance, SampleId, Trajectory, TrajectoryBuilder
+from cache.trajectory import FinishReason
 from engine.errors import EngineError
-from engine.protocol import Engine, GenerateRequest, SamplingParams
+from engine.protocol import Engine, SamplingParams
 from monitoring.metrics import GeneratorMetrics
-from scheduler.messages.to_generator import PromptPayload
-
-
-@dataclass(frozen=True, slots=True)
-class HeldSample:
-    """A finished sample that the trainer does not have yet."""
-
-    trajectory: Trajectory
-    reward: float
-    prompt: PromptPayload
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A sample that is to be written, and what of it there is already."""
-
-    sample: SampleId
-    prompt: PromptPayload
-    seed: int
-    priority: int = 0
-    least_version: int = -1
-    """What was kept is verified under weights of at least this version."""
-    kept: KeptTokens | None = None
-    """Tokens of older versions, to be verified first."""
-    rewarded: HeldSample | None = None
-    """The sample as it was finished before: if all of it is accepted, its reward still holds."""
 
 
 class SampleWriter:
-    """Engine and rewards together."""
+    """Carries samples through their stretches; see `asyncrl.processes.writing`."""
 
     def __init__(
         self,
@@ -58,58 +31,97 @@ class SampleWriter:
         self._decode = decode
         self._sampling = sampling
         self._metrics = metrics
+        self._open = asyncio.Event()
+        self._open.set()
+        self._drawing = asyncio.Event()
+        self._drawing.set()
         self.tokens_verified = 0
         self.tokens_rejected = 0
 
-    def builder(self, sample: SampleId, prompt: PromptPayload) -> TrajectoryBuilder:
-        """Where the tokens of a sample are gathered."""
-        tokens = np.frombuffer(prompt.tokens, "<i4").astype(np.int32)
-        return TrajectoryBuilder(sample, prompt.prompt_id, tokens)
+    def hold(self) -> None:
+        """Begin no stretch until `go_on`."""
+        self._open.clear()
 
-    async def write(
-        self, draft: Draft, builder: TrajectoryBuilder, *, purpose: str = "train"
-    ) -> HeldSample:
-        """Have the tokens drawn into `builder`, and rewarded.
+    def go_on(self) -> None:
+        """The end of `hold`."""
+        self._open.set()
+
+    def paused(self, paused: bool) -> None:
+        """Say whether the engine is paused: it may then not be able to verify."""
+        if paused:
+            self._drawing.clear()
+        else:
+            self._drawing.set()
+
+    async def interrupt(self, writing: Writing) -> None:
+        """End the stretch in hand; the sample goes on with another, as its state says."""
+        if writing.request_id is not None:
+            await self._engine.interrupt(writing.request_id)
+
+    async def write(self, writing: Writing) -> HeldSample:
+        """Have the tokens drawn, and rewarded.
 
         Raises:
             RequestError: the engine cannot serve it.
-            EngineError: the engine failed.
+            EngineError: the engine failed, or was closed.
             AsyncrlError: the reward failed.
         """
-        name = f"{purpose}-{draft.sample}"
-        if draft.kept is not None:
-            name += f"-v{draft.least_version}"
-        trajectory = await self._generate(draft, builder, name)
-        if draft.kept is not None:
-            verified = int((trajectory.provenance == Provenance.VERIFIED).sum())
-            self.tokens_verified += verified
-            self.tokens_rejected += len(draft.kept) - verified
-        before = draft.rewarded
-        if before is not None and np.array_equal(before.trajectory.tokens, trajectory.tokens):
-            return HeldSample(trajectory, before.reward, before.prompt, before.text)
-        text, prompt = self._decode(trajectory.tokens.tolist()), draft.prompt
-        with self._metrics.reward_time.time():
-            reward = await self._rewards.score(str(prompt.row.get("prompt", "")), text, prompt.row)
-        return HeldSample(trajectory, reward, prompt, text)
+        while True:
+            writing.turn()
+            await self._open.wait()
+            if writing.verifying:
+                await self._drawing.wait()
+            reason = await self._stretch(writing)
+            end = writing.finish(reason)
+            if end is None:
+                continue
+            held = await self._reward(writing, end)
+            if writing.ordered is None:
+                return held
+            writing.rewarded, writing.counted = held, True
 
-    async def _generate(self, draft: Draft, builder: TrajectoryBuilder, name: str) -> Trajectory:
-        request = GenerateRequest(
-            request_id=name,
-            cache_key=builder.prompt_id,
-            prompt_tokens=builder.prompt_tokens,
-            sampling=replace(self._sampling, seed=draft.seed),
-            kept=draft.kept,
-            priority=draft.priority,
-        )
-        async for chunk in self._engine.generate(request):
-            builder.append(
-                tokens=chunk.tokens,
-                logprobs=chunk.logprobs,
-                topk_ids=chunk.topk_ids,
-                topk_logprobs=chunk.topk_logprobs,
-                provenance=chunk.provenance,
-                policy_version=chunk.policy_version,
-            )
-            if chunk.finish_reason is not None:
-                return builder.finish(chunk.finish_reason)
-        raise EngineError(f"request {name}: the engine ended the stream without a reason")
+    async def _stretch(self, writing: Writing) -> FinishReason:
+        """One request, to its end; its tokens are appended as they come."""
+        writing.turn()  # something may have been ordered while this waited
+        request = writing.request(self._sampling)
+        builder = writing.builder
+        writing.request_id = request.request_id
+        try:
+            async for chunk in self._engine.generate(request):
+                if len(chunk.tokens):
+                    if chunk.finish_reason is None:
+                        writing.displaced = False  # it has a slot again
+                    if writing.began is None:
+                        writing.began = time.monotonic()
+                builder.append(
+                    tokens=chunk.tokens,
+                    logprobs=chunk.logprobs,
+                    topk_ids=chunk.topk_ids,
+                    topk_logprobs=chunk.topk_logprobs,
+                    provenance=chunk.provenance,
+                    policy_version=chunk.policy_version,
+                )
+                if chunk.finish_reason is not None:
+                    return chunk.finish_reason
+        finally:
+            writing.request_id = None
+            if request.kept is not None:
+                accepted, rejected = writing.verified()
+                self.tokens_verified += accepted
+                self.tokens_rejected += rejected
+        raise EngineError(f"request {request.request_id}: the stream ended without a reason")
+
+    async def _reward(self, writing: Writing, reason: FinishReason) -> HeldSample:
+        trajectory = writing.builder.finish(reason)
+        same = writing.same_as_before(trajectory)
+        if same is not None:
+            return same
+        text, prompt = self._decode(trajectory.tokens.tolist()), writing.prompt
+        question = str(prompt.row.get("prompt", ""))
+        writing.rewarding = True
+        try:
+            with self._metrics.reward_time.time():
+                reward = await self._rewards.score(question, text, prompt.row)
+        finally:
+            writing.rewarding = False
+        return HeldSample(trajectory, reward, prompt, text)

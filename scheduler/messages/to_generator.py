@@ -58,6 +58,8 @@ class InstallWeights(Message, frozen=True):
     """Swap to these weights between two steps; running requests go on."""
 
     manifest: WeightManifest
+    rebuild_kv: bool = False
+    """Whether what runs begins again from its tokens, so that no KV of older weights is used."""
 
 
 class Deliver(Message, frozen=True):

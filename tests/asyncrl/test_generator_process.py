@@ -8,25 +8,38 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from asyncrl.processes.activity import Activity
 from asyncrl.processes.generator import GeneratorProcess
-from cache.trajectory import Provenance, SampleId
+from asyncrl.processes.writing import Writing, excess
+from cache.trajectory import KeptTokens, Provenance, SampleId
 from engine.protocol import EngineStats, GenerateRequest, SamplingParams, TokenChunk
 from monitoring.metrics import GeneratorMetrics, new_registry
+from monitoring.timeline import Timeline
 from scheduler.messages import from_generator as fg
 from scheduler.messages import to_generator as tg
+from trainer.publish import WeightPublisher
 
 SAMPLE = SampleId(group=5, sample=1)
 PROMPT = tg.PromptPayload("p", np.array([1, 2], "<i4").tobytes(), {"prompt": "?"})
 
 
 class FakeEngine:
-    """Streams what the test feeds it; remembers requests and which of them were abandoned."""
+    """Streams what the test feeds it; remembers requests and which were interrupted, or lost.
+
+    `unreported` is what the engine has drawn of a request when it is interrupted, and not told.
+    """
 
     def __init__(self) -> None:
         self.requests: list[GenerateRequest] = []
         self.chunks: dict[str, asyncio.Queue[TokenChunk]] = {}
+        self.interrupted: list[str] = []
         self.abandoned: list[str] = []
+        self.serving: set[str] = set()
+        self.unreported: dict[str, tuple[list[int], int]] = {}
+        self.version = 0
+        self.updates: list[tuple[int, set[str]]] = []
         self.paused = False
         self.saved = False
 
@@ -35,12 +48,14 @@ class FakeEngine:
         self.requests.append(request)
         queue = self.chunks.setdefault(request.request_id, asyncio.Queue())
         ended = False
+        self.serving.add(request.request_id)
         try:
             while not ended:
                 chunk = await queue.get()
                 ended = chunk.finish_reason is not None
                 yield chunk
         finally:
+            self.serving.discard(request.request_id)
             if not ended:
                 self.abandoned.append(request.request_id)
 
@@ -62,6 +77,16 @@ class FakeEngine:
         )
         self.chunks.setdefault(name, asyncio.Queue()).put_nowait(chunk)
 
+    async def interrupt(self, name: str) -> None:
+        self.interrupted.append(name)
+        self.serving.discard(name)
+        tokens, version = self.unreported.pop(name, ([], 0))
+        self.feed(name, tokens, version, end="abort")
+
+    async def update_weights(self, weights: Any, version: int) -> None:
+        self.updates.append((version, set(self.serving)))
+        self.version = version
+
     async def pause(self) -> None:
         self.paused = True
 
@@ -73,7 +98,7 @@ class FakeEngine:
         return 1
 
     def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 0, 0, 0.0, 0, 0, 4, 0.0, 0)
+        return EngineStats(0, 0, 0, 0, 0.0, 0, 0, 2, 0.0, self.version)
 
 
 class FakeRewards:
@@ -83,9 +108,12 @@ class FakeRewards:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
 
     async def score(self, _prompt: str, text: str, _row: Any) -> float:
         self.asked.append(text)
+        await self.gate.wait()
         return float(len(text.split()))
 
 
@@ -103,16 +131,12 @@ class FakeLine:
         return await self.inbox.get()
 
 
-class FakeTimeline:
-    def record(self, *_: Any, **__: Any) -> None:
-        """Nothing is recorded."""
-
-
 class House:
-    """A generator process among fakes."""
+    """A generator process with two slots among fakes."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.engine, self.rewards, self.control = FakeEngine(), FakeRewards(), FakeLine()
+        metrics = GeneratorMetrics.register(new_registry(), "g0")
         self.process = GeneratorProcess(
             "g0",
             engine=self.engine,  # type: ignore[arg-type]
@@ -122,8 +146,9 @@ class House:
             control=self.control,  # type: ignore[arg-type]
             data_line=FakeLine(),  # type: ignore[arg-type]
             samples=None,  # type: ignore[arg-type]
-            timeline=FakeTimeline(),  # type: ignore[arg-type]
-            metrics=GeneratorMetrics.register(new_registry(), "g0"),
+            activity=Activity(Timeline(None, "g0"), metrics),
+            metrics=metrics,
+            **settings,
         )
 
     async def say(self, message: tg.ToGenerator) -> None:
@@ -140,8 +165,8 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def _with_house(scenario: Any) -> None:
-    house = House()
+async def _with_house(scenario: Any, settings: dict[str, Any]) -> None:
+    house = House(**settings)
     running = asyncio.create_task(house.process.run(metrics_port=None))
     try:
         async with asyncio.timeout(20):
@@ -154,8 +179,8 @@ async def _with_house(scenario: Any) -> None:
         running.cancel()
 
 
-def play(scenario: Any) -> None:
-    asyncio.run(_with_house(scenario))
+def play(scenario: Any, **settings: Any) -> None:
+    asyncio.run(_with_house(scenario, settings))
 
 
 def verify(seed: int = 9, least: int = 2) -> tg.Verify:
@@ -206,10 +231,12 @@ def test_what_was_rejected_is_rewarded_anew_and_counted():
 def test_a_running_sample_is_begun_again_from_what_it_has():
     async def scenario(house: House) -> None:
         await house.say(tg.Generate(SAMPLE, PROMPT, 7))
-        house.engine.feed("train-5.1", [3, 4], 1)
+        house.engine.feed("train-5.1", [3], 1)
+        house.engine.unreported["train-5.1"] = ([4], 1)
         await settle()
         await house.say(verify())
-        assert house.engine.abandoned == ["train-5.1"]
+        assert house.engine.interrupted == ["train-5.1"]
+        assert not house.engine.abandoned, "tokens were lost, and the cut depends on them"
         kept = house.engine.requests[-1].kept
         assert kept is not None
         assert kept.tokens.tolist() == [3, 4]
@@ -248,7 +275,8 @@ def test_a_second_verification_before_the_first_has_answered_keeps_the_tokens():
         kept = house.engine.requests[-1].kept
         assert kept is not None
         assert kept.tokens.tolist() == [3, 4]
-        assert house.engine.abandoned == ["train-5.1-v2"]
+        assert house.engine.interrupted == ["train-5.1-v2"]
+        assert house.engine.requests[-1].sampling.seed == 10
 
     play(scenario)
 
@@ -270,3 +298,135 @@ def test_nothing_is_verified_while_paused_and_a_discarded_sample_is_forgotten():
         assert len(house.finished()) == 1
 
     play(scenario)
+
+
+def test_a_sample_that_ends_as_it_is_interrupted_is_verified_whole():
+    async def scenario(house: House) -> None:
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7))
+        house.engine.feed("train-5.1", [3], 1)
+        await settle()
+        house.control.inbox.put_nowait(verify())
+        house.engine.feed("train-5.1", [4], 1, end="stop")  # on its way as the order comes
+        await settle()
+        assert not house.finished()
+        kept = house.engine.requests[-1].kept
+        assert kept is not None
+        assert kept.tokens.tolist() == [3, 4]
+        house.engine.feed("train-5.1-v2", [3, 4], 2, verified=2, end="stop")
+        await settle()
+        assert [(f.length, f.oldest_version) for f in house.finished()] == [(2, 2)]
+
+    play(scenario)
+
+
+def test_what_is_ordered_while_the_reward_is_computed_is_verified_before_it_is_held():
+    async def scenario(house: House) -> None:
+        house.rewards.gate.clear()
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7))
+        house.engine.feed("train-5.1", [3, 4], 1, end="stop")
+        await settle()
+        await house.say(verify())
+        house.rewards.gate.set()
+        await settle()
+        assert not house.finished()
+        house.engine.feed("train-5.1-v2", [3, 4], 2, verified=2, end="stop")
+        await settle()
+        assert [(f.reward, f.oldest_version) for f in house.finished()] == [(2.0, 2)]
+        assert house.rewards.asked == ["3 4"]
+
+    play(scenario)
+
+
+def test_due_work_takes_the_slots_of_run_ahead_which_goes_on_from_its_tokens():
+    async def scenario(house: House) -> None:
+        ahead = [SampleId(group=8, sample=0), SampleId(group=9, sample=0)]
+        for sample in ahead:  # two slots
+            await house.say(tg.Generate(sample, PROMPT, 7, priority=1))
+            house.engine.feed(f"train-{sample}", [3], 1)
+        await settle()
+        house.engine.unreported["train-9.0"] = ([4], 1)
+        await house.say(tg.Generate(SAMPLE, PROMPT, 5))
+        assert house.engine.interrupted == ["train-9.0"], "the one most ahead, and only one"
+        again = house.engine.requests[-1]
+        assert (again.request_id, again.priority, again.kept) == ("train-9.0+1", 1, None)
+        assert again.prefix_tokens.tolist() == [3, 4]
+        assert again.sampling.seed == 7
+        other = SampleId(group=5, sample=0)
+        await house.say(tg.Generate(other, PROMPT, 5))
+        assert house.engine.interrupted == ["train-9.0", "train-8.0"]
+        house.engine.feed("train-9.0+1", [5], 2, end="stop")
+        await settle()
+        assert [(f.sample, f.length, f.oldest_version) for f in house.finished()] == [
+            (ahead[1], 3, 1)
+        ]
+
+    play(scenario)
+
+
+def test_room_is_made_for_due_work_only_and_never_twice():
+    def writing(group: int, priority: int, **state: Any) -> Writing:
+        one = Writing(SampleId(group=group, sample=0), PROMPT, 1, priority)
+        one.request_id = "served"
+        for name, value in state.items():
+            setattr(one, name, value)
+        return one
+
+    ahead = [writing(9, 2), writing(7, 1), writing(8, 1)]
+    assert excess(ahead, 1) == [], "run-ahead alone may wait in the engine's queue"
+    due = [writing(1, 0)]
+    assert excess(due + ahead, 4) == []
+    assert [w.sample.group for w in excess(due + ahead, 2)] == [9, 8]
+    ahead[0].displaced = True
+    assert [w.sample.group for w in excess(due + ahead, 2)] == [8]
+    assert excess([writing(1, 0, rewarding=True), *ahead], 2) == []
+
+
+def test_recompute_begins_everything_again_under_the_new_weights(tmp_path):
+    async def scenario(house: House) -> None:
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7))
+        house.engine.feed("train-5.1", [3], 1)
+        await settle()
+        house.engine.unreported["train-5.1"] = ([4], 1)
+        with WeightPublisher(tmp_path, "run") as publisher:
+            manifest = publisher.publish([("w", torch.zeros(3))], 2)
+            await house.say(tg.InstallWeights(manifest, rebuild_kv=True))
+        assert house.engine.updates == [(2, set())], "nothing is being served as weights change"
+        again = house.engine.requests[-1]
+        assert (again.prefix_tokens.tolist(), again.kept) == ([3, 4], None)
+
+    play(scenario)
+
+
+def test_a_sample_past_its_deadline_ends_with_what_it_has_and_says_so():
+    async def scenario(house: House) -> None:
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7))
+        await house.process._end_late_samples()
+        assert not house.engine.interrupted, "it has no token yet"
+        house.engine.feed("train-5.1", [3], 1)
+        house.engine.unreported["train-5.1"] = ([4], 1)
+        await settle()
+        await house.process._end_late_samples()
+        await settle()
+        assert [(f.length, f.finish_reason) for f in house.finished()] == [(2, "deadline")]
+
+    play(scenario, deadline=1e-9)
+
+
+def test_earlier_rollouts_begin_new_ones_where_the_run_says_so():
+    class Earlier:
+        remembered: Any = None
+
+        def kept(self, prompt_id: str, sample: int) -> KeptTokens:
+            assert (prompt_id, sample) == ("p", 1)
+            one = np.zeros((1, 0))
+            return KeptTokens(
+                np.array([3], np.int32), np.array([-1.0], np.float32), one, one, lenience=1.5
+            )
+
+    async def scenario(house: House) -> None:
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7))
+        kept = house.engine.requests[0].kept
+        assert kept is not None
+        assert kept.lenience == 1.5
+
+    play(scenario, earlier=Earlier())

@@ -8,7 +8,7 @@ from scheduler.policy import policy_for
 def test_defaults():
     config = SchedulerConfig()
     assert (config.max_off_policy_steps, config.on_update) == (0, "verify")
-    assert (config.runahead_groups, config.partial_rollout) == (16, True)
+    assert (config.runahead_groups, config.partial_rollout) == (32, True)
     assert (config.group_size, config.groups_per_step, config.max_attempts) == (8, 16, 3)
 
 
@@ -56,7 +56,7 @@ def test_how_far_each_mode_runs_ahead():
 
     assert [newest(v, max_off_policy_steps=0) for v in (0, 3)] == [3, 15]
     assert [newest(v, max_off_policy_steps=2) for v in (0, 3)] == [11, 23]
-    assert newest(0, max_off_policy_steps=0, on_update="verify") == 7
+    assert newest(0, max_off_policy_steps=0, on_update="verify") == 11
     assert newest(0, max_off_policy_steps=1, on_update="verify", max_runahead_groups=3) == 10
     assert newest(0, max_off_policy_steps=2, on_update="recompute") == 11
     synchronous = policy_for(SchedulerConfig(on_update="keep"))

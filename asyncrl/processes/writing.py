@@ -1,0 +1,174 @@
+"""A sample that is being written, from its order to its last token. State only, no engine.
+
+    order ──► stretch ──► ended (stop, length) ──► rewarded ──► HeldSample
+                 ▲  │                                  │
+                 │  └── interrupted                    │ verification ordered meanwhile
+                 └───── goes on ◄──────────────────────┘
+
+Each stretch is one request to the engine. An interrupted sample goes on from what it has: as a
+prefix, where its tokens stay as they are (room was needed, or its KV is rebuilt); as kept tokens,
+where they are to be verified first.
+
+Where a stretch is cut must not depend on what would have come behind the cut. So nothing is cut by
+closing the stream, which would lose what the engine has drawn and not reported (a report comes
+early when a stop token is drawn): `Engine.interrupt` ends it with all that was drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cache.trajectory import (
+    FinishReason,
+    KeptTokens,
+    Provenance,
+    SampleId,
+    Trajectory,
+    TrajectoryBuilder,
+)
+from engine.protocol import GenerateRequest, SamplingParams
+from scheduler.messages.to_generator import PromptPayload
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSample:
+    """A finished sample that the trainer does not have yet."""
+
+    trajectory: Trajectory
+    reward: float
+    prompt: PromptPayload
+    text: str
+
+
+@dataclass(slots=True)
+class Writing:
+    """One sample on its way; see the module's picture."""
+
+    sample: SampleId
+    prompt: PromptPayload
+    seed: int
+    """Of the stretches to come; a verification brings one that drew none of the kept tokens."""
+    priority: int = 0
+    kept: KeptTokens | None = None
+    """Earlier tokens that this writing began with; verified before anything else is drawn."""
+    least_version: int = -1
+    """What was kept is verified under weights of at least this version."""
+    rewarded: HeldSample | None = None
+    """The sample as it was finished before: if all of it is accepted, its reward still holds."""
+    counted: bool = False
+    """It was finished before, so it is not a new sample for the metrics."""
+    purpose: str = "train"
+    builder: TrajectoryBuilder = None  # type: ignore[assignment]  # made below
+    ordered: tuple[int, int] | None = None
+    """(seed, least version) of a verification that begins with the next stretch."""
+    request_id: str | None = None
+    """What the engine serves of it now."""
+    rewarding: bool = False
+    """All its tokens are there, its reward is not."""
+    displaced: bool = False
+    """It gave its slot to due work, and has not come back to one."""
+    began: float | None = None
+    """When its first token came, on the caller's clock."""
+    expired: bool = False
+    """It is past its deadline: it ends with what it has."""
+    stretches: int = 0
+
+    def __post_init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        tokens = np.frombuffer(self.prompt.tokens, "<i4").astype(np.int32)
+        self.builder = TrajectoryBuilder(self.sample, self.prompt.prompt_id, tokens)
+
+    @property
+    def verifying(self) -> bool:
+        """Whether there are kept tokens that no policy has judged yet."""
+        return self.ordered is not None or (self.kept is not None and not len(self.builder))
+
+    @property
+    def drawing(self) -> bool:
+        """Whether the engine has a request of it."""
+        return self.request_id is not None
+
+    def order(self, seed: int, least_version: int) -> bool:
+        """Have what there is of it verified, if any of that is too old; says whether it is."""
+        if self.least_version >= least_version:
+            return False
+        if self.ordered is not None and self.ordered[1] >= least_version:
+            return False
+        oldest = self.builder.oldest_version
+        if (oldest is None and self.kept is None) or (
+            oldest is not None and oldest >= least_version
+        ):
+            return False
+        self.ordered = (seed, least_version)
+        self.priority = 0
+        return True
+
+    def turn(self) -> None:
+        """Before a stretch: begin the verification that was ordered, if one was."""
+        if self.ordered is None:
+            return
+        self.seed, self.least_version = self.ordered
+        self.ordered, self.stretches = None, 0
+        if len(self.builder):
+            self.kept = self.builder.kept()
+            self._begin()
+
+    def request(self, sampling: SamplingParams) -> GenerateRequest:
+        """The next stretch: kept tokens first, or on from the tokens that there are."""
+        name = f"{self.purpose}-{self.sample}"
+        if self.least_version >= 0:
+            name += f"-v{self.least_version}"
+        if self.stretches:
+            name += f"+{self.stretches}"
+        self.stretches += 1
+        request = GenerateRequest(
+            request_id=name,
+            cache_key=self.builder.prompt_id,
+            prompt_tokens=self.builder.prompt_tokens,
+            sampling=replace(sampling, seed=self.seed),
+            kept=self.kept if not len(self.builder) else None,
+            priority=self.priority,
+        )
+        if len(self.builder):
+            request = replace(request, prefix_tokens=self.builder.tokens())
+            if self.kept is not None:
+                request = replace(request, draft_tokens=self.kept.tokens[len(self.builder) :])
+        return request
+
+    def finish(self, reason: FinishReason) -> FinishReason | None:
+        """What the end of a stretch means for the sample: its end, or None if it goes on."""
+        if self.ordered is not None:
+            return None
+        if reason != "abort":
+            return reason
+        return "deadline" if self.expired and len(self.builder) else None
+
+    def same_as_before(self, trajectory: Trajectory) -> HeldSample | None:
+        """The finished sample with its old reward, if verification left it as it was."""
+        before = self.rewarded
+        if before is None or not np.array_equal(before.trajectory.tokens, trajectory.tokens):
+            return None
+        return HeldSample(trajectory, before.reward, before.prompt, before.text)
+
+    def verified(self) -> tuple[int, int]:
+        """(accepted, rejected) kept tokens, of what this writing began with and has judged."""
+        if self.kept is None or not len(self.builder):
+            return 0, 0
+        accepted = self.builder.count(Provenance.VERIFIED)
+        return accepted, len(self.kept) - accepted
+
+
+def excess(writings: list[Writing], slots: int) -> list[Writing]:
+    """Run-ahead that must give its slot back so that all due work has one; the most ahead first.
+
+    Which slots run-ahead holds is not known here, only that it is at most those that it has not
+    given back; so the bound holds whoever holds them.
+    """
+    due = sum(w.priority == 0 and not w.rewarding for w in writings)
+    ahead = [w for w in writings if w.priority > 0 and w.drawing and not w.displaced]
+    ahead.sort(key=lambda w: (w.priority, w.sample), reverse=True)
+    return ahead[: max(0, due + len(ahead) - slots)] if due else []
