@@ -125,7 +125,7 @@ def test_slots_and_causes_are_told_apart(tmp_path, synthetic):
     assert found is not None
     got = [float(share) / 100 for share in found.groups()]
     assert got == pytest.approx([due, 60 / 640, ahead], abs=0.03)
-    assert "trajectories 2" in read  # the trainer's cause, with its share
+    assert re.search(r"trajectories [\d.]+%", read)  # what the trainer waited for
     (run / "slots" / "generator-1.jsonl").write_text("nonsense\n{}\n")
     read = words(write_report(run).read_text())
     assert "generator-1.jsonl, line 1" in read
