@@ -299,7 +299,6 @@ class Controller:
                         message.sample,
                         message.length,
                         message.oldest_version,
-                        message.reward,
                     )
                 )
             case fg.SampleFailed():

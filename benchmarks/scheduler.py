@@ -134,7 +134,7 @@ class Fleet:
             self.free[name] -= 1
             sample = waiting.popleft().sample
             length = self.rng.lognormvariate(0.0, 1.0)
-            event = ev.SampleFinished(name, sample, int(length * 1000), self.version[name], 1.0)
+            event = ev.SampleFinished(name, sample, int(length * 1000), self.version[name])
             self.after(length, event)
 
     def after(self, seconds: float, event: ev.Event) -> None:

@@ -31,7 +31,7 @@ class GeneratorLost(msgspec.Struct, frozen=True, gc=False):
 
 
 class SampleFinished(msgspec.Struct, frozen=True, gc=False):
-    """A generator has written and rewarded a sample, and holds it."""
+    """A generator has written a sample, and holds it; its reward may still be computed."""
 
     generator: str
     sample: SampleId
@@ -39,7 +39,6 @@ class SampleFinished(msgspec.Struct, frozen=True, gc=False):
     """Response tokens."""
     oldest_version: int
     """Lowest policy version among its segments."""
-    reward: float
 
 
 class SampleFailed(msgspec.Struct, frozen=True, gc=False):

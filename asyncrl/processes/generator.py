@@ -114,6 +114,7 @@ class GeneratorProcess:
         finally:
             for task in self._background:
                 task.cancel()
+            self._writer.close()
             self._activity.close()
         if self._failure is not None:
             raise self._failure
@@ -136,8 +137,7 @@ class GeneratorProcess:
             case to_generator.InstallWeights():
                 self._start(self._install(message.manifest, rebuild=message.rebuild_kv))
             case to_generator.Deliver():
-                for sample in message.samples:
-                    await self._deliver(sample, message.step)
+                self._start(self._deliver(message))
             case to_generator.Discard():
                 for sample in message.samples:
                     self._discard(sample)
@@ -182,7 +182,6 @@ class GeneratorProcess:
                 kept=held.trajectory.kept(),
                 least_version=least_version,
                 rewarded=held,
-                counted=True,
             )
             self._begin(again)
         elif writing is not None and writing.order(seed, least_version):
@@ -208,20 +207,18 @@ class GeneratorProcess:
                 await self._writer.interrupt(writing)
 
     async def _write(self, writing: Writing) -> None:
-        """Write one sample, reward it, hold it, report it."""
+        """Write one sample, hold it, report it."""
         sample = writing.sample
         try:
             held = await self._writer.write(writing)
-        except AsyncrlError as error:
-            await self._report_failure(sample, str(error), isinstance(error, UserError))
         except RequestError as error:
-            await self._report_failure(sample, str(error), user_error=False)
+            await self._report_failure(sample, error)
         except EngineError as error:
             self._give_up(error)
         else:
             self._held[sample] = held
             trajectory = held.trajectory
-            if not writing.counted:
+            if writing.rewarded is None:
                 self._metrics.samples_finished.of(trajectory.finish_reason).inc()
                 self._metrics.response_length.observe(len(trajectory.tokens))
                 if self._log is not None:
@@ -232,7 +229,6 @@ class GeneratorProcess:
                     sample,
                     length=len(trajectory.tokens),
                     oldest_version=trajectory.oldest_version,
-                    reward=held.reward,
                     finish_reason=trajectory.finish_reason,
                 )
             )
@@ -247,6 +243,7 @@ class GeneratorProcess:
         self._evaluating[order.round, order.index] = writing
         try:
             written = await self._writer.write(writing)
+            reward = await written.reward
         except (AsyncrlError, EngineError) as error:
             self._give_up(error)
             return
@@ -257,7 +254,7 @@ class GeneratorProcess:
                 self._name,
                 order.round,
                 order.index,
-                written.reward,
+                reward,
                 len(written.trajectory.tokens),
                 written.trajectory.oldest_version,
             )
@@ -302,17 +299,31 @@ class GeneratorProcess:
             )
         )
 
-    async def _deliver(self, sample: SampleId, step: int) -> None:
-        held = self._held.pop(sample, None)
-        if held is None:
-            logger.warning("asked to deliver %s, which is not held here", sample)
-            return
-        delivery = data.TrajectoryDelivery.of(held.trajectory, reward=held.reward, step=step)
-        self._undelivered[sample] = (delivery, time.monotonic())
+    async def _deliver(self, order: to_generator.Deliver) -> None:
+        """Send samples of one group, once all their rewards are there."""
+        ready: list[tuple[HeldSample, float]] = []
+        for sample in order.samples:
+            held = self._held.get(sample)
+            if held is None:
+                logger.warning("asked to deliver %s, which is not held here", sample)
+                continue
+            try:
+                ready.append((held, await held.reward))
+            except AsyncrlError as error:
+                await self._report_failure(sample, error)
+                return  # its group is left out
+        for held, reward in ready:
+            if self._held.pop(held.trajectory.id, None) is held:  # not discarded meanwhile
+                await self._send_delivery(held, reward, order.step)
+
+    async def _send_delivery(self, held: HeldSample, reward: float, step: int) -> None:
+        trajectory = held.trajectory
+        delivery = data.TrajectoryDelivery.of(trajectory, reward=reward, step=step)
+        self._undelivered[trajectory.id] = (delivery, time.monotonic())
         self._delivered_step = max(self._delivered_step, step)
         if self._earlier is not None:
-            self._earlier.remember(held.trajectory)
-        self._samples.consider(held.trajectory, held.prompt, reward=held.reward, step=step)
+            self._earlier.remember(trajectory)
+        self._samples.consider(trajectory, held.prompt, reward=reward, step=step)
         self._metrics.deliveries.inc()
         await self._data.send(delivery)
 
@@ -420,10 +431,11 @@ class GeneratorProcess:
             task.cancel()
         self._held.pop(sample, None)
 
-    async def _report_failure(self, sample: SampleId, reason: str, user_error: bool) -> None:
-        logger.error("sample %s failed: %s", sample, reason)
+    async def _report_failure(self, sample: SampleId, error: Exception) -> None:
+        logger.error("sample %s failed: %s", sample, error)
+        at_fault = isinstance(error, UserError)
         await self._control.send(
-            from_generator.SampleFailed(self._name, sample, reason, user_error)
+            from_generator.SampleFailed(self._name, sample, str(error), at_fault)
         )
 
     def _give_up(self, error: BaseException) -> None:

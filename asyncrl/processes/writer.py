@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from asyncrl.processes.writing import HeldSample, Writing
 from asyncrl.rewards.pool import RewardPool
-from cache.trajectory import FinishReason
+from cache.trajectory import FinishReason, Trajectory
 from engine.errors import EngineError
 from engine.protocol import Engine, SamplingParams
 from monitoring.metrics import GeneratorMetrics
+from scheduler.messages.to_generator import PromptPayload
 
 
 class SampleWriter:
@@ -35,6 +36,7 @@ class SampleWriter:
         self._open.set()
         self._drawing = asyncio.Event()
         self._drawing.set()
+        self._rewarding: set[asyncio.Task[float]] = set()
         self.tokens_verified = 0
         self.tokens_rejected = 0
 
@@ -59,12 +61,11 @@ class SampleWriter:
             await self._engine.interrupt(writing.request_id)
 
     async def write(self, writing: Writing) -> HeldSample:
-        """Have the tokens drawn, and rewarded.
+        """Have the tokens drawn; the reward of what comes out is on its way.
 
         Raises:
             RequestError: the engine cannot serve it.
             EngineError: the engine failed, or was closed.
-            AsyncrlError: the reward failed.
         """
         while True:
             writing.turn()
@@ -73,12 +74,10 @@ class SampleWriter:
                 await self._drawing.wait()
             reason = await self._stretch(writing)
             end = writing.finish(reason)
-            if end is None:
-                continue
-            held = await self._reward(writing, end)
-            if writing.ordered is None:
-                return held
-            writing.rewarded, writing.counted = held, True
+            if end is not None:
+                trajectory = writing.builder.finish(end)
+                reward = writing.known_reward(trajectory) or self._reward(writing, trajectory)
+                return HeldSample(trajectory, writing.prompt, reward)
 
     async def _stretch(self, writing: Writing) -> FinishReason:
         """One request, to its end; its tokens are appended as they come."""
@@ -111,17 +110,21 @@ class SampleWriter:
                 self.tokens_rejected += rejected
         raise EngineError(f"request {request.request_id}: the stream ended without a reason")
 
-    async def _reward(self, writing: Writing, reason: FinishReason) -> HeldSample:
-        trajectory = writing.builder.finish(reason)
-        same = writing.same_as_before(trajectory)
-        if same is not None:
-            return same
-        text, prompt = self._decode(trajectory.tokens.tolist()), writing.prompt
-        question = str(prompt.row.get("prompt", ""))
-        writing.rewarding = True
-        try:
-            with self._metrics.reward_time.time():
-                reward = await self._rewards.score(question, text, prompt.row)
-        finally:
-            writing.rewarding = False
-        return HeldSample(trajectory, reward, prompt, text)
+    def _reward(self, writing: Writing, trajectory: Trajectory) -> asyncio.Task[float]:
+        """Begin to compute it; who awaits it gets what it raises (AsyncrlError)."""
+        task = asyncio.create_task(self._score(writing.prompt, trajectory))
+        self._rewarding.add(task)
+        task.add_done_callback(self._rewarding.discard)
+        # What nobody awaits in the end (a sample that was discarded) may fail in silence.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    async def _score(self, prompt: PromptPayload, trajectory: Trajectory) -> float:
+        text = self._decode(trajectory.tokens.tolist())
+        with self._metrics.reward_time.time():
+            return await self._rewards.score(str(prompt.row.get("prompt", "")), text, prompt.row)
+
+    def close(self) -> None:
+        """Give up the rewards that are being computed."""
+        for task in self._rewarding:
+            task.cancel()

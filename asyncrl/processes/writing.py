@@ -1,9 +1,9 @@
 """A sample that is being written, from its order to its last token. State only, no engine.
 
-    order ──► stretch ──► ended (stop, length) ──► rewarded ──► HeldSample
-                 ▲  │                                  │
-                 │  └── interrupted                    │ verification ordered meanwhile
-                 └───── goes on ◄──────────────────────┘
+    order ──► stretch ──► ended (stop, length) ──► HeldSample, its reward on the way
+                 ▲  │                                │
+                 │  └── interrupted                  │ verification ordered
+                 └───── goes on ◄────────────────────┘
 
 Each stretch is one request to the engine. An interrupted sample goes on from what it has: as a
 prefix, where its tokens stay as they are (room was needed, or its KV is rebuilt); as kept tokens,
@@ -16,6 +16,7 @@ early when a stop token is drawn): `Engine.interrupt` ends it with all that was 
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,9 +38,9 @@ class HeldSample:
     """A finished sample that the trainer does not have yet."""
 
     trajectory: Trajectory
-    reward: float
     prompt: PromptPayload
-    text: str
+    reward: asyncio.Task[float]
+    """It has left its slot already while this is computed."""
 
 
 @dataclass(slots=True)
@@ -57,16 +58,12 @@ class Writing:
     """What was kept is verified under weights of at least this version."""
     rewarded: HeldSample | None = None
     """The sample as it was finished before: if all of it is accepted, its reward still holds."""
-    counted: bool = False
-    """It was finished before, so it is not a new sample for the metrics."""
     purpose: str = "train"
     builder: TrajectoryBuilder = None  # type: ignore[assignment]  # made below
     ordered: tuple[int, int] | None = None
     """(seed, least version) of a verification that begins with the next stretch."""
     request_id: str | None = None
     """What the engine serves of it now."""
-    rewarding: bool = False
-    """All its tokens are there, its reward is not."""
     displaced: bool = False
     """It gave its slot to due work, and has not come back to one."""
     began: float | None = None
@@ -147,12 +144,12 @@ class Writing:
             return reason
         return "deadline" if self.expired and len(self.builder) else None
 
-    def same_as_before(self, trajectory: Trajectory) -> HeldSample | None:
-        """The finished sample with its old reward, if verification left it as it was."""
+    def known_reward(self, trajectory: Trajectory) -> asyncio.Task[float] | None:
+        """The reward that it had before, if verification left it as it was."""
         before = self.rewarded
         if before is None or not np.array_equal(before.trajectory.tokens, trajectory.tokens):
             return None
-        return HeldSample(trajectory, before.reward, before.prompt, before.text)
+        return before.reward
 
     def verified(self) -> tuple[int, int]:
         """(accepted, rejected) kept tokens, of what this writing began with and has judged."""
@@ -168,7 +165,7 @@ def excess(writings: list[Writing], slots: int) -> list[Writing]:
     Which slots run-ahead holds is not known here, only that it is at most those that it has not
     given back; so the bound holds whoever holds them.
     """
-    due = sum(w.priority == 0 and not w.rewarding for w in writings)
+    due = sum(w.priority == 0 for w in writings)
     ahead = [w for w in writings if w.priority > 0 and w.drawing and not w.displaced]
     ahead.sort(key=lambda w: (w.priority, w.sample), reverse=True)
     return ahead[: max(0, due + len(ahead) - slots)] if due else []

@@ -22,13 +22,12 @@ class GeneratorReady(Message, frozen=True):
 
 
 class SampleFinished(Message, frozen=True):
-    """A sample is written and rewarded; the generator holds it."""
+    """A sample is written; the generator holds it, its reward may still be computed."""
 
     sample: SampleId
     length: int
     oldest_version: int
     """Lowest policy version among its segments."""
-    reward: float
     finish_reason: FinishReason
 
 

@@ -48,8 +48,11 @@ def test_overrides_reach_any_depth(tmp_path: Path) -> None:
         ("run: {steps: 0}", [], r"run.steps: .*greater than or equal to 1.*given: 0"),
         ("run: {name: a/b}", [], r"run.name: "),
         ("engine: {kind: tensorrt}", [], r"engine.kind: .*'torch', 'vllm' or 'sglang'"),
-        ("scheduler: {on_update: recompute}", [], r"'recompute' is not built yet"),
-        ("scheduler: {max_runahead_groups: 3}", [], r"needs scheduler.on_update: verify"),
+        (
+            "scheduler: {on_update: keep, max_runahead_groups: 3}",
+            [],
+            r"needs scheduler.on_update: verify",
+        ),
         (
             "{scheduler: {on_update: verify}, engine: {top_k_logprobs: 0}}",
             [],

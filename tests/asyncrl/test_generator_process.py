@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.errors import AsyncrlError
 from asyncrl.processes.activity import Activity
 from asyncrl.processes.generator import GeneratorProcess
 from asyncrl.processes.writing import Writing, excess
@@ -108,12 +109,15 @@ class FakeRewards:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.error: AsyncrlError | None = None
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def score(self, _prompt: str, text: str, _row: Any) -> float:
         self.asked.append(text)
         await self.gate.wait()
+        if self.error is not None:
+            raise self.error
         return float(len(text.split()))
 
 
@@ -131,11 +135,17 @@ class FakeLine:
         return await self.inbox.get()
 
 
+class FakeSamples:
+    def consider(self, *_: Any, **__: Any) -> None:
+        """None is kept for people to read."""
+
+
 class House:
     """A generator process with two slots among fakes."""
 
     def __init__(self, **settings: Any) -> None:
-        self.engine, self.rewards, self.control = FakeEngine(), FakeRewards(), FakeLine()
+        self.engine, self.rewards = FakeEngine(), FakeRewards()
+        self.control, self.data = FakeLine(), FakeLine()
         metrics = GeneratorMetrics.register(new_registry(), "g0")
         self.process = GeneratorProcess(
             "g0",
@@ -144,8 +154,8 @@ class House:
             decode=lambda tokens: " ".join(map(str, tokens)),
             sampling=SamplingParams(max_tokens=8),
             control=self.control,  # type: ignore[arg-type]
-            data_line=FakeLine(),  # type: ignore[arg-type]
-            samples=None,  # type: ignore[arg-type]
+            data_line=self.data,  # type: ignore[arg-type]
+            samples=FakeSamples(),  # type: ignore[arg-type]
             activity=Activity(Timeline(None, "g0"), metrics),
             metrics=metrics,
             **settings,
@@ -154,6 +164,11 @@ class House:
     async def say(self, message: tg.ToGenerator) -> None:
         self.control.inbox.put_nowait(message)
         await settle()
+
+    async def delivered(self) -> list[float]:
+        """The rewards of what the trainer was sent, once the sample was asked for."""
+        await self.say(tg.Deliver(2, (SAMPLE,)))
+        return [delivery.reward for delivery in self.data.sent]
 
     def finished(self) -> list[fg.SampleFinished]:
         return [m for m in self.control.sent if isinstance(m, fg.SampleFinished)]
@@ -203,10 +218,11 @@ def test_a_held_sample_is_verified_whole_and_keeps_its_reward_if_all_is_accepted
         assert (again.priority, again.sampling.seed) == (0, 9)
         house.engine.feed("train-5.1-v2", [3, 4, 5], 2, verified=3, end="stop")
         await settle()
-        assert [(f.oldest_version, f.reward) for f in house.finished()] == [(1, 3.0), (2, 3.0)]
-        assert house.rewards.asked == ["3 4 5"]
+        assert [f.oldest_version for f in house.finished()] == [1, 2]
         await house.say(verify())  # nothing of it is too old any more
         assert len(house.engine.requests) == 2
+        assert await house.delivered() == [3.0]
+        assert house.rewards.asked == ["3 4 5"]
 
     play(scenario)
 
@@ -220,7 +236,7 @@ def test_what_was_rejected_is_rewarded_anew_and_counted():
         house.engine.feed("train-5.1-v2", [3, 6], 2, verified=1)
         house.engine.feed("train-5.1-v2", [7, 8], 2, end="stop")
         await settle()
-        assert [f.reward for f in house.finished()] == [3.0, 4.0]
+        assert await house.delivered() == [4.0]
         assert house.rewards.asked == ["3 4 5", "3 6 7 8"]
         writer = house.process._writer
         assert (writer.tokens_verified, writer.tokens_rejected) == (1, 2)
@@ -319,20 +335,49 @@ def test_a_sample_that_ends_as_it_is_interrupted_is_verified_whole():
     play(scenario)
 
 
-def test_what_is_ordered_while_the_reward_is_computed_is_verified_before_it_is_held():
+def test_a_slot_does_not_wait_for_a_reward_but_a_delivery_does():
     async def scenario(house: House) -> None:
         house.rewards.gate.clear()
         await house.say(tg.Generate(SAMPLE, PROMPT, 7))
         house.engine.feed("train-5.1", [3, 4], 1, end="stop")
         await settle()
+        assert [f.length for f in house.finished()] == [2]
         await house.say(verify())
-        house.rewards.gate.set()
-        await settle()
-        assert not house.finished()
         house.engine.feed("train-5.1-v2", [3, 4], 2, verified=2, end="stop")
         await settle()
-        assert [(f.reward, f.oldest_version) for f in house.finished()] == [(2.0, 2)]
+        assert await house.delivered() == []
+        house.rewards.gate.set()
+        await settle()
+        assert [delivery.reward for delivery in house.data.sent] == [2.0]
         assert house.rewards.asked == ["3 4"]
+
+    play(scenario)
+
+
+def test_a_reward_that_fails_is_told_when_the_sample_is_asked_for():
+    async def scenario(house: House) -> None:
+        house.rewards.error = AsyncrlError("no reward function 'x'")
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7))
+        house.engine.feed("train-5.1", [3, 4], 1, end="stop")
+        await settle()
+        assert await house.delivered() == []
+        told = [m for m in house.control.sent if isinstance(m, fg.SampleFailed)]
+        assert [(m.sample, m.reason) for m in told] == [(SAMPLE, "no reward function 'x'")]
+
+    play(scenario)
+
+
+def test_what_is_discarded_while_its_reward_is_computed_is_not_delivered():
+    async def scenario(house: House) -> None:
+        house.rewards.gate.clear()
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7))
+        house.engine.feed("train-5.1", [3, 4], 1, end="stop")
+        await settle()
+        await house.say(tg.Deliver(2, (SAMPLE,)))
+        await house.say(tg.Discard((SAMPLE,)))
+        house.rewards.gate.set()
+        await settle()
+        assert not house.data.sent
 
     play(scenario)
 
@@ -378,7 +423,6 @@ def test_room_is_made_for_due_work_only_and_never_twice():
     assert [w.sample.group for w in excess(due + ahead, 2)] == [9, 8]
     ahead[0].displaced = True
     assert [w.sample.group for w in excess(due + ahead, 2)] == [8]
-    assert excess([writing(1, 0, rewarding=True), *ahead], 2) == []
 
 
 def test_recompute_begins_everything_again_under_the_new_weights(tmp_path):

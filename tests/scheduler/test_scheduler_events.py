@@ -48,7 +48,7 @@ def scheduler_of(*generators, slots=4, steps=3, **settings):
 def finish(scheduler, generator, group, samples=(0, 1), version=0):
     commands = []
     for i in samples:
-        event = SampleFinished(generator, SampleId(group, i), 5, version, 1.0)
+        event = SampleFinished(generator, SampleId(group, i), 5, version)
         commands += scheduler.on_event(event)
     scheduler.check()
     return commands
@@ -202,7 +202,7 @@ def test_stop_finishes_the_step_in_hand_and_withdraws_the_next():
     s, _ = scheduler_of("a", max_off_policy_steps=1)
     commands = s.on_event(StopRequested())
     assert commands == [DiscardSamples("a", (SampleId(1, 0), SampleId(1, 1)))]
-    assert s.on_event(SampleFinished("a", SampleId(1, 0), 5, 0, 1.0)) == [], "late"
+    assert s.on_event(SampleFinished("a", SampleId(1, 0), 5, 0)) == [], "late"
     finish(s, "a", 0)
     acknowledge(s, "a", 0)
     assert s.on_event(StepFinished(0, (0,))) == [FinishRun("stopped")]
@@ -248,11 +248,11 @@ def test_what_each_wait_waits_for():
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (SampleFinished("x", SampleId(0, 0), 1, 0, 0.0), "generator x, which never joined"),
-        (SampleFinished("a", SampleId(9, 0), 1, 0, 0.0), "never issued"),
-        (SampleFinished("a", SampleId(0, 2), 1, 0, 0.0), "groups have 2 samples"),
-        (SampleFinished("a", SampleId(0, 0), 1, -1, 0.0), "tokens of policy version -1"),
-        (SampleFinished("a", SampleId(0, 0), 1, 1, 0.0), "tokens of policy version 1"),
+        (SampleFinished("x", SampleId(0, 0), 1, 0), "generator x, which never joined"),
+        (SampleFinished("a", SampleId(9, 0), 1, 0), "never issued"),
+        (SampleFinished("a", SampleId(0, 2), 1, 0), "groups have 2 samples"),
+        (SampleFinished("a", SampleId(0, 0), 1, -1), "tokens of policy version -1"),
+        (SampleFinished("a", SampleId(0, 0), 1, 1), "tokens of policy version 1"),
         (SampleDelivered("a", SampleId(0, 0)), "was not told to deliver"),
         (GeneratorJoined("a", 9, 0), "needs a new name"),
         (GeneratorJoined("b", 0, 0), "0 slots"),

@@ -84,12 +84,12 @@ class World:
         g = self.generators[name]
         oldest = g.running.pop(sample)
         g.held[sample] = oldest
-        self.tell(ev.SampleFinished(name, sample, 10, oldest, 1.0))
+        self.tell(ev.SampleFinished(name, sample, 10, oldest))
 
     def _verified(self, name, sample):
         g = self.generators[name]
         g.held[sample] = g.verifying.pop(sample)
-        self.tell(ev.SampleFinished(name, sample, 10, g.held[sample], 1.0))
+        self.tell(ev.SampleFinished(name, sample, 10, g.held[sample]))
 
     def _read(self, name, _):
         """Verify what is too old; what is not there any more, or is not too old, is left alone."""
