@@ -90,26 +90,33 @@ class Writing:
         return self.request_id is not None
 
     def order(self, seed: int, least_version: int) -> bool:
-        """Have what there is of it verified, if any of that is too old; says whether it is."""
+        """It is due: have what there is of it verified, if any of that is too old.
+
+        Returns:
+            Whether the stretch in hand must be interrupted for that, or because it waits for a
+            slot as run-ahead does.
+        """
         if self.least_version >= least_version:
             return False
         if self.ordered is not None and self.ordered[1] >= least_version:
             return False
+        was_ahead, self.priority = self.priority > 0, 0
         oldest = self.builder.oldest_version
-        if (oldest is None and self.kept is None) or (
-            oldest is not None and oldest >= least_version
-        ):
-            return False
-        self.ordered = (seed, least_version)
-        self.priority = 0
-        return True
+        begun = oldest is not None or self.kept is not None
+        if (begun or was_ahead) and (oldest is None or oldest < least_version):
+            self.ordered = (seed, least_version)
+            return True
+        return False
 
     def turn(self) -> None:
         """Before a stretch: begin the verification that was ordered, if one was."""
         if self.ordered is None:
             return
-        self.seed, self.least_version = self.ordered
-        self.ordered, self.stretches = None, 0
+        (seed, least_version), self.ordered = self.ordered, None
+        oldest = self.builder.oldest_version
+        if oldest is not None and oldest >= least_version:
+            return  # all that came is young enough
+        self.seed, self.least_version, self.stretches = seed, least_version, 0
         if len(self.builder):
             self.kept = self.builder.kept()
             self._begin()

@@ -265,6 +265,17 @@ def test_a_running_sample_is_begun_again_from_what_it_has():
     play(scenario)
 
 
+def test_a_due_sample_that_waits_for_a_slot_waits_no_longer_as_run_ahead_does():
+    async def scenario(house: House) -> None:
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7, priority=1))
+        await house.say(verify())
+        assert house.engine.interrupted == ["train-5.1"]
+        again = house.engine.requests[-1]
+        assert (again.kept, again.priority, again.sampling.seed) == (None, 0, 9)
+
+    play(scenario)
+
+
 @pytest.mark.parametrize("version", [None, 2])
 def test_a_running_sample_without_old_tokens_goes_on(version):
     async def scenario(house: House) -> None:

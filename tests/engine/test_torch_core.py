@@ -415,3 +415,28 @@ def test_weights_that_are_not_finite_are_reported(tiny_qwen3: str) -> None:
     core.add(request("a"))
     with pytest.raises(EngineError, match="not finite for requests"):
         drain(core)
+
+
+def test_an_interrupted_request_reports_all_that_it_drew_and_frees_its_slot(
+    tiny_qwen3: str,
+) -> None:
+    core = core_of(load(tiny_qwen3, slots=1), chunk_tokens=8)
+    core.add(request("a", seed=2, stop_tokens=()))
+    core.add(request("waits", seed=3))
+    for _ in range(3):
+        assert core.step() == []
+    (last,) = core.interrupt("a")
+    assert (len(last.tokens), last.finish_reason) == (3, "abort")
+    (never,) = core.interrupt("waits")
+    assert (len(never.tokens), never.finish_reason) == (0, "abort")
+    assert core.interrupt("a") == core.interrupt("unknown") == []
+    core.check()
+    assert not core.has_work
+    # Gone on with as a prefix under the same seed it is what it would have been.
+    whole = core_of(load(tiny_qwen3))
+    whole.add(request("a", seed=2, stop_tokens=()))
+    expected = tokens_of(drain(whole)["a"])
+    assert expected[:3] == last.tokens.tolist()
+    again = request("again", seed=2, stop_tokens=())
+    core.add(replace(again, prefix_tokens=last.tokens))
+    assert [*last.tokens.tolist(), *tokens_of(drain(core)["again"])] == expected

@@ -364,3 +364,38 @@ def test_weights_change_under_preempted_and_drafted_responses(served: Served) ->
     fresh = served.call(collect(engine, ask("after", max_tokens=100)))
     want = drawn(served.new, PROMPT, tokens_of(fresh))
     np.testing.assert_allclose(logprobs_of(fresh), want, atol=1e-3)
+
+
+def test_an_interrupted_request_reports_all_that_came_and_can_go_on(served: Served) -> None:
+    """Cut while it draws, while it is verified, before it has begun; what goes on fits."""
+    served.install(served.old)
+    engine = served.engine
+
+    async def cut(request: GenerateRequest, *, after: int) -> list[TokenChunk]:
+        chunks: list[TokenChunk] = []
+        reading = asyncio.ensure_future(anext(stream := engine.generate(request)))
+        await asyncio.sleep(0)  # it has been given to the engine
+        async with asyncio.timeout(60):
+            while sum(len(chunk.tokens) for chunk in chunks) < after:
+                chunks.append(await reading)
+                reading = asyncio.ensure_future(anext(stream))
+            await engine.interrupt(request.request_id)
+            chunks.append(await reading)
+            chunks += [chunk async for chunk in stream]
+        return chunks
+
+    whole = served.call(collect(engine, ask("whole", max_tokens=300, seed=5)))
+    first = served.call(cut(ask("first", max_tokens=300, seed=5), after=20))
+    assert first[-1].finish_reason == "abort"
+    begun = tokens_of(first)
+    assert 20 <= len(begun) < 300
+    np.testing.assert_array_equal(begun, tokens_of(whole)[: len(begun)])
+    goes_on = ask("rest", max_tokens=300, seed=5, prefix_tokens=begun)
+    rest = served.call(collect(engine, goes_on))
+    np.testing.assert_array_equal(tokens_of(rest), tokens_of(whole)[len(begun) :])
+    verifying = ask("verifying", max_tokens=300, seed=6, kept=kept_of(first))
+    never = served.call(cut(verifying, after=0))
+    assert never[-1].finish_reason == "abort"
+    assert sum(len(chunk.tokens) for chunk in never) in (0, len(begun), len(begun) + 1)
+    served.call(engine.interrupt("unknown"))
+    assert engine.stats().running + engine.stats().waiting == 0
