@@ -8,10 +8,10 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl import advice
 from asyncrl.config import RunConfig
 from asyncrl.evaluation import Accuracy, EvaluationRound
 from asyncrl.fleet import Fleet
-from asyncrl.processes.earlier import lenient_warning
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics
 from monitoring.metrics_log import MetricsLog
@@ -36,6 +36,8 @@ class Counters:
     """Tokens of older versions that were written again."""
     busy_seconds: float = 0.0
     """Engine time inside steps, summed over generators."""
+    outside: int = 0
+    """Tokens that were not among the top K stored with them."""
 
     def since(self, other: Counters) -> Counters:
         """What was added after `other`."""
@@ -46,6 +48,7 @@ class Counters:
             self.verified - other.verified,
             self.rejected - other.rejected,
             self.busy_seconds - other.busy_seconds,
+            self.outside - other.outside,
         )
 
 
@@ -59,6 +62,7 @@ def count(fleet: Fleet) -> Counters:
         sum(report.tokens_verified for report in reports),
         sum(report.tokens_rejected for report in reports),
         sum(report.busy_seconds for report in reports),
+        sum(report.tokens_outside_top_k for report in reports),
     )
 
 
@@ -140,8 +144,8 @@ class Progress:
         self._steps_here = 0
         self._step = len(rows)
         self.stopping = False
-        warning = lenient_warning(config.cache)
-        if warning is not None:
+        self._said_outside = False
+        for warning in advice.at_start(config):
             self.say(warning)
 
     # ------------------------------------------------------------ what happened
@@ -217,6 +221,7 @@ class Progress:
             "generator_idle": min(1.0, max(0.0, 1 - new.busy_seconds / window / generators)),
         }
         row["trainer_idle"] = row["wait_seconds"] / seconds
+        self._advise(counters)
         self._last_step_at, self._last_row = now, row
         self._log.append(row)
         self._rewards.append(float(row.get("reward_mean", 0.0)))
@@ -228,6 +233,14 @@ class Progress:
         )
         self._metrics.step_time.observe(seconds)
         self._metrics.policy_version.set(message.manifest.policy_version)
+
+    def _advise(self, counters: Counters) -> None:
+        if not self._said_outside:
+            drawn = counters.generated + counters.verified
+            text = advice.outside_top_k(self._config, drawn=drawn, outside=counters.outside)
+            if text is not None:
+                self._said_outside = True
+                self.say(text)
 
     def _recent(self, now: float, counters: Counters) -> tuple[Counters, float]:
         """What the generators did lately, and in how many seconds.

@@ -371,6 +371,7 @@ class GeneratorProcess:
             tokens_accepted=stats.tokens_accepted,
             tokens_verified=self._writer.tokens_verified,
             tokens_rejected=self._writer.tokens_rejected,
+            tokens_outside_top_k=self._writer.tokens_outside_top_k,
             steps=stats.steps,
             busy_seconds=stats.busy_seconds,
             running=stats.running,

@@ -39,6 +39,7 @@ class SampleWriter:
         self._rewarding: set[asyncio.Task[float]] = set()
         self.tokens_verified = 0
         self.tokens_rejected = 0
+        self.tokens_outside_top_k = 0
 
     def hold(self) -> None:
         """Begin no stretch until `go_on`."""
@@ -92,6 +93,8 @@ class SampleWriter:
                         writing.displaced = False  # it has a slot again
                     if writing.began is None:
                         writing.began = time.monotonic()
+                listed = (chunk.topk_ids == chunk.tokens[:, None]).any(axis=1)
+                self.tokens_outside_top_k += int(len(listed) - listed.sum())
                 builder.append(
                     tokens=chunk.tokens,
                     logprobs=chunk.logprobs,

@@ -73,6 +73,8 @@ class GeneratorReport(Message, frozen=True):
     """Tokens of older versions that verification accepted."""
     tokens_rejected: int
     """Tokens of older versions that it did not; they were written again."""
+    tokens_outside_top_k: int
+    """Response tokens that are not among the top K stored with them."""
     steps: int
     busy_seconds: float
     running: int

@@ -1,0 +1,49 @@
+"""What a run says without being asked, because somebody would want to know. Pure functions."""
+
+from __future__ import annotations
+
+from asyncrl.config import RunConfig
+from asyncrl.processes.earlier import lenient_warning
+
+OUTSIDE_SHARE = 0.001
+"""Share of tokens outside the stored top-K from which on it is worth saying so."""
+OUTSIDE_TOKENS = 20_000
+"""So many tokens are needed before that share is believed."""
+
+
+def at_start(config: RunConfig) -> list[str]:
+    """What of the settings makes a run something else than most would think."""
+    said = []
+    lenient = lenient_warning(config.cache)
+    if lenient is not None:
+        said.append(lenient)
+    deadline = config.scheduler.sample_deadline_seconds
+    if deadline is not None:
+        said.append(
+            f"WARNING: scheduler.sample_deadline_seconds is {deadline:g}: samples that take longer "
+            "end in the middle, with finish reason `deadline`. Where depends on this machine's "
+            "load, so those samples do not follow the policy to their end. They are counted in "
+            "asyncrl_finished_samples_total. A limit in tokens is sampling.max_tokens."
+        )
+    return said
+
+
+def outside_top_k(config: RunConfig, *, drawn: int, outside: int) -> str | None:
+    """Whether verification loses much to a small K; None while that is not known or not so.
+
+    Args:
+        config: of the run.
+        drawn: response tokens drawn so far.
+        outside: of those, not among the top K that were stored with them.
+    """
+    verifies = config.scheduler.on_update == "verify"
+    if not verifies or drawn < OUTSIDE_TOKENS or outside < OUTSIDE_SHARE * drawn:
+        return None
+    share, k = outside / drawn, config.engine.top_k_logprobs
+    half = max(1, round(0.69 / share))
+    return (
+        f"{share:.1%} of the tokens lie outside the {k} most probable ones that are stored with "
+        "each (engine.top_k_logprobs). Verification must reject those, so half of all answers are "
+        f"cut within {half:,} tokens whatever the policies say. Exact, but slow: set "
+        f"engine.top_k_logprobs to {max(64, 8 * k)}, or sampling.top_p below 1."
+    )
