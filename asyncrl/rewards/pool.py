@@ -1,9 +1,22 @@
-"""The pool of reward workers: bounded processes, bounded calls, errors that name the culprit."""
+"""The pool of reward workers: bounded processes, bounded calls, errors that name the culprit.
+
+Each worker has a loop here:
+
+serve       consumes: calls, in order of arrival. produces: rewards, or what went wrong.
+            waits for: calls, then the worker's answers. bounded by: `timeout_seconds` a call.
+
+While calls are quick, a worker is sent many at once: an answer takes turns of the event loop, which
+the engine leaves few of, and one call at a time would be one reward for some engine steps.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections import deque
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import RewardError, RewardFailed, RewardTimeout
@@ -13,6 +26,20 @@ from asyncrl.rewards.process import WorkerProcess
 from asyncrl.rewards.protocol import Call
 
 log = logging.getLogger(__name__)
+
+_MOST_AT_ONCE = 64
+_QUICK_SECONDS = 0.002
+"""A worker is sent several calls at once while its last one took less than this."""
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A call, and who waits for its reward."""
+
+    call: Call
+    reward: asyncio.Future[float]
+    worker: WorkerProcess | None = None
+    """Set while that worker computes it."""
 
 
 class RewardPool:
@@ -33,16 +60,21 @@ class RewardPool:
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._workers = [WorkerProcess(config) for _ in range(config.workers)]
-        self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
-        self._started = False
-        self.waiting = 0
-        """Calls that wait for a free worker now."""
+        self._asked: deque[_Asked] = deque()
+        self._some = asyncio.Event()
+        self._loops: list[asyncio.Task[None]] = []
+        self._taken = 0
         self.running = 0
-        """Calls that a worker is busy with now."""
+        """Calls that a worker computes now."""
         self.scored = 0
         """Calls answered with a reward."""
         self.failed = 0
         """Calls that failed, those counted as zero included."""
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a worker now, those that were sent to one included."""
+        return len(self._asked) + self._taken - self.running
 
     async def start(self) -> None:
         """Check the names and start every worker.
@@ -60,9 +92,7 @@ class RewardPool:
             if isinstance(result, BaseException):
                 await self.close()
                 raise result
-        for worker in self._workers:
-            self._idle.put_nowait(worker)
-        self._started = True
+        self._loops = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
 
     async def score(self, prompt: str, response: str, row: dict[str, Any]) -> float:
         """The weighted sum of all functions for one response; 0.0 on failure with `on_error: zero`.
@@ -72,41 +102,93 @@ class RewardPool:
             RewardFailed: a function raised, crashed, or returned no finite number.
             RewardError: the pool is not running, or a worker could not be started again.
         """
-        worker = await self._acquire()
-        self.running += 1
+        if not self._loops:
+            raise _not_running()
+        asked = _Asked(Call(prompt, response, row), asyncio.get_running_loop().create_future())
+        self._asked.append(asked)
+        self._some.set()
         try:
-            value = await worker.score(Call(prompt, response, row))
+            value = await asked.reward
         except (RewardTimeout, RewardFailed) as error:
             self.failed += 1
             if self._config.on_error == "stop":
                 raise
             log.warning("counted as 0 (rewards.on_error: zero): %s", error)
             return 0.0
-        finally:
-            self.running -= 1
-            self._idle.put_nowait(worker)
+        except asyncio.CancelledError:
+            if asked.worker is not None:
+                await asked.worker.kill()  # it may never return; calls behind it are served again
+            raise
         self.scored += 1
         return value
 
     async def close(self) -> None:
         """Kill the workers; calls in progress fail. Idempotent."""
-        self._started = False
+        loops, self._loops = self._loops, []
+        for task in loops:
+            task.cancel()
+        if loops:
+            await asyncio.wait(loops)
         await asyncio.gather(*(worker.kill() for worker in self._workers))
+        for asked in self._asked:
+            if not asked.reward.done():
+                asked.reward.set_exception(_not_running())
+        self._asked.clear()
 
-    async def _acquire(self) -> WorkerProcess:
-        self._refuse_unless_started()
-        self.waiting += 1
+    async def _serve(self, worker: WorkerProcess) -> None:
+        """Hand calls to one worker, for ever."""
+        at_once = 1
+        while True:
+            while not self._asked:
+                self._some.clear()
+                await self._some.wait()
+            share = -(-len(self._asked) // len(self._workers))
+            batch = [self._asked.popleft() for _ in range(min(share, at_once))]
+            batch = [asked for asked in batch if not asked.reward.done()]
+            if batch:
+                seconds = await self._have_scored(worker, batch)
+                at_once = _MOST_AT_ONCE if seconds < _QUICK_SECONDS else 1
+
+    async def _have_scored(self, worker: WorkerProcess, batch: list[_Asked]) -> float:
+        """Score a batch; what was not begun is queued again. Gives the longest call's seconds."""
+        left, longest = deque(batch), 0.0
+        self._taken += len(batch)
+        self.running += 1
+        left[0].worker = worker
         try:
-            worker = await self._idle.get()
+            async with aclosing(worker.score([asked.call for asked in batch])) as answers:
+                async for answer in answers:
+                    asked = left.popleft()
+                    self._taken -= 1
+                    if isinstance(answer, RewardFailed):
+                        _settle(asked, answer)
+                    else:
+                        _settle(asked, answer.value)
+                        longest = max(longest, answer.seconds)
+                    if left:
+                        left[0].worker = worker
+        except RewardError as error:
+            self._taken -= 1
+            _settle(left.popleft(), error)
+            longest = _QUICK_SECONDS
         finally:
-            self.waiting -= 1
-        try:
-            self._refuse_unless_started()
-        except RewardError:
-            self._idle.put_nowait(worker)  # the next waiting call must learn of it too
-            raise
-        return worker
+            self.running -= 1
+            self._taken -= len(left)
+            for asked in reversed(left):
+                asked.worker = None
+                self._asked.appendleft(asked)
+        return longest
 
-    def _refuse_unless_started(self) -> None:
-        if not self._started:
-            raise RewardError("the reward pool is not running: not started yet, or closed")
+
+def _settle(asked: _Asked, result: float | RewardError) -> None:
+    """Tell who waits; nobody does if the call was cancelled."""
+    asked.worker = None
+    with contextlib.suppress(asyncio.InvalidStateError):
+        if isinstance(result, RewardError):
+            asked.reward.set_exception(result)
+        else:
+            asked.reward.set_result(result)
+
+
+def _not_running() -> RewardError:
+    return RewardError("the reward pool is not running: not started yet, or closed")

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -97,41 +98,50 @@ class WorkerProcess:
             if not ready:
                 await self.kill()
 
-    async def score(self, call: Call) -> float:
-        """Score one response. After any exception there is no process left.
+    async def score(self, calls: Sequence[Call]) -> AsyncGenerator[Scored | RewardFailed, None]:
+        """Score responses, sent all at once and answered in turn.
+
+        Yields:
+            The answer to each call; RewardFailed where a function raised or returned no finite
+            number.
 
         Raises:
-            RewardTimeout: no answer within `timeout_seconds`.
-            RewardFailed: a function raised, returned no finite number, or ended its process.
+            RewardTimeout: no answer to the call in turn within `timeout_seconds`. Those behind it
+                were not begun, and there is no process left; so after any exception.
+            RewardFailed: a function ended its process.
         """
         await self.start()
-        done = False
+        answered = 0
         try:
-            async with asyncio.timeout(self._config.timeout_seconds):
-                answer = await self._ask(call)
-            done = True
+            await self._send(*calls)
+            for call in calls:
+                self._term = 0
+                async with asyncio.timeout(self._config.timeout_seconds):
+                    answer = await self._answer()
+                answered += 1
+                if isinstance(answer, Raised):
+                    self._term = answer.term
+                    yield RewardFailed(
+                        f"reward {self._culprit()!r} failed for the response "
+                        f"{_shortened(call.response)}:\n{answer.message}"
+                    )
+                else:
+                    yield answer
         except TimeoutError as error:
             raise RewardTimeout(
                 f"reward {self._culprit()!r} did not return within "
                 f"{self._config.timeout_seconds:g} s (rewards.timeout_seconds) for the response "
-                f"{_shortened(call.response)}; its process was killed"
+                f"{_shortened(calls[answered].response)}; its process was killed"
             ) from error
         except (EOFError, ConnectionError) as error:
             raise RewardFailed(
                 f"reward {self._culprit()!r}: its process {await self._ending()}; it was scoring "
-                f"the response {_shortened(call.response)}"
+                f"the response {_shortened(calls[answered].response)}"
             ) from error
         finally:
             # Also when cancelled: an answer still to come would be taken for the next call's.
-            if not done:
+            if answered < len(calls):
                 await self.kill()
-        if isinstance(answer, Raised):
-            self._term = answer.term
-            raise RewardFailed(
-                f"reward {self._culprit()!r} failed for the response "
-                f"{_shortened(call.response)}:\n{answer.message}"
-            )
-        return answer.value
 
     async def kill(self) -> None:
         """End the process and whatever it has started. Idempotent."""
@@ -150,9 +160,7 @@ class WorkerProcess:
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
 
-    async def _ask(self, call: Call) -> Scored | Raised:
-        self._term = 0
-        await self._send(call)
+    async def _answer(self) -> Scored | Raised:
         while True:
             answer = await self._receive()
             if isinstance(answer, Began):
@@ -162,9 +170,9 @@ class WorkerProcess:
             else:
                 raise EOFError(f"unexpected {type(answer).__name__}")
 
-    async def _send(self, message: ToWorker) -> None:
+    async def _send(self, *messages: ToWorker) -> None:
         assert self._process is not None and self._process.stdin is not None  # noqa: S101, PT018
-        self._process.stdin.write(pack(message))
+        self._process.stdin.write(b"".join(pack(message) for message in messages))
         await self._process.stdin.drain()
 
     async def _receive(self) -> FromWorker:

@@ -1,8 +1,8 @@
 """What the pool and a worker process say to each other, over the worker's standard streams.
 
 Frames: four bytes of length (little-endian), then one msgspec MessagePack struct. The pool sends
-one `Setup`, then `Call`s, one at a time. The worker answers `Setup` with `Ready` or `Refused`, and
-each `Call` with a `Began` per term as it starts, then `Scored` or `Raised`.
+one `Setup`, then `Call`s, which may wait in the stream. The worker answers `Setup` with `Ready` or
+`Refused`, and each `Call` in turn with a `Began` per term as it starts, then `Scored` or `Raised`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     """The weighted sum."""
 
     value: float
+    seconds: float
+    """It took so long."""
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):

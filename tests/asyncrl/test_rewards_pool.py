@@ -165,11 +165,43 @@ def test_calls_are_bounded_by_the_workers(source: Path) -> None:
     async def check() -> None:
         async with running({"name": f"{source}:by_response"}, workers=2) as pool:
             calls = [asyncio.create_task(pool.score("", "pid", {})) for _ in range(20)]
-            await asyncio.sleep(0)
-            assert (pool.running, pool.waiting) == (2, 18)
+            while not pool.running:  # noqa: ASYNC110 - the pool's own state
+                await asyncio.sleep(0)
+            assert pool.running + pool.waiting == 20
             pids = set(await asyncio.gather(*calls))
             assert len(pids) == 2
             assert os.getpid() not in pids
+
+    asyncio.run(check())
+
+
+def test_what_waits_behind_a_call_that_hangs_is_scored_by_the_next_process(
+    source: Path, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        async with running({"name": f"{source}:by_response"}, timeout_seconds=3) as pool:
+            assert await pool.score("", "quick", {}) == 5.0  # so that many are sent at once
+            row = {"pids": str(tmp_path / "pids")}
+            responses = ["x", "xx", "hang", "xxxx", "xxxxx"]
+            calls = [pool.score("", response, row) for response in responses]
+            values = await asyncio.gather(*calls, return_exceptions=True)
+            assert isinstance(values[2], RewardTimeout)
+            assert [v for v in values if not isinstance(v, RewardTimeout)] == [1, 2, 4, 5]
+            assert (pool.running, pool.waiting, pool.scored, pool.failed) == (0, 0, 5, 1)
+
+    asyncio.run(check())
+
+
+def test_calls_in_progress_fail_when_the_pool_is_closed(source: Path, tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running({"name": f"{source}:by_response"}) as pool:
+            row = {"pids": str(tmp_path / "pids")}
+            calls = [asyncio.create_task(pool.score("", "hang", row)) for _ in range(3)]
+            while not pool.running:  # noqa: ASYNC110 - the pool's own state
+                await asyncio.sleep(0)
+        for failed in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(failed, RewardError)
+            assert "not running" in str(failed)
 
     asyncio.run(check())
 
