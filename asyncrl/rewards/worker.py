@@ -1,5 +1,7 @@
 """A reward worker: `python -m asyncrl.rewards.worker`, started by `RewardPool`, one call at a time.
 
+Calls may wait in its input; each is answered in turn.
+
 The user's functions run here, so that one that hangs can be killed and one that crashes takes
 nothing with it. What they print goes to standard error; the frames have a descriptor of their
 own. Kept import-light (no torch, no pydantic): a killed worker is replaced in a fraction of a
@@ -13,11 +15,13 @@ import math
 import os
 import signal
 import sys
+import time
 import traceback
 from typing import Any, BinaryIO
 
 import msgspec
 
+from asyncrl.cores import stay_on_helper_cores
 from asyncrl.errors import RewardError
 from asyncrl.rewards.functions import RewardFunction
 from asyncrl.rewards.loading import load_function
@@ -43,6 +47,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Serve until standard input ends."""
     _die_with_parent()
+    stay_on_helper_cores()
     inbox, outbox = _private_streams()
     decoder = msgspec.msgpack.Decoder(ToWorker)
     setup = _read(inbox, decoder)
@@ -67,7 +72,7 @@ def main() -> None:
 def _score(
     call: Call, terms: tuple[Term, ...], functions: list[RewardFunction], outbox: BinaryIO
 ) -> Scored | Raised:
-    total = 0.0
+    total, began = 0.0, time.perf_counter()
     for index, (term, function) in enumerate(zip(terms, functions, strict=True)):
         _send(outbox, Began(index))
         try:
@@ -75,7 +80,7 @@ def _score(
             total += term.weight * _finite(result)
         except (Exception, SystemExit):  # noqa: BLE001 - process edge: reported to the pool
             return Raised(index, _last_lines())
-    return Scored(total)
+    return Scored(total, time.perf_counter() - began)
 
 
 def _finite(result: Any) -> float:
