@@ -31,6 +31,7 @@ class EngineRecord(msgspec.Struct, frozen=True):
     waiting: int
     slots: int
     policy_version: int
+    rewards_waiting: int = 0
     lengths: list[int] = []
     """Response lengths of the samples that were finished since the line before."""
 
