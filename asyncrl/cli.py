@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -149,56 +149,73 @@ def evaluate(
 @app.command()
 def simulate(
     config_file: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="Its group size is used.")
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="A run's: its sizes and its scheduler are used."),
     ] = None,
-    model: Annotated[str, typer.Option(help="1.5b, 7b or 32b.")] = "7b",
-    generators: Annotated[int, typer.Option(min=1, max=4096)] = 256,
-    slots: Annotated[int, typer.Option(min=1, help="Rows of a generator.")] = 64,
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = 8,
-    median: Annotated[float, typer.Option(min=1, help="Tokens of an answer.")] = 1000.0,
+    from_run: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="Directory of a run: its costs, its lengths."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="1.5b, 7b or 32b; not with --from.")] = "7b",
+    generators: Annotated[int | None, typer.Option(min=1, max=4096, help="Default: 256.")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Rows of a generator; 64.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps; 12.")] = None,
+    median: Annotated[float | None, typer.Option(min=1, help="Tokens of an answer; 1000.")] = None,
     sigma: Annotated[float, typer.Option(min=0, help="Of the logarithm of lengths.")] = 1.0,
-    longest: Annotated[int, typer.Option(min=1, help="Limit of an answer.")] = 16384,
+    longest: Annotated[int | None, typer.Option(min=1, help="Limit of an answer; 16384.")] = None,
     drift: Annotated[
-        float, typer.Option(min=0, max=1, help="Total variation per token and step.")
-    ] = 3e-4,
+        float | None, typer.Option(min=0, max=1, help="Total variation per token and step; 3e-4.")
+    ] = None,
+    rule: Annotated[
+        Literal["token", "block"] | None,
+        typer.Option(help="What verification keeps: token (the worst case), or by block."),
+    ] = None,
     redraft: Annotated[
         float, typer.Option(min=0, max=1, help="Acceptance of the old rest as a draft; 0: none.")
     ] = 0.7,
     trainer_devices: Annotated[
         float | None, typer.Option(help="Default: as many as balance the generators.")
     ] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help="Only these modes (repeat); speed is over the first.")
+    ] = None,
     regimes: Annotated[
-        bool, typer.Option("--regimes", help="Map answer length and drift (a minute or more).")
+        bool, typer.Option("--regimes", help="Map answer length and drift (some minutes).")
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Simulate every mode on a cluster: the same scheduler, costs from a roofline."""
+    """Simulate every mode on a cluster: the same scheduler, costs from a roofline or from a run."""
     from dataclasses import asdict
 
     from asyncrl.config import load_config
-    from asyncrl.simulation import study
+    from asyncrl.simulation import study, tables
+    from asyncrl.simulation.fit import fit_run
 
-    group_size = 8
-    if config_file is not None:
-        group_size = load_config(config_file).scheduler.group_size
-    cluster = study.Cluster(
-        model=model.lower(), generators=generators, slots=slots, steps=steps,
-        warm_up=min(3, steps - 1), median=median, sigma=sigma, longest=longest, drift=drift,
-        redraft=redraft,
-        trainer_devices=trainer_devices, group_size=group_size,
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "generators": generators, "slots": slots, "steps": steps, "median": median,
+        "longest": longest, "drift": drift, "rule": rule, "trainer_devices": trainer_devices,
+    }  # fmt: skip
+    changes = {name: value for name, value in given.items() if value is not None}
+    changes |= {"model": model.lower(), "sigma": sigma, "redraft": redraft}
+    if steps is not None:
+        changes["warm_up"] = min(4, steps - 1)
+    config = None if config_file is None else load_config(config_file)
+    fit = None if from_run is None else fit_run(from_run)
+    cluster = study.cluster(config, fit, **changes)
     if regimes:
         places = study.regime(cluster)
         if as_json:
             typer.echo(json.dumps([asdict(place) for place in places], indent=2))
         else:
-            _wide().print(study.regime_table(places))
+            _wide().print(tables.regime_table(places))
         return
-    outcomes = study.compare(cluster, study.MODES)
+    outcomes = study.compare(cluster, mode or study.MODES)
+    if config is not None or fit is not None:
+        outcomes["as configured"] = cluster.configured()
     if as_json:
-        typer.echo(json.dumps({mode: asdict(o) for mode, o in outcomes.items()}, indent=2))
+        typer.echo(json.dumps(study.as_json(outcomes), indent=2))
     else:
-        _wide().print(study.table(cluster, outcomes))
+        _wide().print(tables.table(cluster, outcomes))
 
 
 def _wide() -> Console:

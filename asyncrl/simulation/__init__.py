@@ -2,7 +2,9 @@
 
 world      events in time order, the very `scheduler.Scheduler` that runs live
 fleet      generators that share their decoding speed among their requests
-cost       seconds of decoding, scoring and training from bytes and operations (roofline)
+cost       seconds of decoding, scoring and training: a roofline, or as measured
 lengths    how long answers are, and how much of them survives a policy update
-study      modes side by side, sweeps, the table
+fit        the cost of a real run, from its records
+study      modes side by side, sweeps, the regime map
+tables     the same for people
 """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rich.table import Table
-
+from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.simulation.cost import DEVICES, MODELS, Cost, roofline
-from asyncrl.simulation.lengths import Lengths, lognormal
+from asyncrl.simulation.cost import DEVICES, MODELS, Cost, Costs, roofline
+from asyncrl.simulation.fit import WARM_UP, Fit
+from asyncrl.simulation.lengths import Lengths, Rule, Survival, empirical, lognormal
 from asyncrl.simulation.world import Outcome, Setting, World
 from scheduler.config import SchedulerConfig
 
@@ -19,12 +19,15 @@ MODES: Mapping[str, tuple[Mapping[str, Any], float]] = {
     "sync": ({"on_update": "keep", "max_off_policy_steps": 0}, 0.0),
     "keep(1)": ({"on_update": "keep", "max_off_policy_steps": 1}, 0.0),
     "keep(4)": ({"on_update": "keep", "max_off_policy_steps": 4}, 0.0),
-    "verify": ({"on_update": "verify", "max_off_policy_steps": 0}, 1.0),
+    "recompute(1)": ({"on_update": "recompute", "max_off_policy_steps": 1}, 0.0),
+    "verify, 1 ahead": ({"on_update": "verify", "max_off_policy_steps": 0}, 1.0),
+    "verify": ({"on_update": "verify", "max_off_policy_steps": 0}, 2.0),
     "verify, 3 ahead": ({"on_update": "verify", "max_off_policy_steps": 0}, 3.0),
-    "verify, k=1": ({"on_update": "verify", "max_off_policy_steps": 1}, 1.0),
-    "verify, k=1, 3 ahead": ({"on_update": "verify", "max_off_policy_steps": 1}, 3.0),
+    "verify, k=1": ({"on_update": "verify", "max_off_policy_steps": 1}, 2.0),
+    "verify, k=2": ({"on_update": "verify", "max_off_policy_steps": 2}, 2.0),
 }
-"""Name to settings of the scheduler, and how many whole steps run-ahead may cover."""
+"""Name to settings of the scheduler, and how many whole steps run-ahead may cover. `verify` is the
+default of a run."""
 
 BALANCE = 0.9
 """A trainer whose size is not given is made so large that it would be busy for this share of the
@@ -40,8 +43,8 @@ class Cluster:
     generators: int = 256
     slots: int = 64
     """Rows that a generator decodes at once."""
-    steps: int = 8
-    warm_up: int = 3
+    steps: int = 12
+    warm_up: int = 4
     """Steps that are left out of the sums."""
     median: float = 1000.0
     """Tokens of an answer, log-normal."""
@@ -49,28 +52,40 @@ class Cluster:
     longest: int = 16384
     drift: float = 3e-4
     """Total variation per token and optimizer step."""
+    rule: Rule = "token"
+    """How verification judges: the worst case, or as it really does; see `lengths.Survival`."""
     redraft: float = 0.7
     """Chance that a token of the old continuation is accepted as a draft of what is written again;
     0: it is not drafted from. Other drafting is left out, in every mode."""
-    group_size: int = 8
     groups_per_step: int | None = None
     """None: as many as fill every slot once."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """The bounds that no mode sets, group_size among them."""
     prompt_tokens: int = 200
     trainer_devices: float | None = None
     """None: so many that generation and training would cost the same, see `BALANCE`."""
+    fit: Fit | None = None
+    """Costs and lengths of a real run, in place of the roofline and the log-normal."""
     seed: int = 0
 
     @property
     def step_groups(self) -> int:
         """Groups of an optimizer step."""
-        return self.groups_per_step or max(1, self.generators * self.slots // self.group_size)
+        samples = self.generators * self.slots
+        return self.groups_per_step or max(1, samples // self.scheduler.group_size)
 
     def lengths(self) -> Lengths:
         """The answers."""
+        if self.fit is not None:
+            return empirical(self.fit.lengths)
         return lognormal(self.median, self.sigma, self.longest)
 
-    def cost(self) -> tuple[Cost, float]:
-        """Seconds of things, and the trainer's devices.
+    def cost(self) -> Costs:
+        """Seconds of things. Raises UserError when there is no such model or device."""
+        return self.roofline()[0] if self.fit is None else self.fit.cost
+
+    def roofline(self) -> tuple[Cost, float]:
+        """Seconds of things by bytes and operations, and the trainer's devices.
 
         Raises:
             UserError: there is no such model or device.
@@ -94,55 +109,85 @@ class Cluster:
         if mode not in MODES:
             raise UserError(f"there is no mode {mode!r}; there are {', '.join(MODES)}")
         settings, ahead = MODES[mode]
-        config = SchedulerConfig(
-            group_size=self.group_size,
-            groups_per_step=self.step_groups,
-            max_runahead_groups=max(1, round(ahead * self.step_groups)) if ahead else None,
-            **settings,
-        )
-        cost, _ = self.cost()
+        runahead = max(1, round(ahead * self.step_groups)) if ahead else None
+        return self.run(replaced(self.scheduler, **settings, max_runahead_groups=runahead))
+
+    def configured(self) -> Outcome:
+        """As the configuration's own section `scheduler` says."""
+        return self.run(self.scheduler)
+
+    def run(self, scheduler: SchedulerConfig) -> Outcome:
+        """With these bounds."""
+        config = replaced(scheduler, groups_per_step=self.step_groups)
         setting = Setting(
-            config, self.generators, self.slots, self.steps, cost, self.lengths(),
-            prompt_tokens=self.prompt_tokens, drift=self.drift,
-            redraft=self.redraft, seed=self.seed,
+            config, self.generators, self.slots, self.steps, self.cost(), self.lengths(),
+            prompt_tokens=self.prompt_tokens, drift=self.drift, redraft=self.redraft,
+            survival=Survival(self.rule), seed=self.seed,
         )  # fmt: skip
         return World(setting).run(self.warm_up)
+
+    def title(self) -> str:
+        """What is simulated, in words."""
+        drift = f"total variation {self.drift:.2g} per token and step, kept by {self.rule}"
+        groups = f"{self.step_groups} groups of {self.scheduler.group_size} a step"
+        if self.fit is not None:
+            return (
+                f"simulated: {self.generators} generators of {self.slots} rows, {groups}, costs "
+                f"and lengths of the run {self.fit.name}, {drift}"
+            )
+        return (
+            f"simulated: {self.generators} generators ({self.device}, {self.model}, "
+            f"{self.slots} rows each), a trainer of {self.roofline()[1]:.0f} devices, {groups}, "
+            f"answers of {self.median:.0f} tokens (median) up to {self.longest}, {drift}"
+        )
+
+
+def cluster(config: RunConfig | None, fit: Fit | None, **changes: Any) -> Cluster:
+    """The machine and the task of a run.
+
+    Args:
+        config: sizes and the scheduler's bounds; None: those of `fit`, or the defaults.
+        fit: costs and lengths of a real run; None: the roofline and a log-normal.
+        changes: go before what these say.
+    """
+    fields: dict[str, Any] = {}
+    if fit is not None:
+        config = config or fit.config
+        fields |= {
+            "fit": fit,
+            "steps": max(fit.steps, WARM_UP + 9),
+            "warm_up": WARM_UP,
+            "prompt_tokens": 0,  # reading prompts is in the cost of the run's steps
+            "rule": "block",
+        }
+        if fit.drift is not None:
+            fields["drift"] = fit.drift
+    if config is not None:
+        longest = config.sampling.max_tokens
+        fields |= {
+            "generators": config.launcher.generators,
+            "slots": config.engine.slots,
+            "longest": longest,
+            "median": min(1000.0, longest / 4),
+            "groups_per_step": config.scheduler.groups_per_step,
+            "scheduler": config.scheduler,
+        }
+    return Cluster(**fields | changes)
+
+
+def replaced(scheduler: SchedulerConfig, **changes: Any) -> SchedulerConfig:
+    """A checked copy; run-ahead and what else one `on_update` alone has is left out for others."""
+    fields = scheduler.model_dump() | changes
+    if fields["on_update"] != "verify":
+        fields["max_runahead_groups"] = None
+    if fields["on_update"] == "recompute":
+        fields["partial_rollout"] = True
+    return SchedulerConfig(**fields)
 
 
 def compare(cluster: Cluster, modes: Iterable[str]) -> dict[str, Outcome]:
     """Each mode on the same cluster."""
     return {mode: cluster.simulate(mode) for mode in modes}
-
-
-def table(cluster: Cluster, outcomes: Mapping[str, Outcome]) -> Table:
-    """For people; speed is relative to the first mode."""
-    _, devices = cluster.cost()
-    title = (
-        f"simulated: {cluster.generators} generators ({cluster.device}, {cluster.model}, "
-        f"{cluster.slots} rows each), a trainer of {devices:.0f} devices, {cluster.step_groups} "
-        f"groups of {cluster.group_size} a step, answers of {cluster.median:.0f} tokens (median) "
-        f"up to {cluster.longest}, total variation {cluster.drift:g} per token and step"
-    )
-    out = Table(
-        title=title,
-        caption="again: tokens that verification rejected, over tokens trained on",
-    )
-    columns = "mode,s/step,speed,tokens/s,gen. idle,train idle,staleness,again"
-    for column in columns.split(","):
-        out.add_column(column, justify="left" if column == "mode" else "right", no_wrap=True)
-    first = next(iter(outcomes.values())).step_seconds
-    for mode, outcome in outcomes.items():
-        out.add_row(
-            mode,
-            f"{outcome.step_seconds:.1f}",
-            f"{first / outcome.step_seconds:.2f}x",
-            f"{outcome.tokens_per_second:,.0f}",
-            f"{outcome.generator_idle:.0%}",
-            f"{outcome.trainer_idle:.0%}",
-            f"{outcome.staleness_mean:.2f}, max {outcome.staleness_max}",
-            f"{outcome.regenerated:.0%}",
-        )
-    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,44 +199,38 @@ class Place:
     outcomes: dict[str, Outcome]
 
 
+REGIME_MODES = ("sync", "verify", "verify, k=1", "verify, k=2", "keep(4)")
+
+
 def regime(
     cluster: Cluster,
     *,
     medians: Sequence[float] = (1000, 4000, 16000, 32000),
     drifts: Sequence[float] = (1e-4, 3e-4, 1e-3, 1e-2),
-    modes: Sequence[str] = ("sync", "verify", "verify, k=1", "verify, k=1, 3 ahead", "keep(4)"),
+    modes: Sequence[str] = REGIME_MODES,
 ) -> list[Place]:
     """Every mode over answer length and drift; `longest` is four times the median."""
     places = []
     for median in medians:
         for drift in drifts:
-            fields = asdict(cluster) | {
-                "median": median,
-                "longest": round(4 * median),
-                "sigma": 0.7,
-                "drift": drift,
-            }
-            places.append(Place(median, drift, compare(Cluster(**fields), modes)))
+            here = replace(
+                cluster, median=median, longest=round(4 * median), sigma=0.7, drift=drift
+            )
+            places.append(Place(median, drift, compare(here, modes)))
     return places
 
 
-def regime_table(places: Sequence[Place]) -> Table:
-    """Speed over `sync`, and what is written again, for each mode."""
-    out = Table(title="speed over sync / share written again, by median length and drift")
-    out.add_column("median", justify="right")
-    out.add_column("TV", justify="right")
-    modes = [mode for mode in places[0].outcomes if mode != "sync"]
-    for mode in modes:
-        out.add_column(mode, justify="right")
-    out.add_column("best on-policy", justify="left")
-    for place in places:
-        sync = place.outcomes["sync"].step_seconds
-        cells = [
-            f"{sync / place.outcomes[mode].step_seconds:.2f}x / "
-            f"{place.outcomes[mode].regenerated:.0%}"
-            for mode in modes
-        ]
-        strict = {m: o.step_seconds for m, o in place.outcomes.items() if o.staleness_max == 0}
-        best = min(strict, key=lambda mode: strict[mode])
-        out.add_row(f"{place.median:.0f}", f"{place.drift:g}", *cells, best)
-    return out
+NEAR = 0.85
+"""Of the speed of the fastest bound on staleness, what a stricter one must reach to be right."""
+
+
+def right_choice(place: Place) -> str:
+    """The strictest of `verify` with k = 0, 1, 2 that is nearly as fast as the fastest of them."""
+    modes = [mode for mode in ("verify", "verify, k=1", "verify, k=2") if mode in place.outcomes]
+    fastest = min(place.outcomes[mode].step_seconds for mode in modes)
+    return next(m for m in modes if place.outcomes[m].step_seconds * NEAR <= fastest)
+
+
+def as_json(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+    """Plain values."""
+    return {mode: asdict(outcome) for mode, outcome in outcomes.items()}

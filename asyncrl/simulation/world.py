@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from asyncrl.simulation.cost import Cost
-from asyncrl.simulation.fleet import SimGenerator
-from asyncrl.simulation.lengths import Lengths
+from asyncrl.simulation.cost import Costs
+from asyncrl.simulation.fleet import Behaviour, Row, SimGenerator
+from asyncrl.simulation.lengths import Lengths, Survival
 from scheduler import commands as cmd
 from scheduler import events as ev
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
-
-MESSAGE_SECONDS = 1e-3
-"""From one process to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +30,15 @@ class Setting:
     generators: int
     slots: int
     steps: int
-    cost: Cost
+    cost: Costs
     lengths: Lengths
     prompt_tokens: int = 200
     drift: float = 3e-4
     """Total variation per token and optimizer step."""
     redraft: float = 0.7
     """Chance that a token of the old continuation is accepted as a draft after a rejection."""
+    survival: Survival = field(default_factory=Survival)
+    """What verification keeps."""
     seed: int = 0
 
 
@@ -56,6 +56,26 @@ class Outcome:
     """Tokens thrown away by verification over tokens trained on."""
     mean_length: float
     events: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """A sample that was written and rewarded, unless it was begun again meanwhile."""
+
+    generator: str
+    row: Row
+    finishes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rewarded:
+    """A sample has its reward; the news is still to be sent."""
+
+    report: _Report
+
+
+Due = ev.Event | str | _Report | _Rewarded
+"""What happens: an event for the scheduler; a generator whose next row is done; ..."""
 
 
 @dataclass(slots=True)
@@ -97,7 +117,7 @@ class World:
         self._scheduler = Scheduler(setting.config, first_step=0, total_steps=setting.steps)
         self._rng = random.Random(setting.seed)  # noqa: S311 - a simulation
         self._now = 0.0
-        self._due: list[tuple[float, int, ev.Event | str]] = []
+        self._due: list[tuple[float, int, Due]] = []
         self._count = 0
         self._events = 0
         self._generators: dict[str, SimGenerator] = {}
@@ -106,22 +126,22 @@ class World:
         self._arriving: dict[int, list[tuple[int, float, int]]] = {}
         self._trained: list[tuple[float, float, int, float, int]] = []
         self._ended: str | None = None
+        self._message = setting.cost.message_seconds
+        self._unrewarded: dict[str, deque[_Report]] = defaultdict(deque)
+        self._rewarding: set[str] = set()
+        """Generators of which a sample is being rewarded."""
 
     def run(self, warm_up: int = 2) -> Outcome:
         """Simulate, and sum up the steps from `warm_up` on."""
         setting = self._setting
+        behaviour = Behaviour(
+            setting.cost, setting.lengths, setting.prompt_tokens, setting.drift, setting.redraft,
+            setting.survival, setting.config.on_update == "recompute",
+        )  # fmt: skip
         for index in range(setting.generators):
             name = f"g{index}"
-            self._generators[name] = SimGenerator(
-                name,
-                setting.slots,
-                setting.cost,
-                setting.lengths,
-                prompt=setting.prompt_tokens,
-                drift=setting.drift,
-                redraft=setting.redraft,
-                rng=random.Random(self._rng.random()),  # noqa: S311 - a simulation
-            )
+            rng = random.Random(self._rng.random())  # noqa: S311 - a simulation
+            self._generators[name] = SimGenerator(name, setting.slots, behaviour, rng)
             self._tell(ev.GeneratorJoined(name, setting.slots, 0))
         self._tell(ev.TrainerJoined(0))
         marks: dict[int, tuple[float, float, float, float]] = {}
@@ -129,6 +149,10 @@ class World:
             self._now, _, what = heapq.heappop(self._due)
             if isinstance(what, str):
                 self._wake(what)
+            elif isinstance(what, _Report):
+                self._report(what)
+            elif isinstance(what, _Rewarded):
+                self._rewarded(what.report)
             else:
                 self._tell(what)
             step = self._scheduler.step
@@ -146,9 +170,33 @@ class World:
         del self._planned[name]
         generator.advance(self._now)
         while (row := generator.finished()) is not None:
-            event = ev.SampleFinished(name, row.sample, row.length, row.oldest, 1.0)
-            self._after(MESSAGE_SECONDS, event)
+            report = _Report(name, row, row.finishes)
+            if row.rewarded:
+                self._push(self._now + self._message, report)
+            else:
+                self._unrewarded[name].append(report)
         self._plan(generator)
+        self._reward(name)
+
+    def _reward(self, name: str) -> None:
+        """A generator's samples get their rewards one after the other."""
+        queue = self._unrewarded[name]
+        if queue and name not in self._rewarding:
+            self._rewarding.add(name)
+            seconds = self._setting.cost.reward(self._generators[name].decoding)
+            self._push(self._now + seconds, _Rewarded(queue.popleft()))
+
+    def _rewarded(self, report: _Report) -> None:
+        self._rewarding.discard(report.generator)
+        report.row.rewarded = True
+        self._push(self._now + self._message, report)
+        self._reward(report.generator)
+
+    def _report(self, report: _Report) -> None:
+        row = report.row
+        if self._generators[report.generator].holds(row) and row.finishes == report.finishes:
+            name = report.generator
+            self._tell(ev.SampleFinished(name, row.sample, row.length, row.oldest))
 
     def _plan(self, generator: SimGenerator) -> None:
         """Look again when its next row is done."""
@@ -175,7 +223,7 @@ class World:
         if isinstance(event, ev.StepFinished) and self._ended is None:
             self._trainer.finish(event.step, self._now)
             self._train()
-            self._after(MESSAGE_SECONDS, ev.WeightsPublished(event.step + 1))
+            self._after(self._message, ev.WeightsPublished(event.step + 1))
 
     def _carry_out(self, command: cmd.Command, touched: dict[str, SimGenerator]) -> None:
         match command:
@@ -184,7 +232,7 @@ class World:
             case cmd.VerifySamples(generator=name, samples=samples, least_version=least):
                 self._touch(name, touched).verify(samples, least)
             case cmd.InstallWeights(generator=name, policy_version=version):
-                self._after(MESSAGE_SECONDS, ev.WeightsInstalled(name, version))
+                self._after(self._message, ev.WeightsInstalled(name, version))
             case cmd.DeliverGroup():
                 self._deliver(command, touched)
             case cmd.DeclareStep(step=step, groups=groups):
@@ -214,9 +262,9 @@ class World:
             tokens += row.length + self._setting.prompt_tokens
             versions += row.segments
             touched[name].release((sample,))
-            self._after(MESSAGE_SECONDS, ev.SampleDelivered(name, sample))
+            self._after(self._message, ev.SampleDelivered(name, sample))
         seconds = tokens * self._setting.cost.train_token_seconds
-        self._trainer.take(command.group, command.step, seconds, self._now + MESSAGE_SECONDS)
+        self._trainer.take(command.group, command.step, seconds, self._now + self._message)
         ages = [(command.step - version, count) for version, count in versions]
         response = sum(count for _, count in ages)
         weighted = sum(age * count for age, count in ages)
@@ -268,6 +316,6 @@ class World:
     def _after(self, seconds: float, event: ev.Event) -> None:
         self._push(self._now + seconds, event)
 
-    def _push(self, when: float, what: ev.Event | str) -> None:
+    def _push(self, when: float, what: Due) -> None:
         self._count += 1
         heapq.heappush(self._due, (when, self._count, what))

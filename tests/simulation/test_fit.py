@@ -1,0 +1,82 @@
+"""The fit to a real run's records, and simulations of that machine: against what was measured."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.cli import app
+from asyncrl.errors import UserError
+from asyncrl.simulation.fit import fit_run
+from asyncrl.simulation.study import cluster
+
+RECORDED = Path(__file__).parent / "recorded"
+"""Three real runs that differ in the scheduler's settings; see its README."""
+
+
+@pytest.mark.parametrize("other", ["sync", "keep1", "verify"])
+def test_a_fit_to_one_run_predicts_all_three_within_15_per_cent(other):
+    fit, measured = fit_run(RECORDED / "verify"), fit_run(RECORDED / other)
+    simulated = cluster(measured.config, fit).configured()
+    assert simulated.step_seconds == pytest.approx(measured.step_seconds, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["sync", "keep1", "verify"])
+def test_a_fit_predicts_its_own_run_within_15_per_cent(name):
+    fit = fit_run(RECORDED / name)
+    assert cluster(None, fit).configured().step_seconds == pytest.approx(fit.step_seconds, rel=0.15)
+
+
+def test_costs_are_those_of_a_machine():
+    fit = fit_run(RECORDED / "verify")
+    cost = fit.cost
+    assert 0.001 < cost.decode(64, 0) < 0.1
+    assert cost.speed(1) >= cost.speed(64) >= 1
+    assert fit.lengths
+    assert max(fit.lengths) <= fit.config.sampling.max_tokens
+    assert fit.drift is not None
+    assert 0 < fit.drift < 0.01
+    assert fit_run(RECORDED / "sync").drift is None
+
+
+def test_rewards_that_hold_up_the_run_are_seen(tmp_path):
+    """The same run with samples always waiting for theirs, 10 ms each, at rest or not."""
+    shutil.copytree(RECORDED / "sync", tmp_path / "run")
+    path = tmp_path / "run" / "engine" / "generator-0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for before, line in zip([lines[0], *lines], lines, strict=False):
+        line["rewards_waiting"] = 5
+        line["lengths"] = [30] * round((line["time"] - before["time"]) / 0.01)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fit, free = fit_run(tmp_path / "run"), fit_run(RECORDED / "sync")
+    assert free.cost.reward(64) == free.cost.reward(0) == 0
+    assert fit.cost.reward(0) == pytest.approx(0.01, rel=0.3)
+    slow = cluster(None, fit).configured().step_seconds
+    assert slow > 128 * 0.008
+
+
+def test_a_directory_without_records_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is not the directory of a run"):
+        fit_run(tmp_path)
+    shutil.copytree(RECORDED / "sync", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "engine")
+    with pytest.raises(UserError, match="too little about the engine's steps"):
+        fit_run(tmp_path / "run")
+
+
+def test_the_command_takes_a_run_and_a_configuration():
+    arguments = [
+        "simulate",
+        str(RECORDED / "keep1" / "config.yaml"),
+        "--from",
+        str(RECORDED / "verify"),
+    ]
+    done = CliRunner().invoke(app, [*arguments, "--mode", "sync", "--mode", "verify", "--json"])
+    assert done.exit_code == 0, done.output
+    outcomes = json.loads(done.output)
+    assert list(outcomes) == ["sync", "verify", "as configured"]
+    assert outcomes["sync"]["step_seconds"] > outcomes["as configured"]["step_seconds"]
