@@ -1,0 +1,416 @@
+"""Whether the whole loop hands the trainer what it promises: scheduler, generator, engine together.
+
+    python -m benchmarks.exactness_loop [--samples N] [--engine torch|vllm] [--modes a,b] [--json F]
+
+Two fixed sets of weights take turns as policy versions, so that what each step's trajectories must
+be distributed as can be enumerated (`exactness_loop_laws`), while updates land in the middle of
+rollouts (`exactness_loop_house`). Statements, each by chi-square:
+
+    texts        whole trajectories of the steps of one policy follow that policy
+    lengths      so do the response lengths within each step: no step favours short answers
+    tokens       each token, given those before it, follows the policy of the version that it bears
+    logprobs     the recorded log-probabilities are the enumerated ones (greatest difference)
+
+Verify with k = 0 and learning rate 0 promise the first two, every mode the last two.
+Ends with status 1 if a p-value is below `ALARM`, or a log-probability is off.
+
+What does the work is imported only where it is needed: see `benchmarks.exactness`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from benchmarks.exactness_loop_house import Delivered, Outcome, Setting
+    from benchmarks.exactness_loop_laws import Laws, Verdict, Way
+    from engine.protocol import Engine
+
+ALARM = 1e-6
+"""A statement fails below this p-value: the probability of a false alarm, for each of them."""
+VOCABULARY, STOP, LENGTH = 4, 2, 8
+PROMPTS = ((1, 0, 1), (1, 1), (0, 0, 0, 1))
+TOLERANCE = {"torch": 1e-4, "vllm": 1e-3}
+"""Of recorded log-probabilities, nats."""
+_SEED, _DRIFT = 18, 0.2
+_BINS = 10
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run the loop, and what it promises."""
+
+    scheduler: dict[str, Any]
+    learning: bool = True
+    """False: all versions have the same weights."""
+    whole: bool = True
+    """Whether whole trajectories follow the policy that trains on them, at staleness 0."""
+    slots: int = 64
+    top_k: int = 3
+    drafts: int = 2
+    rebuilt: bool = False
+    """Whether tokens behind an update see KV of the new weights only."""
+    depths: tuple[int, ...] = (0, 1, 2, 3)
+
+
+_AHEAD: dict[str, Any] = {"group_size": 16, "groups_per_step": 9}
+_OFF = _AHEAD | {"max_off_policy_steps": 1, "max_in_flight_per_generator": 96}
+"""Fewer samples than slots: nothing is displaced, so KV is rebuilt only where it is verified."""
+MODES: dict[str, Mode] = {
+    "verify, 1 ahead": Mode(_AHEAD | {"max_runahead_groups": 9}),
+    "verify, 3 ahead": Mode(_AHEAD | {"max_runahead_groups": 27}),
+    "verify, no drafts": Mode(_AHEAD | {"max_runahead_groups": 9}, drafts=0),
+    "learning rate 0": Mode(
+        _AHEAD | {"max_runahead_groups": 9}, learning=False, top_k=VOCABULARY, drafts=0
+    ),
+    "verify, k = 1": Mode(_OFF | {"max_runahead_groups": 9}, whole=False, slots=256),
+    "keep, k = 1": Mode(_OFF | {"on_update": "keep"}, whole=False, slots=256),
+    "recompute, k = 1": Mode(_OFF | {"on_update": "recompute"}, whole=False, slots=256, rebuilt=True),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was seen of one mode."""
+
+    mode: str
+    verdicts: dict[str, Verdict]
+    worst_logprob: float
+    """Greatest difference of a recorded log-probability from the enumerated one, nats."""
+    staleness: int
+    """The greatest."""
+    notes: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def p_value(self) -> float:
+        """The least of all statements."""
+        return min(verdict.p_value for verdict in self.verdicts.values())
+
+
+def policies(learning: bool = True) -> list[Any]:
+    """Two random Qwen3 models that differ by 0.13-0.15 (total variation) at a token; or one."""
+    import torch
+
+    one, other, two = _model(_SEED), _model(1000 + _SEED), _model(_SEED)
+    with torch.no_grad():
+        for mine, theirs in zip(two.parameters(), other.parameters(), strict=True):
+            mine.lerp_(theirs, _DRIFT if learning else 0.0)
+    return [one, two]
+
+
+def _model(seed: int) -> Any:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                scale = 0.3 if "embed" in name else 0.4
+                parameter.copy_(torch.randn_like(parameter) * scale)
+    return model.float().eval()
+
+
+def way() -> Way:
+    """How all modes draw."""
+    from benchmarks.exactness_loop_laws import Way
+
+    return Way(LENGTH, STOP, VOCABULARY)
+
+
+def setting_of(mode: Mode, samples: int, seed: int, **changes: Any) -> Setting:
+    """Enough steps for so many samples."""
+    from benchmarks.exactness_loop_house import Setting
+    from engine.protocol import SamplingParams
+    from scheduler.config import SchedulerConfig
+
+    config = SchedulerConfig(**mode.scheduler)
+    steps = max(4, -(-samples // (config.group_size * config.groups_per_step)))
+    sampling = SamplingParams(LENGTH, stop_tokens=(STOP,), top_k_logprobs=mode.top_k)
+    fields: dict[str, Any] = {"depths": mode.depths, "seed": seed} | changes
+    return Setting(config, steps, sampling, **fields)
+
+
+# --------------------------------------------------------------------- engines
+
+
+def torch_engine(path: str, mode: Mode) -> Engine:
+    """The embedded engine; drafts do not depend on the clock once `pace` was called on it."""
+    from cache.config import CacheConfig
+    from engine.config import EngineConfig
+    from engine.factory import create_engine
+    from engine.torch.config import TorchConfig
+
+    config = EngineConfig(
+        kind="torch",
+        slots=mode.slots,
+        max_model_len=16,
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        top_k_logprobs=mode.top_k,
+        torch=TorchConfig(max_step_tokens=4096),
+    )
+    return create_engine(config, path, cache_config=_drafts(mode.drafts), seed=1)
+
+
+def vllm_engine(path: str, mode: Mode) -> Engine:
+    """Real vLLM, with its prefix cache on."""
+    from engine.config import EngineConfig
+    from engine.factory import create_engine
+    from engine.vllm.config import VllmConfig
+
+    config = EngineConfig(
+        kind="vllm",
+        slots=mode.slots,
+        max_model_len=32,
+        threads=1,
+        top_k_logprobs=mode.top_k,
+        vllm=VllmConfig(kv_cache_gib=0.25, max_step_tokens=256, enable_prefix_caching=True),
+    )
+    return create_engine(config, path, cache_config=_drafts(mode.drafts), seed=1)
+
+
+ENGINES: dict[str, Callable[[str, Mode], Engine]] = {"torch": torch_engine, "vllm": vllm_engine}
+
+
+def _drafts(most: int) -> Any:
+    from cache.config import CacheConfig
+
+    return CacheConfig(max_draft_tokens=most, min_match=1, min_probability=0.0, max_bytes=1 << 24)
+
+
+def pace(engine: Any, turns: int = 4) -> None:
+    """Slow a torch engine to a step in so many turns of the event loop, and let it draft always.
+
+    A step on this tiny model is no longer than a message; on a real one it is a hundred times as
+    long. Without this, the loop's messages would take longer than whole responses, and updates
+    would find nothing being written.
+    """
+    from engine.speculation import DraftPlanner
+
+    class Eager(DraftPlanner):
+        def ask(self, left: Any, **_: int) -> tuple[Any, float]:
+            return np.clip(left - 1, 0, 4).astype(np.int32), 0.0
+
+        def choose(self, _: Any, offsets: Any, **__: int) -> Any:
+            return np.diff(offsets).astype(np.int32)
+
+    core, turn = engine._core, 0
+    step = core.step
+
+    def rarely() -> list[Any]:
+        nonlocal turn
+        turn += 1
+        return [] if turn % turns else list(step())
+
+    core.step = rarely
+    core._planner = Eager(max_step_tokens=4096, max_draft_tokens=4)
+
+
+async def loop_of(engine: Engine, models: Sequence[Any], setting: Setting, path: Path) -> Outcome:
+    """One whole run on a started engine that has the first model's weights as version 0."""
+    from benchmarks.exactness_loop_house import House
+
+    return await House(engine, [m.state_dict() for m in models], PROMPTS, setting, path).run()
+
+
+async def run(kind: str, mode: Mode, setting: Setting, models: Sequence[Any]) -> Outcome:
+    """Start an engine, run the loop, end the engine."""
+    with tempfile.TemporaryDirectory() as path:
+        models[0].save_pretrained(path)
+        engine = ENGINES[kind](path, mode)
+        await engine.start()
+        try:
+            if kind == "torch":
+                pace(engine)
+            return await loop_of(engine, models, setting, Path(path))
+        finally:
+            await engine.close()
+
+
+# ------------------------------------------------------------------ statements
+
+
+def find(name: str, mode: Mode, delivered: Sequence[Delivered], laws: Laws) -> Finding:
+    """Everything that the mode promises of these trajectories."""
+    worst, tokens = token_statement(delivered, laws, rebuilt=mode.rebuilt)
+    verdicts = dict(tokens)
+    if mode.whole:
+        verdicts |= whole_statement(delivered, laws)
+    staleness = max(int(one.trajectory.staleness(one.step).max()) for one in delivered)
+    return Finding(name, verdicts, worst, staleness)
+
+
+def whole_statement(delivered: Sequence[Delivered], laws: Laws) -> dict[str, Verdict]:
+    """Whole trajectories, and lengths within each step, as the policy that trains on them."""
+    from benchmarks.exactness_loop_laws import judge
+
+    out: dict[str, Verdict] = {}
+    prompts = range(len(laws.prompts))
+    for policy in (0, 1):
+        mine = [one for one in delivered if one.step % 2 == policy]
+        law = {prompt: laws.law(policy, prompt) for prompt in prompts}
+        texts = [(one.prompt, one.text) for one in mine]
+        out[f"texts of policy {'AB'[policy]}"] = judge(texts, law, pool=lambda t: (len(t), t[:2]))
+    lengths, by_step = _lengths(delivered, laws)
+    out["lengths within each step"] = judge(lengths, by_step)
+    out["lengths, all steps"] = judge(*_lengths(delivered, laws, by_step=False))
+    least = min(
+        (judge([p for p in lengths if p[0] == step], by_step) for step in by_step),
+        key=lambda verdict: verdict.p_value,
+    )
+    # The least of as many p-values.
+    out["lengths, worst step"] = replace(least, p_value=min(1.0, least.p_value * len(by_step)))
+    return out
+
+
+def _lengths(delivered: Sequence[Delivered], laws: Laws, by_step: bool = True) -> Any:
+    """(stratum, length) pairs and each stratum's law, prompts mixed as they were asked for."""
+    pairs, mixed = [], {}
+    asked: dict[Any, Counter[tuple[int, int]]] = {}
+    for one in delivered:
+        stratum = one.step if by_step else one.step % 2
+        pairs.append((stratum, len(one.text)))
+        asked.setdefault(stratum, Counter())[one.step % 2, one.prompt] += 1
+    of_length: dict[tuple[int, int], Counter[int]] = {}
+    for stratum, counts in asked.items():
+        law: Counter[int] = Counter()
+        for key, count in counts.items():
+            if key not in of_length:
+                of_length[key] = Counter()
+                for text, mass in laws.law(*key).items():
+                    of_length[key][len(text)] += mass  # type: ignore[assignment]
+            for length, mass in of_length[key].items():
+                law[length] += mass * count / counts.total()  # type: ignore[assignment]
+        mixed[stratum] = law
+    return pairs, mixed
+
+
+def token_statement(
+    delivered: Sequence[Delivered], laws: Laws, *, rebuilt: bool
+) -> tuple[float, dict[str, Verdict]]:
+    """Each token given those before it follows the policy of the version that it bears.
+
+    Two tests: by context, and for all tokens together by randomised probability integral
+    transforms (uniform if the conditional law is right, whatever the context), by policy, by
+    place, and by whether the weights changed before it.
+    """
+    from benchmarks.exactness_loop_laws import judge
+
+    chance = np.random.default_rng(0)
+    worst, contexts, law, ranks = 0.0, [], {}, []
+    for one in delivered:
+        segments = one.trajectory.segments
+        assert len(segments) <= 2, segments
+        recorded = one.trajectory.behaviour_logprobs
+        for segment in segments:
+            policy, swap = segment.policy_version % 2, segment.start
+            if swap and not rebuilt:
+                kind, table = ("across", swap), laws.across(1 - policy, one.prompt, swap)
+            else:
+                kind, table = ("given", 0), laws.given(policy, one.prompt)
+            for at in range(segment.start, segment.end):
+                row, token = table[one.text[:at]], one.text[at]
+                worst = max(worst, abs(float(recorded[at]) - float(np.log(row[token]))))
+                key = (policy, one.prompt, kind, one.text[:at])
+                contexts.append((key, token))
+                law[key] = dict(enumerate(row))
+                rank = row[:token].sum() + chance.random() * row[token]
+                ranks.append(((policy, at, swap > 0), min(int(rank * _BINS), _BINS - 1)))
+    flat = {key: dict.fromkeys(range(_BINS), 1 / _BINS) for key, _ in ranks}
+    return worst, {"tokens by context": judge(contexts, law), "all tokens": judge(ranks, flat)}
+
+
+def rewards_fit(delivered: Sequence[Delivered]) -> bool:
+    """Whether each reward is that of the delivered text, not of one that verification changed."""
+    from benchmarks.exactness_loop_house import reward_of
+
+    return all(one.reward == reward_of(one.text) for one in delivered)
+
+
+# --------------------------------------------------------------------- command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run modes, print and write what was found."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from benchmarks.exactness_loop_laws import Laws
+    from benchmarks.report import write_json
+
+    parser = argparse.ArgumentParser(description="what the whole loop hands to the trainer")
+    parser.add_argument("--samples", type=int, default=50_000, help="for each mode")
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="torch")
+    parser.add_argument("--modes", help=f"some of: {'; '.join(MODES)} (by ;)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args(arguments)
+    names = options.modes.split(";") if options.modes else list(MODES)
+    unknown = [name for name in names if name not in MODES]
+    if unknown:
+        parser.error(f"no mode {unknown[0]!r}: {'; '.join(MODES)}")
+    torch.set_num_threads(1)
+    nap = 0.0 if options.engine == "torch" else 0.001
+    table = Table(title=f"whole loop, {options.engine}")
+    for column in ("mode", "statement", "samples", "cells", "TV", "by chance", "p-value", ""):
+        table.add_column(column, justify="left" if column in ("mode", "statement") else "right")
+    raw: dict[str, Any] = {}
+    fine = True
+    for name in names:
+        mode, began = MODES[name], time.perf_counter()
+        models = policies(mode.learning)
+        laws = Laws(models, PROMPTS, way())
+        setting = setting_of(mode, options.samples, options.seed, nap=nap)
+        outcome = asyncio.run(run(options.engine, mode, setting, models))
+        seen = find(name, mode, outcome.delivered, laws)
+        good = seen.p_value >= ALARM and seen.worst_logprob <= TOLERANCE[options.engine]
+        good &= rewards_fit(outcome.delivered) and seen.staleness <= (0 if mode.whole else 1)
+        fine &= good
+        for what, verdict in seen.verdicts.items():
+            table.add_row(
+                name, what, f"{verdict.samples:,}", f"{verdict.cells:,}", f"{verdict.tv:.4f}",
+                f"{verdict.tv_by_chance:.4f}", f"{verdict.p_value:.2g}",
+                "ok" if verdict.p_value >= ALARM else "WRONG",
+            )  # fmt: skip
+        raw[name] = {
+            "statements": {what: vars(verdict) for what, verdict in seen.verdicts.items()},
+            "worst_logprob": seen.worst_logprob, "staleness": seen.staleness, "fine": good,
+            "verified": outcome.verified, "rejected": outcome.rejected, "cut": outcome.cut,
+            "drafts_accepted": outcome.accepted, "seconds": time.perf_counter() - began,
+        }  # fmt: skip
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    if options.json:
+        write_json(options.json, "exactness_loop", raw, {})
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
