@@ -39,7 +39,7 @@ format: $(VENV)/.dev ## let ruff rewrite what it can
 
 bench: $(VENV)/.vllm $(VENV)/.bench ## quick version of every benchmark, JSON into benchmarks/results/local/
 	@mkdir -p benchmarks/results/local
-	for name in cache scheduler exactness rollout; do \
+	for name in cache scheduler exactness rollout pipeline; do \
 	  $(VENV)/bin/python -m benchmarks.$$name --quick --json benchmarks/results/local/$$name.json || exit 1; \
 	done
 

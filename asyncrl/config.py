@@ -67,6 +67,9 @@ class LauncherConfig(BaseModel):
     """Generator processes."""
     threads: int | None = Field(default=None, ge=1)
     """Threads for tensor work of each process; null: the cores of this machine, shared out."""
+    pin_cores: bool = False
+    """Keep each generator and the trainer on `threads` cores of its own. The controller and the
+    reward workers take a core that is left over, else the trainer's, never a generator's."""
     startup_seconds: float = Field(default=300.0, gt=0)
     """Longest wait for a process to become ready."""
     silence_seconds: float = Field(default=120.0, gt=0)

@@ -145,8 +145,9 @@ class _Run:
             prepared.config,
             LocalLauncher(
                 directory.path / "logs",
-                processes=1 + prepared.config.launcher.generators,
+                generators=prepared.config.launcher.generators,
                 threads=prepared.config.launcher.threads,
+                pin_cores=prepared.config.launcher.pin_cores,
             ),
             directory,
             self._runtime,

@@ -34,6 +34,13 @@ class Variety:
     learning_rate: float = 1e-3
     """Peak; a short warm-up, linear decay over the second half."""
 
+    def text(self, problem: Problem, rng: np.random.Generator, slip: float) -> str:
+        """A worked answer whose columns end in various ways."""
+        columns = working(problem, rng, slip).split(",")
+        signs, shares = zip(*self.ends, strict=True)
+        ends = rng.choice(signs, len(columns) - 1, p=shares)
+        return "".join(f"{column}{end}" for column, end in zip(columns, [*ends, ""], strict=True))
+
 
 def teach(source: Path, target: Path, recipe: WarmStart, variety: Variety) -> None:
     """Write the model of `source`, once it has learnt to vary, to `target`."""
@@ -56,7 +63,7 @@ def _teach(source: Path, target: Path, recipe: WarmStart, variety: Variety) -> N
         for group in optimizer.param_groups:
             group["lr"] = variety.learning_rate * shape
         drawn = [next(problems) for _ in range(recipe.batch_size)]
-        texts = [_text(problem, rng, recipe.slip, variety) for problem in drawn]
+        texts = [variety.text(problem, rng, recipe.slip) for problem in drawn]
         tokens, wanted = _batch(tokenizer, drawn, texts)
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         loss = functional.cross_entropy(logits[wanted[:, 1:]], tokens[:, 1:][wanted[:, 1:]])
@@ -66,14 +73,6 @@ def _teach(source: Path, target: Path, recipe: WarmStart, variety: Variety) -> N
         optimizer.step()
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-
-
-def _text(problem: Problem, rng: np.random.Generator, slip: float, variety: Variety) -> str:
-    """A worked answer whose columns end in various ways."""
-    columns = working(problem, rng, slip).split(",")
-    signs, shares = zip(*variety.ends, strict=True)
-    ends = rng.choice(signs, len(columns) - 1, p=shares)
-    return "".join(f"{column}{end}" for column, end in zip(columns, [*ends, ""], strict=True))
 
 
 def _batch(

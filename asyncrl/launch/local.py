@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.cores import HELPER_CORES, plan_cores, stay_on
+from asyncrl.errors import UserError
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.processes.child import ChildSpec
 
@@ -54,12 +56,33 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """Starts children with this interpreter; their cores are shared out evenly."""
+    """Starts children with this interpreter; their cores are shared out evenly.
 
-    def __init__(self, logs: Path, *, processes: int, threads: int | None = None) -> None:
+    Args:
+        logs: folder of their log files.
+        generators: how many there will be, beside one trainer.
+        threads: of each process; None: the cores that there are, shared out.
+        pin_cores: keep each process on cores of its own, this one included (`asyncrl.cores`)
+            from its first child on.
+
+    Raises:
+        UserError: too few cores to pin, or a system that cannot.
+    """
+
+    def __init__(
+        self, logs: Path, *, generators: int, threads: int | None = None, pin_cores: bool = False
+    ) -> None:
         self._logs = logs
-        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-        self._threads = threads or max(1, available // processes)
+        can_pin = hasattr(os, "sched_getaffinity")
+        available = sorted(os.sched_getaffinity(0)) if can_pin else [0, 1]
+        self._threads = threads or max(1, len(available) // (generators + 1))
+        if pin_cores and not can_pin:
+            raise UserError("launcher.pin_cores: this system cannot keep a process on a core")
+        self._plan = (
+            plan_cores(available, generators=generators, threads=self._threads)
+            if pin_cores
+            else None
+        )
 
     def threads_for(self, role: str) -> int:
         """The same for every role: generator and trainer cost about the same here."""
@@ -75,6 +98,9 @@ class LocalLauncher:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }
+        if self._plan is not None:
+            stay_on(self._plan.helpers)
+            environment[HELPER_CORES] = ",".join(map(str, self._plan.helpers))
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [
@@ -89,4 +115,8 @@ class LocalLauncher:
                 env=environment,
                 start_new_session=True,
             )
+        if self._plan is not None:
+            # It has one thread yet, the interpreter being loaded: all others will inherit this.
+            with contextlib.suppress(OSError):  # it has ended already
+                stay_on(self._plan.of(spec.name), process.pid)
         return LocalProcess(spec, process, log)

@@ -1,0 +1,95 @@
+"""The model of benchmarks.pipeline: answers of very uneven length, and the cost of a bigger model.
+
+The built-in model writes answers whose lengths follow from the question, so that the samples of a
+group end together, which those of a language model do not. Here it is taught to muse before it
+answers: with some probability it first writes a run of letters without meaning, of geometric
+length, a short one after a blank or a long one after a full stop:
+
+    .hegfhhefgeh,5+8+0=13,9+3+1=13,2+0+1=03:333
+
+The answer and its reward stay the same. How long a sample becomes is drawn anew each time, with a
+long tail, and the letters are as hard to foresee as language (a drafter gains nothing there). Then
+the model is widened (`benchmarks.widen`): the same distribution at the cost of many more
+parameters. What is added is trained along with the rest, as it is in any wide model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.tasks.arithmetic import Problem, working
+from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
+from asyncrl.tasks.warm_start import RECIPE, WarmStart
+from benchmarks.policies_variety import Variety, teach
+
+
+@dataclass(frozen=True)
+class Musing:
+    """One kind of run of letters: how it begins, what it is made of, how often, how long."""
+
+    opening: str
+    letters: str
+    share: float
+    """Probability before an answer."""
+    mean: float
+    """Mean letters of the geometric distribution, at least 1."""
+
+
+@dataclass(frozen=True)
+class Muser(Variety):
+    """Answers that may begin with a musing."""
+
+    musings: tuple[Musing, ...] = (Musing(" ", "abcd", 0.5, 12.0), Musing(".", "efgh", 0.2, 45.0))
+    most: int = 110
+    """Letters of a musing at most."""
+    steps: int = 600
+    learning_rate: float = 2e-3
+
+    def text(self, problem: Problem, rng: np.random.Generator, slip: float) -> str:
+        """A worked answer, sometimes after a musing."""
+        return self._musing(rng) + working(problem, rng, slip)
+
+    def _musing(self, rng: np.random.Generator) -> str:
+        at = rng.random()
+        for musing in self.musings:
+            if at < musing.share:
+                length = min(int(rng.geometric(1 / musing.mean)), self.most)
+                return musing.opening + "".join(rng.choice(list(musing.letters), length)) + ","
+            at -= musing.share
+        return ""
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    """How the model is made; the digest names the folder of what is learnt."""
+
+    warm_start: WarmStart = RECIPE
+    muser: Muser = field(default_factory=Muser)
+    version: int = 1
+    """Raised when the code changes what the numbers above lead to."""
+
+    def digest(self) -> str:
+        """Of everything that decides what comes out."""
+        content = json.dumps(asdict(self), sort_keys=True) + metadata.version("asyncrl")
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def ensure_model(recipe: ModelRecipe, cache_dir: Path | None = None) -> Path:
+    """The narrow model of a recipe, made first (a minute or two) when it is not there."""
+    place = (cache_dir or default_cache_dir()) / f"muser-{recipe.digest()}"
+    if not (place / "config.json").is_file():
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=place.parent) as made:
+            start = ensure_builtin_model(place.parent, None, recipe.warm_start)
+            teach(start, Path(made) / "taught", recipe.warm_start, recipe.muser)
+            (Path(made) / "taught").rename(place)
+    return place

@@ -1,0 +1,83 @@
+"""The modes of benchmarks.pipeline, which differ by settings only, and how much of them is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError
+
+CONFIG = Path(__file__).with_name("pipeline.yaml")
+RUNAHEAD_STEPS = 3
+"""How many whole steps `verify + run-ahead` may write ahead; `verify` alone writes one."""
+
+SYNC, KEEP_4, VERIFY, RUN_AHEAD = "sync", "keep(4)", "verify", "verify + run-ahead"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to overlap generation and training."""
+
+    name: str
+    settings: tuple[str, ...]
+    """`--set` values on top of `CONFIG`."""
+
+    @property
+    def slug(self) -> str:
+        """Its name in the names of runs."""
+        kept = "".join(c if c.isalnum() else "-" for c in self.name)
+        return "-".join(part for part in kept.split("-") if part)
+
+    def missing(self) -> str | None:
+        """Why this project cannot run it, if it cannot."""
+        try:
+            load_config(CONFIG, self.settings)
+        except ConfigError as error:
+            return str(error).splitlines()[-1].strip()
+        return None
+
+
+def _mode(name: str, on_update: str, bound: int, *more: str) -> Mode:
+    common = (f"scheduler.on_update={on_update}", f"scheduler.max_off_policy_steps={bound}")
+    return Mode(name, (*common, *more))
+
+
+def modes() -> tuple[Mode, ...]:
+    """All of them, in the order in which they run."""
+    groups = load_config(CONFIG).scheduler.groups_per_step
+    return (
+        _mode(SYNC, "keep", 0),
+        _mode("keep(1)", "keep", 1),
+        _mode(KEEP_4, "keep", 4),
+        _mode("recompute(1)", "recompute", 1),
+        _mode(VERIFY, "verify", 0),
+        _mode(RUN_AHEAD, "verify", 0, f"scheduler.max_runahead_groups={RUNAHEAD_STEPS * groups}"),
+    )
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is run."""
+
+    steps: int
+    seeds: tuple[int, ...]
+    intermediate_size: int
+    """Of the widened model's layers."""
+    evaluated: int
+    """Held-out prompts after training, one sample each."""
+    left_out_first: int = 10
+    """Steps at the start that are not timed: the pipeline fills, allocators and caches settle."""
+    left_out_last: int = 5
+    """Steps at the end that are not timed: nothing is written ahead for steps that never come."""
+    timeout_seconds: float = 1800.0
+    """Longest time that one run may take."""
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """First timed step, and the first after the timed ones."""
+        return self.left_out_first, self.steps - self.left_out_last
+
+
+QUICK = Effort(steps=50, seeds=(0,), intermediate_size=12_000, evaluated=256)
+FULL = Effort(steps=160, seeds=(0, 1, 2), intermediate_size=12_000, evaluated=512)
