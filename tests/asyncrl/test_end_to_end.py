@@ -16,6 +16,7 @@ from asyncrl_runs import CommandLine, call, until
 pytestmark = pytest.mark.slow
 
 STEPS = 60
+KEEP: dict[str, object] = {"on_update": "keep", "max_off_policy_steps": 1}
 
 
 def test_a_users_own_model_data_and_reward(command_line: CommandLine) -> None:
@@ -26,12 +27,14 @@ def test_a_users_own_model_data_and_reward(command_line: CommandLine) -> None:
     assert result["steps"] == 3
     assert result["engine"] == "torch"
     assert result["tokens_generated"] > 0
-    assert result["staleness_max"] <= 1
+    assert result["staleness_max"] == 0
+    assert result["exactly_on_policy"]
     assert 0 <= result["accuracy_before"] <= 1
     assert 0 <= result["accuracy_after"] <= 1
     rows = command_line.metrics()
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[0]["mismatch_abs_mean"] < 1e-4, "version 0 wrote what version 0 trains on"
+    assert all(row["mismatch_max"] < 1e-3 for row in rows)
     page = (command_line.folder / "report.html").read_text()
     assert "<svg" in page
     assert "http://" not in page.replace("http://www.w3.org/", "")
@@ -45,10 +48,31 @@ def test_a_users_own_model_data_and_reward(command_line: CommandLine) -> None:
     assert "accuracy" in evaluated.stdout
 
 
-def test_synchronous_training_has_no_staleness(command_line: CommandLine) -> None:
-    done = command_line.run(scheduler__max_off_policy_steps=0)
+@pytest.mark.parametrize(
+    ("settings", "staleness"),
+    [
+        ({"on_update": "keep"}, 0),
+        (KEEP, 1),
+        ({"on_update": "recompute", "max_off_policy_steps": 1}, 1),
+        ({"on_update": "keep", "max_off_policy_steps": 1, "partial_rollout": False}, 1),
+        ({"on_update": "verify", "max_off_policy_steps": 1, "max_runahead_groups": 4}, 1),
+    ],
+    ids=["sync", "keep", "recompute", "whole answers", "verify, k = 1"],
+)
+def test_every_mode_keeps_its_bound_and_uses_it(
+    command_line: CommandLine, settings: dict[str, object], staleness: int
+) -> None:
+    sets = {f"scheduler__{key}": value for key, value in settings.items()}
+    done = command_line.run(**sets, run__steps=5)
     assert done.returncode == 0, done.stdout
-    assert command_line.result()["staleness_max"] == 0
+    assert command_line.result()["staleness_max"] == staleness
+    assert command_line.result()["exactly_on_policy"] == (staleness == 0)
+    if settings == KEEP:
+        return  # new weights on the KV of old ones: no policy says what that says
+    rows = command_line.metrics()
+    fresh = [row["mismatch_abs_mean"] for row in rows if row["mismatch_abs_mean"] is not None]
+    assert fresh
+    assert max(fresh) < 1e-4, "what the engine says of its own tokens is not what the trainer says"
 
 
 def test_verified_work_is_exactly_of_the_policy_that_trains_on_it(
