@@ -53,6 +53,7 @@ class WorkerExtension:
         given = msgspec.convert(manifest, WeightManifest)
         with torch.inference_mode():
             self.reload_weights(weights_iterator=read_tensors(given))
+            _repack_tied(self.model_runner.get_model())
         self._scorer.policy_version = given.policy_version
         drafter = getattr(self.model_runner, "drafter", None)
         if isinstance(drafter, CacheDrafter):
@@ -62,6 +63,25 @@ class WorkerExtension:
         """Write the snapshot of the cache of rollouts; returns its bytes."""
         drafter = getattr(self.model_runner, "drafter", None)
         return drafter.save() if isinstance(drafter, CacheDrafter) else 0
+
+
+def _repack_tied(model: torch.nn.Module) -> None:
+    """Have output layers that share the embedding's weight follow it.
+
+    On a CPU vLLM multiplies by a packed copy, made anew for layers whose own weights are loaded. A
+    tied weight comes once, under the embedding's name: the output layer would keep its old copy
+    (0.32.0). On a GPU there is no copy, and this does nothing.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+    )
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            method = layer.quant_method
+            if isinstance(method, UnquantizedEmbeddingMethod):
+                method.process_weights_after_loading(layer)
 
 
 def _end_with(parent: int) -> None:

@@ -108,6 +108,17 @@ def test_logprobs_are_those_of_a_plain_forward_pass(served: Served, how: dict[st
         np.testing.assert_array_equal(topk_ids == -1, np.isneginf(topk))
 
 
+def test_a_tied_weight_given_once_reaches_both_its_layers(served: Served) -> None:
+    """As the trainer gives them: the output layer's name is missing."""
+    engine, version = served.engine, served.install(served.old) + 1
+    once = list(served.new.named_parameters())
+    assert len(once) == len(served.new.state_dict()) - 1
+    served.call(engine.update_weights(once, version))
+    chunks = served.call(collect(engine, ask(max_tokens=60)))
+    want = drawn(served.new, PROMPT, tokens_of(chunks))
+    np.testing.assert_allclose(logprobs_of(chunks), want, atol=1e-3)
+
+
 @pytest.mark.parametrize("how", WAYS)
 def test_scores_are_those_of_the_sampled_distribution(
     served: Served, how: dict[str, float]
