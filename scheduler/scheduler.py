@@ -394,11 +394,13 @@ class Scheduler:
                 # published would go round in circles.
                 generator.installing = None
                 self.work.placement.offer(generator, self.published)
+                self.work.start(generator)
                 return
         before, generator.version = generator.version, event.policy_version
         generator.installing, generator.draining = None, False
-        self._bring_up_to_date(generator)
+        # What is verified is written as well: with `partial_rollout: false` the next install waits.
         self.work.verify_due(generator, before)
+        self._bring_up_to_date(generator)
         self.work.place_waiting()
         self.work.start(generator)
 

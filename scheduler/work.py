@@ -65,6 +65,8 @@ class Work:
         """Start samples on a generator while it has room and admissible work."""
         if self.paused or generator.draining:
             return
+        if generator.installing is not None and not self._config.partial_rollout:
+            return  # the new weights would come in the middle of it
         newest_group = self._policy.newest_group(generator.version)
         if generator.kv_used >= self._config.runahead_kv_limit:
             newest_group = self._policy.newest_due_group(generator.version)

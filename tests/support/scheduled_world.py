@@ -193,6 +193,7 @@ class World:
         if self.config.on_update != "verify" or g.kv_used >= self.config.runahead_kv_limit:
             assert step - g.version <= self.config.max_off_policy_steps
         assert self.trained <= step < self.total_steps
+        assert self.config.partial_rollout or g.install is None
         assert c.sample.group not in self.failed
         for other in self.generators.values():
             assert c.sample not in other.running
@@ -206,6 +207,7 @@ class World:
         g = self.generators[c.generator]
         assert c.samples
         assert c.least_version <= g.version
+        assert self.config.partial_rollout or g.install is None
         g.mail.append((c.samples, c.least_version))
 
     def _do_install_weights(self, c):
