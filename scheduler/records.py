@@ -27,7 +27,7 @@ class SampleState(IntEnum):
     RUNNING = 1
     """Issued to that generator, which decodes it or has it in its own queue."""
     HELD = 2
-    """Written and rewarded; that generator holds it."""
+    """Written; that generator holds it, its reward may still be computed."""
     DELIVERING = 3
     """That generator was told to send it to the trainer."""
     DELIVERED = 4

@@ -2,17 +2,18 @@
 
 commands    consumes: messages of the hub. produces: sample tasks, weight swaps, deliveries.
             waits for: the controller. bounded by: the scheduler's limit on work in flight.
-sample      consumes: token chunks, a reward. produces: a held trajectory and its report.
-            waits for: the engine, a reward worker. bounded by: tokens, a deadline if one is set,
-            the reward's timeout. Interrupted it goes on from what it has (`processes.writing`).
-delivery    consumes: acknowledgements. produces: deliveries, again when one is not acknowledged.
-            waits for: the trainer. bounded by: RESEND_SECONDS.
+sample      consumes: token chunks. produces: a held trajectory and its report.
+            waits for: the engine. bounded by: tokens, a deadline if one is set.
+            Interrupted it goes on from what it has (`processes.writing`).
+delivery    consumes: rewards, acknowledgements. produces: deliveries, again when one is not
+            acknowledged. waits for: reward workers, the trainer. bounded by: the reward's timeout,
+            RESEND_SECONDS.
 report      consumes: engine counters. produces: `GeneratorReport`, the time line.
             waits for: the clock. bounded by: REPORT_SECONDS.
 
-A finished trajectory stays here until the trainer has acknowledged it; only its length, versions
-and reward go to the controller. So tokens cross the machine once, and a finished sample can still
-be verified or discarded by a later decision.
+A finished trajectory stays here until the trainer has acknowledged it; only its length and
+oldest version go to the controller. So tokens cross the machine once, and a finished sample can
+still be verified or discarded by a later decision.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class GeneratorProcess:
         self._held: dict[SampleId, HeldSample] = {}
         self._undelivered: dict[SampleId, tuple[data.TrajectoryDelivery, float]] = {}
         self._swap = asyncio.Lock()
-        self._paused = False
+        self._paused_at: float | None = None
         self._installing: int | None = None
         self._delivered_step = -1
         self._background: set[asyncio.Task[None]] = set()
@@ -142,13 +143,13 @@ class GeneratorProcess:
                 for sample in message.samples:
                     self._discard(sample)
             case to_generator.Pause():
-                self._paused = True
+                self._paused_at = self._paused_at or time.monotonic()
                 self._writer.paused(True)
                 await self._engine.pause()
             case to_generator.Resume():
                 await self._engine.resume()
-                self._paused = False
                 self._writer.paused(False)
+                self._forgive_pause()
             case to_generator.Shutdown():
                 with contextlib.suppress(EngineError):  # it costs drafts of the next run only
                     await self._engine.save_cache()
@@ -195,9 +196,17 @@ class GeneratorProcess:
             self._metrics.preempted.inc()
             await self._writer.interrupt(writing)
 
+    def _forgive_pause(self) -> None:
+        """The end of a pause, which counts towards no deadline."""
+        if self._paused_at is not None:
+            paused, self._paused_at = time.monotonic() - self._paused_at, None
+            for writing in self._writing.values():
+                if writing.began is not None:
+                    writing.began += paused
+
     async def _end_late_samples(self) -> None:
         """End what is past its deadline with the tokens that it has."""
-        if self._deadline is None:
+        if self._deadline is None or self._paused_at is not None:
             return
         late = time.monotonic() - self._deadline
         for writing in list(self._writing.values()):
@@ -418,7 +427,7 @@ class GeneratorProcess:
                 evaluating=len(self._evaluating),
                 rewarding=self._rewards.waiting + self._rewards.running,
                 installing=self._installing,
-                paused=self._paused,
+                paused=self._paused_at is not None,
                 held=len(self._held),
                 delivered_step=self._delivered_step,
                 policy_version=stats.policy_version,

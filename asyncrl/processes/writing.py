@@ -101,22 +101,26 @@ class Writing:
         if self.ordered is not None and self.ordered[1] >= least_version:
             return False
         was_ahead, self.priority = self.priority > 0, 0
-        oldest = self.builder.oldest_version
-        begun = oldest is not None or self.kept is not None
-        if (begun or was_ahead) and (oldest is None or oldest < least_version):
+        begun = len(self.builder) > 0 or self.kept is not None
+        if (begun or was_ahead) and self._outdated(least_version):
             self.ordered = (seed, least_version)
             return True
         return False
+
+    def _outdated(self, least_version: int) -> bool:
+        """Whether it has older tokens, or none yet."""
+        oldest = self.builder.oldest_version
+        return oldest is None or oldest < least_version
 
     def turn(self) -> None:
         """Before a stretch: begin the verification that was ordered, if one was."""
         if self.ordered is None:
             return
         (seed, least_version), self.ordered = self.ordered, None
-        oldest = self.builder.oldest_version
-        if oldest is not None and oldest >= least_version:
+        if not self._outdated(least_version):
             return  # all that came is young enough
         self.seed, self.least_version, self.stretches = seed, least_version, 0
+        self.began, self.expired = None, False  # as for one that was finished and held
         if len(self.builder):
             self.kept = self.builder.kept()
             self._begin()
@@ -144,8 +148,12 @@ class Writing:
         return request
 
     def finish(self, reason: FinishReason) -> FinishReason | None:
-        """What the end of a stretch means for the sample: its end, or None if it goes on."""
-        if self.ordered is not None:
+        """What the end of a stretch means for the sample: its end, or None if it goes on.
+
+        It may have ended as its verification was ordered. If nothing of it is too old that is its
+        end: going on would write behind its stop token.
+        """
+        if self.ordered is not None and self._outdated(self.ordered[1]):
             return None
         if reason != "abort":
             return reason

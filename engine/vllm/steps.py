@@ -67,6 +67,7 @@ class StepQueue:
 
     def put(self, item: object) -> None:
         """VLLM's side door: an exception when its core died, otherwise the end by an abort."""
+        self.started = True
         if isinstance(item, BaseException):
             self._error = item
         else:

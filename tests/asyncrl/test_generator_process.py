@@ -346,6 +346,19 @@ def test_a_sample_that_ends_as_it_is_interrupted_is_verified_whole():
     play(scenario)
 
 
+def test_a_sample_that_ends_young_enough_as_it_is_interrupted_has_ended():
+    async def scenario(house: House) -> None:
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7, priority=1))
+        house.control.inbox.put_nowait(verify())  # no token of it was reported
+        house.engine.feed("train-5.1", [3, 4], 2, end="stop")  # on its way as the order comes
+        await settle()
+        assert house.engine.interrupted == ["train-5.1"]
+        assert len(house.engine.requests) == 1, "it was written on behind its stop token"
+        assert [(f.length, f.oldest_version) for f in house.finished()] == [(2, 2)]
+
+    play(scenario)
+
+
 def test_a_slot_does_not_wait_for_a_reward_but_a_delivery_does():
     async def scenario(house: House) -> None:
         house.rewards.gate.clear()
@@ -465,6 +478,43 @@ def test_a_sample_past_its_deadline_ends_with_what_it_has_and_says_so():
         assert [(f.length, f.finish_reason) for f in house.finished()] == [(2, "deadline")]
 
     play(scenario, deadline=1e-9)
+
+
+def test_a_pause_counts_towards_no_deadline():
+    async def scenario(house: House) -> None:
+        await house.say(tg.Generate(SAMPLE, PROMPT, 7))
+        house.engine.feed("train-5.1", [3], 1)
+        await settle()
+        (writing,) = house.process._writing.values()
+        began = writing.began
+        await house.say(tg.Pause())
+        await house.process._end_late_samples()
+        assert not house.engine.interrupted
+        await house.say(tg.Resume())
+        assert writing.began is not None
+        assert began is not None
+        assert writing.began > began
+        await house.process._end_late_samples()
+        assert house.engine.interrupted == ["train-5.1"]
+
+    play(scenario, deadline=1e-9)
+
+
+def test_a_verification_that_comes_with_the_deadline_gets_a_deadline_of_its_own():
+    writing = Writing(SAMPLE, PROMPT, 7)
+    writing.builder.append(
+        tokens=np.array([3], np.int32),
+        logprobs=np.zeros(1, np.float32),
+        topk_ids=np.array([[3]], np.int32),
+        topk_logprobs=np.zeros((1, 1), np.float32),
+        provenance=np.zeros(1, np.uint8),
+        policy_version=1,
+    )
+    writing.began, writing.expired = 1.0, True
+    assert writing.order(9, 2)
+    assert writing.finish("abort") is None
+    writing.turn()
+    assert (writing.began, writing.expired) == (None, False)
 
 
 def test_earlier_rollouts_begin_new_ones_where_the_run_says_so():

@@ -86,6 +86,7 @@ def test_the_consumer_is_woken_for_enough_tokens_a_flush_or_an_end() -> None:
                 await queue.take()
         aborted = StepQueue(wake_at=1)
         aborted.put(object())
+        assert aborted.started, "new weights would begin it again"
         with pytest.raises(AbortedError):
             await aborted.take()
 
