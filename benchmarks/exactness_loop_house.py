@@ -85,6 +85,8 @@ class Outcome:
     """What the trainer got."""
 
     delivered: list[Delivered] = field(default_factory=list)
+    finished: dict[SampleId, int] = field(default_factory=dict)
+    """Order in which samples were first reported finished (some were then still verified)."""
     verified: int = 0
     """Tokens of older versions that verification kept,"""
     rejected: int = 0
@@ -140,7 +142,9 @@ class Forgetful:
         """Not kept."""
 
 
-def make_generator(engine: Engine, sampling: SamplingParams, control: Wire, line: Wire) -> GeneratorProcess:
+def make_generator(
+    engine: Engine, sampling: SamplingParams, control: Wire, line: Wire
+) -> GeneratorProcess:
     """The real generator process, among stand-ins."""
     metrics = GeneratorMetrics.register(new_registry(), NAME)
     fakes: Any = (Rewards(), control, line, Forgetful())
@@ -198,7 +202,7 @@ class House:
         self.process = make_generator(engine, setting.sampling, self.control, self.line)
         self._received: dict[SampleId, Delivered] = {}
         self._work: asyncio.TaskGroup | None = None
-        self._last_heard = 0
+        self._last_heard = self._reports = 0
 
     async def run(self) -> Outcome:
         """Until the scheduler ends the run. Raises what broke it, or TimeoutError."""
@@ -210,7 +214,7 @@ class House:
                 serving = work.create_task(self.process.run(metrics_port=None))
                 await asyncio.wait([serving])
                 pump.cancel()
-        stats, writer = self._engine.stats(), self.process._writer
+        stats, writer = self._engine.stats(), self.process._writer  # noqa: SLF001 - its counters
         self.outcome.steps = stats.steps
         self.outcome.accepted = stats.tokens_accepted
         self.outcome.verified = writer.tokens_verified
@@ -244,6 +248,8 @@ class House:
                     self.tell(ev.TrainerJoined(0))
                     self.tell(ev.GeneratorJoined(NAME, message.slots, message.policy_version))
                 case fg.SampleFinished():
+                    self._reports += 1
+                    self.outcome.finished.setdefault(message.sample, self._reports)
                     self.tell(
                         ev.SampleFinished(
                             NAME,

@@ -62,7 +62,7 @@ class Laws:
         return self._given[key]
 
     def across(self, old: int, prompt: int, swap: int) -> dict[Text, Doubles]:
-        """The same behind a swap of weights: `old` drew the first `swap` tokens, the other the rest.
+        """The same behind a swap of weights: `old` drew the first `swap` tokens.
 
         The KV of a token is made by the step that draws the next one: that of the prompt and of
         all but the last of those tokens is the old policy's, and stays.
@@ -98,7 +98,9 @@ class Laws:
             for token in np.flatnonzero(row):
                 if token != self.way.stop:
                     mass[(*text, int(token))] = mass.get(text, 0.0) * float(row[token])
-        away = sum(mass.get(t, 0.0) * 0.5 * float(np.abs(row - other[t]).sum()) for t, row in mine.items())
+        away = sum(
+            mass.get(t, 0.0) * 0.5 * float(np.abs(row - other[t]).sum()) for t, row in mine.items()
+        )
         return away / sum(mass.get(t, 0.0) for t in mine)
 
     def _open_texts(self, size: int) -> list[Text]:
