@@ -56,7 +56,8 @@ class Row:
     """Whether its KV is there; otherwise it is computed when it gets a slot."""
     finishes: int = 0
     """How often it was done: what is under way of an earlier time is void."""
-    rewarded: bool = False
+    rewarded_at: float = 0.0
+    """When it has its reward; 0 if none was asked for."""
 
     @property
     def written(self) -> float:
@@ -217,7 +218,7 @@ class SimGenerator:
             speed = self._cost.redraft(self._active, self._drafting, how.redraft)
             row.faster = speed / self._cost.speed(self._active)
             row.drafted += written - kept - 1
-            row.rewarded = False
+            row.rewarded_at = 0.0
         else:
             row.segments = [(self.version, kept)]
         return written

@@ -45,7 +45,7 @@ class Cluster:
     """Rows that a generator decodes at once."""
     steps: int = 12
     warm_up: int = 4
-    """Steps that are left out of the sums."""
+    """Steps that are left out of the sums; a quarter of the steps at least makes sense."""
     median: float = 1000.0
     """Tokens of an answer, log-normal."""
     sigma: float = 1.0

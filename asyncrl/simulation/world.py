@@ -8,9 +8,9 @@ all groups of the declared step are done.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import random
-from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from asyncrl.simulation.cost import Costs
@@ -60,21 +60,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """A sample that was written and rewarded, unless it was begun again meanwhile."""
+    """News of a sample that was written, void if it was begun again meanwhile."""
 
     generator: str
     row: Row
     finishes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Rewarded:
-    """A sample has its reward; the news is still to be sent."""
-
-    report: _Report
-
-
-Due = ev.Event | str | _Report | _Rewarded
+Due = ev.Event | str | _Report
 """What happens: an event for the scheduler; a generator whose next row is done; ..."""
 
 
@@ -127,9 +120,9 @@ class World:
         self._trained: list[tuple[float, float, int, float, int]] = []
         self._ended: str | None = None
         self._message = setting.cost.message_seconds
-        self._unrewarded: dict[str, deque[_Report]] = defaultdict(deque)
-        self._rewarding: set[str] = set()
-        """Generators of which a sample is being rewarded."""
+        self._rewards_cost = setting.cost.reward(0) > 0
+        self._rewards_free: dict[str, float] = {}
+        """When a generator's last sample so far has its reward."""
 
     def run(self, warm_up: int = 2) -> Outcome:
         """Simulate, and sum up the steps from `warm_up` on."""
@@ -143,6 +136,15 @@ class World:
             rng = random.Random(self._rng.random())  # noqa: S311 - a simulation
             self._generators[name] = SimGenerator(name, setting.slots, behaviour, rng)
             self._tell(ev.GeneratorJoined(name, setting.slots, 0))
+        gc.collect()
+        gc.freeze()  # what is there stays; millions of objects need not be looked at again
+        try:
+            return self._follow(min(warm_up, setting.steps - 1))
+        finally:
+            gc.unfreeze()
+
+    def _follow(self, warm_up: int) -> Outcome:
+        """Event after event to the end of the run."""
         self._tell(ev.TrainerJoined(0))
         marks: dict[int, tuple[float, float, float, float]] = {}
         while self._ended is None:
@@ -151,14 +153,12 @@ class World:
                 self._wake(what)
             elif isinstance(what, _Report):
                 self._report(what)
-            elif isinstance(what, _Rewarded):
-                self._rewarded(what.report)
             else:
                 self._tell(what)
             step = self._scheduler.step
             if step not in marks:
                 marks[step] = self._mark()
-        return self._sum_up(marks, min(warm_up, setting.steps - 1))
+        return self._sum_up(marks, warm_up)
 
     # Generators
 
@@ -170,27 +170,13 @@ class World:
         del self._planned[name]
         generator.advance(self._now)
         while (row := generator.finished()) is not None:
-            report = _Report(name, row, row.finishes)
-            if row.rewarded:
-                self._push(self._now + self._message, report)
-            else:
-                self._unrewarded[name].append(report)
+            self._push(self._now + self._message, _Report(name, row, row.finishes))
+            if self._rewards_cost and not row.rewarded_at:
+                # Beside the slots, one sample after the other; delivery waits for it.
+                free = max(self._now, self._rewards_free.get(name, 0.0))
+                row.rewarded_at = free + self._setting.cost.reward(generator.decoding)
+                self._rewards_free[name] = row.rewarded_at
         self._plan(generator)
-        self._reward(name)
-
-    def _reward(self, name: str) -> None:
-        """A generator's samples get their rewards one after the other."""
-        queue = self._unrewarded[name]
-        if queue and name not in self._rewarding:
-            self._rewarding.add(name)
-            seconds = self._setting.cost.reward(self._generators[name].decoding)
-            self._push(self._now + seconds, _Rewarded(queue.popleft()))
-
-    def _rewarded(self, report: _Report) -> None:
-        self._rewarding.discard(report.generator)
-        report.row.rewarded = True
-        self._push(self._now + self._message, report)
-        self._reward(report.generator)
 
     def _report(self, report: _Report) -> None:
         row = report.row
@@ -255,16 +241,19 @@ class World:
     # The trainer
 
     def _deliver(self, command: cmd.DeliverGroup, touched: dict[str, SimGenerator]) -> None:
-        tokens = 0.0
+        tokens, arrives = 0.0, self._now
         versions: list[tuple[int, float]] = []
         for name, sample in command.samples:
             row = self._touch(name, touched).held(sample)
             tokens += row.length + self._setting.prompt_tokens
             versions += row.segments
+            arrives = max(arrives, row.rewarded_at)
             touched[name].release((sample,))
-            self._after(self._message, ev.SampleDelivered(name, sample))
         seconds = tokens * self._setting.cost.train_token_seconds
-        self._trainer.take(command.group, command.step, seconds, self._now + self._message)
+        arrives += self._message
+        self._trainer.take(command.group, command.step, seconds, arrives)
+        for name, sample in command.samples:
+            self._push(arrives, ev.SampleDelivered(name, sample))
         ages = [(command.step - version, count) for version, count in versions]
         response = sum(count for _, count in ages)
         weighted = sum(age * count for age, count in ages)
