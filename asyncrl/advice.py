@@ -28,6 +28,12 @@ def at_start(config: RunConfig) -> list[str]:
     return said
 
 
+def follows_the_policy(config: RunConfig) -> bool:
+    """Whether every sample follows, to its end, the policy of the versions that it carries."""
+    lenient, deadline = config.cache.reuse == "lenient", config.scheduler.sample_deadline_seconds
+    return not lenient and deadline is None
+
+
 def outside_top_k(config: RunConfig, *, drawn: int, outside: int) -> str | None:
     """Whether verification loses much to a small K; None while that is not known or not so.
 

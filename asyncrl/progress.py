@@ -346,6 +346,5 @@ class Progress:
             "tokens_rejected": self._earlier.rejected + total.rejected,
             "staleness_mean": statistics.fmean(means) if means else 0.0,
             "staleness_max": stalest,
-            # Staleness counts versions; leniently kept tokens have the newest and do not follow it.
-            "exactly_on_policy": stalest == 0 and self._config.cache.reuse != "lenient",
+            "exactly_on_policy": stalest == 0 and advice.follows_the_policy(self._config),
         }

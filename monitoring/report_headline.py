@@ -115,6 +115,8 @@ def _staleness_tile(data: RunData) -> Markup:
     if worst == 0:
         if data.lenient:
             return _tile("staleness", "0", "by version only: lenient reuse is not on-policy")
+        if data.setting("scheduler.sample_deadline_seconds") is not None:
+            return _tile("staleness", "0", "but a deadline may have cut samples: see the settings")
         return _tile("staleness", "0", "exactly on-policy: no token of an older policy")
     return _tile("staleness", number(stale), f"steps in the mean, {number(worst, 0)} at most")
 

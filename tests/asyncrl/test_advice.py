@@ -12,6 +12,7 @@ def config(**sections: object) -> RunConfig:
 
 def test_a_default_run_has_nothing_to_warn_of() -> None:
     assert advice.at_start(config()) == []
+    assert advice.follows_the_policy(config())
 
 
 def test_biased_and_cut_samples_are_announced() -> None:
@@ -21,6 +22,8 @@ def test_biased_and_cut_samples_are_announced() -> None:
     assert "lenient" in said[0]
     assert "BIASED" in said[0]
     assert "sample_deadline_seconds is 3" in said[1]
+    assert not advice.follows_the_policy(config(cache={"reuse": "lenient"}))
+    assert not advice.follows_the_policy(config(scheduler={"sample_deadline_seconds": 3}))
 
 
 def test_a_top_k_that_is_too_small_is_said_once_there_is_evidence() -> None:
