@@ -218,7 +218,7 @@ def pace(engine: Any, turns: int = 4) -> None:
         def ask(self, left: Any, **_: int) -> tuple[Any, float]:
             return np.clip(left - 1, 0, 4).astype(np.int32), 0.0
 
-        def choose(self, _: Any, offsets: Any, **__: int) -> Any:
+        def choose(self, _: Any, offsets: Any, **__: int) -> Any:  # type: ignore[override]
             return np.diff(offsets).astype(np.int32)
 
     core, turn = engine._core, 0  # noqa: SLF001 - there is no other way to slow it

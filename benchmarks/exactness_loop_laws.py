@@ -11,7 +11,7 @@ prompt has its own degrees of freedom. Cells that expect fewer than `LEAST` are 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -160,7 +160,7 @@ class Verdict:
 
 def judge(
     drawn: Iterable[tuple[Hashable, Hashable]],
-    law: Mapping[Hashable, Mapping[Any, float]],
+    law: Mapping[Any, Mapping[Any, float]],
     pool: Any = None,
 ) -> Verdict:
     """Compare (stratum, outcome) pairs with each stratum's law.
@@ -198,7 +198,7 @@ def judge(
 def _pooled(
     counts: Counter[Any], law: Mapping[Any, float], n: int, pool: Any
 ) -> tuple[Doubles, Doubles]:
-    want: Counter[Any] = Counter()
+    want: defaultdict[Any, float] = defaultdict(float)
     have: Counter[Any] = Counter()
     for outcome, mass in law.items():
         cell = outcome

@@ -1,0 +1,67 @@
+"""What the loop hands to the trainer, on real vLLM with its prefix cache on: few samples.
+
+The statements of `test_whole_loop` (false alarms: 1e-6 each, some 10 here). When updates land
+depends on the clock, so a run is not the same twice; drafts and verification are on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import exactness_loop as loop
+from benchmarks.exactness_loop_house import Outcome
+from benchmarks.exactness_loop_laws import Laws
+from engine.protocol import Engine
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*distributed.reduce_op.*:FutureWarning"),
+]
+
+SAMPLES = 2000
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def engine(
+    runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Path]]:
+    path = tmp_path_factory.mktemp("loop-model")
+    loop.policies()[0].save_pretrained(path)
+    engine = loop.vllm_engine(str(path), loop.MODES["verify, 1 ahead"])
+    try:
+        runner.run(engine.start())
+        yield engine, path
+    finally:
+        runner.run(engine.close())
+
+
+def test_whole_trajectories_follow_the_policy_that_trains_on_them(
+    runner: asyncio.Runner, engine: tuple[Engine, Path]
+) -> None:
+    torch.set_num_threads(1)
+    mode, models = loop.MODES["verify, 1 ahead"], loop.policies()
+    setting = loop.setting_of(mode, SAMPLES, 0, nap=0.001)
+    outcome: Outcome = runner.run(loop.loop_of(engine[0], models, setting, engine[1]))
+    laws = Laws(models, loop.PROMPTS, loop.way())
+    finding = loop.find("vLLM", mode, outcome.delivered, laws)
+    for what, verdict in finding.verdicts.items():
+        print(f"{what}: {verdict}")
+    print(f"log-probabilities within {finding.worst_logprob:.2g}, {outcome.cut} samples cut")
+    assert finding.p_value > loop.ALARM
+    assert finding.staleness == 0
+    assert finding.worst_logprob < loop.TOLERANCE["vllm"]
+    assert loop.rewards_fit(outcome.delivered)
+    assert outcome.verified > SAMPLES / 2
+    assert outcome.rejected > SAMPLES / 4
+    assert outcome.cut > 20
