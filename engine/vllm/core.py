@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SHUTDOWN_SECONDS = 3.0
-"""Then its process is killed: it holds nothing that matters."""
+_SHUTDOWN_SECONDS = 10.0
+"""Then its process is killed. It needs 2 to 4, and complains of what it left open when killed."""
+_OUTPUTS_AT_ONCE = 128
+"""vLLM's output task lets others run after so many (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)."""
 _SOCKETS = (
     "output_socket",
     "input_socket",
@@ -125,9 +127,15 @@ class Core:
             await self.ask(self._launched.llm.abort(request_ids), "abort requests")
 
     async def pause(self) -> None:
-        """Return when no step runs any more; running requests stay as they are."""
-        call = self.vllm.llm.pause_generation(mode="keep", clear_cache=False)
+        """Return when no step runs any more and all steps have come; requests stay as they are."""
+        client = self.vllm.llm.engine_core
+        call = client.pause_scheduler_async(mode="keep", clear_cache=False)
         await self.ask(call, "pause")
+        # `AsyncLLM.pause_generation` sleeps for 20 ms here, at every update. The last steps came
+        # before the answer, by the same socket: the output task only has to take them.
+        turns = 1 + self._config.slots // _OUTPUTS_AT_ONCE
+        for _ in range(2 + turns * (1 + client.outputs_queue.qsize())):
+            await asyncio.sleep(0)
         self.vllm.meter.idle()
 
     async def resume(self) -> None:
@@ -210,8 +218,10 @@ async def _shut_down(llm: AsyncLLM) -> None:
     """End the core's process, then what vLLM leaves open in this one: tasks, sockets, a context."""
     resources = llm.engine_core.resources
     tasks = [task for task in (llm.output_handler, resources.output_queue_task) if task is not None]
+    for task in tasks:  # or they report the core's end as its death
+        task.cancel()
     await asyncio.to_thread(llm.shutdown, _SHUTDOWN_SECONDS)
-    if tasks:  # cancelled by now
+    if tasks:
         await asyncio.wait(tasks, timeout=_SHUTDOWN_SECONDS)
     for name in _SOCKETS:
         socket = getattr(resources, name)

@@ -16,6 +16,7 @@ replaces it only if the output stays unwritten; on a GPU it returns at once.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 _LOG = logging.getLogger("vllm.asyncrl.cpu_sampling")
 _NAME = "_expand_kernel_impl"
 _UNWRITTEN = -7.0
+_OLD_NAME = ".*torch.distributed.reduce_op.*"
 
 Expand = Callable[..., None]
 
@@ -51,6 +53,9 @@ def _let_it_look_at_anything() -> None:
     `vars(value)` for a dictionary; llvmlite's handle of its library gives something else.
     """
     from vllm.triton_utils import dispatcher
+
+    # torch says that one of its names is old, of which vLLM comes past on the way.
+    warnings.filterwarnings("ignore", message=_OLD_NAME, category=FutureWarning)
 
     def vars_or_nothing(value: object) -> Mapping[str, Any]:
         found: Any = vars(value)

@@ -42,7 +42,7 @@ from engine.protocol import (
 )
 from engine.requests import Limits
 from engine.vllm.core import Core
-from engine.vllm.kept import settle
+from engine.vllm.kept import settle, warm_up
 from engine.vllm.requests import (
     Table,
     check_temperature,
@@ -128,7 +128,10 @@ class VllmEngine:
         self._core = core = Core(self._config, self._end)
         try:
             self._shapes = await asyncio.to_thread(ModelShapes.of, self._model_path)
-            await core.start(self._model_path, self._cache_config, self._seed, self._place)
+            await asyncio.gather(
+                core.start(self._model_path, self._cache_config, self._seed, self._place),
+                asyncio.to_thread(warm_up),
+            )
         except EngineError as error:
             self._ended = error
             await self._free()

@@ -26,6 +26,21 @@ from engine.torch.sampling import Purpose, forked, uniforms
 from engine.vllm.requests import Table
 
 
+def warm_up() -> None:
+    """Load the compiled rules, or compile them: seconds, for which the event loop would stand."""
+    none, two = np.full(2, -1, np.int32), np.array([0, 2], np.int32)
+    known = Known(np.zeros(2, np.float32), none[:, None], np.zeros((2, 1), np.float32))
+    verify_kept(
+        np.zeros(2, np.int32),
+        known,
+        known,
+        tail_ids=np.zeros(2, np.int32),
+        tail_logprobs=np.zeros(2, np.float32),
+        offsets=two,
+        uniforms=np.zeros((2, 2)),
+    )
+
+
 def settle(
     request: GenerateRequest, kept: KeptTokens, table: Table, seed: int, policy_version: int
 ) -> tuple[TokenChunk | None, GenerateRequest]:
