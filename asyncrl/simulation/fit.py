@@ -31,6 +31,8 @@ WARM_UP = 3
 _ROWS = (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 1 << 30)
 """Bounds of the rows per step between which windows are pooled."""
 _DECODING = {SpanKind.GENERATING, SpanKind.VERIFYING, SpanKind.RUN_AHEAD}
+_QUEUE = 16
+"""Rewards that may wait without it meaning anything: samples end, and are rewarded, in batches."""
 _LEAST_WINDOWS = 5
 
 
@@ -46,7 +48,7 @@ class EngineLine(msgspec.Struct, frozen=True):
     tokens_verified: int
     tokens_rejected: int
     lengths: list[int]
-    """Of the samples that were written and rewarded since the line before."""
+    """Of the samples that were written since the line before."""
     rewards_waiting: int = 0
 
 
@@ -81,10 +83,10 @@ class Window:
     scored: int
     """By verification."""
     generated: int
-    finished: int
-    """Samples written and rewarded."""
+    rewarded: int
+    """Samples that got their reward."""
     queued: bool
-    """Rewards were waited for at both of its ends."""
+    """More than `_QUEUE` samples waited for theirs at both of its ends."""
 
     @property
     def rows(self) -> float:
@@ -161,8 +163,8 @@ def _windows(directory: Path, began: float, ended: float) -> tuple[list[Window],
                     drafted=after.tokens_drafted - before.tokens_drafted,
                     scored=judged - before.tokens_verified - before.tokens_rejected,
                     generated=generated,
-                    finished=len(after.lengths),
-                    queued=before.rewards_waiting > 0 and after.rewards_waiting > 0,
+                    rewarded=len(after.lengths) + before.rewards_waiting - after.rewards_waiting,
+                    queued=min(before.rewards_waiting, after.rewards_waiting) > _QUEUE,
                 )
             )
     if sum(window.steps > 0 for window in found) < _LEAST_WINDOWS or not lengths:
@@ -220,7 +222,7 @@ def _training(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
     spread = computed.var()
     slope = float(np.cov(computed, seconds, bias=True)[0, 1] / spread) if spread > 0 else 0.0
     constant = float(seconds.mean() - slope * computed.mean())
-    constant = min(max(constant, 0.0), 0.5 * float(seconds.mean()))
+    constant = min(max(constant, 0.0), 0.2 * float(seconds.mean()))
     return (float(seconds.mean()) - constant) / fmean(row["tokens"] for row in rows), constant
 
 
@@ -275,8 +277,8 @@ def _rewards(windows: Iterable[Window], overhead: float) -> tuple[float, float]:
     steps / the other.
     """
     queued = [w for w in windows if w.queued]
-    y = np.array([w.finished for w in queued], float)
-    if not y.sum():
+    y = np.array([w.rewarded for w in queued], float)
+    if y.sum() <= 0:
         return 0.0, 0.0
     rest = np.array([max(0.0, w.seconds - overhead * w.busy) for w in queued])
     steps = np.array([w.steps for w in queued], float)

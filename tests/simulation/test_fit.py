@@ -49,7 +49,7 @@ def test_rewards_that_hold_up_the_run_are_seen(tmp_path):
     path = tmp_path / "run" / "engine" / "generator-0.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for before, line in zip([lines[0], *lines], lines, strict=False):
-        line["rewards_waiting"] = 5
+        line["rewards_waiting"] = 50
         line["lengths"] = [30] * round((line["time"] - before["time"]) / 0.01)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     fit, free = fit_run(tmp_path / "run"), fit_run(RECORDED / "sync")

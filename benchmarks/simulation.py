@@ -1,0 +1,132 @@
+"""The simulator against real runs on this machine, and its numbers for a large cluster.
+
+    python -m benchmarks.simulation [--quick] [--json FILE] [--runs DIR]
+
+Real runs of examples/arithmetic.yaml that differ in the scheduler's settings only (synchronous,
+keep(1), verify), one after the other. The costs are fitted to ONE of them, `verify`, since that is
+the run in which everything occurs: decoding, scoring, training beside both. From that fit all
+three step times are predicted: the machine's speed is taken from one run, what the modes make of
+it is not. Steps after the first three count. A machine that others use meanwhile is not
+one machine for the three runs: then a ratio says little; the load is printed.
+
+Then 256 generators (H200, 7B), every mode, by both models of what verification keeps. `--quick`
+makes runs of 20 steps and simulates 32 generators in place of 256.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.simulation.fit import Fit, fit_run
+from asyncrl.simulation.study import MODES, Cluster, as_json, cluster, compare
+from asyncrl.simulation.tables import table as modes_table
+from benchmarks.report import write_json
+
+EXAMPLE = "examples/arithmetic.yaml"
+RUNS = {
+    "sync": {"on_update": "keep", "max_off_policy_steps": 0, "max_runahead_groups": "null"},
+    "keep(1)": {"on_update": "keep", "max_off_policy_steps": 1, "max_runahead_groups": "null"},
+    "verify": {"on_update": "verify", "max_off_policy_steps": 0},
+}
+FITTED = "verify"
+SEEDS = range(3)
+
+
+def real_run(name: str, settings: dict[str, Any], steps: int, directory: Path) -> Path:
+    """Run the example with these settings; gives the run's directory."""
+    overrides = {f"scheduler.{key}": value for key, value in settings.items()} | {
+        "run.name": name,
+        "run.directory": directory,
+        "run.steps": steps,
+        "evaluation.prompts": 8,
+        "trainer.checkpoint_every": 10 * steps,
+    }
+    command = [sys.executable, "-m", "asyncrl", "run", EXAMPLE]
+    for key, value in overrides.items():
+        command += ["--set", f"{key}={value}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return directory / name
+
+
+def predicted(fit: Fit, like: Fit) -> float:
+    """Seconds of a step of `like`'s settings at the costs of `fit`."""
+    outcomes = [cluster(like.config, fit, seed=seed).configured() for seed in SEEDS]
+    return sum(outcome.step_seconds for outcome in outcomes) / len(outcomes)
+
+
+def validate(fits: dict[str, Fit], console: Console) -> dict[str, Any]:
+    """Measured and simulated step times; prints them."""
+    out = Table(title=f"a step, fitted to the run {FITTED!r}")
+    for column in ("run", "measured s", "simulated s", "ratio", "fitted to itself"):
+        out.add_column(column, justify="left" if column == "run" else "right")
+    rows: dict[str, Any] = {}
+    for name, fit in fits.items():
+        simulated, own = predicted(fits[FITTED], fit), predicted(fit, fit)
+        rows[name] = {
+            "measured": fit.step_seconds,
+            "simulated": simulated,
+            "ratio": simulated / fit.step_seconds,
+            "own_ratio": own / fit.step_seconds,
+        }
+        out.add_row(
+            name, f"{fit.step_seconds:.3f}", f"{simulated:.3f}",
+            f"{simulated / fit.step_seconds:.2f}", f"{own / fit.step_seconds:.2f}",
+        )  # fmt: skip
+    console.print(out)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="short runs, 32 generators")
+    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="keep the runs here")
+    parser.add_argument("--no-runs", action="store_true", help="only the cluster, no real runs")
+    args = parser.parse_args()
+    console = Console(width=120)
+    raw: dict[str, Any] = {}
+    ratios: dict[str, float] = {}
+    if not args.no_runs:
+        steps = 20 if args.quick else 60
+        load = os.getloadavg()[0]
+        with TemporaryDirectory(prefix="asyncrl-simulation-") as temporary:
+            directory = args.runs or Path(temporary)
+            names = {name: f"simulation-{index}" for index, name in enumerate(RUNS)}
+            paths = {n: real_run(names[n], s, steps, directory) for n, s in RUNS.items()}
+            fits = {name: fit_run(path) for name, path in paths.items()}
+        raw["validation"] = validate(fits, console)
+        raw["load_before"] = load
+        console.print(f"load before: {load:.1f} of {os.cpu_count()} cores")
+        ratios["simulated_over_measured_worst"] = max(
+            (row["ratio"] for row in raw["validation"].values()), key=lambda r: abs(r - 1)
+        )
+    for rule in ("token", "block"):
+        large = Cluster(generators=32 if args.quick else 256, rule=rule)
+        outcomes = compare(large, MODES)
+        console.print(modes_table(large, outcomes))
+        raw[rule] = as_json(outcomes)
+        suffix = "" if rule == "token" else "_block"
+        sync = outcomes["sync"].step_seconds
+        ratios[f"sim256_sync_over_verify{suffix}"] = sync / outcomes["verify"].step_seconds
+        ratios[f"sim256_sync_over_verify_3_ahead{suffix}"] = (
+            sync / outcomes["verify, 3 ahead"].step_seconds
+        )
+        ratios[f"sim256_sync_over_verify_k1{suffix}"] = sync / outcomes["verify, k=1"].step_seconds
+    console.print(ratios)
+    if args.json:
+        write_json(args.json, "simulation", raw, ratios)
+
+
+if __name__ == "__main__":
+    main()
