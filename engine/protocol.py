@@ -143,14 +143,18 @@ class Engine(Protocol):
         """Load the model and become ready. Raises `EngineStartError` saying what was wrong."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Stream a response. Closing the iterator aborts the request and frees its slot."""
+        """Stream a response; its first tokens at once, then in chunks as the engine is set.
+
+        Closing the iterator aborts the request and frees its slot.
+        """
 
     async def interrupt(self, request_id: str) -> None:
-        """End a request now: its stream reports every token drawn and ends with `abort`.
+        """End a request now: its stream reports all finished steps and ends with `abort`.
 
-        Nothing happens when it has ended or is not known. Unlike closing the stream this loses no
-        token, and where it cuts a response depends on nothing behind the cut: a response that is
-        cut at its last *report* would be one whose unreported tokens hold no stop token.
+        Nothing happens when it has ended or is not known. Unlike closing the stream this loses
+        nothing but, where the engine is another process, a step under way, whatever that holds. So
+        where it cuts a response depends on nothing behind the cut; a response that is cut at its
+        last *report* would be one whose unreported tokens hold no stop token.
         """
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:

@@ -67,7 +67,7 @@ class StepTotals:
         for trajectory in trajectories:
             staleness = trajectory.staleness(policy_version)
             self.tokens += len(staleness)
-            self.truncated += trajectory.finish_reason == "length"
+            self.truncated += trajectory.finish_reason in ("length", "deadline")
             self.staleness_sum += float(staleness.sum())
             self.staleness_max = max(self.staleness_max, int(staleness.max()))
 

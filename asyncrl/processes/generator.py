@@ -66,6 +66,7 @@ class GeneratorProcess:
         log: EngineLog | None = None,
         earlier: EarlierRollouts | None = None,
         deadline: float | None = None,
+        kv_limit: float = 1.0,
     ) -> None:
         self._name = name
         self._engine = engine
@@ -78,7 +79,7 @@ class GeneratorProcess:
         self._samples = samples
         self._metrics = metrics
         self._log = log
-        self._deadline = deadline
+        self._deadline, self._kv_limit = deadline, kv_limit
         self._earlier = earlier
         self._activity = activity
         self._writing: dict[SampleId, Writing] = {}
@@ -190,9 +191,12 @@ class GeneratorProcess:
 
     async def _make_room(self) -> None:
         """Have run-ahead give slots back that due samples need; it goes on when there are some."""
-        slots = self._engine.stats().slots
-        for writing in excess(list(self._writing.values()), slots):
-            writing.displaced = True
+        stats = self._engine.stats()
+        for writing in excess(
+            list(self._writing.values()),
+            slots=stats.slots,
+            kv_full=stats.kv_used >= self._kv_limit and stats.waiting > 0,
+        ):
             self._metrics.preempted.inc()
             await self._writer.interrupt(writing)
 
@@ -314,8 +318,9 @@ class GeneratorProcess:
         for sample in order.samples:
             held = self._held.get(sample)
             if held is None:
-                logger.warning("asked to deliver %s, which is not held here", sample)
-                continue
+                # Discarded meanwhile, or a bug: then the group is left out, and not waited for.
+                await self._report_failure(sample, AsyncrlError("it is not held here"))
+                return
             try:
                 ready.append((held, await held.reward))
             except AsyncrlError as error:
@@ -370,6 +375,7 @@ class GeneratorProcess:
             for _ in range(10):
                 await asyncio.sleep(REPORT_SECONDS / 10)
                 self._note()
+                await self._make_room()
                 await self._end_late_samples()
 
     def _report(self, stats: EngineStats) -> from_generator.GeneratorReport:

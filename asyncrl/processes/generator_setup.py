@@ -88,6 +88,7 @@ async def run_generator(spec: ChildSpec) -> None:
                 log=log,
                 earlier=EarlierRollouts.of(config.cache),
                 deadline=config.scheduler.sample_deadline_seconds,
+                kv_limit=config.scheduler.runahead_kv_limit,
             )
             try:
                 await process.run(metrics_port=None if exporter is None else exporter.port)

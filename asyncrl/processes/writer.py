@@ -14,6 +14,9 @@ from engine.protocol import Engine, SamplingParams
 from monitoring.metrics import GeneratorMetrics
 from scheduler.messages.to_generator import PromptPayload
 
+_MOST_UNASKED = 8
+"""So often an engine may end one sample by itself, and it goes on."""
+
 
 class SampleWriter:
     """Carries samples through their stretches; see `asyncrl.processes.writing`."""
@@ -59,6 +62,7 @@ class SampleWriter:
     async def interrupt(self, writing: Writing) -> None:
         """End the stretch in hand; the sample goes on with another, as its state says."""
         if writing.request_id is not None:
+            writing.interrupting = True
             await self._engine.interrupt(writing.request_id)
 
     async def write(self, writing: Writing) -> HeldSample:
@@ -68,12 +72,18 @@ class SampleWriter:
             RequestError: the engine cannot serve it.
             EngineError: the engine failed, or was closed.
         """
+        unasked = 0
         while True:
             writing.turn()
             await self._open.wait()
             if writing.verifying:
                 await self._drawing.wait()
             reason = await self._stretch(writing)
+            unasked += reason == "abort" and not writing.interrupting
+            if unasked > _MOST_UNASKED:
+                raise EngineError(
+                    f"sample {writing.sample}: the engine gave it up {unasked} times unasked"
+                )
             end = writing.finish(reason)
             if end is not None:
                 trajectory = writing.builder.finish(end)
@@ -85,12 +95,11 @@ class SampleWriter:
         writing.turn()  # something may have been ordered while this waited
         request = writing.request(self._sampling)
         builder = writing.builder
-        writing.request_id = request.request_id
+        writing.request_id, writing.interrupting = request.request_id, False
         try:
             async for chunk in self._engine.generate(request):
                 if len(chunk.tokens):
-                    if chunk.finish_reason is None:
-                        writing.displaced = False  # it has a slot again
+                    writing.holds = True
                     if writing.began is None:
                         writing.began = time.monotonic()
                 listed = (chunk.topk_ids == chunk.tokens[:, None]).any(axis=1)
@@ -106,7 +115,7 @@ class SampleWriter:
                 if chunk.finish_reason is not None:
                     return chunk.finish_reason
         finally:
-            writing.request_id = None
+            writing.request_id, writing.holds = None, False
             if request.kept is not None:
                 accepted, rejected = writing.verified()
                 self.tokens_verified += accepted

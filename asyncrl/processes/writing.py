@@ -64,8 +64,11 @@ class Writing:
     """(seed, least version) of a verification that begins with the next stretch."""
     request_id: str | None = None
     """What the engine serves of it now."""
-    displaced: bool = False
-    """It gave its slot to due work, and has not come back to one."""
+    interrupting: bool = False
+    """The stretch in hand was asked to end."""
+    holds: bool = False
+    """The stretch in hand has a slot: it has reported a token. (Engines report the first at once,
+    so one that has a slot and no token yet is in its first step.)"""
     began: float | None = None
     """When its first token came, on the caller's clock."""
     expired: bool = False
@@ -174,13 +177,23 @@ class Writing:
         return accepted, len(self.kept) - accepted
 
 
-def excess(writings: list[Writing], slots: int) -> list[Writing]:
-    """Run-ahead that must give its slot back so that all due work has one; the most ahead first.
+def excess(writings: list[Writing], *, slots: int, kv_full: bool = False) -> list[Writing]:
+    """Run-ahead that must give its slot to due samples that have none; the most ahead first.
 
-    Which slots run-ahead holds is not known here, only that it is at most those that it has not
-    given back; so the bound holds whoever holds them.
+    Held samples that are to be verified mostly need one step each, so they are counted as half of
+    the slots at most: they take turns in those.
+
+    Args:
+        writings: all of a generator.
+        slots: of its engine.
+        kv_full: slots do not help: it is KV space that due samples wait for.
     """
-    due = sum(w.priority == 0 for w in writings)
-    ahead = [w for w in writings if w.priority > 0 and w.drawing and not w.displaced]
+    due = [w for w in writings if w.priority == 0 and not w.holds]
+    if not due:
+        return []
+    whole = sum(w.rewarded is not None for w in due)
+    wanted = len(due) - whole + min(whole, max(1, slots // 2))
+    free = 0 if kv_full else slots - sum(w.holds for w in writings)
+    ahead = [w for w in writings if w.priority > 0 and w.holds]
     ahead.sort(key=lambda w: (w.priority, w.sample), reverse=True)
-    return ahead[: max(0, due + len(ahead) - slots)] if due else []
+    return ahead[: max(0, wanted - free)]

@@ -31,6 +31,7 @@ class TorchConfig(BaseModel):
     chunk_tokens: int = Field(
         default=16,
         ge=1,
-        description="A request reports its tokens in chunks of at least this many (always at its "
-        "end, before a pause and before new weights). 1 streams every step, at a cost.",
+        description="A request reports its tokens in chunks of at least this many (the first at "
+        "once; always at its end, before a pause and before new weights). 1 streams every step, at "
+        "a cost.",
     )

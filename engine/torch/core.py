@@ -9,7 +9,7 @@ One step is one forward pass (`step`):
     draw     a fresh token at every position, from (seed, position in the response)
     keep     draws that stay in the tree, and the first that leaves it; of kept tokens those that
              the current policy accepts, and what it draws behind them. All other KV is void
-    report   rows with enough unreported tokens, and rows that ended
+    report   first tokens, rows with enough unreported ones, and rows that ended
 
 The order of rows in a step: decoding rows, then those that copy a running sibling's prompt (they
 decode as well, from the prompt's last token), then contexts to take in, then their siblings.
@@ -466,7 +466,7 @@ class DecodeCore:
         rows, n = self._rows, len(paths.kept)
         full = rows.total[:n] >= rows.limit[:n]
         ended = paths.stopped | full
-        due = ~ended & (rows.unsent[:n] >= self._settings.chunk_tokens)
+        due = ~ended & ((rows.unsent[:n] >= self._settings.chunk_tokens) | ~rows.told[:n])
         due[judged] = ~ended[judged]
         chunks = [rows.chunk(int(row), self.policy_version) for row in np.flatnonzero(due)]
         # From the last row down: the row that moves into a freed place is then never an ended one.

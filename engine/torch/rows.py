@@ -71,6 +71,8 @@ class Rows:
         self.old_length = np.zeros(slots, np.int32)
         self.old_at = np.zeros(slots, np.int32)
         self.in_step = np.zeros(slots, np.bool_)
+        self.told = np.zeros(slots, np.bool_)
+        """`[slots]` whether anything was reported of the row."""
         # Tokens drawn but not reported yet.
         self.unsent = np.zeros(slots, np.int32)
         self.out_tokens = np.zeros((slots, buffer), np.int32)
@@ -120,6 +122,7 @@ class Rows:
         self.old_length[row] = len(old)
         self.old_at[row] = 0
         self.in_step[row] = True
+        self.told[row] = False
         self.unsent[row] = 0
         self.requests.append(request)
         self._row_of[request.request_id] = row
@@ -181,6 +184,7 @@ class Rows:
         """Hand over what was drawn since the last chunk."""
         n = int(self.unsent[row])
         self.unsent[row] = 0
+        self.told[row] = True
         name, k = self.requests[row].request_id, self.requests[row].sampling.top_k_logprobs
         written = self._long.pop(name, None)
         if written is None:

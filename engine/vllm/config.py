@@ -51,8 +51,9 @@ class VllmConfig(BaseModel):
     chunk_tokens: int = Field(
         default=16,
         ge=1,
-        description="A request reports its tokens in chunks of at least this many (always at its "
-        "end, at a pause and before new weights). 1 streams every step, at a cost.",
+        description="A request reports its tokens in chunks of at least this many (the first at "
+        "once; always at its end, at a pause and before new weights). 1 streams every step, at a "
+        "cost.",
     )
     startup_timeout_seconds: float = Field(
         default=300.0, ge=1, description="Longest wait for vLLM to become ready."

@@ -391,8 +391,10 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges, as of the last step."""
-        meter = self._running().vllm.meter
-        running = min(meter.running, len(self._streams))
+        vllm = self._running().vllm
+        meter, served = vllm.meter, vllm.processor.get_num_unfinished_requests()
+        # What vLLM counts after a step leaves out all that ended with it: all that was scored.
+        running = min(served, self._config.slots)
         return EngineStats(
             tokens_generated=self._tokens,
             tokens_drafted=meter.drafted,
@@ -400,9 +402,9 @@ class VllmEngine:
             steps=meter.steps,
             busy_seconds=meter.busy_seconds,
             running=running,
-            waiting=len(self._streams) - running,
+            waiting=served - running,
             slots=self._config.slots,
-            kv_used=meter.kv_used if self._streams else 0.0,
+            kv_used=meter.kv_used if served else 0.0,
             policy_version=self._version,
         )
 

@@ -46,7 +46,7 @@ class Meter:
         self.running = stats.num_running_reqs
         self.waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         self.kv_used = stats.kv_cache_usage
-        self._busy_since = now if self.running else None
+        self._busy_since = now if self.running or self.waiting else None
         self.steps += 1
         self.prefix_asked += stats.prefix_cache_stats.queries
         self.prefix_found += stats.prefix_cache_stats.hits

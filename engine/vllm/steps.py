@@ -45,7 +45,8 @@ class Step:
 class StepQueue:
     """Steps of one request, from vLLM's output task to the consumer.
 
-    The consumer is woken when `wake_at` tokens are waiting, or at an end, an error or a flush.
+    The consumer is woken at the first step, when `wake_at` tokens are waiting, and at an end, an
+    error or a flush.
     """
 
     wake_at: int
@@ -59,10 +60,10 @@ class StepQueue:
 
     def push(self, step: Step) -> None:
         """Add a step."""
-        self.started = True
+        first, self.started = not self.started, True
         self._steps.append(step)
         self._waiting += len(step.tokens)
-        if self._waiting >= self.wake_at or step.finish_reason is not None:
+        if first or self._waiting >= self.wake_at or step.finish_reason is not None:
             self._ready.set()
 
     def put(self, item: object) -> None:

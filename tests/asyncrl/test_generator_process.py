@@ -432,21 +432,27 @@ def test_due_work_takes_the_slots_of_run_ahead_which_goes_on_from_its_tokens():
     play(scenario)
 
 
-def test_room_is_made_for_due_work_only_and_never_twice():
+def test_room_is_made_for_due_work_only_by_those_who_have_slots():
     def writing(group: int, priority: int, **state: Any) -> Writing:
         one = Writing(SampleId(group=group, sample=0), PROMPT, 1, priority)
-        one.request_id = "served"
         for name, value in state.items():
             setattr(one, name, value)
         return one
 
-    ahead = [writing(9, 2), writing(7, 1), writing(8, 1)]
-    assert excess(ahead, 1) == [], "run-ahead alone may wait in the engine's queue"
-    due = [writing(1, 0)]
-    assert excess(due + ahead, 4) == []
-    assert [w.sample.group for w in excess(due + ahead, 2)] == [9, 8]
-    ahead[0].displaced = True
-    assert [w.sample.group for w in excess(due + ahead, 2)] == [8]
+    def groups(writings: list[Writing], **space: Any) -> list[int]:
+        return [w.sample.group for w in excess(writings, **space)]
+
+    ahead = [writing(9, 2, holds=True), writing(7, 1, holds=True), writing(8, 1)]
+    assert groups(ahead, slots=1) == [], "run-ahead alone may wait in the engine's queue"
+    due = [writing(1, 0), writing(2, 0)]
+    assert groups(due + ahead, slots=4) == []
+    assert groups(due + ahead, slots=3) == [9]
+    assert groups(due + ahead, slots=2) == [9, 7]
+    assert groups([writing(1, 0, holds=True), *ahead], slots=3) == [], "it has a slot"
+    assert groups([due[0], *ahead], slots=8, kv_full=True) == [9]
+    whole = [writing(n, 0, rewarded="held") for n in range(6)]
+    many = [writing(n, 1, holds=True) for n in range(20, 24)]
+    assert groups(whole + many, slots=4) == [23, 22], "they take turns in half of the slots"
 
 
 def test_recompute_begins_everything_again_under_the_new_weights(tmp_path):

@@ -69,6 +69,8 @@ def test_top_k_is_padded_where_less_has_mass() -> None:
 def test_the_consumer_is_woken_for_enough_tokens_a_flush_or_an_end() -> None:
     async def scene() -> None:
         queue = StepQueue(wake_at=3)
+        queue.push(step(9))
+        assert len(await queue.take()) == 1, "the first is told at once"
         taker = asyncio.ensure_future(queue.take())
         queue.push(step(1))
         done, _ = await asyncio.wait([taker], timeout=0.01)
