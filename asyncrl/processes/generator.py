@@ -134,6 +134,7 @@ class GeneratorProcess:
                 for sample, seed in zip(message.samples, message.seeds, strict=True):
                     await self._verify(sample, seed, message.least_version)
                 await self._make_room()
+                self._note()  # a verification may be over within the next engine step
             case to_generator.Evaluate():
                 self._start(self._evaluate(message))
             case to_generator.InstallWeights():
@@ -420,7 +421,7 @@ class GeneratorProcess:
     def _note(self) -> None:
         """Tell the time line what is the case now."""
         stats = self._engine.stats()
-        written = [w for w in self._writing.values() if w.drawing]
+        written = list(self._writing.values())
         verifying = sum(w.verifying for w in written)
         run_ahead = sum(w.priority > 0 and not w.verifying for w in written)
         self._activity.note(

@@ -87,11 +87,6 @@ class Writing:
         """Whether there are kept tokens that no policy has judged yet."""
         return self.ordered is not None or (self.kept is not None and not len(self.builder))
 
-    @property
-    def drawing(self) -> bool:
-        """Whether the engine has a request of it."""
-        return self.request_id is not None
-
     def order(self, seed: int, least_version: int) -> bool:
         """It is due: have what there is of it verified, if any of that is too old.
 
