@@ -98,10 +98,12 @@ def _judge(
     if kept.lenience is not None:
         counts = accept_lenient(kept.logprobs, table.own, offsets, accept, kept.lenience)
         return int(counts[0]), -1, np.nan
+    # Copies: of a finished trajectory they are read-only, for which numba would compile anew.
+    tokens, ids = kept.tokens.copy(), kept.topk_ids.copy()
     verdicts = verify_kept(
-        kept.tokens,
-        Known.of([kept]),
-        Known(table.own, kept.topk_ids, table.known_logprobs),
+        tokens,
+        Known(kept.logprobs, ids, kept.topk_logprobs),
+        Known(table.own, ids, table.known_logprobs),
         tail_ids=table.tail_ids,
         tail_logprobs=table.tail_logprobs,
         offsets=offsets,

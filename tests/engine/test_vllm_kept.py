@@ -399,3 +399,25 @@ def test_an_interrupted_request_reports_all_that_came_and_can_go_on(served: Serv
     assert sum(len(chunk.tokens) for chunk in never) in (0, len(begun), len(begun) + 1)
     served.call(engine.interrupt("unknown"))
     assert engine.stats().running + engine.stats().waiting == 0
+
+
+def test_what_is_scored_holds_a_slot(served: Served) -> None:
+    """It ends with the step that it began with: after a step vLLM counts none of it."""
+    engine, version = served.engine, served.install(served.old)
+    drawn_before = served.call(collect(engine, ask("before", max_tokens=30)))
+    crowd = [
+        ask(f"k{i}", max_tokens=30, seed=i, kept=kept_of(drawn_before)) for i in range(SLOTS + 4)
+    ]
+
+    async def counted() -> tuple[int, int]:
+        await engine.pause()
+        verifying = asyncio.ensure_future(collect_all(engine, crowd))
+        while (stats := engine.stats()).running + stats.waiting < len(crowd):
+            await asyncio.wait([verifying], timeout=0.01)
+        await engine.resume()
+        for chunks in await verifying:
+            assert {chunk.policy_version for chunk in chunks} == {version}
+        return stats.running, stats.waiting
+
+    assert served.call(counted()) == (SLOTS, 4)
+    assert (engine.stats().running, engine.stats().waiting) == (0, 0)

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from cache.acceptance.kept import _verify as compiled_rule
 from cache.config import CacheConfig
-from cache.trajectory import IntArray, Provenance
+from cache.trajectory import IntArray, KeptTokens, Provenance
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError, WeightsError
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.vllm.batch import Entry
 from engine.vllm.engine import VllmEngine
-from engine.vllm.requests import generate_arguments
+from engine.vllm.kept import settle, warm_up
+from engine.vllm.requests import Table, generate_arguments
 from engine.vllm.steps import AbortedError, ChunkBuilder, Step, StepQueue, most_probable
 from engine.vllm.weights import ModelShapes, WeightsFile, read_tensors
 
@@ -110,6 +112,35 @@ def test_a_request_carries_its_stream_and_its_place() -> None:
 
 
 # Weights
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_no_verification_waits_for_a_compiler(finished: bool) -> None:
+    """Not of a finished trajectory either, whose arrays are read-only: numba's types know that."""
+    n = 5
+    table = np.tile(np.arange(4, dtype=np.int32), (n, 1))
+    probabilities = np.full((n, 4), np.log(0.25), np.float32)
+    arrays = table[:, 0].copy(), probabilities[:, 0].copy(), table, probabilities
+    for array in arrays:
+        array.setflags(write=not finished)
+    kept = KeptTokens(*arrays)
+    now = Table(
+        own=probabilities[:, 0].copy(),
+        topk_ids=table.copy(),
+        topk_logprobs=probabilities.copy(),
+        tail_ids=np.full(n, -1, np.int32),
+        tail_logprobs=np.full(n, -np.inf, np.float32),
+        known_logprobs=probabilities.copy(),
+    )
+    sampling = SamplingParams(max_tokens=9, top_k_logprobs=4)
+    request = GenerateRequest("r", "", ids(1, 2), sampling, kept=kept)
+    warm_up()
+    compiled = list(compiled_rule.signatures)
+    chunk, rest = settle(request, kept, now, 3, 1)
+    assert compiled_rule.signatures == compiled
+    assert chunk is not None
+    assert chunk.tokens.tolist() == [0] * n
+    assert rest.prefix_tokens.tolist() == [0] * n
 
 
 def test_weights_arrive_as_they_were_in_any_dtype() -> None:
