@@ -206,3 +206,20 @@ def test_the_command_prints_every_mode():
     outcomes = json.loads(done.output)
     assert list(outcomes) == list(MODES)
     assert outcomes["sync"]["step_seconds"] > outcomes["keep(4)"]["step_seconds"]
+
+
+def test_verification_drafts_no_more_than_had_been_written():
+    """Half of 100 tokens are there; the new policy accepts none of them, drafts all of them."""
+    behaviour = Behaviour(CHEAP, lambda _: 100, 0, 1.0, 1.0, Survival(), rebuilds=False)
+    generator, sample = SimGenerator("g", 1, behaviour, random.Random(0)), SampleId(1, 0)
+    generator.start(sample, 1)
+    generator.advance(0.01 + 50 * 0.01)
+    generator.install(1)
+    generator.verify((sample,), 1)
+    assert generator.tally.rejected == pytest.approx(50)
+    generator.advance(generator.next_end())
+    row = generator.finished()
+    # One token from verification, 49 drafted sixteen to a step, 50 as ever; and the scoring.
+    seconds = 0.51 + 0.01 + (49 / 17 + 50) * 0.01
+    assert generator.tally.busy == pytest.approx(seconds, abs=0.02)
+    assert row.oldest == 1
