@@ -64,6 +64,10 @@ class Mode:
     rebuilt: bool = False
     """Whether tokens behind an update see KV of the new weights only."""
     depths: tuple[int, ...] = (0, 1, 2, 3)
+    after_install: int = 0
+    """See `exactness_loop_house.Setting`."""
+    turns: int = 4
+    """Turns of the event loop that a step of the torch engine takes, see `pace`."""
 
 
 _AHEAD: dict[str, Any] = {"group_size": 16, "groups_per_step": 9}
@@ -73,7 +77,12 @@ MODES: dict[str, Mode] = {
     "verify, 3 ahead": Mode(_AHEAD | {"max_runahead_groups": 27}),
     "verify, no drafts": Mode(_AHEAD | {"max_runahead_groups": 9}, drafts=0),
     "learning rate 0": Mode(
-        _AHEAD | {"max_runahead_groups": 9}, learning=False, top_k=VOCABULARY, drafts=0
+        _AHEAD | {"max_runahead_groups": 9},
+        learning=False,
+        top_k=VOCABULARY,
+        drafts=0,
+        after_install=2,
+        turns=8,
     ),
     "verify, k = 1": Mode(_OFF | {"max_runahead_groups": 9}, whole=False),
     "keep, k = 1": Mode(_OFF | {"on_update": "keep"}, whole=False),
@@ -153,7 +162,11 @@ def setting_of(mode: Mode, samples: int, seed: int, **changes: Any) -> Setting:
     config = SchedulerConfig(**mode.scheduler)
     steps = max(4, -(-samples // (config.group_size * config.groups_per_step)))
     sampling = SamplingParams(LENGTH, stop_tokens=(STOP,), top_k_logprobs=mode.top_k)
-    fields: dict[str, Any] = {"depths": mode.depths, "seed": seed} | changes
+    fields: dict[str, Any] = {
+        "depths": mode.depths,
+        "after_install": mode.after_install,
+        "seed": seed,
+    } | changes
     return Setting(config, steps, sampling, **fields)
 
 
@@ -205,7 +218,7 @@ def _drafts(most: int) -> Any:
     return CacheConfig(max_draft_tokens=most, min_match=1, min_probability=0.0, max_bytes=1 << 24)
 
 
-def pace(engine: Any, turns: int = 4) -> None:
+def pace(engine: Any, turns: int) -> None:
     """Slow a torch engine to a step in so many turns of the event loop, and let it draft always.
 
     A step on this tiny model is no longer than a message; on a real one it is a hundred times as
@@ -248,7 +261,7 @@ async def run(kind: str, mode: Mode, setting: Setting, models: Sequence[Any]) ->
         await engine.start()
         try:
             if kind == "torch":
-                pace(engine)
+                pace(engine, mode.turns)
             return await loop_of(engine, models, setting, Path(path))
         finally:
             await engine.close()

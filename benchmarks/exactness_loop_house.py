@@ -59,6 +59,9 @@ class Setting:
     """Engine steps from a whole batch to new weights; drawn from these, step by step."""
     latency: tuple[int, ...] = (0, 1, 2)
     """Engine steps until news of the generator is heard; drawn from these, message by message."""
+    after_install: int = 0
+    """More engine steps until it is heard that new weights are installed: how far samples are
+    written on under them before their verification is ordered."""
     seed: int = 0
     nap: float = 0.0
     """Seconds between looks at the engine's counters; 0 where it runs on this event loop."""
@@ -236,6 +239,8 @@ class House:
         if isinstance(message, fg.GeneratorReport):
             return
         late = int(self._chance.choice(self._setting.latency))
+        if isinstance(message, fg.WeightsInstalled):
+            late += self._setting.after_install
         self._last_heard = max(self._last_heard, self._engine.stats().steps + late)
         self._news.put_nowait((self._last_heard, message))
 
