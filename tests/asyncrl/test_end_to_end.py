@@ -213,13 +213,17 @@ def test_on_vllm_run_ahead_gives_way_and_what_is_verified_is_exact(
     assert preempted > 0, "no run-ahead was in the way"
 
 
-def tied(model: Path, folder: Path) -> Path:
-    """The same model, but what it says of a token is read off its embedding."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def tied(like: Path, folder: Path) -> Path:
+    """A random model of the same shape, whose output layer is its embedding."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    changed = AutoModelForCausalLM.from_pretrained(model, tie_word_embeddings=True)
-    changed.save_pretrained(folder / "tied")
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "tied")
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(like, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config)
+    assert len(list(model.parameters())) < len(model.state_dict())
+    model.save_pretrained(folder / "tied")
+    AutoTokenizer.from_pretrained(like).save_pretrained(folder / "tied")
     return folder / "tied"
 
 
