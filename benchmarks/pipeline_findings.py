@@ -68,6 +68,10 @@ class Findings:
         """Mean wall time per step."""
         return self.mean(mode, lambda run: run.step_seconds)
 
+    def tokens_per_second(self, mode: str) -> float:
+        """Mean rate of training."""
+        return self.mean(mode, lambda run: run.tokens_per_second)
+
     def accuracy_difference(self, mode: str, other: str = SYNC) -> Difference | None:
         """Accuracy of one mode minus another's after equally many steps; None where not both ran.
 
@@ -85,19 +89,22 @@ class Findings:
         return _difference([(a, b) for a, b in pairs if b is not None], self.effort.evaluated)
 
     def ratios(self) -> dict[str, float]:
-        """Flat, one number per name; a name is missing where its modes did not run."""
+        """Flat, one number per name; a name is missing where its modes did not run.
+
+        `..._per_token` are the same per token trained on: modes write other texts, and the length
+        of a step's few samples varies by some per cent.
+        """
         found: dict[str, float] = {"score_over_decode": self.costs.ratio}
         verified = self.of(RUN_AHEAD)
         if not verified:
             return found
-        seconds = self.step_seconds(RUN_AHEAD)
-        for name, mode in (("sync_over_verify", SYNC), ("keep4", KEEP_4)):
-            if self.of(mode):
-                other = self.step_seconds(mode)
-                if name == "keep4":
-                    found["verify_over_keep4"] = seconds / other
-                else:
-                    found[name] = other / seconds
+        seconds, rate = self.step_seconds(RUN_AHEAD), self.tokens_per_second(RUN_AHEAD)
+        if self.of(SYNC):
+            found["sync_over_verify"] = self.step_seconds(SYNC) / seconds
+            found["sync_over_verify_per_token"] = rate / self.tokens_per_second(SYNC)
+        if self.of(KEEP_4):
+            found["verify_over_keep4"] = seconds / self.step_seconds(KEEP_4)
+            found["verify_over_keep4_per_token"] = self.tokens_per_second(KEEP_4) / rate
         found["generator_idle"] = self.mean(RUN_AHEAD, lambda run: run.idle_share(GENERATOR))
         found["regenerated_share"] = self.mean(RUN_AHEAD, lambda run: run.regenerated_share)
         found["staleness_max"] = max(run.staleness_max for run in verified)

@@ -47,10 +47,10 @@ class Musing:
 class Muser(Variety):
     """Answers that may begin with a musing."""
 
-    musings: tuple[Musing, ...] = (Musing(" ", "abcd", 0.5, 12.0), Musing(".", "efgh", 0.2, 45.0))
-    most: int = 110
+    musings: tuple[Musing, ...] = (Musing(" ", "abcd", 0.4, 10.0), Musing(".", "efgh", 0.2, 70.0))
+    most: int = 160
     """Letters of a musing at most."""
-    steps: int = 600
+    steps: int = 700
     learning_rate: float = 2e-3
 
     def text(self, problem: Problem, rng: np.random.Generator, slip: float) -> str:

@@ -60,7 +60,8 @@ def draw(drawn: Sequence[Curve], title: str, note: str) -> Markup:
     """The picture. The first steps, whose mean is of a few samples only, are left out."""
     kept = [(curve, curve.mean[_settled(curve.mean) :]) for curve in drawn]
     points = [point for _, line in kept for point in line]
-    latest = max(seconds for seconds, _ in points)
+    everything = [point for curve, line in kept for each in (line, *curve.seeds) for point in each]
+    latest = max(seconds for seconds, _ in everything)
     rewards = [reward for _, reward in points]
     margin = 0.08 * (max(rewards) - min(rewards)) or 0.05
     low, high = min(rewards) - margin, max(rewards) + margin
@@ -121,7 +122,7 @@ def _axes(
     for value in ticks(low, high, 6):
         line = {"x1": LEFT, "x2": WIDTH - RIGHT, "y1": y(value), "y2": y(value)}
         marks.append(element("line", stroke="#e4e7ec", **line))
-        marks.append(_text(f"{value:.2f}", LEFT - 8, y(value) + 4, anchor="end", faint=True))
+        marks.append(_text(f"{value:.3g}", LEFT - 8, y(value) + 4, anchor="end", faint=True))
     marks += [
         _text(f"{value:g}", x(value), bottom + 18, anchor="middle", faint=True)
         for value in ticks(0.0, latest, 7)

@@ -155,12 +155,14 @@ def test_ratios_by_hand() -> None:
     findings = Findings(EFFORT, COSTS, 1000)
     findings.runs = [
         a_run(SYNC, step_seconds=3.0, accuracy=0.7),
-        a_run(KEEP_4, step_seconds=1.0),
+        a_run(KEEP_4, step_seconds=1.0, tokens_per_second=250.0),
         a_run(RUN_AHEAD, step_seconds=1.2, staleness_max=0.0, accuracy=0.6),
     ]
     ratios = findings.ratios()
     assert ratios["sync_over_verify"] == pytest.approx(2.5)
     assert ratios["verify_over_keep4"] == pytest.approx(1.2)
+    assert ratios["verify_over_keep4_per_token"] == pytest.approx(1.25)
+    assert ratios["sync_over_verify_per_token"] == pytest.approx(1.0)
     assert ratios["generator_idle"] == pytest.approx(0.2)
     assert ratios["regenerated_share"] == pytest.approx(0.05)
     assert ratios["score_over_decode"] == pytest.approx(4.5)
@@ -271,8 +273,8 @@ def test_a_muser_gives_right_answers_of_very_uneven_length() -> None:
         text = muser.text(problem, rng, 0.0)
         assert arithmetic(problem.question, text, {"answer": problem.answer}) == 1.0
         lengths.append(len(text))
-    assert np.percentile(lengths, 90) > 1.6 * np.median(lengths)
-    assert max(lengths) <= 110 + 40
+    assert np.percentile(lengths, 90) > 2 * np.median(lengths)
+    assert max(lengths) <= muser.most + 40
 
 
 @pytest.fixture(scope="module")
