@@ -43,10 +43,12 @@ class VllmConfig(BaseModel):
         "all along. A number: steps are filled up with drafts to this many tokens, whatever that "
         "costs; rows beyond it run without drafts.",
     )
-    max_prefill_tokens: int = Field(
-        default=4096,
+    max_prefill_tokens: int | None = Field(
+        default=None,
         ge=1,
-        description="Tokens that one step may take in, prompts included; longer prompts are split.",
+        description="Tokens that one step may take in, prompts and kept tokens that are scored "
+        "included; longer ones are split. None: 4096; on a CPU 512, where more at once leaves its "
+        "caches and costs up to twice as much a token.",
     )
     chunk_tokens: int = Field(
         default=16,

@@ -22,6 +22,9 @@ from engine.vllm.meter import Meter
 from engine.vllm.outputs import StepProcessor
 
 _CPU_KV_GIB = 0.5
+_PREFILL, _CPU_PREFILL = 4096, 512
+"""Tokens a step. 64 kept answers scored on a CPU, a model widened to 25M parameters: 9.1 s with
+4096, 4.6 with 1024, 3.7 with 256; and new weights wait for no step of two seconds."""
 _VLLM_MOST_LOGPROBS = 20
 _GIB = 1 << 30
 
@@ -77,6 +80,7 @@ def engine_args(
     max_len = config.max_model_len + max(drafts, 1)
     kv_gib = ours.kv_cache_gib or (_CPU_KV_GIB if on_cpu else None)
     eager = ours.enforce_eager
+    prefill = ours.max_prefill_tokens or (_CPU_PREFILL if on_cpu else _PREFILL)
     args: dict[str, Any] = {
         "model": model_path,
         "skip_tokenizer_init": True,
@@ -86,7 +90,7 @@ def engine_args(
         "max_model_len": max_len,
         "max_num_seqs": config.slots,
         "enable_chunked_prefill": True,
-        "max_num_batched_tokens": max(ours.max_prefill_tokens, config.slots),
+        "max_num_batched_tokens": max(prefill, config.slots),
         "enable_prefix_caching": ours.enable_prefix_caching,
         "enforce_eager": on_cpu if eager is None else eager,
         "logprobs_mode": "processed_logprobs",
