@@ -32,6 +32,9 @@ from cache.trajectory import (
 from engine.protocol import GenerateRequest, SamplingParams
 from scheduler.messages.to_generator import PromptPayload
 
+_WHOLE_AT_ONCE = 8
+"""About a group: the trainer waits for the first one."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeldSample:
@@ -175,8 +178,8 @@ class Writing:
 def excess(writings: list[Writing], *, slots: int, kv_full: bool = False) -> list[Writing]:
     """Run-ahead that must give its slot to due samples that have none; the most ahead first.
 
-    Held samples that are to be verified mostly need one step each, so they are counted as half of
-    the slots at most: they take turns in those.
+    Held samples that are to be verified mostly need one step each, so of large engines they are
+    counted as a quarter of the slots at most, and take turns in those.
 
     Args:
         writings: all of a generator.
@@ -187,7 +190,7 @@ def excess(writings: list[Writing], *, slots: int, kv_full: bool = False) -> lis
     if not due:
         return []
     whole = sum(w.rewarded is not None for w in due)
-    wanted = len(due) - whole + min(whole, max(1, slots // 2))
+    wanted = len(due) - whole + min(whole, max(_WHOLE_AT_ONCE, slots // 4))
     free = 0 if kv_full else slots - sum(w.holds for w in writings)
     ahead = [w for w in writings if w.priority > 0 and w.holds]
     ahead.sort(key=lambda w: (w.priority, w.sample), reverse=True)

@@ -108,8 +108,6 @@ class DecodeCore:
         self._limits = Limits(cache.max_len, model.vocab_size, settings.top_k)
         self._kv_length = np.zeros(cache.slots, np.int32)
         self._waiting = Waiting()
-        self.requests_seen = 0
-        """Requests that were added or ended from outside."""
         self._generated = self._drafted = self._accepted = self._steps = 0
         self._busy_seconds = 0.0
         self.policy_version = 0
@@ -125,7 +123,6 @@ class DecodeCore:
         if request.kept is not None and not len(request.kept):
             request = replace(request, kept=None)
         self._waiting.add(request)
-        self.requests_seen += 1
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> None:
@@ -136,7 +133,6 @@ class DecodeCore:
     @torch.inference_mode()
     def interrupt(self, request_id: str) -> list[TokenChunk]:
         """End a request and free its slot; gives its last chunk, with all that it has drawn."""
-        self.requests_seen += 1
         waiting = self._waiting.drop(request_id)
         if waiting is not None:
             return [_aborted(waiting, self.policy_version)]

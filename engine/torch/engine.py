@@ -3,6 +3,12 @@
     decode loop   consumes: requests in the core · produces: token chunks, one queue per request
                   waits for: work, and not being paused · unblocked by: generate, resume
                   bounded by: the core's slots
+
+A step is computed in a thread of its own, so that the event loop goes on meanwhile: orders, rewards
+and finished samples of a generator do not wait for steps. The core itself is not thread-safe: who
+touches it waits for the turn (`_between_steps`), first come, first served, so that whatever is
+asked for during a step is done before the next one.
+
 If the loop dies, every waiting consumer is woken with the reason, and later calls raise it.
 """
 
@@ -10,6 +16,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import torch
 
@@ -22,10 +31,7 @@ from engine.torch.kernels import warm_up
 from engine.torch.model import load_model
 
 Delivery = TokenChunk | EngineError
-
-_QUIET_TURNS = 16
-"""Turns of the event loop without a new request after which the next step begins; 2 us each."""
-_MOST_TURNS = 512
+T = TypeVar("T")
 
 
 class TorchEngine:
@@ -52,6 +58,16 @@ class TorchEngine:
         self._wake = asyncio.Event()
         self._paused = False
         self._queues: dict[str, asyncio.Queue[Delivery]] = {}
+        self._turn = asyncio.Lock()
+        """Held by whoever touches the core."""
+        self._left: list[str] = []
+        """Requests whose reader has gone."""
+        self._thread = ThreadPoolExecutor(
+            1,
+            thread_name_prefix="torch-decode",
+            initializer=_use_threads,
+            initargs=(config.threads,),
+        )
         self._ended: EngineError | None = None
 
     async def start(self) -> None:
@@ -59,8 +75,7 @@ class TorchEngine:
         if self._core is not None or self._ended is not None:
             raise EngineStartError("the engine was started before; make a new one")
         config = self._config
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        _use_threads(config.threads)
         device = _device(config)
         dtype = _dtype(config, device)
         model = await asyncio.to_thread(
@@ -91,36 +106,43 @@ class TorchEngine:
             RequestError: the request cannot be served (at the first chunk asked for).
             EngineError: the engine is not running, or its loop failed.
         """
-        core = self._running()
-        core.add(request)
+        name = request.request_id
         queue: asyncio.Queue[Delivery] = asyncio.Queue()
-        self._queues[request.request_id] = queue
+        async with self._between_steps() as core:
+            core.add(request)
+            self._queues[name] = queue
         self._wake.set()
+        ended = False
         try:
-            while True:
+            while not ended:
                 item = await queue.get()
                 if isinstance(item, EngineError):
                     raise item
+                ended = item.finish_reason is not None
                 yield item
-                if item.finish_reason is not None:
-                    return
         finally:
-            del self._queues[request.request_id]
-            core.abort(request.request_id)
+            del self._queues[name]
+            if not ended:
+                self._left.append(name)
+                if self._core is not None and not self._turn.locked():
+                    self._forget_left(self._core)
 
     async def interrupt(self, request_id: str) -> None:
         """End a request between two steps; its stream reports all that was drawn, then `abort`."""
-        self._deliver(self._running().interrupt(request_id))
+        async with self._between_steps() as core:
+            self._deliver(core.interrupt(request_id))
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Score given tokens between two steps. Raises RequestError."""
-        return self._running().score(requests)
+        async with self._between_steps() as core:
+            return await self._compute(lambda: core.score(requests))
 
     async def pause(self) -> None:
         """Stop between two steps and report everything drawn so far. Idempotent."""
-        core = self._running()
+        self._running()
         self._paused = True
-        self._deliver(core.flush())
+        async with self._between_steps() as core:
+            self._deliver(core.flush())
 
     async def resume(self) -> None:
         """Go on after `pause`. Idempotent."""
@@ -132,27 +154,53 @@ class TorchEngine:
         self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
     ) -> None:
         """Swap weights between two steps. Raises WeightsError, and then nothing was changed."""
-        self._deliver(self._running().update_weights(weights, policy_version))
+        async with self._between_steps() as core:
+            self._deliver(await self._compute(lambda: core.update_weights(weights, policy_version)))
 
     async def save_cache(self) -> int:
         """Write the snapshot of the cache, if it has a place for one; returns its bytes."""
-        self._running()
-        return self._save()
+        async with self._between_steps():
+            return await self._compute(self._save)
 
     def stats(self) -> EngineStats:
-        """Counters and gauges."""
+        """Counters and gauges, as of the step in hand."""
         return self._running().stats()
 
     async def close(self) -> None:
         """End the loop; running requests end with `finish_reason="abort"`. Idempotent."""
         if self._ended is None:
             self._ended = EngineError("the engine is closed")
-        if self._loop_task is not None and not self._loop_task.done():
-            self._loop_task.cancel()
-            await asyncio.wait([self._loop_task])
-        if self._core is not None:
-            self._deliver(self._core.close())
-        self._core = None
+        async with self._turn:  # a step in hand is waited for
+            if self._loop_task is not None and not self._loop_task.done():
+                self._loop_task.cancel()
+                await asyncio.wait([self._loop_task])
+            if self._core is not None:
+                self._deliver(self._core.close())
+            self._core = None
+        self._thread.shutdown()
+
+    @asynccontextmanager
+    async def _between_steps(self) -> AsyncIterator[DecodeCore]:
+        """The core, while no step is being computed. Raises EngineError when there is none."""
+        self._running()
+        async with self._turn:
+            core = self._running()
+            self._forget_left(core)
+            yield core
+
+    def _forget_left(self, core: DecodeCore) -> None:
+        for name in self._left:
+            core.abort(name)
+        self._left.clear()
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        """In the thread; only in one's turn. Goes to its end even if nobody waits any more."""
+        running = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])  # the turn is not given up before the thread is done
+            raise
 
     def _running(self) -> DecodeCore:
         if self._ended is not None:
@@ -163,15 +211,22 @@ class TorchEngine:
 
     async def _decode_loop(self, core: DecodeCore) -> None:
         while True:
-            while self._paused or not core.has_work:
+            while not self._may_step(core):
                 self._wake.clear()
                 await self._wake.wait()
-            self._deliver(core.step())
-            await _let_others_move(core)
+            async with self._turn:
+                self._forget_left(core)
+                if self._may_step(core):  # still
+                    self._deliver(await self._compute(core.step))
+
+    def _may_step(self, core: DecodeCore) -> bool:
+        return core.has_work and not self._paused
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
-            self._queues[chunk.request_id].put_nowait(chunk)
+            queue = self._queues.get(chunk.request_id)
+            if queue is not None:  # its reader has not gone
+                queue.put_nowait(chunk)
 
     def _loop_ended(self, task: asyncio.Task[None]) -> None:
         """Wake every consumer when the decode loop failed, so that none waits for ever."""
@@ -184,19 +239,10 @@ class TorchEngine:
             queue.put_nowait(self._ended)
 
 
-async def _let_others_move(core: DecodeCore) -> None:
-    """Give the loop turns until nobody has moved for some of them.
-
-    An order takes several turns from its socket to the core, and so does a chunk on its way out.
-    With one turn a step, new requests trickle in and slots stay empty.
-    """
-    quiet = 0
-    for _ in range(_MOST_TURNS):
-        before = core.requests_seen
-        await asyncio.sleep(0)
-        quiet = 0 if core.requests_seen != before else quiet + 1
-        if quiet >= _QUIET_TURNS:
-            return
+def _use_threads(threads: int | None) -> None:
+    """OpenMP's number is each thread's own."""
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def _device(config: EngineConfig) -> torch.device:

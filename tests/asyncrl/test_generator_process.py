@@ -450,9 +450,10 @@ def test_room_is_made_for_due_work_only_by_those_who_have_slots():
     assert groups(due + ahead, slots=2) == [9, 7]
     assert groups([writing(1, 0, holds=True), *ahead], slots=3) == [], "it has a slot"
     assert groups([due[0], *ahead], slots=8, kv_full=True) == [9]
-    whole = [writing(n, 0, rewarded="held") for n in range(6)]
-    many = [writing(n, 1, holds=True) for n in range(20, 24)]
-    assert groups(whole + many, slots=4) == [23, 22], "they take turns in half of the slots"
+    whole = [writing(n, 0, rewarded="held") for n in range(60)]
+    many = [writing(n, 1, holds=True) for n in range(100, 164)]
+    assert len(groups(whole + many, slots=64)) == 16, "they take turns in a quarter of the slots"
+    assert len(groups(whole + many[:4], slots=4)) == 4, "of few slots they get all"
 
 
 def test_recompute_begins_everything_again_under_the_new_weights(tmp_path):

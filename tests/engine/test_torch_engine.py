@@ -84,6 +84,8 @@ def test_closing_the_stream_frees_the_slot(tiny_qwen3: str) -> None:
             break
         assert engine.stats().running == 1
         await stream.aclose()  # type: ignore[attr-defined]
+        await engine.pause()  # a step in hand is over, the one after it would not begin
+        await engine.resume()
         assert engine.stats().running == 0
         assert (await collect(engine, request("a")))[-1].finish_reason == "length"
         await engine.close()
