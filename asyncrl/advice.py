@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from asyncrl.config import RunConfig
 from asyncrl.processes.earlier import lenient_warning
 
+MISMATCH_FLOAT32 = 1e-3
+MISMATCH_BFLOAT16 = 0.05
+"""Mean difference of log-probabilities, in nats, that rounding alone does not make."""
 OUTSIDE_SHARE = 0.001
 """Share of tokens outside the stored top-K from which on it is worth saying so."""
 OUTSIDE_TOKENS = 20_000
@@ -26,6 +31,33 @@ def at_start(config: RunConfig) -> list[str]:
             "asyncrl_finished_samples_total. A limit in tokens is sampling.max_tokens."
         )
     return said
+
+
+def engine_disagrees(config: RunConfig, fresh: float | None) -> str | None:
+    """Whether engine and trainer say different things of the same tokens; None if they agree.
+
+    Args:
+        config: of the run.
+        fresh: mean absolute difference of the log-probabilities of tokens drawn, or verified, under
+            the very policy that trains on them; None where a step had none.
+    """
+    if fresh is None or config.scheduler.on_update == "keep":
+        return None  # `keep` goes on with new weights on old KV, which no policy says
+    if fresh <= (MISMATCH_FLOAT32 if _computes_in_float32(config) else MISMATCH_BFLOAT16):
+        return None
+    return (
+        "WARNING: engine and trainer disagree: log-probabilities of the same tokens under the same "
+        f"policy differ by {fresh:.2g} on average. Either their arithmetic differs much, or the "
+        "engine does not use the weights that it was sent. Training is then not on-policy, "
+        "whatever the staleness says. Compare engine.kind: torch, and see mismatch_* in "
+        "metrics.jsonl."
+    )
+
+
+def _computes_in_float32(config: RunConfig) -> bool:
+    if config.engine.dtype != "auto":
+        return config.engine.dtype == "float32"
+    return config.engine.device == "cpu" or not Path("/dev/nvidiactl").exists()
 
 
 def follows_the_policy(config: RunConfig) -> bool:

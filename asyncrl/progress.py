@@ -144,7 +144,7 @@ class Progress:
         self._steps_here = 0
         self._step = len(rows)
         self.stopping = False
-        self._said_outside = False
+        self._said_outside = self._said_mismatch = False
         for warning in advice.at_start(config):
             self.say(warning)
 
@@ -221,7 +221,7 @@ class Progress:
             "generator_idle": min(1.0, max(0.0, 1 - new.busy_seconds / window / generators)),
         }
         row["trainer_idle"] = row["wait_seconds"] / seconds
-        self._advise(counters)
+        self._advise(counters, row["mismatch_abs_mean"])
         self._last_step_at, self._last_row = now, row
         self._log.append(row)
         self._rewards.append(float(row.get("reward_mean", 0.0)))
@@ -234,7 +234,11 @@ class Progress:
         self._metrics.step_time.observe(seconds)
         self._metrics.policy_version.set(message.manifest.policy_version)
 
-    def _advise(self, counters: Counters) -> None:
+    def _advise(self, counters: Counters, fresh: float | None) -> None:
+        disagrees = advice.engine_disagrees(self._config, fresh)
+        if disagrees is not None and not self._said_mismatch:
+            self._said_mismatch = True
+            self.say(disagrees)
         if not self._said_outside:
             drawn = counters.generated + counters.verified
             text = advice.outside_top_k(self._config, drawn=drawn, outside=counters.outside)

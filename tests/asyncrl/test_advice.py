@@ -37,3 +37,16 @@ def test_a_top_k_that_is_too_small_is_said_once_there_is_evidence() -> None:
     assert "top_k_logprobs to 64" in said
     keeps = config(scheduler={"on_update": "keep"})
     assert advice.outside_top_k(keeps, drawn=100_000, outside=3000) is None
+
+
+def test_an_engine_that_does_not_use_its_weights_is_found_out() -> None:
+    run = config(engine={"device": "cpu", "dtype": "float32"})
+    assert advice.engine_disagrees(run, None) is None
+    assert advice.engine_disagrees(run, 1e-5) is None
+    said = advice.engine_disagrees(run, 0.04)
+    assert said is not None
+    assert "differ by 0.04 on average" in said
+    half = config(engine={"dtype": "bfloat16"})
+    assert advice.engine_disagrees(half, 0.02) is None, "what rounding does"
+    keeps = config(scheduler={"on_update": "keep"}, engine={"dtype": "float32"})
+    assert advice.engine_disagrees(keeps, 0.04) is None, "old KV explains it"
