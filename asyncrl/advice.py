@@ -41,8 +41,10 @@ def engine_disagrees(config: RunConfig, fresh: float | None) -> str | None:
         fresh: mean absolute difference of the log-probabilities of tokens drawn, or verified, under
             the very policy that trains on them; None where a step had none.
     """
-    if fresh is None or config.scheduler.on_update == "keep":
-        return None  # `keep` goes on with new weights on old KV, which no policy says
+    scheduler = config.scheduler
+    old_kv = scheduler.on_update != "recompute" and scheduler.max_off_policy_steps > 0
+    if fresh is None or old_kv:
+        return None  # what new weights say on the KV of old ones no policy says
     if fresh <= (MISMATCH_FLOAT32 if _computes_in_float32(config) else MISMATCH_BFLOAT16):
         return None
     return (

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 60
 KEEP: dict[str, object] = {"on_update": "keep", "max_off_policy_steps": 1}
+VERIFY_ONE: dict[str, object] = {"on_update": "verify", "max_off_policy_steps": 1}
 
 
 def test_a_users_own_model_data_and_reward(command_line: CommandLine) -> None:
@@ -57,7 +58,7 @@ def test_a_users_own_model_data_and_reward(command_line: CommandLine) -> None:
         (KEEP, 1),
         ({"on_update": "recompute", "max_off_policy_steps": 1}, 1),
         ({"on_update": "keep", "max_off_policy_steps": 1, "partial_rollout": False}, 1),
-        ({"on_update": "verify", "max_off_policy_steps": 1, "max_runahead_groups": 4}, 1),
+        (VERIFY_ONE, 1),
     ],
     ids=["sync", "keep", "recompute", "whole answers", "verify, k = 1"],
 )
@@ -69,8 +70,8 @@ def test_every_mode_keeps_its_bound_and_uses_it(
     assert done.returncode == 0, done.stdout
     assert command_line.result()["staleness_max"] == staleness
     assert command_line.result()["exactly_on_policy"] == (staleness == 0)
-    if settings == KEEP:
-        return  # new weights on the KV of old ones: no policy says what that says
+    if settings in (KEEP, VERIFY_ONE):
+        return  # tokens of new weights on the KV of old ones: no policy says what those say
     rows = command_line.metrics()
     fresh = [row["mismatch_abs_mean"] for row in rows if row["mismatch_abs_mean"] is not None]
     assert fresh
