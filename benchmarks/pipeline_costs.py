@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.launch.local import KEEP_FREED_MEMORY
 from benchmarks.pipeline_modes import CONFIG
 
 PROMPTS = 24
@@ -71,7 +70,7 @@ def measure_costs(model: Path) -> Costs:
         text=True,
         timeout=SECONDS,
         check=False,
-        env=KEEP_FREED_MEMORY | os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
     )
     if done.returncode:
         said = "\n".join(done.stderr.splitlines()[-8:])

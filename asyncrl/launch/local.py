@@ -18,16 +18,6 @@ from asyncrl.processes.child import ChildSpec
 
 _LOG_TAIL_BYTES = 16_384
 
-KEEP_FREED_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
-    "MALLOC_ARENA_MAX": "1",
-}
-"""Environment in which glibc keeps freed blocks below 1 GiB for the next use. By default it gives
-activations back to the kernel after every layer, and the page faults of the next one take up to 40%
-of a forward pass on a CPU (a widened model, 384 tokens: 0.42 ms a token instead of 0.25). Processes
-stay as large as they were at most. One arena, since those of other threads hold 64 MiB at most."""
-
 
 class LocalProcess:
     """A child in a session of its own, so that it and what it starts can be ended together."""
@@ -102,16 +92,12 @@ class LocalLauncher:
     def start(self, spec: ChildSpec) -> ProcessHandle:
         """Start `python -m asyncrl.processes.child` with its output in logs/NAME.log."""
         log = self._logs / f"{spec.name}.log"
-        environment = (
-            KEEP_FREED_MEMORY
-            | os.environ
-            | {
-                "OMP_NUM_THREADS": str(spec.threads),
-                "MKL_NUM_THREADS": str(spec.threads),
-                "TOKENIZERS_PARALLELISM": "false",
-                "PYTHONUNBUFFERED": "1",
-            }
-        )
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(spec.threads),
+            "MKL_NUM_THREADS": str(spec.threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+        }
         if self._plan is not None:
             stay_on(self._plan.helpers)
             environment[HELPER_CORES] = ",".join(map(str, self._plan.helpers))
