@@ -109,21 +109,3 @@ def test_the_launcher_puts_each_process_on_its_core(tmp_path: Path, own_cores: s
         told = _environment(process._process.pid)
         process._process.wait(timeout=60)
         assert f"{HELPER_CORES}={helpers}" in told
-
-
-def test_freed_memory_is_kept_unless_the_user_says_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "7")
-    process = LocalLauncher(tmp_path, generators=1).start(_spec("generator-0", tmp_path))
-    told = _environment(process._process.pid)
-    process._process.wait(timeout=60)
-    assert f"MALLOC_MMAP_THRESHOLD_={1 << 30}" in told
-    assert [one for one in told if one.startswith("MALLOC_ARENA_MAX")] == ["MALLOC_ARENA_MAX=7"]
-
-
-def test_without_the_setting_nothing_moves(tmp_path: Path, own_cores: set[int]) -> None:
-    process = LocalLauncher(tmp_path, generators=1).start(_spec("generator-0", tmp_path))
-    assert os.sched_getaffinity(process._process.pid) == own_cores == os.sched_getaffinity(0)
-    process._process.wait(timeout=60)
