@@ -275,14 +275,14 @@ def _drafts() -> CacheConfig:
     return CacheConfig(max_draft_tokens=4, min_match=1, min_probability=0.0, max_bytes=1 << 24)
 
 
-def tiny_model(seed: int) -> Any:
+def tiny_model(seed: int, vocabulary: int = VOCABULARY) -> Any:
     """A random Qwen3 whose next-token distributions are neither flat nor certain."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             hidden_size=32,
             num_hidden_layers=2,
             intermediate_size=64,

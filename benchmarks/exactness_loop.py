@@ -112,38 +112,13 @@ def policies(learning: bool = True) -> list[Any]:
     """Two random Qwen3 models that differ by 0.13-0.15 (total variation) at a token; or one."""
     import torch
 
-    one, other, two = _model(_SEED), _model(1000 + _SEED), _model(_SEED)
+    from benchmarks.exactness_engines import tiny_model
+
+    one, other, two = (tiny_model(seed, VOCABULARY) for seed in (_SEED, 1000 + _SEED, _SEED))
     with torch.no_grad():
         for mine, theirs in zip(two.parameters(), other.parameters(), strict=True):
             mine.lerp_(theirs, _DRIFT if learning else 0.0)
     return [one, two]
-
-
-def _model(seed: int) -> Any:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        intermediate_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                scale = 0.3 if "embed" in name else 0.4
-                parameter.copy_(torch.randn_like(parameter) * scale)
-    return model.float().eval()
 
 
 def way() -> Way:

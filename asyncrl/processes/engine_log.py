@@ -27,10 +27,10 @@ class EngineRecord(msgspec.Struct, frozen=True):
     tokens_accepted: int
     tokens_verified: int
     tokens_rejected: int
-    running: int
-    waiting: int
-    slots: int
-    policy_version: int
+    running: int = 0
+    waiting: int = 0
+    slots: int = 0
+    policy_version: int = 0
     rewards_waiting: int = 0
     lengths: list[int] = []
     """Response lengths of the samples that were finished since the line before."""

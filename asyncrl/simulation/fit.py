@@ -16,11 +16,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import UserError
+from asyncrl.processes.engine_log import EngineRecord
 from asyncrl.simulation.cost import MeasuredCost
 from engine.calibration import rising
 from monitoring.jsonl import read_jsonl
@@ -34,22 +34,6 @@ _DECODING = {SpanKind.GENERATING, SpanKind.VERIFYING, SpanKind.RUN_AHEAD}
 _QUEUE = 16
 """Rewards that may wait without it meaning anything: samples end, and are rewarded, in batches."""
 _LEAST_WINDOWS = 5
-
-
-class EngineLine(msgspec.Struct, frozen=True):
-    """What is used of a line of RUN/engine/GENERATOR.jsonl; counters grow within a process."""
-
-    time: float
-    steps: int
-    busy_seconds: float
-    tokens_generated: int
-    tokens_drafted: int
-    tokens_accepted: int
-    tokens_verified: int
-    tokens_rejected: int
-    lengths: list[int]
-    """Of the samples that were written since the line before."""
-    rewards_waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +131,7 @@ def _windows(directory: Path, began: float, ended: float) -> tuple[list[Window],
     found: list[Window] = []
     lengths: list[int] = []
     for path in sorted((directory / "engine").glob("*.jsonl")):
-        lines = [line for line in read_jsonl(path, EngineLine) if began <= line.time <= ended]
+        lines = [line for line in read_jsonl(path, EngineRecord) if began <= line.time <= ended]
         for before, after in itertools.pairwise(lines):
             if after.steps < before.steps:  # the process was started again
                 continue
