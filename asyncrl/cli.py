@@ -63,7 +63,7 @@ def run(
     if resume and clean:
         raise UserError("--resume goes on with a run, --clean throws it away: say one of them")
     console = Console()
-    from asyncrl.run import execute, prepare
+    from asyncrl.run.execute import execute, prepare
 
     result = execute(prepare(config, console), resume=resume, clean=clean, console=console)
     _print_result(console, config.directory, result)
@@ -72,9 +72,9 @@ def run(
 @app.command()
 def status(name: RunName = None, runs: Runs = _DEFAULT_RUNS, as_json: _Json = False) -> None:
     """Say what a run is doing."""
-    from asyncrl.control import ask
-    from asyncrl.run_directory import find_run
-    from scheduler.messages import control
+    from asyncrl.run.control import ask
+    from asyncrl.run.directory import find_run
+    from wire.messages import control
 
     reply = ask(find_run(name, runs), control.StatusRequest())
     if not isinstance(reply, control.StatusReply):
@@ -94,7 +94,7 @@ def status(name: RunName = None, runs: Runs = _DEFAULT_RUNS, as_json: _Json = Fa
 @app.command()
 def stop(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
     """Finish the step in hand, write a checkpoint, end."""
-    from scheduler.messages import control
+    from wire.messages import control
 
     _request(name, runs, control.StopRequest())
 
@@ -102,7 +102,7 @@ def stop(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
 @app.command()
 def pause(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
     """Stop drawing tokens; everything is kept."""
-    from scheduler.messages import control
+    from wire.messages import control
 
     _request(name, runs, control.PauseRequest())
 
@@ -110,7 +110,7 @@ def pause(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
 @app.command("resume")
 def resume_run(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
     """Go on after `pause`. (To go on with a run that ended: asyncrl run CONFIG --resume.)"""
-    from scheduler.messages import control
+    from wire.messages import control
 
     _request(name, runs, control.ResumeRequest())
 
@@ -118,8 +118,8 @@ def resume_run(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
 @app.command()
 def report(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
     """Write report.html of a run, also of one that is going on or was killed."""
-    from asyncrl.run_directory import find_run
-    from monitoring.report import write_report
+    from asyncrl.run.directory import find_run
+    from monitoring.report.write import write_report
 
     typer.echo(f"report: {write_report(find_run(name, runs))}")
 
@@ -134,7 +134,7 @@ def evaluate(
     runs: Runs = _DEFAULT_RUNS,
 ) -> None:
     """Held-out accuracy of a run's newest checkpoint or of a model, sampled as in training."""
-    from asyncrl.evaluate import evaluate_model, resolve_target
+    from asyncrl.evaluation.command import evaluate_model, resolve_target
 
     console = Console()
     config, model = resolve_target(what, config_file, overrides or [], runs, console)
@@ -224,9 +224,9 @@ def _wide() -> Console:
 
 
 def _request(name: str | None, runs: Path, request: object) -> None:
-    from asyncrl.control import ask
-    from asyncrl.run_directory import find_run
-    from scheduler.messages import control
+    from asyncrl.run.control import ask
+    from asyncrl.run.directory import find_run
+    from wire.messages import control
 
     reply = ask(find_run(name, runs), request)  # type: ignore[arg-type]
     if isinstance(reply, control.Refused):
@@ -265,6 +265,7 @@ def main() -> None:
     from monitoring.errors import MonitoringError
     from scheduler.errors import SchedulerError
     from trainer.errors import TrainerError
+    from wire.errors import WireError
 
     try:
         refuse_foreign_packages()
@@ -272,7 +273,14 @@ def main() -> None:
     except AsyncrlError as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
-    except (MonitoringError, EngineError, SchedulerError, TrainerError, OSError) as error:
+    except (
+        MonitoringError,
+        EngineError,
+        SchedulerError,
+        TrainerError,
+        WireError,
+        OSError,
+    ) as error:  # noqa: E501
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, MonitoringError | OSError) else 1)
 

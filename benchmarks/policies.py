@@ -42,10 +42,10 @@ from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.tasks.warm_start import WarmStart
 from benchmarks.policies_variety import Variety, teach
 from cache.config import CacheConfig
-from cache.trajectory import IntArray
 from engine.config import EngineConfig
 from engine.factory import create_engine
 from engine.protocol import GenerateRequest, SamplingParams
+from rollout.trajectory import IntArray
 
 WARM_START = WarmStart(
     digits=(4, 6), layers=3, steps=1300, slip=0.06, expected=(0.4, 0.9), extra_rounds=0

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import write_json
-from cache.trajectory import SampleId
+from rollout.trajectory import SampleId
 from scheduler import commands as out
 from scheduler import events as ev
 from scheduler.config import SchedulerConfig
@@ -156,11 +156,11 @@ class Fleet:
         """What is held is reported again, soon or after more writing; what runs just goes on."""
         for sample in command.samples:
             if sample in self.begun:
-                self.begun[sample] = command.least_version
+                self.begun[sample] = command.min_version
             else:
                 seconds = self.rng.lognormvariate(0.0, 1.0) if self.rng.random() < 0.33 else 0.02
                 # Length 0: it takes no slot here.
-                event = ev.SampleFinished(command.generator, sample, 0, command.least_version)
+                event = ev.SampleFinished(command.generator, sample, 0, command.min_version)
                 self.after(seconds, event)
 
     def after(self, seconds: float, event: ev.Event) -> None:

@@ -1,1 +1,1 @@
-"""What earlier rollouts said: trajectories, the tree per prompt, drafting and acceptance rules."""
+"""The tree of earlier rollouts per prompt, and drafting from it. It may only change speed."""

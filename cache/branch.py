@@ -18,7 +18,7 @@ from cache.estimate import Experience, base_of, corrected, kind_of
 from cache.jit import kernel
 from cache.match import Rules, collect, move_on, past_of, whereabouts
 from cache.store import END, OWN, RING_AT, TREE, LongArray
-from cache.trajectory import FloatArray, IntArray
+from rollout.trajectory import FloatArray, IntArray
 
 BLEND = 0.1
 """Votes of all places with a shorter match, where few have a long one: other ways to go on."""

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.jit import kernel
-from cache.trajectory import FloatArray, IntArray
+from rollout.trajectory import FloatArray, IntArray
 
 TOTALS = 10
 SHARES = 6

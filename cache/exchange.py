@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from cache.arrays import LARGEST, are_rollouts
 from cache.config import MAX_MATCH_LIMIT, CacheConfig
 from cache.errors import ExchangeRefused
 from cache.export import Stored
 from cache.ring import RingReader, RingWriter
-from cache.trajectory import IntArray
 from cache.tree import CacheStats, Drafts, RolloutCache
+from rollout.arrays import LARGEST, are_rollouts
+from rollout.trajectory import IntArray
 
 SUFFIX = ".ring"
 RING_BYTES = 16 << 20

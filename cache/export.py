@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cache.jit import kernel
 from cache.store import FIRST, HEADER, NEXT, SEQ_NEXT, SEQ_OPEN, USED, VERSION, LongArray
-from cache.trajectory import IntArray
+from rollout.trajectory import IntArray
 
 
 @dataclass(frozen=True, slots=True)

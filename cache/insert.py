@@ -41,7 +41,7 @@ from cache.store import (
     rebuild,
     roll,
 )
-from cache.trajectory import IntArray
+from rollout.trajectory import IntArray
 
 
 @kernel

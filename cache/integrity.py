@@ -35,7 +35,7 @@ from cache.store import (
     hash_back,
     node_at,
 )
-from cache.trajectory import IntArray
+from rollout.trajectory import IntArray
 
 PROBLEMS = (
     "",

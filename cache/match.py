@@ -36,7 +36,7 @@ from cache.store import (
     bucket,
     index_of,
 )
-from cache.trajectory import FloatArray, IntArray
+from rollout.trajectory import FloatArray, IntArray
 
 VISITS = 4
 """Places looked at for each candidate wanted: bounds the time in a tree full of repetitions."""

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from cache.arrays import LARGEST
 from cache.config import CacheConfig
 from cache.errors import CacheError
 from cache.exchange import SharedCache, open_cache
 from cache.snapshot import restore, save
 from cache.tree import RolloutCache
+from rollout.arrays import LARGEST
 
 _log = logging.getLogger(__name__)
 

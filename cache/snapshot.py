@@ -31,12 +31,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from cache.arrays import LARGEST, are_rollouts
 from cache.config import MAX_MATCH_LIMIT, CacheConfig
 from cache.errors import SnapshotRefused
 from cache.export import Stored
-from cache.trajectory import IntArray
 from cache.tree import RolloutCache
+from rollout.arrays import LARGEST, are_rollouts
+from rollout.trajectory import IntArray
 
 MAGIC = b"rollouts"
 FORMAT = 1

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.jit import kernel
-from cache.trajectory import IntArray
+from rollout.trajectory import IntArray
 
 LongArray = NDArray[np.int64]
 

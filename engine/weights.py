@@ -1,7 +1,7 @@
 """Reading the weights that a trainer on this machine published in shared memory.
 
 The file's first 8 bytes name the policy version in it, or -1 while the trainer writes (see
-`scheduler.messages.weights`). Two files take turns, so a version stays readable until the one
+`wire.weights.layout`). Two files take turns, so a version stays readable until the one
 after the next is begun; a reader that is slower than that learns it here, by an exception.
 
 Example:
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from engine.errors import WeightsError, WeightsSupersededError
-from scheduler.messages.weights import HEADER_BYTES, TensorSpec, WeightManifest
+from wire.weights.layout import HEADER_BYTES, TensorSpec, WeightManifest
 
 if TYPE_CHECKING:
     import torch

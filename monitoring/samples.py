@@ -20,7 +20,7 @@ import msgspec
 from monitoring.jsonl import JsonlWriter, read_jsonl
 
 TokenProvenance = Literal["sampled", "drafted", "verified"]
-"""How a token came to be: the names of `cache.trajectory.Provenance` in lower case."""
+"""How a token came to be: the names of `rollout.trajectory.Provenance` in lower case."""
 
 
 class SampleSegment(msgspec.Struct, frozen=True):

@@ -1,1 +1,1 @@
-"""Pure decisions, events in and commands out, and the messages of the wire."""
+"""Pure decisions: events in, commands out."""

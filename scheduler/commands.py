@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cache.trajectory import SampleId
+from rollout.trajectory import SampleId
 
 
 class StartSample(msgspec.Struct, frozen=True, gc=False):
@@ -19,13 +19,13 @@ class StartSample(msgspec.Struct, frozen=True, gc=False):
 class VerifySamples(msgspec.Struct, frozen=True):
     """Have a generator verify what it has of these samples, and write on from what is accepted.
 
-    Only tokens of a version below `least_version` are the reason: a generator that verifies or
+    Only tokens of a version below `min_version` are the reason: a generator that verifies or
     verified them under a version from there on need not do it again.
     """
 
     generator: str
     samples: tuple[SampleId, ...]
-    least_version: int
+    min_version: int
     """The generator has installed it, or a newer one."""
 
 

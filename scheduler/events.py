@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cache.trajectory import SampleId
+from rollout.trajectory import SampleId
 
 
 class GeneratorJoined(msgspec.Struct, frozen=True, gc=False):

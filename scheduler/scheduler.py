@@ -39,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cache.trajectory import SampleId
+from rollout.trajectory import SampleId
 from scheduler import commands as out
 from scheduler import events as ev
 from scheduler import invariants, report

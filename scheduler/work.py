@@ -7,7 +7,7 @@ generators, and says what has to be done for it. When a move is due is decided i
 
 from __future__ import annotations
 
-from cache.trajectory import SampleId
+from rollout.trajectory import SampleId
 from scheduler import commands as out
 from scheduler.commands import Command
 from scheduler.config import SchedulerConfig

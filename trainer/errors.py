@@ -1,7 +1,7 @@
 """What can go wrong in the trainer.
 
 TrainerError
-├── ModelError        the model cannot be trained by this trainer: choose another or another setting
+├── UnsupportedModelError        the model cannot be trained by this trainer: choose another or another setting
 ├── BatchError        a group does not fit (size, tokens, version, twice): nothing was accumulated
 ├── NonFiniteError    a gradient or loss is not a number: the weights were not touched
 ├── CheckpointError   a checkpoint cannot be written, read or resumed from
@@ -17,7 +17,7 @@ class TrainerError(Exception):
     """Root of what the trainer raises."""
 
 
-class ModelError(TrainerError):
+class UnsupportedModelError(TrainerError):
     """The model cannot be loaded or trained; the message says why and what would work."""
 
 

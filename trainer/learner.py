@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cache.trajectory import FloatArray, Trajectory
+from rollout.trajectory import FloatArray, Trajectory
 from trainer import checkpoint
 from trainer.algorithms import make
 from trainer.algorithms.base import Rewards, TokenBatch
@@ -53,7 +53,7 @@ class Learner:
         total_steps: where cosine and linear schedules end unless `schedule_steps` says it.
 
     Raises:
-        ModelError: the model cannot be loaded or trained packed.
+        UnsupportedModelError: the model cannot be loaded or trained packed.
         TrainerError: the schedule has no end, or the algorithm cannot use groups of this size.
     """
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from trainer.errors import ModelError
+from trainer.errors import UnsupportedModelError
 
 ATTENTION_NAME = "asyncrl_packed"
 """The name under which the attention function is registered with transformers."""
@@ -116,17 +116,19 @@ def packed_attention(
     `query` is `[1, H, T, D]`, `key` and `value` `[1, H_kv, T, D]`; returns `[1, T, H, D]`.
 
     Raises:
-        ModelError: the model did not hand the layout through, or asks for something that this
+        UnsupportedModelError: the model did not hand the layout through, or asks for something that this
             function does not do (logit soft-caps, sinks, a mask of its own, not causal).
     """
     if packed_layout is None:
-        raise ModelError(f"{type(module).__name__} does not hand keyword arguments to attention")
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not hand keyword arguments to attention"
+        )
     if others.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
-        raise ModelError(f"{type(module).__name__} is not causal")
+        raise UnsupportedModelError(f"{type(module).__name__} is not causal")
     unknown = [k for k, v in others.items() if v is not None and k not in _PLAIN_ARGUMENTS]
     if attention_mask is not None or unknown:
         asked = ", ".join(unknown) or "an attention mask of its own"
-        raise ModelError(f"{type(module).__name__} asks packed attention for {asked}")
+        raise UnsupportedModelError(f"{type(module).__name__} asks packed attention for {asked}")
 
     def spread(packed: Tensor) -> Tensor:
         flat: Tensor = _Spread.apply(packed[0].transpose(0, 1), packed_layout)

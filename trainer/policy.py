@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from cache.trajectory import IntArray
+from rollout.trajectory import IntArray
 from trainer.cpu_layers import speed_up
-from trainer.errors import ModelError
+from trainer.errors import UnsupportedModelError
 from trainer.packing import ATTENTION_NAME, Layout
 
 logger = logging.getLogger(__name__)
@@ -99,10 +99,10 @@ class Policy:
         """Load, and check on two short sequences that packing changes nothing.
 
         Raises:
-            ModelError: it cannot be loaded, or packing would change what it computes.
+            UnsupportedModelError: it cannot be loaded, or packing would change what it computes.
         """
         if not temperature > 0 or not 0 < top_p <= 1:
-            raise ModelError(
+            raise UnsupportedModelError(
                 f"temperature must be above 0 and top_p in (0, 1], got {temperature} and {top_p}"
             )
         self.device = device
@@ -113,7 +113,9 @@ class Policy:
         self._compute_dtype = _DTYPES[dtype]
         head = self.model.get_output_embeddings()
         if head is None:
-            raise ModelError(f"{model_path}: {type(self.model).__name__} has no output embeddings")
+            raise UnsupportedModelError(
+                f"{model_path}: {type(self.model).__name__} has no output embeddings"
+            )
         self._head: nn.Module | None = head
         self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
         speed_up(self.model)
@@ -196,11 +198,13 @@ class Policy:
         want = self._separate(model_path, pairs)
         try:
             packed = self._logits_of_model(batch)
-        except (ModelError, TypeError) as error:
-            raise ModelError(f"{model_path} cannot be trained packed: {error}") from error
+        except (UnsupportedModelError, TypeError) as error:
+            raise UnsupportedModelError(
+                f"{model_path} cannot be trained packed: {error}"
+            ) from error
         close = 1e-3 * float(want.abs().max()) + 1e-4
         if float((packed - want).abs().max()) > close:
-            raise ModelError(
+            raise UnsupportedModelError(
                 f"{model_path}: {type(self.model).__name__} gives other logits for packed "
                 "sequences than for separate ones, so it cannot be trained here (known causes: "
                 "state-space or convolution layers, attention with its own position bias)"
@@ -221,7 +225,9 @@ class Policy:
         try:
             self.model.set_attn_implementation(ATTENTION_NAME)
         except ValueError as error:
-            raise ModelError(f"{model_path} refuses the attention interface: {error}") from error
+            raise UnsupportedModelError(
+                f"{model_path} refuses the attention interface: {error}"
+            ) from error
         return torch.cat(rows)
 
 
@@ -236,21 +242,21 @@ def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     """A causal language model from a directory or hub id, on the CPU.
 
     Raises:
-        ModelError: transformers cannot load it, or it does not take an attention function.
+        UnsupportedModelError: transformers cannot load it, or it does not take an attention function.
     """
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load the model {model_path}: {error}") from error
+        raise UnsupportedModelError(f"cannot load the model {model_path}: {error}") from error
     if not getattr(model, "_supports_attention_backend", False):
-        raise ModelError(
+        raise UnsupportedModelError(
             f"{model_path}: {type(model).__name__} does not take an attention function "
             "(transformers' attention interface), so packed sequences would see each other; "
             "choose a model whose class sets _supports_attention_backend (Llama, Qwen, Mistral, "
             "Gemma, Phi, ... do)"
         )
     if getattr(model, "_is_stateful", False):
-        raise ModelError(
+        raise UnsupportedModelError(
             f"{model_path}: {type(model).__name__} carries a recurrent state across the row, "
             "so packed sequences would see each other; choose a transformer"
         )
@@ -266,7 +272,9 @@ def _set_modes(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
     if not gradient_checkpointing:
         return
     if not model.supports_gradient_checkpointing:
-        raise ModelError(f"{type(model).__name__} does not support gradient_checkpointing")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not support gradient_checkpointing"
+        )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):

@@ -26,8 +26,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from scheduler.messages.weights import HEADER_BYTES, TensorSpec, WeightManifest
 from trainer.errors import PublishError
+from wire.weights.layout import HEADER_BYTES, TensorSpec, WeightManifest
 
 ALIGNMENT = 64
 """Bytes; a cache line."""

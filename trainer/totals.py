@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cache.trajectory import Trajectory
+from rollout.trajectory import Trajectory
 from trainer.algorithms.base import LossSums, TokenBatch
 from trainer.policy import TokenScores
 

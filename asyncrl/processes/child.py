@@ -26,6 +26,7 @@ from asyncrl.errors import AsyncrlError
 from engine.errors import EngineError
 from monitoring.errors import MonitoringError
 from trainer.errors import TrainerError
+from wire.errors import WireError
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and files of mode 0600
 """Where the trainer publishes weights, and generators exchange rollouts."""
@@ -139,7 +140,7 @@ def main() -> None:
     except AsyncrlError as error:
         logger.error("%s", error)
         sys.exit(error.exit_code)
-    except (EngineError, TrainerError, MonitoringError) as error:
+    except (EngineError, TrainerError, MonitoringError, WireError) as error:
         logger.error("%s", error)
         sys.exit(1)
     except BaseExceptionGroup as group:

@@ -23,7 +23,7 @@ from typing import Self
 import numpy as np
 
 from cache.config import CacheConfig
-from cache.trajectory import FloatArray, IntArray, KeptTokens, Trajectory
+from rollout.trajectory import FloatArray, IntArray, KeptTokens, Trajectory
 
 TOKEN_BYTES = 8
 """An id and a log-probability. The rule needs no top-K, so none is kept."""

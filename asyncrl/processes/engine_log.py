@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from monitoring.jsonl import JsonlWriter
-from scheduler.messages.from_generator import GeneratorReport
+from wire.messages.from_generator import GeneratorReport
 
 
 class EngineRecord(msgspec.Struct, frozen=True):

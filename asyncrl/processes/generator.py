@@ -32,14 +32,14 @@ from asyncrl.processes.kept_samples import KeptSamples
 from asyncrl.processes.writer import SampleWriter
 from asyncrl.processes.writing import HeldSample, Writing, excess
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.wire import Line
-from cache.trajectory import SampleId
 from engine.errors import EngineError, RequestError, WeightsSupersededError
 from engine.protocol import Engine, EngineStats, SamplingParams
 from engine.weights import read_weights
 from monitoring.metrics import GeneratorMetrics
-from scheduler.messages import data, from_generator, to_generator
-from scheduler.messages.weights import WeightManifest
+from rollout.trajectory import SampleId
+from wire import Line
+from wire.messages import data, from_generator, to_generator
+from wire.weights.layout import WeightManifest
 
 logger = logging.getLogger("asyncrl.generator")
 
@@ -132,7 +132,7 @@ class GeneratorProcess:
                 await self._generate(message)
             case to_generator.Verify():
                 for sample, seed in zip(message.samples, message.seeds, strict=True):
-                    await self._verify(sample, seed, message.least_version)
+                    await self._verify(sample, seed, message.min_version)
                 await self._make_room()
                 self._note()  # a verification may be over within the next engine step
             case to_generator.Evaluate():
@@ -173,21 +173,21 @@ class GeneratorProcess:
         self._writing[writing.sample] = writing
         self._tasks[writing.sample] = self._start(self._write(writing))
 
-    async def _verify(self, sample: SampleId, seed: int, least_version: int) -> None:
+    async def _verify(self, sample: SampleId, seed: int, min_version: int) -> None:
         """Have what there is of a sample verified, if any of that is too old."""
         held, writing = self._held.get(sample), self._writing.get(sample)
-        if held is not None and held.trajectory.oldest_version < least_version:
+        if held is not None and held.trajectory.oldest_version < min_version:
             del self._held[sample]
             again = Writing(
                 sample,
                 held.prompt,
                 seed,
                 kept=held.trajectory.kept(),
-                least_version=least_version,
+                min_version=min_version,
                 rewarded=held,
             )
             self._begin(again)
-        elif writing is not None and writing.order(seed, least_version):
+        elif writing is not None and writing.order(seed, min_version):
             await self._writer.interrupt(writing)
 
     async def _make_room(self) -> None:

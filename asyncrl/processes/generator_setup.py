@@ -18,7 +18,6 @@ from asyncrl.processes.engine_log import EngineLog
 from asyncrl.processes.generator import GeneratorProcess
 from asyncrl.processes.kept_samples import KeptSamples
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.wire import Line
 from cache.place import CachePlace
 from engine.errors import EngineError, EngineStartError, RequestError
 from engine.factory import create_engine
@@ -26,7 +25,8 @@ from monitoring.errors import MonitoringError
 from monitoring.exporter import exporter_for
 from monitoring.metrics import GeneratorMetrics, new_registry
 from monitoring.timeline import SpanKind, Timeline
-from scheduler.messages import data, from_generator, to_generator
+from wire import Line
+from wire.messages import data, from_generator, to_generator
 
 
 async def run_generator(spec: ChildSpec) -> None:

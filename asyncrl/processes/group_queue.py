@@ -9,8 +9,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from cache.trajectory import FloatArray, Trajectory
-from scheduler.messages.data import TrajectoryDelivery
+from rollout.trajectory import FloatArray, Trajectory
+from wire.messages.data import TrajectoryDelivery
 
 
 class GroupQueue:

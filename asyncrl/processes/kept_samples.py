@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig
-from cache.trajectory import Provenance, Trajectory
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
-from scheduler.messages.to_generator import PromptPayload
+from rollout.trajectory import Provenance, Trajectory
+from wire.messages.to_generator import PromptPayload
 
 
 class KeptSamples:

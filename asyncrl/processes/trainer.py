@@ -29,18 +29,18 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.child import SHARED_MEMORY, ChildSpec, leaf_of, weights_id
 from asyncrl.processes.group_queue import GroupQueue
-from asyncrl.wire import Hub, Line, Unreachable
 from monitoring.errors import MonitoringError
 from monitoring.exporter import exporter_for
 from monitoring.metrics import TrainerMetrics, new_registry
 from monitoring.timeline import SpanKind, Timeline
-from scheduler.messages import data, from_trainer, to_trainer
-from scheduler.messages.weights import WeightManifest
 from trainer.checkpoint import latest
 from trainer.config import TrainerConfig
 from trainer.errors import BatchError, NonFiniteError, PublishError, TrainerError
 from trainer.learner import Learner
 from trainer.publish import WeightPublisher
+from wire import Hub, Line, Unreachable
+from wire.messages import data, from_trainer, to_trainer
+from wire.weights.layout import WeightManifest
 
 logger = logging.getLogger("asyncrl.trainer")
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from asyncrl.processes.writing import HeldSample, Writing
 from asyncrl.rewards.pool import RewardPool
-from cache.trajectory import FinishReason, Trajectory
 from engine.errors import EngineError
 from engine.protocol import Engine, SamplingParams
 from monitoring.metrics import GeneratorMetrics
-from scheduler.messages.to_generator import PromptPayload
+from rollout.trajectory import FinishReason, Trajectory
+from wire.messages.to_generator import PromptPayload
 
 _MOST_UNASKED = 8
 """So often an engine may end one sample by itself, and it goes on."""

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cache.trajectory import (
+from engine.protocol import GenerateRequest, SamplingParams
+from rollout.trajectory import (
     FinishReason,
     KeptTokens,
     Provenance,
@@ -29,8 +30,7 @@ from cache.trajectory import (
     Trajectory,
     TrajectoryBuilder,
 )
-from engine.protocol import GenerateRequest, SamplingParams
-from scheduler.messages.to_generator import PromptPayload
+from wire.messages.to_generator import PromptPayload
 
 _WHOLE_AT_ONCE = 8
 """About a group: the trainer waits for the first one."""
@@ -57,7 +57,7 @@ class Writing:
     priority: int = 0
     kept: KeptTokens | None = None
     """Earlier tokens that this writing began with; verified before anything else is drawn."""
-    least_version: int = -1
+    min_version: int = -1
     """What was kept is verified under weights of at least this version."""
     rewarded: HeldSample | None = None
     """The sample as it was finished before: if all of it is accepted, its reward still holds."""
@@ -90,37 +90,37 @@ class Writing:
         """Whether there are kept tokens that no policy has judged yet."""
         return self.ordered is not None or (self.kept is not None and not len(self.builder))
 
-    def order(self, seed: int, least_version: int) -> bool:
+    def order(self, seed: int, min_version: int) -> bool:
         """It is due: have what there is of it verified, if any of that is too old.
 
         Returns:
             Whether the stretch in hand must be interrupted for that, or because it waits for a
             slot as run-ahead does.
         """
-        if self.least_version >= least_version:
+        if self.min_version >= min_version:
             return False
-        if self.ordered is not None and self.ordered[1] >= least_version:
+        if self.ordered is not None and self.ordered[1] >= min_version:
             return False
         was_ahead, self.priority = self.priority > 0, 0
         begun = len(self.builder) > 0 or self.kept is not None
-        if (begun or was_ahead) and self._outdated(least_version):
-            self.ordered = (seed, least_version)
+        if (begun or was_ahead) and self._outdated(min_version):
+            self.ordered = (seed, min_version)
             return True
         return False
 
-    def _outdated(self, least_version: int) -> bool:
+    def _outdated(self, min_version: int) -> bool:
         """Whether it has older tokens, or none yet."""
         oldest = self.builder.oldest_version
-        return oldest is None or oldest < least_version
+        return oldest is None or oldest < min_version
 
     def turn(self) -> None:
         """Before a stretch: begin the verification that was ordered, if one was."""
         if self.ordered is None:
             return
-        (seed, least_version), self.ordered = self.ordered, None
-        if not self._outdated(least_version):
+        (seed, min_version), self.ordered = self.ordered, None
+        if not self._outdated(min_version):
             return  # all that came is young enough
-        self.seed, self.least_version, self.stretches = seed, least_version, 0
+        self.seed, self.min_version, self.stretches = seed, min_version, 0
         self.began, self.expired = None, False  # as for one that was finished and held
         if len(self.builder):
             self.kept = self.builder.kept()
@@ -129,8 +129,8 @@ class Writing:
     def request(self, sampling: SamplingParams) -> GenerateRequest:
         """The next stretch: kept tokens first, or on from the tokens that there are."""
         name = f"{self.purpose}-{self.sample}"
-        if self.least_version >= 0:
-            name += f"-v{self.least_version}"
+        if self.min_version >= 0:
+            name += f"-v{self.min_version}"
         if self.stretches:
             name += f"+{self.stretches}"
         self.stretches += 1

@@ -22,7 +22,7 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import UserError
 from asyncrl.processes.engine_log import EngineRecord
 from asyncrl.simulation.cost import MeasuredCost
-from engine.calibration import rising
+from engine.drafting.calibration import rising
 from monitoring.jsonl import read_jsonl
 from monitoring.spans import Span, SpanKind, read_spans
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.simulation.cost import Costs
 from asyncrl.simulation.lengths import Lengths, Survival
-from cache.trajectory import SampleId
+from rollout.trajectory import SampleId
 
 
 @dataclass(frozen=True, slots=True)

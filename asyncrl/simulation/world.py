@@ -215,7 +215,7 @@ class World:
         match command:
             case cmd.StartSample(generator=name, sample=sample, priority=priority):
                 self._touch(name, touched).start(sample, priority)
-            case cmd.VerifySamples(generator=name, samples=samples, least_version=least):
+            case cmd.VerifySamples(generator=name, samples=samples, min_version=least):
                 self._touch(name, touched).verify(samples, least)
             case cmd.InstallWeights(generator=name, policy_version=version):
                 self._after(self._message, ev.WeightsInstalled(name, version))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.trajectory import IntArray
+from rollout.trajectory import IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,22 +25,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache.acceptance import Walks, accept_tree
-from cache.trajectory import FinishReason, IntArray, Provenance
+from engine.drafting.planner import DraftPlanner
 from engine.errors import EngineError, RequestError
 from engine.protocol import EngineStats, GenerateRequest, Score, ScoreRequest, TokenChunk
 from engine.requests import Limits
-from engine.speculation import DraftPlanner
+from engine.sampling import MAX_LOGITS, draw, processed_logprobs, top_k, uniforms
 from engine.torch.drafting import DraftSource, draft, follow, ragged
 from engine.torch.model import Feed, SlotModel
 from engine.torch.paths import Draws, Paths, choose
 from engine.torch.rows import NO_ROW, Rows, Written
-from engine.torch.sampling import MAX_LOGITS, draw, processed_logprobs, top_k, uniforms
 from engine.torch.scoring import score_all
 from engine.torch.trees import TokenTrees
 from engine.torch.verification import judge_rows, not_finite
 from engine.torch.waiting import Waiting, context_of, fed_context, logits_of
 from engine.torch.weights import check_weights, copy_weights
+from rollout.acceptance import Walks, accept_tree
+from rollout.trajectory import FinishReason, IntArray, Provenance
 
 _STEP_TOKENS = 4096
 """Most tokens of a decoding step where the planner decides, if their logits fit into memory."""

@@ -13,10 +13,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.trajectory import FloatArray, IntArray
-from engine.speculation import DraftPlanner
+from engine.drafting.planner import DraftPlanner
 from engine.torch.rows import NO_ROW, Rows
 from engine.torch.trees import Proposal, TokenTrees, no_trees, plant
+from rollout.trajectory import FloatArray, IntArray
 
 _ANCHOR = 3
 """Tokens that must agree before an old continuation is trusted again."""

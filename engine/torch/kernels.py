@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 import cache.tree
-from cache.acceptance import Known, accept_tree, verify_kept
 from engine.torch.trees import Proposal, plant
+from rollout.acceptance import Known, accept_tree, verify_kept
 
 
 def warm_up(*, drafting: bool) -> None:

@@ -12,17 +12,17 @@ import torch
 from numpy.typing import NDArray
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from cache.trajectory import IntArray
 from engine.errors import EngineError, EngineStartError
 from engine.torch.slots import (
     Block,
     Hidden,
     SlotAttention,
     SlotCache,
-    StepPlan,
+    StepLayout,
     causal_blocks,
     decode_block,
 )
+from rollout.trajectory import IntArray
 
 _names = itertools.count()
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -92,7 +92,7 @@ class SlotModel:
         none = np.empty(0, np.int32)
         return self._run(self._plan(Feed(none, none, none, tokens, lengths)), wanted, None)
 
-    def _plan(self, feed: Feed) -> StepPlan:
+    def _plan(self, feed: Feed) -> StepLayout:
         m, r = len(feed.decode_counts), len(feed.new_lengths)
         counts = np.concatenate([feed.decode_counts, feed.new_lengths])
         first = np.concatenate([feed.decode_lengths, np.zeros(r, np.int32)])
@@ -124,7 +124,7 @@ class SlotModel:
         ids = np.concatenate([feed.decode_tokens, feed.new_tokens]).astype(np.int64)
         at = torch.from_numpy(places).to(self.device)
         apart = positions is not places
-        return StepPlan(
+        return StepLayout(
             input_ids=torch.from_numpy(ids)[None].to(self.device),
             positions=(torch.from_numpy(positions).to(self.device) if apart else at)[None],
             places=at,
@@ -133,7 +133,7 @@ class SlotModel:
         )
 
     def _run(
-        self, plan: StepPlan, wanted: NDArray[np.int64], cache: SlotCache | None
+        self, plan: StepLayout, wanted: NDArray[np.int64], cache: SlotCache | None
     ) -> torch.Tensor:
         self._attention.plan = self.cache.plan = plan
         index = None

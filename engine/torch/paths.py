@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache.acceptance import Walks
-from cache.trajectory import IntArray
 from engine.torch.rows import Rows
+from rollout.acceptance import Walks
+from rollout.trajectory import IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.trajectory import ByteArray, FinishReason, FloatArray, IntArray
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, TokenChunk
+from rollout.trajectory import ByteArray, FinishReason, FloatArray, IntArray
 
 NO_ROW = -1
 NONE: NDArray[np.int32] = np.empty(0, np.int32)

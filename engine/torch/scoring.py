@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from engine.protocol import Score, ScoreRequest
-from engine.torch.model import SlotModel
-from engine.torch.sampling import (
+from engine.sampling import (
     MAX_LOGITS,
     Purpose,
     draw_outside,
@@ -18,6 +17,7 @@ from engine.torch.sampling import (
     top_k,
     uniforms,
 )
+from engine.torch.model import SlotModel
 
 
 def score_all(

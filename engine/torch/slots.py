@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache
 
-from cache.trajectory import IntArray
 from engine.errors import EngineError
+from rollout.trajectory import IntArray
 
 Hidden = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
@@ -68,7 +68,7 @@ class Block:
 
 
 @dataclass(slots=True)
-class StepPlan:
+class StepLayout:
     """Where each packed token of one forward pass belongs."""
 
     input_ids: torch.Tensor
@@ -96,7 +96,7 @@ class SlotCache(Cache):
         self.max_len = max_len
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self.plan: StepPlan | None = None
+        self.plan: StepLayout | None = None
         self.current_layer = 0
 
     def update(
@@ -150,7 +150,7 @@ class SlotAttention:
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
-        self.plan: StepPlan | None = None
+        self.plan: StepLayout | None = None
 
     def __call__(
         self,

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.jit import kernel
-from cache.trajectory import FloatArray, IntArray
+from engine.torch.jit import kernel
+from rollout.trajectory import FloatArray, IntArray
 
 LongArray = NDArray[np.int64]
 

@@ -7,7 +7,7 @@ goes on behind it.
 The whole current distribution is at hand here, so the set on which a kept token can be accepted is
 all of the old policy's stored top-K: its tokens are listed with their current probability, and what
 lies outside is drawn with just those excluded. That set does not depend on the token that stands
-there, as `cache.acceptance.verify_kept` demands.
+there, as `rollout.acceptance.verify_kept` demands.
 
 Numbers: a function of (seed of the request, policy version, position), from streams beside the one
 that draws. `lenient` tokens and what follows a fully accepted text are drawn from the request's own
@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache.acceptance import Known, accept_lenient, verify_kept
-from cache.trajectory import FloatArray, IntArray, KeptTokens
 from engine.errors import EngineError
+from engine.sampling import Purpose, draw, draw_outside, forked, uniforms
 from engine.torch.paths import Draws
 from engine.torch.rows import Rows
-from engine.torch.sampling import Purpose, draw, draw_outside, forked, uniforms
+from rollout.acceptance import Known, accept_lenient, verify_kept
+from rollout.trajectory import FloatArray, IntArray, KeptTokens
 
 
 @dataclass(frozen=True, slots=True)

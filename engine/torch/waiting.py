@@ -7,9 +7,9 @@ import itertools
 
 import numpy as np
 
-from cache.trajectory import IntArray
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest
+from rollout.trajectory import IntArray
 
 
 def context_of(request: GenerateRequest) -> IntArray:

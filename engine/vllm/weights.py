@@ -2,7 +2,7 @@
 
 The memory is an anonymous file (memfd): no other user can open it, it needs no room in /dev/shm,
 and it is gone with this process however that ends. It is written again for each version, in the
-layout of `scheduler.messages.weights`. Only the manifest, plain strings and numbers, goes over a
+layout of `wire.weights.layout`. Only the manifest, plain strings and numbers, goes over a
 socket; the other process opens the file as /proc/PID/fd/N.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import EngineError, EngineStartError, WeightsError
-from scheduler.messages.weights import HEADER_BYTES, TensorSpec, WeightManifest
+from wire.weights.layout import HEADER_BYTES, TensorSpec, WeightManifest
 
 _ALIGNMENT = 64
 _SHOWN = 5

@@ -1,12 +1,8 @@
 """The cache's settings and how its kernels are kept."""
 
-import logging
-from pathlib import Path
-
 import pytest
 from pydantic import ValidationError
 
-import cache.jit
 from cache.config import CacheConfig
 from cache.store import SPAN
 
@@ -48,33 +44,3 @@ def test_the_default_is_exact_and_a_written_out_default_loads_again() -> None:
 
 def test_every_setting_is_described() -> None:
     assert all(field.description for field in CacheConfig.model_fields.values())
-
-
-def test_kernels_survive_where_nothing_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    package = Path(cache.jit.__file__).parent
-    blocked = tmp_path / "a file"
-    blocked.write_text("")
-    with caplog.at_level(logging.WARNING):
-        assert cache.jit.code_directory(package, str(blocked)) is None
-    assert "NUMBA_CACHE_DIR" in caplog.text
-    monkeypatch.setattr(cache.jit, "_DIRECTORY", None)
-
-    @cache.jit.kernel
-    def plus_one(value: int) -> int:
-        return value + 1
-
-    assert plus_one(1) == 2
-
-
-def test_other_sources_get_another_directory(tmp_path: Path) -> None:
-    for name in cache.jit._SOURCES:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
-    first = cache.jit.code_directory(tmp_path, str(tmp_path))
-    (tmp_path / "store.py").write_text("# moved a word")
-    second = cache.jit.code_directory(tmp_path, str(tmp_path))
-    assert first is not None
-    assert second is not None
-    assert first != second

@@ -14,7 +14,7 @@ import msgspec
 
 from monitoring.metrics_log import MetricsLog
 from monitoring.occupancy import SlotLog
-from monitoring.report import write_report
+from monitoring.report.write import write_report
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
 from monitoring.timeline import Clock, Timeline
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cache.trajectory import SampleId
+from rollout.trajectory import SampleId
 from scheduler.commands import (
     DeclareStep,
     DeliverGroup,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduled_world import World, make_world, run_clocked
 
-from cache.trajectory import SampleId
+from rollout.trajectory import SampleId
 from scheduler import events as ev
 from scheduler.config import SchedulerConfig
 

@@ -16,12 +16,12 @@ import torch
 from scipy import stats
 from tiny_models import STOP, make_qwen3
 
-from cache.trajectory import FloatArray, IntArray
+from engine.drafting.planner import DraftPlanner
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from engine.speculation import DraftPlanner
 from engine.torch.core import CoreSettings, DecodeCore
 from engine.torch.drafting import DraftSource
 from engine.torch.model import SlotModel, load_model
+from rollout.trajectory import FloatArray, IntArray
 
 PROMPT = np.array([4, 0, 7], np.int32)
 LENGTH = 4

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from cache.trajectory import SampleId
+from rollout.trajectory import SampleId
 from scheduler import events as ev
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
@@ -206,9 +206,9 @@ class World:
     def _do_verify_samples(self, c):
         g = self.generators[c.generator]
         assert c.samples
-        assert c.least_version <= g.version
+        assert c.min_version <= g.version
         assert self.config.partial_rollout or g.install is None
-        g.mail.append((c.samples, c.least_version))
+        g.mail.append((c.samples, c.min_version))
 
     def _do_install_weights(self, c):
         g = self.generators[c.generator]

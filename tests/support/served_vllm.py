@@ -17,8 +17,8 @@ from scipy.stats import chi2
 from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from engine.vllm.client.engine import VllmEngine
 from engine.vllm.config import VllmConfig
-from engine.vllm.engine import VllmEngine
 
 T = TypeVar("T")
 

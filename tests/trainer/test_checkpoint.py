@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cache.trajectory import Trajectory
+from rollout.trajectory import Trajectory
 from trainer import checkpoint
 from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cache.trajectory import Trajectory
+from rollout.trajectory import Trajectory
 from trainer.config import TrainerConfig
 from trainer.errors import BatchError, NonFiniteError, TrainerError
 from trainer.learner import Learner

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from trainer import policy as policy_module
-from trainer.errors import ModelError
+from trainer.errors import UnsupportedModelError
 from trainer.packing import Layout, packed_attention, split_by_tokens
 from trainer.policy import PackedBatch, Policy, nucleus
 
@@ -61,12 +61,12 @@ def test_packed_equals_separate(name: str, model_path: Callable[[str], str]) -> 
 def test_a_model_that_packing_would_change_is_refused(
     name: str, reason: str, model_path: Callable[[str], str]
 ) -> None:
-    with pytest.raises(ModelError, match=reason):
+    with pytest.raises(UnsupportedModelError, match=reason):
         Policy(model_path(name), dtype="float32", device=CPU)
 
 
 def test_a_missing_model_is_named() -> None:
-    with pytest.raises(ModelError, match="/nowhere"):
+    with pytest.raises(UnsupportedModelError, match="/nowhere"):
         Policy("/nowhere", dtype="float32", device=CPU)
 
 
@@ -139,14 +139,14 @@ def test_bfloat16_computes_low_and_keeps_high(model_path: Callable[[str], str]) 
 
 def test_attention_without_a_layout_is_refused() -> None:
     tensor = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(ModelError, match="keyword"):
+    with pytest.raises(UnsupportedModelError, match="keyword"):
         packed_attention(torch.nn.Identity(), tensor, tensor, tensor, None)
 
 
 def test_attention_refuses_what_it_would_ignore() -> None:
     tensor = torch.zeros(1, 2, 3, 4)
     layout = Layout.of([3], CPU)
-    with pytest.raises(ModelError, match="s_aux"):
+    with pytest.raises(UnsupportedModelError, match="s_aux"):
         packed_attention(
             torch.nn.Identity(), tensor, tensor, tensor, None, packed_layout=layout, s_aux=1
         )

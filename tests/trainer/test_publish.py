@@ -15,9 +15,9 @@ import torch
 
 from engine.errors import WeightsError, WeightsSupersededError
 from engine.weights import read_weights
-from scheduler.messages.weights import WeightManifest
 from trainer.errors import PublishError
 from trainer.publish import WeightPublisher
+from wire.weights.layout import WeightManifest
 
 
 def _weights(fill: float) -> list[tuple[str, torch.Tensor]]:

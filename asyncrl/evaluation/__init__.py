@@ -1,0 +1,1 @@
+"""Held-out accuracy: one round of a run, and the `asyncrl eval` command."""

@@ -1,0 +1,118 @@
+"""`asyncrl eval`: held-out accuracy of one model, with an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+
+from asyncrl.config import RunConfig, load_config, parse_config
+from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.evaluation.round import Accuracy, EvaluationRound
+from asyncrl.processes.child import leaf_of
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.run.directory import find_run
+from asyncrl.run.prompt_order import sample_seed
+from asyncrl.tasks.config import ModelConfig
+from asyncrl.tasks.loading import load_task
+from asyncrl.tasks.model import resolve_model
+from asyncrl.tasks.prompts import Prompt, Task
+from engine.errors import EngineError
+from engine.factory import create_engine
+from engine.protocol import Engine, GenerateRequest
+from trainer.checkpoint import latest
+
+
+def resolve_target(
+    what: str, config_file: Path | None, overrides: Sequence[str], runs: Path, console: Console
+) -> tuple[RunConfig, str]:
+    """The configuration and the model directory that RUN|MODEL names.
+
+    Raises:
+        UserError: it is neither a run nor a model, or a run without a checkpoint.
+    """
+    is_run = (runs / what / "config.yaml").exists() or (Path(what) / "config.yaml").exists()
+    if is_run:
+        run = find_run(what, runs)
+        values = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        config = parse_config(values, source=str(run / "config.yaml"))
+        newest = latest(run / "checkpoints")
+        if newest is None:
+            raise UserError(f"the run {run} has no checkpoint yet; evaluate its model instead")
+        return config, str(newest / "model")
+    if config_file is None:
+        config = parse_config({}, source="the defaults")
+    else:
+        config = load_config(config_file, overrides)
+    with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
+        return config, resolve_model(ModelConfig(path=what), bar)
+
+
+def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Accuracy:
+    """Sample every held-out prompt as in training and count what is right.
+
+    Raises:
+        UserError: the model, the data or the rewards cannot be used.
+        AsyncrlError: the engine failed.
+    """
+    task = load_task(config.task, model_path, config.run.seed)
+    try:
+        engine = create_engine(
+            config.engine, model_path, cache_config=config.cache, seed=config.run.seed
+        )
+        return asyncio.run(_evaluate(config, task, engine, console))
+    except EngineError as error:
+        raise AsyncrlError(str(error)) from error
+
+
+async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Console) -> Accuracy:
+    rewards = RewardPool(config.rewards)
+    total = min(config.evaluation.prompts, len(task.evaluation)) * config.evaluation.samples
+    current = EvaluationRound(0, total, threshold=config.evaluation.threshold)
+    slots = asyncio.Semaphore(2 * config.engine.slots)
+    try:
+        await rewards.start()
+        await engine.start()
+        with ProgressBar(console=console, transient=True) as bar:
+            line = bar.add_task("evaluating", total=total)
+
+            async def one(index: int) -> None:
+                prompt = task.evaluation[index // config.evaluation.samples]
+                async with slots:
+                    text = await _respond(config, task, engine, prompt, index)
+                    question = str(prompt.row.get("prompt", ""))
+                    current.came_back(index, await rewards.score(question, text, prompt.row))
+                bar.advance(line)
+
+            async with asyncio.TaskGroup() as group:
+                for index in range(total):
+                    group.create_task(one(index))
+    except BaseExceptionGroup as group:
+        raise leaf_of(group) from group
+    finally:
+        await rewards.close()
+        await engine.close()
+    return current.accuracy()
+
+
+async def _respond(
+    config: RunConfig, task: Task, engine: Engine, prompt: Prompt, index: int
+) -> str:
+    request = GenerateRequest(
+        request_id=f"eval-{index}",
+        cache_key="",
+        prompt_tokens=prompt.tokens,
+        sampling=config.sampling.params(
+            stop_tokens=task.stop_tokens,
+            top_k_logprobs=0,
+            seed=sample_seed(config.run.seed, "evaluation", 1, index),
+        ),
+    )
+    tokens: list[int] = []
+    async for chunk in engine.generate(request):
+        tokens.extend(chunk.tokens.tolist())
+    return str(task.tokenizer.decode(tokens, skip_special_tokens=True))

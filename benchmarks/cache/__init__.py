@@ -1,0 +1,1 @@
+"""How fast the cache writes and drafts, and how well, against ArcticInference's and a naive one."""

@@ -1,0 +1,230 @@
+"""How fast the cache writes and drafts, and how well, beside ArcticInference's and a naive one.
+
+    python -m benchmarks.cache [--quick] [--json FILE]
+
+The same rollouts for all (`benchmarks.cache.work`; who they are: `benchmarks.cache.rivals`). One
+thread; processor time, so that neighbours on a shared machine disturb less (starting a process is
+wall time); the median of several repeats, the contestants in turns, each time from empty. Memory
+per token is the growth of a fresh process (`benchmarks.cache.memory`). Without ArcticInference its
+ratios are left out, and that is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cache import exchange as cache_exchange
+from benchmarks.cache import memory as cache_memory
+from benchmarks.cache.rivals import OWN_DEPTH, VLLM_DEPTH, ArcticDrafter, NaiveDrafter, arctic
+from benchmarks.cache.work import BUDGET, insert_speed, replay, rollouts, step_speed
+from benchmarks.report import write_json
+from cache.config import CacheConfig
+from cache.tree import RolloutCache, warm_up
+from rollout.trajectory import IntArray
+
+TARGETS = {"insert_vs_arctic": 8.0, "step_vs_arctic": 8.0, "bytes_vs_arctic": 0.5}
+"""Of issue 3; the last is an upper bound."""
+ARCTIC = f"arctic depth {VLLM_DEPTH}"
+ARCTIC_DEEP = f"arctic depth {OWN_DEPTH}"
+MISSING = (
+    "MISSING: arctic-inference is not installed, so there are no ratios against it "
+    "(pip install 'arctic-inference==0.3.0', or make bench; it is compiled for about 80 s)"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much work is done."""
+
+    prompts: int
+    """Eight rollouts of each, in an epoch."""
+    length: int
+    steps: int
+    repeats: int
+    held: int
+    """Prompts that are replayed for the quality of drafts."""
+    memory: tuple[int, int, int]
+    """Prompts, epochs and length of the rollouts whose memory is measured."""
+
+
+QUICK = Plan(prompts=32, length=400, steps=40, repeats=3, held=4, memory=(64, 2, 1000))
+FULL = Plan(prompts=32, length=1000, steps=100, repeats=5, held=8, memory=(64, 4, 1000))
+
+Make = Callable[[], Any]
+
+
+def contestants() -> dict[str, Make]:
+    """Name and maker of each; the settings that let ours draft all 32 tokens of a step."""
+    config = CacheConfig(max_draft_tokens=BUDGET, min_probability=0.0)
+    found: dict[str, Make] = {"tree": lambda: RolloutCache(config), "naive": NaiveDrafter}
+    rival = arctic()
+    if rival is not None:
+        make = rival[0]
+        found[ARCTIC] = lambda: ArcticDrafter(make, VLLM_DEPTH)
+        found[ARCTIC_DEEP] = lambda: ArcticDrafter(make, OWN_DEPTH)
+    return found
+
+
+def speeds(
+    makers: dict[str, Make], batch: Sequence[list[IntArray]], plan: Plan
+) -> dict[str, dict[str, Any]]:
+    """For each contestant the medians over repeats in turns; the range of two of them beside."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in makers}
+    for _ in range(plan.repeats):
+        for name, make in makers.items():
+            runs[name].append(_once(make(), batch, plan.steps))
+    out = {}
+    for name, repeats in runs.items():
+        numbers = {key: statistics.median(run[key] for run in repeats) for key in repeats[0]}
+        for key in ("insert_tokens_per_s", "step_256_rows_total_us"):
+            values = [run[key] for run in repeats]
+            numbers[f"{key}_lowest"], numbers[f"{key}_highest"] = min(values), max(values)
+        out[name] = numbers
+    return out
+
+
+def _once(drafter: Any, batch: Sequence[list[IntArray]], steps: int) -> dict[str, float]:
+    if isinstance(drafter, ArcticDrafter):
+        insert, step = drafter.insert_speed, drafter.step_speed
+    else:
+        insert = lambda samples: insert_speed(drafter, samples)  # noqa: E731
+        step = lambda samples, steps: step_speed(drafter, samples, steps)  # noqa: E731
+    numbers = {"insert_tokens_per_s": insert(batch[0])}
+    for rows, samples in ((256, batch[1][:256]), (1, batch[1][:1])):
+        for key, value in step(samples, steps).items():
+            numbers[f"step_{rows}_row{'s' if rows > 1 else ''}_{key}"] = value
+    return numbers
+
+
+def quality(makers: dict[str, Make], plan: Plan) -> dict[str, dict[str, Any]]:
+    """Tokens per step and accepted share of each, in its own default settings."""
+    held = rollouts(plan.held, 2, plan.length, seed=1)
+    out = {}
+    for name, make in makers.items():
+        drafter = RolloutCache(CacheConfig()) if name == "tree" else make()
+        out[name] = {
+            "first_epoch": replay(drafter, held[0], 16),
+            "second_epoch": replay(drafter, held[1], 16),
+        }
+    return out
+
+
+def load_seconds(directory: str) -> float:
+    """Seconds until the kernels are usable in a new process (imports included)."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": directory}
+    start = time.perf_counter()
+    code = "from cache.tree import warm_up; warm_up()"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=300)
+    return time.perf_counter() - start
+
+
+def measure(plan: Plan) -> tuple[dict[str, Any], dict[str, float]]:
+    """All raw numbers, and the ratios."""
+    raw: dict[str, Any] = {"load_average_before": os.getloadavg()}
+    with tempfile.TemporaryDirectory() as directory:
+        raw["cold_start_s"] = load_seconds(directory)
+        raw["warm_start_s"] = load_seconds(directory)
+    warm_up()
+    makers = contestants()
+    batch = rollouts(plan.prompts, 2, plan.length)
+    raw |= speeds(makers, batch, plan)
+    for name, numbers in quality(makers, plan).items():
+        raw[name] |= numbers
+    raw["exchange"] = cache_exchange.measure(batch[0])
+    raw["tree"]["memory"] = cache_memory.measure("tree", *plan.memory)
+    rival = arctic()
+    if rival is None:
+        raw["not_measured"] = {"arctic": MISSING}
+    else:
+        raw["arctic_inference"] = rival[1]
+        raw[ARCTIC]["memory"] = cache_memory.measure("arctic", *plan.memory)
+    raw["load_average_after"] = os.getloadavg()
+    return raw, ratios_of(raw)
+
+
+def ratios_of(raw: dict[str, Any]) -> dict[str, float]:
+    """Ours over theirs so that more is better, but for bytes."""
+    tree = raw["tree"]
+    out = {}
+    for rival, label in ((ARCTIC, "arctic"), (ARCTIC_DEEP, "arctic_deep"), ("naive", "naive")):
+        if rival not in raw:
+            continue
+        other = raw[rival]
+        key = "step_256_rows_total_us"
+        out[f"insert_vs_{label}"] = tree["insert_tokens_per_s"] / other["insert_tokens_per_s"]
+        out[f"step_vs_{label}"] = other[key] / tree[key]
+        if "memory" in other:
+            out[f"bytes_vs_{label}"] = (
+                tree["memory"]["bytes_per_token"] / other["memory"]["bytes_per_token"]
+            )
+        for key in ("tokens_per_step", "accepted_share"):
+            out[f"{key}_vs_{label}"] = tree["second_epoch"][key] / other["second_epoch"][key]
+    return out
+
+
+def tables(raw: dict[str, Any], ratios: dict[str, float]) -> list[Table]:
+    """For people: the contestants side by side, the ratios with their targets."""
+    names = [name for name in ("tree", ARCTIC, ARCTIC_DEEP, "naive") if name in raw]
+    rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("insertion, M tokens/s", lambda n: f"{n['insert_tokens_per_s'] / 1e6:.2f}"),
+        ("256 rows: add 5 + draft, us per row", lambda n: f"{n['step_256_rows_total_us']:.2f}"),
+        ("  of it drafting", lambda n: f"{n['step_256_rows_draft_us']:.2f}"),
+        ("  tokens drafted", lambda n: f"{n['step_256_rows_drafted_tokens']:.1f}"),
+        ("1 row: add 5 + draft, us", lambda n: f"{n['step_1_row_total_us']:.1f}"),
+        ("bytes per token, resident", lambda n: f"{n['memory']['bytes_per_token']:.1f}"),
+        ("  by its own count", lambda n: f"{n['memory']['bytes_per_token_own_count']:.1f}"),
+        ("tokens per step, epoch 1", lambda n: f"{n['first_epoch']['tokens_per_step']:.2f}"),
+        ("tokens per step, epoch 2", lambda n: f"{n['second_epoch']['tokens_per_step']:.2f}"),
+        ("drafts accepted, epoch 2", lambda n: f"{n['second_epoch']['accepted_share']:.2f}"),
+    ]
+    sides = Table("one core, processor time", *names, title="cache")
+    for label, cell in rows:
+        sides.add_row(label, *(_cell(cell, raw[name]) for name in names))
+    compared = Table("ratio", "value", "target", title="ratios")
+    for name, value in ratios.items():
+        target = TARGETS.get(name)
+        sign = "<=" if name.startswith("bytes") else ">="
+        compared.add_row(name, f"{value:.2f}", f"{sign} {target:g}" if target else "")
+    sharing = Table("sharing between generators", "", title="exchange")
+    for name, value in raw["exchange"].items():
+        sharing.add_row(name, f"{value:.3f}")
+    return [sides, compared, sharing]
+
+
+def _cell(cell: Callable[[dict[str, Any]], str], numbers: dict[str, Any]) -> str:
+    try:
+        return cell(numbers)
+    except KeyError:
+        return "-"  # memory is measured for some only
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.cache", description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="less of everything: about a minute")
+    parser.add_argument("--json", metavar="FILE", help="write the numbers here")
+    options = parser.parse_args(arguments)
+    raw, ratios = measure(QUICK if options.quick else FULL)
+    console = Console()
+    for table in tables(raw, ratios):
+        console.print(table)
+    console.print(
+        f"kernels compiled in {raw['cold_start_s']:.1f} s, loaded in {raw['warm_start_s']:.1f} s; "
+        f"load average {raw['load_average_before'][0]:.1f} before, "
+        f"{raw['load_average_after'][0]:.1f} after"
+    )
+    if "not_measured" in raw:
+        console.print(f"[bold red]{MISSING}[/]")
+    if options.json:
+        write_json(options.json, "cache", raw, ratios)

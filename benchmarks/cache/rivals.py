@@ -1,0 +1,167 @@
+"""Whom the cache is measured against: a drafter written in an hour, and ArcticInference's.
+
+ArcticInference (`pip install 'asyncrl[bench]'`, optional) is called as vLLM 0.32 calls it for
+`method: suffix` (its `SuffixDecodingProposer`): `start_request(id, prompt)` builds a tree of the
+prompt; `add_active_response(id, list)` appends the response to that tree and to a global one;
+`speculate(id, last tokens)` matches them in both and takes the better draft; `stop_request(id)`
+drops the prompt's tree. vLLM's settings are the faster ones: trees 24 deep, a draft no longer than
+its match. They cannot draft 32 tokens, so the package's own default of 64 is measured beside.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cache.work import ACCEPTED, BUDGET, PROMPT, step_numbers
+from rollout.trajectory import IntArray
+
+VLLM_DEPTH, OWN_DEPTH = 24, 64
+MOST_REQUESTS = 10_000
+"""vLLM's setting; none of the work here has as many."""
+
+
+class NaiveDrafter:
+    """Majority vote over what followed the last n tokens, n = 8, 4, 2."""
+
+    ORDERS = (8, 4, 2)
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[Any, ...], Counter[int]] = defaultdict(Counter)
+        self.rows: dict[int, tuple[str, list[int]]] = {}
+        self.next = 0
+
+    def open(self, key: str, context: IntArray) -> int:
+        """A row is the key and all tokens so far."""
+        self.next += 1
+        self.rows[self.next] = (key, context[-8:].tolist())
+        return self.next
+
+    def close(self, row: int) -> None:
+        """Forget the row; its counts stay."""
+        del self.rows[row]
+
+    def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
+        """Count what followed each of the last n-grams."""
+        for at, row in enumerate(rows.tolist()):
+            key, past = self.rows[row]
+            for token in tokens[offsets[at] : offsets[at + 1]].tolist():
+                for order in self.ORDERS:
+                    self.counts[key, *past[-order:]][token] += 1
+                past.append(token)
+
+    def draft(self, rows: IntArray, budgets: IntArray) -> Any:
+        """Take the most frequent follower of the longest known n-gram, again and again."""
+        tokens: list[int] = []
+        offsets = [0]
+        for row, budget in zip(rows.tolist(), budgets.tolist(), strict=True):
+            key, past = self.rows[row]
+            ahead = past[-8:]
+            for _ in range(budget):
+                found = (self.counts.get((key, *ahead[-order:])) for order in self.ORDERS)
+                votes = next((counter for counter in found if counter), None)
+                if votes is None:
+                    break
+                ahead.append(votes.most_common(1)[0][0])
+                tokens.append(ahead[-1])
+            offsets.append(len(tokens))
+        return Namespace(tokens=np.array(tokens, np.int32), offsets=offsets)
+
+
+class ArcticDrafter:
+    """ArcticInference's cache behind our methods, for `replay`; the timed loops call it directly.
+
+    Args:
+        make: `SuffixDecodingCache`.
+        depth: `max_tree_depth`.
+    """
+
+    def __init__(self, make: Callable[..., Any], depth: int) -> None:
+        self.cache = make(max_tree_depth=depth, max_cached_requests=MOST_REQUESTS)
+        self.depth = depth
+        self.past: dict[int, list[int]] = {}
+        self.next = 0
+
+    def open(self, key: str, context: IntArray) -> int:  # noqa: ARG002  (it has no keys)
+        """It finds prompts again by their tokens alone."""
+        self.next += 1
+        self.cache.start_request(self.next, context)
+        self.past[self.next] = context.tolist()
+        return self.next
+
+    def close(self, row: int) -> None:
+        """The response stays in the global tree."""
+        self.cache.stop_request(row)
+        del self.past[row]
+
+    def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
+        """Row by row, as vLLM does."""
+        for at, row in enumerate(rows.tolist()):
+            new = tokens[offsets[at] : offsets[at + 1]].tolist()
+            self.cache.add_active_response(row, new)
+            self.past[row] += new
+
+    def draft(self, rows: IntArray, budgets: IntArray) -> Any:
+        """With vLLM's factor 1.0 and least probability 0.1, the package's defaults."""
+        tokens: list[int] = []
+        offsets = [0]
+        for row, budget in zip(rows.tolist(), budgets.tolist(), strict=True):
+            pattern = np.array(self.past[row][-self.depth :], np.int32)
+            tokens += self.cache.speculate(row, pattern, max_spec_tokens=budget).token_ids
+            offsets.append(len(tokens))
+        return Namespace(tokens=np.array(tokens, np.int32), offsets=offsets)
+
+    def insert_speed(self, samples: list[IntArray]) -> float:
+        """Tokens per second, one rollout after the other, as lists: what it takes fastest."""
+        lists = [tokens.tolist() for tokens in samples]
+        first = self.next
+        self.next += len(lists)
+        start = time.process_time()
+        for request, tokens in enumerate(lists, first):
+            self.cache.start_request(request, PROMPT)
+            self.cache.add_active_response(request, tokens)
+            self.cache.stop_request(request)
+        return sum(map(len, lists)) / (time.process_time() - start)
+
+    def step_speed(self, samples: list[IntArray], steps: int) -> dict[str, float]:
+        """As `cache_work.step_speed`; what vLLM has ready anyway is prepared outside the clock."""
+        first = self.next
+        self.next += len(samples)
+        whole = [np.concatenate([PROMPT, tokens]).astype(np.int32) for tokens in samples]
+        for request in range(first, self.next):
+            self.cache.start_request(request, PROMPT)
+        extending = drafting = drafted = 0.0
+        for step in range(1, steps + 1):
+            new = [s[(step - 1) * ACCEPTED : step * ACCEPTED].tolist() for s in samples]
+            stop = len(PROMPT) + step * ACCEPTED
+            patterns = [tokens[max(0, stop - self.depth) : stop] for tokens in whole]
+            start = time.process_time()
+            for request, tokens in enumerate(new, first):
+                self.cache.add_active_response(request, tokens)
+            middle = time.process_time()
+            drafts = [
+                self.cache.speculate(request, pattern, max_spec_tokens=BUDGET)
+                for request, pattern in enumerate(patterns, first)
+            ]
+            end = time.process_time()
+            extending += middle - start
+            drafting += end - middle
+            drafted += sum(len(draft.token_ids) for draft in drafts)
+        for request in range(first, self.next):
+            self.cache.stop_request(request)
+        return step_numbers(extending, drafting, drafted, steps * len(samples))
+
+
+def arctic() -> tuple[Callable[..., Any], str] | None:
+    """ArcticInference's cache class and its version; None where it is not installed."""
+    try:
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+    except ImportError:
+        return None
+    return SuffixDecodingCache, metadata.version("arctic-inference")

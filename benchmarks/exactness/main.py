@@ -1,0 +1,63 @@
+"""Which modes sample exactly from the policy, and by how much the others do not.
+
+    python -m benchmarks.exactness [--quick] [--json FILE] [--samples N] [--modes a,b]
+
+Each mode draws at least a million sequences from a policy whose law is enumerated, with drafts or
+kept tokens of *another* policy, and is compared with that law: total variation with its 95%
+confidence interval, what an exact sampler shows by chance at as many samples, and the p-value of
+Pearson's chi-square. Modes on the enumerated model alone (`plain` .. `trap-untrained`) take
+seconds, those of engines minutes. A mode that cannot run here is listed as MISSING.
+
+Ends with status 1 if a mode that must be exact has a p-value below 1e-6 (false alarms: that times
+the modes) or a biased one is not seen to be biased.
+
+What does the work is imported only in `main`: vLLM's engine process imports this module again, and
+vLLM's CPU build (0.32.0) cannot start where numba has been imported before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from benchmarks.report import write_json
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from benchmarks.exactness import kept as exactness_kept
+    from benchmarks.exactness import report
+
+    parser = argparse.ArgumentParser(description="which modes sample exactly from the policy")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{report.QUICK:,} samples for each mode"
+    )
+    parser.add_argument("--samples", type=int, help=f"for each mode; default {report.FULL:,}")
+    parser.add_argument("--modes", help=f"some of {', '.join(report.MODES)}; default: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="write the numbers here")
+    options = parser.parse_args(arguments)
+    modes = options.modes.split(",") if options.modes else list(report.MODES)
+    unknown = [mode for mode in modes if mode not in report.MODES]
+    if unknown:
+        parser.error(f"no mode {unknown[0]!r}: {', '.join(report.MODES)}")
+    samples = options.samples or (report.QUICK if options.quick else report.FULL)
+    if samples < 1000:
+        parser.error("--samples must be at least 1,000")
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    findings, missing = report.measure(modes, samples, options.seed)
+    shares = exactness_kept.table(options.quick)
+    console.print(report.table(findings, missing))
+    console.print(report.kept_table(shares))
+    for mode, why in missing.items():
+        print(f"MISSING: {mode} was not certified: {why}", file=sys.stderr)
+    if options.json:
+        raw = {
+            "modes": {one.mode: one.as_dict() for one in findings},
+            "missing": missing,
+            "kept": [one.as_dict() for one in shares],
+        }
+        write_json(options.json, "exactness", raw, report.ratios(findings))
+    return 0 if all(one.fine for one in findings) else 1

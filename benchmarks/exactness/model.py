@@ -1,0 +1,135 @@
+"""Policies small enough to enumerate, in NumPy: the law of every sequence is known exactly.
+
+A policy over V tokens and sequences of L tokens is one table per position, p(next | all before).
+A context is its tokens read as a number in base V, and so is a whole sequence: its *cell*.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.acceptance import Known
+
+Doubles = NDArray[np.float64]
+Codes = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One distribution of the next token per context."""
+
+    tables: tuple[Doubles, ...]
+    """L tables; table t is `[V ** t, V]`."""
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.tables[0].shape[1]
+
+    @property
+    def length(self) -> int:
+        """L."""
+        return len(self.tables)
+
+    def at(self, position: Codes, code: Codes) -> Doubles:
+        """`[n, V]` the next token after `position` tokens that read as `code`."""
+        starts = np.cumsum([0, *(len(table) for table in self.tables)])
+        return np.concatenate(self.tables)[starts[position] + code]
+
+    def law(self) -> Doubles:
+        """`[V ** L]` probability of every sequence."""
+        law = np.ones(1)
+        for table in self.tables:
+            law = (law[:, None] * table).ravel()
+        return law
+
+    def sample(self, rng: np.random.Generator, count: int) -> Codes:
+        """`[count, L]` sequences."""
+        return self.finish(rng, np.zeros((count, self.length), np.int64), np.zeros(count, np.int64))
+
+    def finish(self, rng: np.random.Generator, tokens: Codes, done: Codes) -> Codes:
+        """`[n, L]` sequences that keep the first done[i] tokens of row i; the rest is drawn."""
+        out = np.empty_like(tokens)
+        code = np.zeros(len(tokens), np.int64)
+        for at, table in enumerate(self.tables):
+            out[:, at] = np.where(at < done, tokens[:, at], draw(rng, table[code]))
+            code = code * self.vocabulary + out[:, at]
+        return out
+
+    def along(self, tokens: Codes) -> Doubles:
+        """`[n, L, V]` the distributions at each position of `[n, L]` sequences."""
+        codes = contexts(tokens, self.vocabulary)
+        return np.stack([table[codes[:, at]] for at, table in enumerate(self.tables)], axis=1)
+
+
+def random_policy(seed: int, vocabulary: int, length: int, peaked: float = 0.8) -> Policy:
+    """Dirichlet tables; the smaller `peaked`, the further from uniform."""
+    rng = np.random.default_rng(seed)
+    alpha = np.full(vocabulary, peaked)
+    return Policy(tuple(rng.dirichlet(alpha, vocabulary**at) for at in range(length)))
+
+
+def mixture(one: Policy, other: Policy, share: float, top_p: float = 1.0) -> Policy:
+    """`share` of the other policy's tables in this one's, then top-p."""
+    tables = [(1 - share) * a + share * b for a, b in zip(one.tables, other.tables, strict=True)]
+    return Policy(tuple(nucleus(table, top_p) for table in tables))
+
+
+def nucleus(table: Doubles, top_p: float) -> Doubles:
+    """The smallest set of most probable tokens that reaches `top_p`, rescaled."""
+    if top_p >= 1.0:
+        return table
+    order = np.argsort(-table, axis=1, kind="stable")
+    ordered = np.take_along_axis(table, order, 1)
+    kept = np.where(np.cumsum(ordered, 1) - ordered < top_p, ordered, 0.0)
+    out = np.zeros_like(table)
+    np.put_along_axis(out, order, kept / kept.sum(1, keepdims=True), 1)
+    return out
+
+
+def draw(rng: np.random.Generator, table: Doubles) -> Codes:
+    """`[n]` one token of each of `[n, V]` distributions; never one of probability 0."""
+    cumulative = np.cumsum(table, axis=1)
+    number = rng.random(len(table)) * cumulative[:, -1]
+    return (number[:, None] >= cumulative).sum(axis=1)
+
+
+def contexts(tokens: Codes, vocabulary: int) -> Codes:
+    """`[n, L + 1]` the context before each token of `[n, L]`, and at last the cell."""
+    out = np.zeros((len(tokens), tokens.shape[1] + 1), np.int64)
+    for at in range(tokens.shape[1]):
+        out[:, at + 1] = out[:, at] * vocabulary + tokens[:, at]
+    return out
+
+
+def cells(tokens: Codes, vocabulary: int) -> Codes:
+    """`[n]` cell of each of `[n, L]` sequences."""
+    return contexts(tokens, vocabulary)[:, -1]
+
+
+def listed(tokens: Codes, laws: Doubles, k: int) -> Known:
+    """What an engine reports of `[N, V]` distributions: `tokens` `[N]` and the K most probable."""
+    ids = np.argsort(-laws, axis=1, kind="stable")[:, :k]
+    with np.errstate(divide="ignore"):
+        logs = np.log(laws).astype(np.float32)
+    values = np.take_along_axis(logs, ids, 1)
+    ids = np.where(np.isneginf(values), -1, ids).astype(np.int32)
+    return Known(logs[np.arange(len(logs)), tokens], ids, values)
+
+
+def tail_draws(
+    rng: np.random.Generator, laws: Doubles, ids: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """`[N]` draws from `[N, V]` distributions outside `[N, K]` ids, and their log-probabilities."""
+    row, place = np.nonzero(ids >= 0)
+    tail = laws.copy()
+    tail[row, ids[row, place]] = 0.0
+    there = tail.sum(1) > 0
+    tail[~there] = 1.0
+    drawn = np.where(there, draw(rng, tail), -1).astype(np.int32)
+    with np.errstate(divide="ignore"):
+        logs = np.log(laws[np.arange(len(laws)), drawn])
+    return drawn, np.where(there, logs, -np.inf).astype(np.float32)

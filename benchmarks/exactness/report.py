@@ -1,0 +1,174 @@
+"""Runs the modes of benchmarks.exactness and shows what they found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.exactness import engines as exactness_engines
+from benchmarks.exactness import kept as exactness_kept
+from benchmarks.exactness.model import Codes, Doubles
+from benchmarks.exactness.pure import PURE, default_world
+from benchmarks.exactness.stats import Distance, distance
+from benchmarks.exactness.trap import TRAPS, trained
+
+ALARM = 1e-6
+FULL, QUICK = 1_000_000, 20_000
+_WAVE = 50_000
+MODES = (*PURE, *TRAPS, *exactness_engines.MODES)
+
+
+@dataclass
+class Finding:
+    """One mode's result."""
+
+    mode: str
+    exact: bool
+    """Whether it must be; otherwise a bias must show."""
+    distance: Distance
+    seconds: float
+    notes: dict[str, float] = field(default_factory=dict)
+    """Sums over the samples, such as tokens drafted and accepted."""
+
+    @property
+    def fine(self) -> bool:
+        """Exact as far as can be seen, or biased as expected."""
+        return (self.distance.p_value >= ALARM) == self.exact
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "exact": self.exact,
+            "fine": self.fine,
+            "seconds": self.seconds,
+            **self.distance.as_dict(),
+            **self.notes,
+        }
+
+
+@dataclass
+class Tally:
+    """Counts in two independent halves, and sums of notes."""
+
+    law: Doubles
+    halves: np.ndarray[Any, np.dtype[np.int64]] = field(init=False)
+    notes: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.halves = np.zeros((2, len(self.law)), np.int64)
+
+    def add(self, cells: Codes, notes: dict[str, float]) -> None:
+        """Another wave of samples; alternate samples go to the other half."""
+        for half in (0, 1):
+            self.halves[half] += np.bincount(cells[half::2], minlength=len(self.law))
+        for name, value in notes.items():
+            self.notes[name] = self.notes.get(name, 0.0) + value
+
+    def finding(self, mode: str, exact: bool, began: float) -> Finding:
+        """Compare with the law."""
+        seconds = time.perf_counter() - began
+        return Finding(mode, exact, distance(self.halves, self.law), seconds, self.notes)
+
+
+def run_pure(mode: str, samples: int, seed: int) -> Finding:
+    """One of the modes without an engine."""
+    began = time.perf_counter()
+    rng = np.random.default_rng([seed, MODES.index(mode)])
+    if mode in TRAPS:
+        trap, exact = TRAPS[mode]
+        tally = Tally(trained().law())
+        for count in _waves(samples):
+            tally.add(*trap(rng, count))
+        return tally.finding(mode, exact, began)
+    sampler, exact = PURE[mode]
+    world = default_world()
+    tally = Tally(world.new.law())
+    for count in _waves(samples):
+        tally.add(*sampler(world, rng, count))
+    return tally.finding(mode, exact, began)
+
+
+def run_engine(kind: str, modes: Sequence[str], samples: int, seed: int) -> Iterator[Finding]:
+    """Modes of one engine. Raises `exactness_engines.UnavailableError` where it cannot run."""
+    with exactness_engines.open_bench(kind, seed) as bench:
+        for mode in modes:
+            began = time.perf_counter()
+            tally = Tally(bench.law)
+            for cells, notes in bench.waves(mode, samples):
+                tally.add(cells, notes)
+            yield tally.finding(mode, True, began)
+
+
+def _waves(samples: int) -> Iterator[int]:
+    for start in range(0, samples, _WAVE):
+        yield min(_WAVE, samples - start)
+
+
+def table(findings: Sequence[Finding], missing: dict[str, str]) -> Table:
+    """What is printed."""
+    out = Table(title="total variation from the enumerated law")
+    for name in ("mode", "must be", "samples", "TV", "95% of the sampler's TV", "exact by chance"):
+        out.add_column(name, justify="left" if name in ("mode", "must be") else "right")
+    for name in ("p-value", "accepted", "seconds", ""):
+        out.add_column(name, justify="right")
+    for one in findings:
+        seen, drafted = one.distance, one.notes.get("drafted", 0.0)
+        out.add_row(
+            one.mode,
+            "exact" if one.exact else "biased",
+            f"{seen.samples:,}",
+            f"{seen.tv:.4f}",
+            f"{seen.tv_low:.4f} .. {seen.tv_high:.4f}",
+            f"{seen.tv_by_chance:.4f}, 99.9%: {seen.tv_by_chance_999:.4f}",
+            f"{seen.p_value:.2g}",
+            f"{one.notes['accepted'] / drafted:.3f}" if drafted else "",
+            f"{one.seconds:.0f}",
+            "ok" if one.fine else "WRONG",
+        )
+    for mode, why in missing.items():
+        out.add_row(mode, "exact", "MISSING", *[""] * 6, why)
+    return out
+
+
+def kept_table(shares: Sequence[exactness_kept.Shares]) -> Table:
+    """Tokens kept by each rule."""
+    out = Table(title="share of kept tokens that each rule keeps (64 tokens, Markov)")
+    names = ("length", "K", "TV a token", "outside A", "token by token", "by block", "SPEC-RL l=1")
+    for name in names:
+        out.add_column(name, justify="right")
+    for one in shares:
+        numbers = (one.outside, one.token, one.block, one.specrl_1)
+        out.add_row(
+            f"{one.length}",
+            f"{one.top_k}",
+            f"{one.tv_per_token:.4f}",
+            *(f"{number:.3f}" for number in numbers),
+        )
+    return out
+
+
+def measure(modes: Sequence[str], samples: int, seed: int) -> tuple[list[Finding], dict[str, str]]:
+    """Run modes in their order. Gives what was found, and why others are missing."""
+    findings = [run_pure(mode, samples, seed) for mode in modes if mode in PURE or mode in TRAPS]
+    missing: dict[str, str] = {}
+    for kind in exactness_engines.KINDS:
+        wanted = [mode for mode in modes if mode.startswith(f"{kind}-")]
+        done: list[Finding] = []
+        try:
+            done.extend(run_engine(kind, wanted, samples, seed) if wanted else ())
+        except exactness_engines.UnavailableError as error:
+            missing |= dict.fromkeys(wanted[len(done) :], str(error))
+        findings += done
+    return findings, missing
+
+
+def ratios(findings: Sequence[Finding]) -> dict[str, float]:
+    """TV over what chance shows: about 1 is exact."""
+    return {
+        f"tv_vs_chance_{one.mode}": one.distance.tv / one.distance.tv_by_chance for one in findings
+    }

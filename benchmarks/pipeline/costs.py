@@ -1,0 +1,173 @@
+"""What decoding and scoring cost, and how long answers are: the torch engine as in the runs.
+
+    python -m benchmarks.pipeline.costs MODEL      one line of JSON
+
+On one core, with the slots of `benchmarks/pipeline.yaml`: a number of prompts is answered, then the
+same texts are verified (`GenerateRequest.kept`) under the same weights, which accept them all, so
+that nothing is written again. Without the cache, so that decoding is plain, and with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.pipeline.modes import CONFIG
+
+PROMPTS = 24
+GROUP = 4
+"""Samples of each prompt."""
+SECONDS = 300.0
+"""Longest time that the measurement may take."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Tokens per second on one core, and lengths in tokens."""
+
+    slots: int
+    decoded: float
+    """Plain decoding, all slots in use but at the end."""
+    decoded_with_cache: float
+    """Drafting from the samples of the same prompt, as in the runs."""
+    scored: float
+    """Verification: kept response tokens."""
+    lengths: tuple[float, float, float]
+    """Median, 90th percentile, longest."""
+
+    @property
+    def ratio(self) -> float:
+        """What a decoded token costs, over what a scored one costs."""
+        return self.scored / self.decoded
+
+    @property
+    def ratio_with_cache(self) -> float:
+        """The same with drafts."""
+        return self.scored / self.decoded_with_cache
+
+
+def measure_costs(model: Path) -> Costs:
+    """In a process of its own, kept on one core.
+
+    Raises:
+        RuntimeError: it failed; the end of what it said is quoted.
+    """
+    command = [sys.executable, "-m", "benchmarks.pipeline.costs", str(model)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+    )
+    if done.returncode:
+        said = "\n".join(done.stderr.splitlines()[-8:])
+        raise RuntimeError(f"measuring the engine failed ({done.returncode}):\n{said}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Costs(**{**found, "lengths": tuple(found["lengths"])})
+
+
+async def _measure(model: str) -> Costs:
+    from asyncrl.config import load_config
+    from asyncrl.tasks.loading import load_task
+
+    config = load_config(CONFIG, (f"model.path={model}", f"task.train_size={PROMPTS}"))
+    task = load_task(config.task, model, 0)
+    rates: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    lengths: list[int] = []
+    for with_cache in (False, True):
+        cache = config.cache.model_copy(update={"enabled": with_cache})
+        lengths, decoded, scored = await _passes(config, task, model, cache)
+        rates[with_cache].append((decoded, scored))
+    (plain, scored), (drafting, _) = rates[False][0], rates[True][0]
+    spread = (np.median(lengths), np.percentile(lengths, 90), max(lengths))
+    return Costs(
+        config.engine.slots,
+        plain,
+        drafting,
+        scored,
+        tuple(float(x) for x in spread),  # type: ignore[arg-type]
+    )
+
+
+async def _passes(config: Any, task: Any, model: str, cache: Any) -> tuple[list[int], float, float]:
+    """Lengths of the answers, and tokens per second decoded and scored."""
+    from asyncrl.run.prompt_order import sample_seed
+    from engine.factory import create_engine
+    from engine.protocol import GenerateRequest
+    from rollout.trajectory import SampleId, TrajectoryBuilder
+
+    engine_config = config.engine.model_copy(update={"threads": 1})
+    engine = create_engine(engine_config, model, cache_config=cache, seed=0)
+    sampling = config.sampling.params(
+        stop_tokens=task.stop_tokens, top_k_logprobs=config.engine.top_k_logprobs, seed=None
+    )
+
+    async def write(sample: SampleId, kept: Any) -> TrajectoryBuilder:
+        prompt = task.train[sample.group]
+        builder = TrajectoryBuilder(sample, prompt.prompt_id, np.asarray(prompt.tokens, np.int32))
+        purpose = "draw" if kept is None else "verify"
+        seed = sample_seed(0, purpose, sample.group, sample.sample)
+        request = GenerateRequest(
+            request_id=f"{purpose}-{sample}",
+            cache_key=prompt.prompt_id,
+            prompt_tokens=builder.prompt_tokens,
+            sampling=replace(sampling, seed=seed),
+            kept=kept,
+        )
+        async for chunk in engine.generate(request):
+            builder.append(
+                tokens=chunk.tokens,
+                logprobs=chunk.logprobs,
+                topk_ids=chunk.topk_ids,
+                topk_logprobs=chunk.topk_logprobs,
+                provenance=chunk.provenance,
+                policy_version=chunk.policy_version,
+            )
+        return builder
+
+    async def timed(
+        samples: Sequence[SampleId], kept: Sequence[Any]
+    ) -> tuple[list[TrajectoryBuilder], float]:
+        began = time.perf_counter()
+        made = await asyncio.gather(*(write(s, k) for s, k in zip(samples, kept, strict=True)))
+        return list(made), time.perf_counter() - began
+
+    samples = [SampleId(g, s) for g in range(1, PROMPTS) for s in range(GROUP)]
+    await engine.start()
+    try:
+        await timed([SampleId(0, s) for s in range(GROUP)], [None] * GROUP)  # warms up
+        written, decoding = await timed(samples, [None] * len(samples))
+        lengths = [len(builder) for builder in written]
+        _, scoring = await timed(samples, [builder.kept() for builder in written])
+    finally:
+        await engine.close()
+    return lengths, sum(lengths) / decoding, sum(lengths) / scoring
+
+
+def main() -> None:
+    """Measure on the first core that this process may use."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model")
+    args = parser.parse_args()
+    from asyncrl.launch.cores import stay_on
+
+    stay_on(sorted(os.sched_getaffinity(0))[:1])
+    costs = asyncio.run(_measure(args.model))
+    print(json.dumps(vars(costs)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""What the runs of benchmarks.pipeline say together: means over seeds and the flat ratios."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.pipeline.costs import Costs
+from benchmarks.pipeline.modes import KEEP_4, RUN_AHEAD, SYNC, Effort
+from benchmarks.pipeline.run import GENERATOR, TRAINER, RunNumbers
+
+TARGETS = {
+    "sync_over_verify": 1.5,
+    "verify_over_keep4": 1.15,
+    "generator_idle": 0.05,
+    "regenerated_share": 0.15,
+}
+"""`sync_over_verify` must be reached, the others not exceeded. `accuracy_difference` has an
+interval instead, which must hold 0."""
+FLOORS = frozenset({"sync_over_verify"})
+
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t, two-sided 95%, from 1 degree of freedom on."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean difference and its 95% confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+    of: str
+    """What varied, so what the interval covers."""
+
+    @property
+    def within_noise(self) -> bool:
+        """Whether no difference at all is among what the data allow."""
+        return self.low <= 0 <= self.high
+
+
+@dataclass
+class Findings:
+    """All runs, in the order in which they were made."""
+
+    effort: Effort
+    costs: Costs
+    parameters: int
+    accuracy_before: float | None = None
+    runs: list[RunNumbers] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    """Mode to why it has no runs."""
+    failed: bool = False
+    """Whether a run failed; a mode that is not built is missing, not failed."""
+
+    def of(self, mode: str) -> list[RunNumbers]:
+        """Its runs, by seed."""
+        return sorted((run for run in self.runs if run.mode == mode), key=lambda run: run.seed)
+
+    def mean(self, mode: str, value: Callable[[RunNumbers], float]) -> float:
+        """Over the seeds of a mode that has runs."""
+        return statistics.fmean(value(run) for run in self.of(mode))
+
+    def step_seconds(self, mode: str) -> float:
+        """Mean wall time per step."""
+        return self.mean(mode, lambda run: run.step_seconds)
+
+    def tokens_per_second(self, mode: str) -> float:
+        """Mean rate of training."""
+        return self.mean(mode, lambda run: run.tokens_per_second)
+
+    def accuracy_difference(self, mode: str, other: str = SYNC) -> Difference | None:
+        """Accuracy of one mode minus another's after equally many steps; None where not both ran.
+
+        With several seeds the interval is Student's t over the seeds' differences; with one it
+        covers the sampling noise of the evaluation only, not that of training.
+        """
+        theirs = {run.seed: run.accuracy for run in self.of(other)}
+        pairs = [
+            (run.accuracy, theirs[run.seed])
+            for run in self.of(mode)
+            if run.accuracy is not None and theirs.get(run.seed) is not None
+        ]
+        if not pairs:
+            return None
+        return _difference([(a, b) for a, b in pairs if b is not None], self.effort.evaluated)
+
+    def ratios(self) -> dict[str, float]:
+        """Flat, one number per name; a name is missing where its modes did not run.
+
+        `..._per_token` are the same per token trained on: modes write other texts, and the length
+        of a step's few samples varies by some per cent.
+        """
+        found: dict[str, float] = {"score_over_decode": self.costs.ratio}
+        verified = self.of(RUN_AHEAD)
+        if not verified:
+            return found
+        seconds, rate = self.step_seconds(RUN_AHEAD), self.tokens_per_second(RUN_AHEAD)
+        if self.of(SYNC):
+            found["sync_over_verify"] = self.step_seconds(SYNC) / seconds
+            found["sync_over_verify_per_token"] = rate / self.tokens_per_second(SYNC)
+        if self.of(KEEP_4):
+            found["verify_over_keep4"] = seconds / self.step_seconds(KEEP_4)
+            found["verify_over_keep4_per_token"] = self.tokens_per_second(KEEP_4) / rate
+        found["generator_idle"] = self.mean(RUN_AHEAD, lambda run: run.idle_share(GENERATOR))
+        found["regenerated_share"] = self.mean(RUN_AHEAD, lambda run: run.regenerated_share)
+        found["staleness_max"] = max(run.staleness_max for run in verified)
+        difference = self.accuracy_difference(RUN_AHEAD)
+        if difference is not None:
+            found["accuracy_difference"] = difference.mean
+            found["accuracy_difference_low"] = difference.low
+            found["accuracy_difference_high"] = difference.high
+        if self.of(SYNC):
+            training = self.mean(SYNC, lambda run: run.busy_seconds(TRAINER))
+            generation = self.mean(SYNC, lambda run: run.busy_seconds(GENERATOR))
+            found["training_over_generation"] = training / generation
+        return found
+
+    def raw(self) -> dict[str, Any]:
+        """Everything that was measured."""
+        return {
+            "effort": asdict(self.effort),
+            "parameters": self.parameters,
+            "costs": {**asdict(self.costs), "ratio": self.costs.ratio},
+            "accuracy_before": self.accuracy_before,
+            "missing": self.missing,
+            "runs": [
+                {
+                    **asdict(run),
+                    "regenerated_share": run.regenerated_share,
+                    "survival": run.survival,
+                    "idle_share": {p: run.idle_share(p) for p in run.idle},
+                }
+                for run in self.runs
+            ],
+        }
+
+
+def _difference(pairs: Sequence[tuple[float, float]], evaluated: int) -> Difference:
+    differences = [a - b for a, b in pairs]
+    mean = statistics.fmean(differences)
+    if len(differences) > 1:
+        t = _T_95[min(len(differences) - 1, len(_T_95)) - 1]
+        margin = t * statistics.stdev(differences) / math.sqrt(len(differences))
+        return Difference(mean, mean - margin, mean + margin, f"{len(differences)} seeds")
+    (a, b) = pairs[0]
+    margin = 1.96 * math.sqrt((a * (1 - a) + b * (1 - b)) / evaluated)
+    return Difference(mean, mean - margin, mean + margin, "evaluation samples, one seed")
+
+
+def reached(name: str, value: float) -> bool:
+    """Whether a ratio is where it was meant to be."""
+    return value >= TARGETS[name] if name in FLOORS else value <= TARGETS[name]

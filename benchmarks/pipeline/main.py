@@ -1,0 +1,159 @@
+"""Exactly on-policy at which price: real runs in every mode, one after the other.
+
+    python -m benchmarks.pipeline [--quick] [--json FILE] [--plot FILE.svg]
+
+Each run is `asyncrl run benchmarks/pipeline.yaml --set ...` in a process of its own: the same
+model, prompts, seeds and number of optimizer steps; only the mode's settings differ (printed with
+its result). Generator and trainer have one core each (`launcher.pin_cores`); controller and reward
+workers share the trainer's where there is no third. The model is the built-in one, taught to muse
+before it answers, so that lengths are uneven (`benchmarks.pipeline.model`), and widened, so that
+decoding few rows costs several times what scoring does, as on a GPU. What decoding and scoring
+cost is measured first and printed; so is what generation and training cost per step.
+
+Wall time per step is taken between steps: the first and the last ones are left out (the table says
+which), since the pipeline has to fill and has nothing to write ahead at the end. Idle shares come
+from the processes' time lines (`monitoring.spans`). Accuracy is of the last checkpoint, on held-out
+problems, sampled as in training, with the same random numbers for all.
+
+--quick: one seed, 50 steps, about 9 minutes on two quiet cores; its accuracy_difference covers the
+noise of the evaluation only. In full: three seeds, 160 steps, about an hour. The first run on a
+machine makes the model, some minutes more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.pipeline.costs import measure_costs
+from benchmarks.pipeline.findings import Findings
+from benchmarks.pipeline.model import ModelRecipe, ensure_model
+from benchmarks.pipeline.modes import CONFIG, FULL, QUICK, Effort, Mode, modes
+from benchmarks.pipeline.plot import write_plot
+from benchmarks.pipeline.run import RunError, RunNumbers, carry_out, read_run
+from benchmarks.pipeline.tables import tables
+from benchmarks.report import write_json
+from benchmarks.widen import widen
+
+PRINTED_WIDTH = 132
+"""Characters per line where the output goes to a file."""
+
+
+def measure(
+    effort: Effort, chosen: Sequence[Mode], folder: Path, console: Console, model: Path
+) -> Findings:
+    """All runs; a mode that fails or is not built is noted and the others go on."""
+    wide = folder / "model"
+    parameters = widen(str(model), wide, effort.intermediate_size)
+    findings = Findings(effort, measure_costs(wide), parameters)
+    findings.accuracy_before = accuracy_of(wide, effort)
+    # Seed after seed: a machine that becomes slower meanwhile treats no mode worse than others.
+    for seed in effort.seeds:
+        for mode in chosen:
+            if mode.name in findings.missing:
+                continue
+            reason = mode.missing()
+            if reason is not None:
+                findings.missing[mode.name] = reason
+                console.print(f"[bold red]{mode.name} is MISSING:[/] {reason}")
+                continue
+            try:
+                run = _one(mode, seed, wide, effort, folder)
+            except RunError as error:
+                findings.failed = True
+                findings.missing[mode.name] = f"failed: {str(error).splitlines()[0]}"
+                console.print(str(error), style="bold red", markup=False, highlight=False)
+                continue
+            findings.runs.append(run)
+            console.print(
+                f"{mode.name}, seed {seed}: {run.step_seconds:.3f} s / step, "
+                f"accuracy {run.accuracy:.3f}   ({' '.join(mode.settings)})",
+                highlight=False,
+                soft_wrap=True,
+            )
+    return findings
+
+
+def _one(mode: Mode, seed: int, model: Path, effort: Effort, folder: Path) -> RunNumbers:
+    run = carry_out(mode, seed, model=model, effort=effort, folder=folder)
+    numbers = read_run(run, mode.name, seed, effort.window)
+    checkpoint = run / "checkpoints" / f"step-{effort.steps:06d}" / "model"
+    return replace(numbers, accuracy=accuracy_of(checkpoint, effort))
+
+
+def accuracy_of(model: Path, effort: Effort) -> float:
+    """Held-out accuracy, as `asyncrl eval` measures it; many rows, all cores, the same numbers."""
+    from asyncrl.config import load_config
+    from asyncrl.evaluation.command import evaluate_model
+
+    cores = len(os.sched_getaffinity(0))
+    config = load_config(
+        CONFIG,
+        (
+            *("engine.slots=64", f"engine.threads={cores}", "run.seed=0", "cache.enabled=false"),
+            f"evaluation.prompts={effort.evaluated}",
+            f"task.evaluation_size={effort.evaluated}",
+        ),
+    )
+    return evaluate_model(config, str(model), Console(quiet=True)).value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write; 1 when a run failed."""
+    options = _options(arguments)
+    console = Console(width=None if sys.stdout.isatty() else PRINTED_WIDTH)
+    effort = QUICK if options.quick else FULL
+    if options.steps:
+        effort = replace(effort, steps=options.steps)
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        console.print(f"[yellow]the machine is not quiet: load {load:.1f}; timings will be off[/]")
+    model = ensure_model(ModelRecipe())
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(options.keep or made)
+        folder.mkdir(parents=True, exist_ok=True)
+        findings = measure(effort, options.modes, folder, console, model)
+    for table in tables(findings):
+        console.print(table)
+    if options.plot and findings.runs:
+        write_plot(Path(options.plot), findings.runs)
+    if options.json:
+        raw = {"load_before": load, "load_after": os.getloadavg()[0], **findings.raw()}
+        write_json(options.json, "pipeline", raw, findings.ratios())
+    return 1 if findings.failed else 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    known = {mode.name: mode for mode in modes()}
+    parser.add_argument("--quick", action="store_true", help="one seed, fewer steps")
+    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    parser.add_argument("--plot", metavar="FILE", help="write reward against wall time as SVG")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep the runs here, to look at them")
+    parser.add_argument("--steps", type=int, help="optimizer steps instead of the usual number")
+    parser.add_argument(
+        "--modes",
+        metavar="A,B",
+        default=",".join(known),
+        help="only these modes",
+    )
+    options = parser.parse_args(arguments)
+    names = [name.strip() for name in options.modes.split(",")]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        parser.error(f"no mode {unknown[0]!r}; there are {', '.join(known)}")
+    options.modes = [known[name] for name in names]
+    least = QUICK.left_out_first + QUICK.left_out_last + 1
+    if options.steps is not None and options.steps < least:
+        parser.error(f"--steps must be at least {least}: the first and last ones are left out")
+    return options

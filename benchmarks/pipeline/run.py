@@ -1,0 +1,156 @@
+"""One real run of `asyncrl run` in a process of its own, and what its files say about it."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pipeline.modes import CONFIG, Effort, Mode
+from monitoring.metrics_log import read_metrics
+from monitoring.spans import Span, SpanKind, clip, flatten, idle_by_cause, read_timelines
+
+GENERATOR, TRAINER = "generator-0", "trainer"
+
+
+class RunError(Exception):
+    """A run failed, or its files do not say what is needed; names the run and quotes its end."""
+
+
+@dataclass(frozen=True)
+class RunNumbers:
+    """Means over the timed steps of one run."""
+
+    mode: str
+    seed: int
+    step_seconds: float
+    """Wall time per step."""
+    tokens_per_second: float
+    """Response tokens trained on."""
+    tokens_per_step: float
+    generated_per_step: float
+    """Tokens that the engine wrote, those written again and those of samples not trained yet."""
+    staleness_mean: float
+    staleness_max: float
+    verified: float
+    """Older tokens per step that verification kept."""
+    rejected: float
+    """Older tokens per step that were written again."""
+    busy: dict[str, dict[str, float]]
+    """Process to kind of work to seconds per step."""
+    idle: dict[str, dict[str, float]]
+    """Process to cause to share of the time."""
+    rewards: list[tuple[float, float]] = field(default_factory=list)
+    """(wall seconds since the first step began, mean reward) of every step, none left out."""
+    accuracy: float | None = None
+    """Held-out, of the last checkpoint, sampled as in training."""
+
+    @property
+    def regenerated_share(self) -> float:
+        """Tokens written again because of a rejection, over the tokens trained on."""
+        return self.rejected / self.tokens_per_step
+
+    @property
+    def survival(self) -> float | None:
+        """Share of the verified tokens that were kept."""
+        total = self.verified + self.rejected
+        return self.verified / total if total else None
+
+    def idle_share(self, process: str) -> float:
+        """Share of the time in which it did nothing, whatever the cause."""
+        return min(1.0, sum(self.idle[process].values()))
+
+    def busy_seconds(self, process: str) -> float:
+        """Seconds of work per step."""
+        return sum(self.busy[process].values())
+
+
+def carry_out(mode: Mode, seed: int, *, model: Path, effort: Effort, folder: Path) -> Path:
+    """Train as a user does, with the command line; gives the run's folder.
+
+    Raises:
+        RunError: it failed or took too long; the end of what it said is quoted.
+    """
+    name = f"{mode.slug}-seed{seed}"
+    settings = (
+        *(f"run.name={name}", f"run.directory={folder}", f"run.steps={effort.steps}"),
+        *(f"run.seed={seed}", f"model.path={model}"),
+        *mode.settings,
+    )
+    command = [sys.executable, "-m", "asyncrl", "run", str(CONFIG)]
+    for setting in settings:
+        command += ["--set", setting]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=effort.timeout_seconds, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"{name} took more than {effort.timeout_seconds:.0f} s") from error
+    if done.returncode:
+        said = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise RunError(f"{name} failed ({done.returncode}):\n{said}")
+    return folder / name
+
+
+def read_run(run: Path, mode: str, seed: int, window: tuple[int, int]) -> RunNumbers:
+    """What a finished run's metrics and time lines say about the steps of `window`.
+
+    Raises:
+        RunError: it has not so many steps, or no time line of a process.
+    """
+    rows = read_metrics(run / "metrics.jsonl")
+    first, end = window
+    if not 1 <= first < end <= len(rows):
+        raise RunError(f"{run.name} has {len(rows)} steps; {first} to {end} were to be timed")
+    before, timed = rows[first - 1], rows[first:end]
+    begins, ends = float(before["time"]), float(timed[-1]["time"])
+    count = len(timed)
+
+    def grew(name: str) -> float:
+        return (float(timed[-1].get(name, 0)) - float(before.get(name, 0))) / count
+
+    tokens = statistics.fmean(_number(row, "tokens") for row in timed)
+    timelines = read_timelines(run / "timeline")
+    missing = {GENERATOR, TRAINER} - timelines.keys()
+    if missing:
+        raise RunError(f"{run.name} has no time line of {', '.join(sorted(missing))}")
+    watched = {process: timelines[process] for process in (GENERATOR, TRAINER)}
+    return RunNumbers(
+        mode=mode,
+        seed=seed,
+        step_seconds=(ends - begins) / count,
+        tokens_per_second=tokens * count / (ends - begins),
+        tokens_per_step=tokens,
+        generated_per_step=grew("tokens_generated"),
+        staleness_mean=statistics.fmean(_number(row, "staleness_mean") for row in timed),
+        staleness_max=max(_number(row, "staleness_max") for row in timed),
+        verified=grew("tokens_verified"),
+        rejected=grew("tokens_rejected"),
+        busy={p: busy_by_kind(spans, begins, ends, count) for p, spans in watched.items()},
+        idle={p: idle_by_cause(spans, begins, ends) for p, spans in watched.items()},
+        rewards=_rewards(rows),
+    )
+
+
+def busy_by_kind(spans: Sequence[Span], start: float, end: float, steps: int) -> dict[str, float]:
+    """Seconds per step by kind of work, largest first."""
+    seconds: dict[str, float] = {}
+    for span in flatten(clip(spans, start, end)):
+        if span.kind != SpanKind.WAITING:
+            seconds[span.kind] = seconds.get(span.kind, 0.0) + span.seconds / steps
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def _rewards(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    return [(_number(row, "wall_seconds"), _number(row, "reward_mean")) for row in rows]
+
+
+def _number(row: Mapping[str, Any], name: str) -> float:
+    value = row.get(name)
+    if value is None:
+        raise RunError(f"step {row.get('step')} has no {name}")
+    return float(value)

@@ -1,0 +1,1 @@
+"""Rollouts of successive policy versions: ours against what a user could pick instead."""

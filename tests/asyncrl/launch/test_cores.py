@@ -1,0 +1,111 @@
+"""What the launcher gives its processes: cores of their own, and memory that they keep."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import UserError
+from asyncrl.launch import LocalLauncher
+from asyncrl.launch.cores import HELPER_CORES, CorePlan, plan_cores, stay_on
+from asyncrl.processes.child import ChildSpec
+
+needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+
+
+@pytest.mark.parametrize(
+    ("cores", "generators", "threads"), list(itertools.product((2, 3, 8, 9), (1, 2, 3), (1, 2)))
+)
+def test_no_core_is_given_twice_and_helpers_never_share_a_generators(
+    cores: int, generators: int, threads: int
+) -> None:
+    available = [2 * core + 1 for core in range(cores)]
+    if (generators + 1) * threads > cores:
+        with pytest.raises(UserError, match="pin_cores"):
+            plan_cores(available, generators=generators, threads=threads)
+        return
+    plan = plan_cores(available, generators=generators, threads=threads)
+    given = [*itertools.chain(*plan.generators), *plan.trainer]
+    assert len(given) == len(set(given)) == (generators + 1) * threads
+    assert set(given) | set(plan.helpers) == set(available)
+    assert not set(plan.helpers) & set(itertools.chain(*plan.generators))
+    assert plan.helpers == plan.trainer or not set(plan.helpers) & set(plan.trainer)
+
+
+def test_a_replacement_takes_the_place_of_the_lost_one() -> None:
+    plan = CorePlan(((0,), (1,)), (2,), (2,))
+    assert plan.of("generator-1") == plan.of("generator-1.3") == (1,)
+    assert plan.of("trainer") == (2,)
+
+
+@needs_two
+def test_all_threads_stay_and_what_is_started_later_too() -> None:
+    code = """
+import os, subprocess, sys, threading
+from asyncrl.launch.cores import stay_on
+stop = threading.Event()
+early = threading.Thread(target=stop.wait)
+early.start()
+core = max(os.sched_getaffinity(0))
+stay_on([core])
+threads = [int(name) for name in os.listdir("/proc/self/task")]
+assert len(threads) >= 2
+assert all(os.sched_getaffinity(thread) == {core} for thread in threads)
+stop.set()
+child = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
+assert subprocess.check_output(child, text=True).strip() == str({core})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.fixture
+def own_cores() -> Iterator[set[int]]:
+    """The launcher moves this very process too: put it back."""
+    cores = os.sched_getaffinity(0)
+    yield cores
+    stay_on(sorted(cores))
+
+
+def _spec(name: str, folder: Path) -> ChildSpec:
+    # A parent that is not ours: the child ends as soon as it has looked.
+    return ChildSpec(
+        role="generator",
+        name=name,
+        run_directory=str(folder),
+        model_path="",
+        control_address="",
+        data_address="",
+        parent=1,
+        threads=1,
+    )
+
+
+def _environment(pid: int) -> list[str]:
+    """Of a process that was just started; empty until the kernel has set it up."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if found := Path(f"/proc/{pid}/environ").read_bytes():
+            return found.decode().split("\0")
+    raise AssertionError(f"process {pid} has no environment")
+
+
+@needs_two
+def test_the_launcher_puts_each_process_on_its_core(tmp_path: Path, own_cores: set[int]) -> None:
+    cores = sorted(own_cores)
+    launcher = LocalLauncher(tmp_path, generators=1, threads=1, pin_cores=True)
+    assert os.sched_getaffinity(0) == own_cores  # nothing moves before the first child
+    for name, core in (("generator-0", cores[0]), ("trainer", cores[1])):
+        process = launcher.start(_spec(name, tmp_path))
+        assert os.sched_getaffinity(process._process.pid) == {core}
+        assert os.sched_getaffinity(0) == set(cores[2:] or cores[1:])
+        helpers = ",".join(map(str, cores[2:] or cores[1:]))
+        told = _environment(process._process.pid)
+        process._process.wait(timeout=60)
+        assert f"{HELPER_CORES}={helpers}" in told

@@ -1,0 +1,196 @@
+"""The store behind `cache.reuse: lenient`."""
+
+import tracemalloc
+from collections import OrderedDict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import STOP, make_qwen3
+
+from asyncrl.processes.earlier import (
+    ENTRY_BYTES,
+    TOKEN_BYTES,
+    EarlierRollouts,
+    lenient_warning,
+)
+from cache.config import CacheConfig
+from engine.protocol import GenerateRequest, SamplingParams
+from engine.torch.core import CoreSettings, DecodeCore
+from engine.torch.model import load_model
+from rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
+
+
+def trajectory(prompt="p", sample=0, *, length=10, group=0, first=1, reason="stop"):
+    builder = TrajectoryBuilder(SampleId(group, sample), prompt, np.array([1], np.int32))
+    builder.append(
+        tokens=np.arange(first, first + length, dtype=np.int32),
+        logprobs=np.linspace(-1, -0.1, length).astype(np.float32),
+        topk_ids=np.zeros((length, 8), np.int32),
+        topk_logprobs=np.zeros((length, 8), np.float32),
+        provenance=np.zeros(length, np.uint8),
+        policy_version=group,
+    )
+    return builder.finish(reason)
+
+
+def store(max_bytes=1 << 20, lenience=1.5):
+    return EarlierRollouts(lenience=lenience, max_bytes=max_bytes)
+
+
+def test_a_sample_begins_with_what_it_was_last():
+    earlier = store()
+    earlier.remember(trajectory(group=0, first=1))
+    earlier.remember(trajectory(group=5, first=7))
+    earlier.remember(trajectory(sample=1, first=30))
+    kept = earlier.kept("p", 0)
+    assert kept is not None
+    assert kept.tokens.tolist() == list(range(7, 17))
+    assert kept.logprobs == pytest.approx(np.linspace(-1, -0.1, 10))
+    assert (kept.topk_ids.shape, kept.topk_logprobs.shape) == ((10, 0), (10, 0))
+    assert kept.lenience == 1.5
+    assert earlier.kept("p", 2) is None
+    assert earlier.kept("q", 0) is None
+    assert len(earlier) == 2
+
+
+def test_what_was_aborted_is_not_remembered():
+    earlier = store()
+    earlier.remember(trajectory(reason="abort"))
+    assert earlier.kept("p", 0) is None
+
+
+def test_the_least_recently_used_goes_first():
+    room = 3 * (ENTRY_BYTES + 10 * TOKEN_BYTES)
+    earlier = store(room)
+    for sample in range(3):
+        earlier.remember(trajectory(sample=sample))
+    earlier.kept("p", 0)
+    earlier.remember(trajectory(sample=3))
+    assert [earlier.kept("p", sample) is not None for sample in range(4)] == [
+        True, False, True, True,
+    ]  # fmt: skip
+    assert (earlier.dropped, earlier.nbytes) == (1, room)
+
+
+def test_one_that_is_larger_than_everything_is_left_out_and_so_is_its_predecessor():
+    earlier = store(2000)
+    earlier.remember(trajectory(length=10))
+    earlier.remember(trajectory(length=1000))
+    assert earlier.kept("p", 0) is None
+    assert (len(earlier), earlier.nbytes, earlier.dropped) == (0, 0, 1)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("remember"), st.integers(0, 4), st.integers(1, 60)),
+            st.tuples(st.just("ask"), st.integers(0, 4), st.just(0)),
+        ),
+        max_size=60,
+    )
+)
+def test_it_is_a_bounded_memory_whatever_comes(orders):
+    """Against the plainest model of it."""
+    room = 1500
+    earlier, model = store(room), OrderedDict()
+    for what, sample, length in orders:
+        if what == "ask":
+            kept = earlier.kept("p", sample)
+            assert (None if kept is None else len(kept)) == model.get(sample)
+            if sample in model:
+                model.move_to_end(sample)
+            continue
+        earlier.remember(trajectory(sample=sample, length=length))
+        model.pop(sample, None)
+        model[sample] = length
+        while sum(ENTRY_BYTES + TOKEN_BYTES * one for one in model.values()) > room:
+            model.popitem(last=False)
+        assert earlier.nbytes <= room
+        assert len(earlier) == len(model)
+
+
+def test_the_reckoning_covers_the_memory_really_taken():
+    earlier = store(1 << 30)
+    made = [trajectory(prompt=f"prompt-{i}", length=20) for i in range(2000)]
+    tracemalloc.start()
+    try:
+        for one in made:
+            earlier.remember(one)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.5 * earlier.nbytes < taken < earlier.nbytes
+
+
+def test_only_those_who_ask_for_it_get_it_and_they_are_told():
+    assert EarlierRollouts.of(CacheConfig()) is None
+    assert lenient_warning(CacheConfig()) is None
+    config = CacheConfig(reuse="lenient", lenience=2.0)
+    earlier = EarlierRollouts.of(config)
+    assert earlier is not None
+    earlier.remember(trajectory())
+    kept = earlier.kept("p", 0)
+    assert kept is not None
+    assert kept.lenience == 2.0
+    warning = lenient_warning(config)
+    assert warning is not None
+    assert "BIASED" in warning
+    assert "0.137" in warning
+
+
+def chunks_of(core, request):
+    core.add(request)
+    out = []
+    while core.has_work:
+        out += core.step()
+    return out
+
+
+def test_what_an_engine_keeps_of_it_carries_the_log_probabilities_of_the_policy_of_now(tiny_qwen3):
+    """Two epochs under policies that differ; so lenient that everything is kept."""
+    torch.set_num_threads(1)
+    model = load_model(
+        tiny_qwen3, slots=2, max_len=64, device=torch.device("cpu"), dtype=torch.float32
+    )
+    settings = CoreSettings(
+        max_step_tokens=100, max_draft_tokens=0, max_prefill_tokens=500, chunk_tokens=4, top_k=4
+    )
+    core = DecodeCore(model, settings, None, seed=7, planner=None)
+    prompt = np.array([1, 2, 3], np.int32)
+    sampling = SamplingParams(max_tokens=20, stop_tokens=(STOP,), top_k_logprobs=4, seed=5)
+    builder = TrajectoryBuilder(SampleId(0, 0), "p", prompt)
+    for chunk in chunks_of(core, GenerateRequest("first", "p", prompt, sampling)):
+        builder.append(
+            tokens=chunk.tokens,
+            logprobs=chunk.logprobs,
+            topk_ids=chunk.topk_ids,
+            topk_logprobs=chunk.topk_logprobs,
+            provenance=chunk.provenance,
+            policy_version=0,
+        )
+    first = builder.finish("length")
+    earlier = store(lenience=1e6)
+    earlier.remember(first)
+    now = make_qwen3(seed=1)
+    core.update_weights(now.state_dict().items(), 3)
+    kept = earlier.kept("p", 0)
+    assert kept is not None
+    again = chunks_of(
+        core, GenerateRequest("second", "p", prompt, replace(sampling, seed=6), kept=kept)
+    )
+    tokens = np.concatenate([chunk.tokens for chunk in again])
+    got = np.concatenate([chunk.logprobs for chunk in again])
+    provenance = np.concatenate([chunk.provenance for chunk in again])
+    assert tokens.tolist() == first.tokens.tolist()
+    assert (provenance == Provenance.VERIFIED).all()
+    assert {chunk.policy_version for chunk in again} == {3}
+    whole = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
+    with torch.no_grad():
+        law = now(whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    wanted = law[torch.arange(len(tokens)), whole[len(prompt) :]].numpy()
+    assert got == pytest.approx(wanted, abs=1e-4)
+    assert np.abs(got - first.behaviour_logprobs).max() > 0.01

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.processes.group_queue import GroupQueue
+from rollout.trajectory import SampleId, TrajectoryBuilder
+from wire.messages.data import TrajectoryDelivery
+
+
+def delivery(group: int, sample: int, *, step: int = 0, reward: float = 0.0) -> TrajectoryDelivery:
+    builder = TrajectoryBuilder(SampleId(group, sample), "p", np.array([1, 2], np.int32))
+    builder.append(
+        tokens=np.array([3, 4, sample], np.int32),
+        logprobs=np.zeros(3, np.float32),
+        topk_ids=np.zeros((3, 2), np.int32),
+        topk_logprobs=np.zeros((3, 2), np.float32),
+        provenance=np.zeros(3, np.uint8),
+        policy_version=step,
+    )
+    return TrajectoryDelivery.of(builder.finish("stop"), reward=reward, step=step)
+
+
+def test_a_whole_group_is_handed_out_once_in_the_order_of_its_samples() -> None:
+    queue = GroupQueue(3)
+    for sample in (2, 0, 1):
+        assert queue.take(0, allowed=None) is None
+        assert queue.add(delivery(7, sample, reward=sample), next_step=0)
+    group, trajectories, rewards = queue.take(0, allowed=None) or pytest.fail("no group")
+    assert group == 7
+    assert [t.id.sample for t in trajectories] == [0, 1, 2]
+    assert rewards.tolist() == [0, 1, 2]
+    assert queue.take(0, allowed=None) is None
+    assert not queue.add(delivery(7, 1), next_step=0), "a late duplicate of a taken group"
+    assert queue.trajectories == 0
+    assert queue.duplicates == 1
+
+
+def test_only_groups_of_the_plan_are_handed_out() -> None:
+    queue = GroupQueue(1)
+    queue.add(delivery(1, 0), next_step=0)
+    queue.add(delivery(2, 0), next_step=0)
+    taken = queue.take(0, allowed={2})
+    assert taken is not None
+    assert taken[0] == 2
+    assert queue.take(0, allowed={2}) is None
+    queue.forget_before(1)
+    assert queue.trajectories == 0
+
+
+def test_what_belongs_to_a_step_that_is_done_is_dropped() -> None:
+    queue = GroupQueue(2)
+    queue.add(delivery(1, 0), next_step=0)
+    queue.forget_before(1)
+    assert queue.trajectories == 0
+    assert not queue.add(delivery(1, 1), next_step=1)
+
+
+def test_a_sample_outside_its_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="outside a group of 2"):
+        GroupQueue(2).add(delivery(0, 2), next_step=0)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32 - 1), st.floats(0, 0.5))
+def test_every_trajectory_is_taken_exactly_once_whatever_comes_twice(
+    groups: int, size: int, seed: int, repeated: float
+) -> None:
+    chance = random.Random(seed)
+    queue = GroupQueue(size)
+    deliveries = [delivery(g, s, step=g % 2) for g in range(groups) for s in range(size)]
+    deliveries += [d for d in deliveries if chance.random() < repeated]
+    chance.shuffle(deliveries)
+    taken: list[SampleId] = []
+    for each in deliveries:
+        queue.add(each, next_step=0)
+        for step in (0, 1):
+            while (found := queue.take(step, allowed=None)) is not None:
+                taken += [t.id for t in found[1]]
+    assert sorted(taken) == sorted(SampleId(g, s) for g in range(groups) for s in range(size))
+    assert queue.trajectories == 0

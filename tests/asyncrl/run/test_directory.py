@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import RunConfig, parse_config
+from asyncrl.errors import UserError
+from asyncrl.run.directory import RunDirectory, RunState, find_run, is_alive
+
+
+def config_in(path: Path, **sections: object) -> RunConfig:
+    run = {"name": "mine", "directory": str(path)}
+    return parse_config({"run": run, **sections}, source="the test")
+
+
+def test_a_name_in_use_is_refused_unless_resumed_or_cleaned(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    made = RunDirectory.create(config, resume=False, clean=False)
+    made.close()
+    (made.path / "checkpoints" / "step-000001").mkdir()
+    with pytest.raises(UserError, match=r"'mine' is in use.*--resume.*--clean.*--set run.name"):
+        RunDirectory.create(config, resume=False, clean=False)
+    RunDirectory.create(config, resume=True, clean=False).close()
+    assert (made.path / "checkpoints" / "step-000001").exists()
+    RunDirectory.create(config, resume=False, clean=True).close()
+    assert not (made.path / "checkpoints" / "step-000001").exists()
+
+
+def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run to resume"):
+        RunDirectory.create(config_in(tmp_path), resume=True, clean=False)
+
+
+def test_a_folder_that_is_no_run_is_never_cleaned(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="is not the folder of a run"):
+        RunDirectory.create(config_in(tmp_path), resume=False, clean=True)
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_a_resumed_run_keeps_its_data_order(tmp_path: Path) -> None:
+    RunDirectory.create(config_in(tmp_path), resume=False, clean=False).close()
+    changed = config_in(tmp_path, scheduler={"group_size": 4})
+    with pytest.raises(UserError, match=r"scheduler.group_size was 8 and is now 4"):
+        RunDirectory.create(changed, resume=True, clean=False)
+    faster = config_in(tmp_path, trainer={"learning_rate": 1e-3})
+    RunDirectory.create(faster, resume=True, clean=False).close()
+
+
+def test_a_run_that_goes_on_is_not_touched(tmp_path: Path) -> None:
+    made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
+    made.write_state(RunState(pid=os.getpid(), control_address="ipc:///nowhere"))
+    assert is_alive(made.path)
+    for resume, clean in ((True, False), (False, True)):
+        with pytest.raises(UserError, match=r"is going on \(process \d+\).*asyncrl stop mine"):
+            RunDirectory.create(config_in(tmp_path), resume=resume, clean=clean)
+
+
+def test_runs_are_found_by_name_path_or_age(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no run in .*none yet"):
+        find_run(None, tmp_path)
+    made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
+    assert find_run("mine", tmp_path) == made.path
+    assert find_run(str(made.path), Path("elsewhere")) == made.path
+    assert find_run(None, tmp_path) == made.path
+    with pytest.raises(UserError, match=r"no run 'yours'.*runs there: mine"):
+        find_run("yours", tmp_path)
+
+
+def test_metric_lines_that_will_be_done_again_are_cut(tmp_path: Path) -> None:
+    made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
+    metrics = made.path / "metrics.jsonl"
+    metrics.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"ste')
+    made.cut_records(before_step=2)
+    assert metrics.read_text() == '{"step": 0}\n{"step": 1}\n'
+
+
+def test_a_users_mistake_at_the_start_leaves_nothing(tmp_path: Path) -> None:
+    made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
+    made.undo()
+    made.close()
+    assert not made.path.exists()
+
+
+def test_a_mistake_after_a_checkpoint_or_at_a_resume_loses_nothing(tmp_path: Path) -> None:
+    made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
+    (made.path / "checkpoints" / "step-000001").mkdir()
+    made.undo()
+    made.close()
+    before = (made.path / "config.yaml").read_text()
+    changed = config_in(tmp_path, trainer={"learning_rate": 1e-3})
+    resumed = RunDirectory.create(changed, resume=True, clean=False)
+    assert (made.path / "config.yaml").read_text() != before
+    resumed.undo()
+    resumed.close()
+    assert (made.path / "config.yaml").read_text() == before

@@ -1,0 +1,256 @@
+"""benchmarks.rollout in miniature: its JSON is complete, and what is missing is said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.tasks.config import TaskConfig
+from asyncrl.tasks.loading import load_task
+from asyncrl.tasks.model import ensure_builtin_model
+from asyncrl.tasks.warm_start import WarmStart
+from benchmarks.policies import (
+    Policies,
+    Recipe,
+    distributions,
+    ensure_policies,
+    total_variation,
+    write,
+)
+from benchmarks.policies_variety import Variety
+from benchmarks.report import write_json
+from benchmarks.rollout import (
+    main as rollout,
+)
+from benchmarks.rollout import (
+    passes as rollout_passes,
+)
+from benchmarks.rollout import (
+    run as rollout_run,
+)
+from benchmarks.rollout import (
+    trees as rollout_trees,
+)
+from benchmarks.rollout.findings import TARGETS, Findings, Kind, Pass, Rows
+from benchmarks.rollout.passes import Plan, Workload
+from benchmarks.rollout.tables import tables
+from benchmarks.widen import widen
+
+TINY = WarmStart(
+    hidden_size=32,
+    intermediate_size=32,
+    heads=1,
+    head_dim=32,
+    steps=4,
+    batch_size=4,
+    dev_problems=8,
+    expected=(0.0, 1.0),
+)
+RECIPE = Recipe(
+    warm_start=TINY,
+    variety=Variety(steps=2),
+    overrides=("scheduler.groups_per_step=2", "evaluation.prompts=4"),
+    prompts=8,
+    keep=(0, 1, 2),
+    max_tokens=8,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ensure_builtin_model(tmp_path_factory.mktemp("cache"), None, TINY)
+
+
+@pytest.fixture(scope="module")
+def policies(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Policies:
+    """The tiny model and another one near it, as if a step had been made."""
+    later = tmp_path_factory.mktemp("later")
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=noise), alpha=0.02)
+    network.save_pretrained(later)
+    AutoTokenizer.from_pretrained(model).save_pretrained(later)
+    return Policies(
+        {0: model, 1: later}, {"0-1": 0.1}, {"0": 0.9}, {"before": 0.5, "after": 0.6}, RECIPE
+    )
+
+
+def test_the_json_has_every_ratio_that_torch_gives(
+    policies: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_passes, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(rollout_trees, "BUDGETS", (32,))
+    monkeypatch.setattr(rollout_passes, "OVERHEAD_ROWS", 8)
+    monkeypatch.setattr(rollout_passes, "STEP_LENGTHS", (4, 8))
+    plan = Plan((8,), repeats=2, step_rows=(1,), overhead_repeats=1)
+    effort = rollout_run.Effort({"torch": plan, "vllm": plan}, tree_repeats=1, kept_prompts=2)
+    task = load_task(TaskConfig(train_size=256), str(policies.paths[0]), 0)
+    work = Workload(task, 44, policies.paths[0], policies.paths[1])
+    findings = rollout_run.Measurement(["torch"], policies, work, work, effort).run()
+    assert findings.missing == {"vllm": "left out by --engines"}
+    assert not findings.failed
+    file = tmp_path / "new" / "rollout.json"
+    write_json(file, "rollout", findings.raw(), findings.ratios())
+    read = json.loads(file.read_text())
+    assert {"name", "date", "machine", "versions", "raw", "ratios"} <= read.keys()
+    wanted = {"tree_vs_chain", "verify_kept_vs_specrl", "overhead_b64", "torch_b8_vs_plain"}
+    assert wanted <= read["ratios"].keys()
+    assert not any(name.startswith("vllm") for name in read["ratios"])
+    passes = findings.measured["torch"].rows[8].passes
+    assert {name: len(found) for name, found in passes.items()} == dict.fromkeys(
+        ("plain", "chain", "ours"), 2
+    )
+    for plain, *others in zip(passes["plain"], passes["chain"], passes["ours"], strict=True):
+        assert plain.drafted == plain.accepted == 0
+        assert all(other.drafted >= other.accepted for other in others)
+        # The same seeds write the same texts in the torch engine, with drafts or without: so all
+        # contestants run under the same weights, those of the later version.
+        assert {other.tokens for other in others} == {plain.tokens}
+    assert sum(len(list(table.columns)) > 0 for table in tables(findings)) == 5
+
+
+def test_a_part_that_fails_is_said_and_hides_nothing(policies: Policies) -> None:
+    task = load_task(TaskConfig(train_size=8), str(policies.paths[0]), 0)
+    nowhere = Workload(task, 8, Path("/nowhere"), Path("/nowhere"))
+    plan = Plan((1,), repeats=1, step_rows=(), overhead_repeats=0)
+    effort = rollout_run.Effort({"torch": plan}, tree_repeats=1, kept_prompts=1)
+    narrow = Workload(task, 8, policies.paths[0], policies.paths[1])
+    findings = rollout_run.Measurement(["torch"], policies, nowhere, narrow, effort).run()
+    assert findings.failed
+    assert "failed" in findings.missing["torch"]
+    assert "verify_kept_vs_specrl" in findings.ratios()
+
+
+def test_the_main_module_is_light() -> None:
+    """vLLM's core process imports it again, and fails once numba is there."""
+    code = (
+        "import sys, benchmarks.rollout; sys.exit('numba' in sys.modules or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, policies: Policies) -> None:
+    monkeypatch.setattr(rollout_run.util, "find_spec", lambda name: None)
+    task = load_task(TaskConfig(train_size=8), str(policies.paths[0]), 0)
+    work = Workload(task, 8, policies.paths[0], policies.paths[1])
+    effort = rollout_run.Effort.of(quick=True, rows=(1,))
+    findings = rollout_run.Measurement(["vllm"], policies, work, work, effort).run()
+    assert "vllm is not installed" in findings.missing["vllm"]
+    assert findings.ratios() == {}
+    (last,) = tables(findings)
+    assert last.row_count == len(TARGETS)
+
+
+def test_ratios_are_medians_of_pairs_and_the_bound_is_the_best_step() -> None:
+    def passes(*seconds: float) -> list[Pass]:
+        return [Pass(100, s, 10, 20, 10) for s in seconds]
+
+    rows = Rows(8, {"plain": passes(4, 6, 8), "ours": passes(1, 2, 1), "suffix": passes(2, 2, 2)})
+    kind = Kind({1: rows}, steps={1: 1.0, 8: 2.0, 32: 16.0})
+    kind.overhead = [(Pass(10, 1.0, 10, 0, 0), Pass(10, 1.1, 10, 0, 0))]
+    ratios = Findings({"vllm": kind}).ratios()
+    assert ratios["vllm_b1_vs_plain"] == 4
+    assert ratios["vllm_b1_vs_suffix"] == 2
+    assert ratios["overhead_b64"] == pytest.approx(0.1)
+    assert kind.bound(1) == 4
+    assert kind.bound(8) == 1
+    assert rows.drafting("ours") == {
+        "acceptance": 0.5,
+        "drafted_per_step": 2,
+        "accepted_per_step": 1,
+        "tokens_per_step": 10,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--engines", "vlm"], "no engine 'vlm'"),
+        (["--rows", "1,0"], "positive numbers"),
+        (["--versions", "0,3"], "not a pair EARLIER,LATER of"),
+    ],
+)
+def test_bad_options_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        rollout.main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_widened_models_say_the_same_and_differ_only_in_what_was_trained(
+    policies: Policies, tmp_path: Path
+) -> None:
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 50, (2, 20)))
+    wide = [tmp_path / str(version) for version in (0, 1)]
+    gates = []
+    for path, target in zip(policies.paths.values(), wide, strict=True):
+        parameters = widen(str(path), target, 256)
+        logits = []
+        for each in (path, target):
+            network = AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)
+            with torch.no_grad():
+                logits.append(network(tokens).logits)
+        assert parameters == sum(p.numel() for p in network.parameters())
+        torch.testing.assert_close(logits[0], logits[1], atol=1e-5, rtol=1e-5)
+        gates.append(network.state_dict()["model.layers.0.mlp.gate_proj.weight"])
+    assert torch.equal(gates[0][32:], gates[1][32:])
+    assert not torch.equal(gates[0][:32], gates[1][:32])
+    with pytest.raises(ValueError, match="not above the model's 32"):
+        widen(str(policies.paths[0]), tmp_path, 32)
+
+
+async def _texts(policies: Policies) -> tuple[object, list[np.ndarray]]:
+    task = load_task(TaskConfig(train_size=4), str(policies.paths[0]), 0)
+    return task, await write(policies.paths[0], task, task.train, RECIPE)
+
+
+def test_the_distance_of_policies_is_exact(policies: Policies) -> None:
+    import asyncio
+
+    task, texts = asyncio.run(_texts(policies))
+    first, later = policies.paths.values()
+    prompts = task.train  # type: ignore[attr-defined]
+    own, other = (distributions(path, prompts, texts) for path in (first, later))
+    assert total_variation(own, own) == 0
+    # By hand, one text at a time and without padding.
+    distances = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens = torch.from_numpy(np.concatenate([prompt.tokens, text]))[None].long()
+        with torch.no_grad():
+            p, q = (
+                AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens)
+                .logits[0, len(prompt.tokens) - 1 : -1]
+                .softmax(-1)
+                for path in (first, later)
+            )
+        distances += (0.5 * (p - q).abs().sum(-1)).tolist()
+    found = total_variation(own, other)
+    assert found == pytest.approx(np.mean(distances), rel=1e-4)
+    assert found > 1e-3
+
+
+@pytest.mark.slow
+def test_policies_are_trained_once_and_made_again_when_missing(tmp_path: Path) -> None:
+    made = ensure_policies(RECIPE, tmp_path)
+    assert sorted(made.paths) == [0, 1, 2]
+    assert made.drift.keys() == {"0-1", "0-2", "1-2"}
+    # A model that was hardly trained earns nothing, so nothing moves it.
+    assert all(0 <= distance < 0.1 for distance in made.drift.values())
+    assert made.certainty.keys() == {"0", "1", "2"}
+    record = made.paths[0].parent / "policies.json"
+    stamp = record.stat().st_mtime_ns
+    assert ensure_policies(RECIPE, tmp_path) == made
+    assert record.stat().st_mtime_ns == stamp
+    assert replace(RECIPE, version=2).digest() != RECIPE.digest()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".making")]

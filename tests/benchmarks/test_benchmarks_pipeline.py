@@ -1,0 +1,348 @@
+"""benchmarks.pipeline without its runs: what it reads, computes, draws and says when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.config import load_config
+from asyncrl.rewards.functions import arithmetic
+from asyncrl.tasks.arithmetic import draw_problems
+from asyncrl.tasks.loading import load_task
+from asyncrl.tasks.model import ensure_builtin_model
+from asyncrl.tasks.warm_start import WarmStart
+from benchmarks.pipeline import costs as pipeline_costs
+from benchmarks.pipeline import main as pipeline
+from benchmarks.pipeline import run as pipeline_run
+from benchmarks.pipeline.costs import Costs
+from benchmarks.pipeline.findings import Findings, reached
+from benchmarks.pipeline.model import ModelRecipe, Muser, ensure_model
+from benchmarks.pipeline.modes import (
+    CONFIG,
+    FULL,
+    KEEP_4,
+    QUICK,
+    RUN_AHEAD,
+    SYNC,
+    VERIFY,
+    Effort,
+    Mode,
+    modes,
+)
+from benchmarks.pipeline.plot import curves, draw, write_plot
+from benchmarks.pipeline.run import GENERATOR, TRAINER, RunError, RunNumbers, read_run
+from benchmarks.pipeline.tables import tables
+from benchmarks.policies_variety import Variety
+
+COSTS = Costs(4, 100.0, 150.0, 450.0, (30.0, 60.0, 140.0))
+EFFORT = Effort(steps=4, seeds=(0,), intermediate_size=512, evaluated=100)
+
+
+def a_run(mode: str, seed: int = 0, **values: object) -> RunNumbers:
+    run = RunNumbers(
+        mode=mode,
+        seed=seed,
+        step_seconds=1.0,
+        tokens_per_second=200.0,
+        tokens_per_step=200.0,
+        generated_per_step=210.0,
+        staleness_mean=0.0,
+        staleness_max=0.0,
+        verified=90.0,
+        rejected=10.0,
+        busy={GENERATOR: {"generating": 0.8}, TRAINER: {"training": 0.6}},
+        idle={GENERATOR: {"new weights": 0.15, "rewards": 0.05}, TRAINER: {"first group": 0.4}},
+        rewards=[(float(i + 1), 0.5 + 0.01 * i) for i in range(20)],
+        accuracy=0.6,
+    )
+    return replace(run, **values)  # type: ignore[arg-type]
+
+
+def lines(path: Path, rows: Iterable[object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """Six steps of 2 s from second 1000 on; step 0 is unlike the others."""
+    lines(
+        tmp_path / "metrics.jsonl",
+        [
+            {
+                "step": step,
+                "time": 1002.0 + 2 * step,
+                "wall_seconds": 2.0 + 2 * step,
+                "reward_mean": 0.1 * step,
+                "tokens": 50.0 if step == 0 else 100.0,
+                "staleness_mean": 0.5,
+                "staleness_max": float(step == 3),
+                "tokens_generated": 999 + 110 * step,
+                "tokens_verified": 40 * step,
+                "tokens_rejected": 10 * step,
+            }
+            for step in range(6)
+        ],
+    )
+    for name, spans in {
+        GENERATOR: [
+            ("generating", 1000.0, 1009.0, {}),
+            ("waiting", 1009.0, 1010.0, {"for": "new weights"}),
+            ("generating", 1010.0, 1012.0, {}),
+        ],
+        TRAINER: [("training", 1004.0, 1008.0, {}), ("waiting", 1008.0, 1010.0, {"for": "group"})],
+    }.items():
+        lines(
+            tmp_path / "timeline" / f"{name}.jsonl",
+            [{"kind": k, "start": s, "end": e, "args": a} for k, s, e, a in spans],
+        )
+    return tmp_path
+
+
+def test_only_the_window_counts(run_folder: Path) -> None:
+    found = read_run(run_folder, SYNC, 7, (2, 5))  # steps 2, 3, 4: seconds 1004 to 1010
+    assert (found.mode, found.seed) == (SYNC, 7)
+    assert found.step_seconds == pytest.approx(2)
+    assert found.tokens_per_second == pytest.approx(50)
+    assert found.generated_per_step == pytest.approx(110)
+    assert (found.staleness_mean, found.staleness_max) == (0.5, 1)
+    assert found.regenerated_share == pytest.approx(0.1)
+    assert found.survival == pytest.approx(0.8)
+    assert found.busy[GENERATOR] == {"generating": pytest.approx(5 / 3)}
+    assert found.idle[GENERATOR] == {"new weights": pytest.approx(1 / 6)}
+    assert found.idle_share(TRAINER) == pytest.approx(1 / 3)
+    assert found.busy_seconds(TRAINER) == pytest.approx(4 / 3)
+    assert found.rewards[0] == (2.0, 0.0)
+    assert len(found.rewards) == 6
+    assert read_run(run_folder, SYNC, 0, (1, 4)).staleness_max == 1
+    assert read_run(run_folder, SYNC, 0, (1, 3)).staleness_max == 0
+
+
+@pytest.mark.parametrize("window", [(0, 3), (3, 3), (2, 7)])
+def test_a_window_that_was_not_run_is_refused(run_folder: Path, window: tuple[int, int]) -> None:
+    with pytest.raises(RunError, match="has 6 steps"):
+        read_run(run_folder, SYNC, 0, window)
+
+
+def test_a_missing_time_line_is_refused(run_folder: Path) -> None:
+    (run_folder / "timeline" / f"{TRAINER}.jsonl").unlink()
+    with pytest.raises(RunError, match="no time line of trainer"):
+        read_run(run_folder, SYNC, 0, (2, 5))
+
+
+def test_modes_differ_in_the_scheduler_only() -> None:
+    configs = [load_config(CONFIG, mode.settings) for mode in modes() if mode.missing() is None]
+    assert len(configs) >= 5
+    first = configs[0].model_dump(exclude={"scheduler"})
+    assert all(config.model_dump(exclude={"scheduler"}) == first for config in configs)
+    bounds = {"max_off_policy_steps", "on_update", "max_runahead_groups"}
+    first = configs[0].scheduler.model_dump(exclude=bounds)
+    assert all(config.scheduler.model_dump(exclude=bounds) == first for config in configs)
+    assert configs[0].launcher.pin_cores
+    assert configs[0].cache.enabled
+    assert {SYNC, KEEP_4, VERIFY, RUN_AHEAD} <= {mode.name for mode in modes()}
+    assert len({mode.slug for mode in modes()}) == len(modes())
+    for effort in (QUICK, FULL):
+        assert effort.window[1] - effort.window[0] >= 20
+
+
+def test_ratios_by_hand() -> None:
+    findings = Findings(EFFORT, COSTS, 1000)
+    findings.runs = [
+        a_run(SYNC, step_seconds=3.0, accuracy=0.7),
+        a_run(KEEP_4, step_seconds=1.0, tokens_per_second=250.0),
+        a_run(RUN_AHEAD, step_seconds=1.2, staleness_max=0.0, accuracy=0.6),
+    ]
+    ratios = findings.ratios()
+    assert ratios["sync_over_verify"] == pytest.approx(2.5)
+    assert ratios["verify_over_keep4"] == pytest.approx(1.2)
+    assert ratios["verify_over_keep4_per_token"] == pytest.approx(1.25)
+    assert ratios["sync_over_verify_per_token"] == pytest.approx(1.0)
+    assert ratios["generator_idle"] == pytest.approx(0.2)
+    assert ratios["regenerated_share"] == pytest.approx(0.05)
+    assert ratios["score_over_decode"] == pytest.approx(4.5)
+    assert ratios["training_over_generation"] == pytest.approx(0.75)
+    assert ratios["accuracy_difference"] == pytest.approx(-0.1)
+    # One seed: 1.96 standard errors of the two shares of 100 samples each.
+    margin = 1.96 * np.sqrt((0.7 * 0.3 + 0.6 * 0.4) / 100)
+    assert ratios["accuracy_difference_low"] == pytest.approx(-0.1 - margin)
+    assert reached("sync_over_verify", 2.5)
+    assert not reached("sync_over_verify", 1.4)
+    assert not reached("generator_idle", 0.2)
+    json.dumps(findings.raw())
+    assert [table.row_count > 0 for table in tables(findings)] == [True] * 4
+
+
+def test_seeds_give_students_interval() -> None:
+    findings = Findings(replace(EFFORT, seeds=(0, 1, 2)), COSTS, 1000)
+    for seed, (sync, verify) in enumerate([(0.70, 0.72), (0.80, 0.78), (0.60, 0.63)]):
+        # Runs come in any order; what belongs together is told by the seed.
+        findings.runs.insert(0, a_run(SYNC, seed, accuracy=sync))
+        findings.runs.append(a_run(RUN_AHEAD, seed, accuracy=verify))
+    difference = findings.accuracy_difference(RUN_AHEAD)
+    assert difference is not None
+    assert difference.mean == pytest.approx(0.01)
+    margin = 4.303 * np.std([0.02, -0.02, 0.03], ddof=1) / np.sqrt(3)
+    assert difference.high - difference.mean == pytest.approx(margin)
+    assert difference.within_noise
+    assert findings.accuracy_difference(KEEP_4) is None
+    always = Findings(EFFORT, COSTS, 1000, runs=[a_run(SYNC, s, accuracy=0.5) for s in range(3)])
+    always.runs += [a_run(RUN_AHEAD, s, accuracy=0.6 + s / 1000) for s in range(3)]
+    worse = always.accuracy_difference(RUN_AHEAD)
+    assert worse is not None
+    assert not worse.within_noise
+
+
+def test_what_fails_or_is_not_built_is_said_and_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def fake(mode: Mode, seed: int, *_args: object) -> RunNumbers:
+        asked.append((mode.name, seed))
+        if mode.name == "keep(1)":
+            raise RunError("keep-1-seed0 failed (1):\n[/] some words")
+        return a_run(mode.name, seed)
+
+    monkeypatch.setattr(pipeline, "_one", fake)
+    monkeypatch.setattr(pipeline, "widen", lambda *_: 1000)
+    monkeypatch.setattr(pipeline, "measure_costs", lambda _: COSTS)
+    monkeypatch.setattr(pipeline, "accuracy_of", lambda *_: 0.5)
+    impossible = Mode("mixed", ("scheduler.on_update=both",))
+    chosen = (impossible, *modes())
+    console = pipeline.Console(width=300)
+    effort = replace(EFFORT, seeds=(0, 1))
+    findings = pipeline.measure(effort, chosen, tmp_path, console, tmp_path)
+    assert findings.failed
+    assert "on_update" in findings.missing["mixed"]
+    assert findings.missing["keep(1)"].startswith("failed")
+    assert asked.count(("keep(1)", 0)) == 1
+    assert ("keep(1)", 1) not in asked
+    assert {(SYNC, 0), (SYNC, 1), (RUN_AHEAD, 0), (RUN_AHEAD, 1)} <= set(asked)
+    for table in tables(findings):
+        console.print(table)
+    said = capsys.readouterr().out
+    assert "mixed is MISSING" in said
+    assert "some words" in said
+
+
+def test_a_run_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_run, "CONFIG", tmp_path / "nowhere.yaml")
+    with pytest.raises(RunError, match="no configuration file"):
+        pipeline_run.carry_out(
+            modes()[0], 0, model=tmp_path, effort=replace(EFFORT, steps=2), folder=tmp_path
+        )
+
+
+def test_the_plot_has_a_line_per_mode_that_ends_when_its_run_did(tmp_path: Path) -> None:
+    slow = [(2.0 * (i + 1), 0.5 + 0.01 * i) for i in range(20)]
+    runs = [
+        a_run(SYNC, rewards=slow),
+        a_run(SYNC, 1, rewards=slow),
+        a_run(VERIFY),
+        a_run(VERIFY, 1),
+    ]
+    drawn = curves(runs, span=5)
+    assert [curve.name for curve in drawn] == [SYNC, VERIFY]
+    assert [curve.mean[-1][0] for curve in drawn] == [40.0, 20.0]
+    assert [len(curve.seeds) for curve in drawn] == [2, 2]
+    write_plot(tmp_path / "new" / "plot.svg", runs)
+    root = ET.fromstring((tmp_path / "new" / "plot.svg").read_text())  # noqa: S314 - our own
+    svg = "{http://www.w3.org/2000/svg}"
+    assert len(root.findall(f"{svg}path")) == 2 * 3
+    ends = [float(circle.attrib["cx"]) for circle in root.findall(f"{svg}circle")]
+    left = 64
+    assert ends[0] - left == pytest.approx(2 * (ends[1] - left), abs=0.2)
+    words = {text.text for text in root.iter(f"{svg}text")}
+    assert {SYNC, VERIFY, "40 s", "20 s"} <= words
+    assert "<script" not in draw(drawn, "<script>", "")
+
+
+def test_a_muser_gives_right_answers_of_very_uneven_length() -> None:
+    rng = np.random.default_rng(0)
+    problems = draw_problems(rng, (2, 3), held_out=False)
+    muser = Muser()
+    lengths = []
+    for _ in range(400):
+        problem = next(problems)
+        text = muser.text(problem, rng, 0.0)
+        assert arithmetic(problem.question, text, {"answer": problem.answer}) == 1.0
+        lengths.append(len(text))
+    assert np.percentile(lengths, 90) > 2 * np.median(lengths)
+    assert max(lengths) <= muser.most + 40
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+TINY = ModelRecipe(
+    WarmStart(
+        hidden_size=32,
+        intermediate_size=32,
+        heads=1,
+        head_dim=32,
+        steps=4,
+        batch_size=4,
+        dev_problems=8,
+        expected=(0.0, 1.0),
+    ),
+    Muser(steps=2),
+)
+
+
+def test_the_model_is_made_once(cache_dir: Path) -> None:
+    made = ensure_model(TINY, cache_dir)
+    stamp = (made / "config.json").stat().st_mtime_ns
+    assert ensure_model(TINY, cache_dir) == made
+    assert (made / "config.json").stat().st_mtime_ns == stamp
+    assert replace(TINY, version=2).digest() != TINY.digest()
+    # What it was taught shows in its weights.
+    start = ensure_builtin_model(cache_dir, None, TINY.warm_start)
+    assert (start / "model.safetensors").read_bytes() != (made / "model.safetensors").read_bytes()
+
+
+def test_costs_are_of_the_same_tokens_decoded_and_scored(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_costs, "PROMPTS", 4)
+    model = str(ensure_model(TINY, cache_dir))
+    config = load_config(CONFIG, ("task.train_size=4", "sampling.max_tokens=12"))
+    task = load_task(config.task, model, 0)
+    cache = config.cache.model_copy(update={"enabled": False})
+    lengths, decoded, scored = asyncio.run(pipeline_costs._passes(config, task, model, cache))
+    assert len(lengths) == 3 * pipeline_costs.GROUP
+    assert all(1 <= length <= 12 for length in lengths)
+    assert decoded > 0
+    assert scored > 0
+    assert COSTS.ratio == 4.5
+    assert COSTS.ratio_with_cache == 3.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--modes", "sync,asynk"], "no mode 'asynk'"), (["--steps", "10"], "at least 16")],
+)
+def test_bad_options_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        pipeline.main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_the_older_variety_writes_as_before() -> None:
+    """benchmarks.policies' models hang on it."""
+    rng = np.random.default_rng(5)
+    problem = next(draw_problems(rng, (4, 6), held_out=False))
+    text = Variety().text(problem, rng, 0.06)
+    assert arithmetic(problem.question, text, {"answer": problem.answer}) in (0.0, 1.0)
+    assert set("".join(c for c in text if not c.isdigit())) <= set("+=:,. ")

@@ -1,0 +1,141 @@
+"""What the planner promises at every step: caps, prefixes, the last token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.drafting.planner import DraftPlanner
+from rollout.trajectory import FloatArray, IntArray
+
+
+def _planner(
+    *, steps: int = 0, max_step_tokens: int = 64, max_draft_tokens: int = 8
+) -> DraftPlanner:
+    """One that has seen steps of 8 rows and of 64 tokens cost the same."""
+    planner = DraftPlanner(max_step_tokens=max_step_tokens, max_draft_tokens=max_draft_tokens)
+    for _ in range(steps):
+        for tokens in (8, 64):
+            planner.observe(tokens=tokens, rows=8, context=800, seconds=0.01)
+    return planner
+
+
+def _chains(lengths: list[int], rate: float = 0.9) -> tuple[FloatArray, IntArray]:
+    paths = [rate ** np.arange(1, n + 1) for n in lengths]
+    offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    return np.concatenate([*paths, []]).astype(np.float32), offsets
+
+
+def test_the_first_step_is_plain() -> None:
+    budgets, _ = _planner().ask(np.full(8, 100, np.int32))
+    assert not budgets.any()
+
+
+def test_a_flat_cost_drafts_everything() -> None:
+    planner = _planner(steps=4)
+    budgets, least = planner.ask(np.full(8, 100, np.int32))
+    assert budgets.tolist() == [7] * 8 or budgets.tolist() == [8] * 8
+    assert least < 0.1
+    paths, offsets = _chains([7] * 8)
+    keep = planner.choose(paths, offsets, rows=8)
+    assert keep.tolist() == [7] * 8
+
+
+def test_a_proportional_cost_drafts_nothing_that_is_likely_to_fail() -> None:
+    planner = DraftPlanner(max_step_tokens=64, max_draft_tokens=8)
+    for _ in range(10):
+        for tokens in (8, 16, 32):
+            planner.observe(tokens=tokens, rows=8, context=800, seconds=0.01 * tokens)
+    planner.ask(np.full(8, 100, np.int32))
+    paths, offsets = _chains([8] * 8, rate=0.5)
+    fed = [int(planner.choose(paths, offsets, rows=8).sum()) for _ in range(5)]
+    assert fed == [0] * 5
+
+
+def test_no_row_drafts_its_last_token() -> None:
+    planner = _planner(steps=4)
+    budgets, _ = planner.ask(np.array([1, 2, 3, 100, 100, 100, 100, 100], np.int32))
+    assert budgets[:3].tolist() == [0, 1, 2]
+    assert budgets[3] > 2
+
+
+def test_prompts_take_the_room_of_drafts() -> None:
+    planner = _planner(steps=4)
+    left = np.full(8, 100, np.int32)
+    assert not planner.ask(left, other_tokens=56)[0].any()
+    paths, offsets = _chains([7] * 8)
+    assert not planner.choose(paths, offsets, rows=8, other_tokens=56).any()
+    assert planner.choose(paths, offsets, rows=8, other_tokens=50).sum() == 6
+
+
+def test_no_rows_and_no_nodes() -> None:
+    planner = _planner(steps=4)
+    budgets, _ = planner.ask(np.zeros(0, np.int32))
+    assert budgets.shape == (0,)
+    none, offsets = _chains([])
+    assert planner.choose(none, offsets, rows=0).shape == (0,)
+    planner.ask(np.full(8, 100, np.int32))
+    none, offsets = _chains([0] * 8)
+    assert planner.choose(none, offsets, rows=8).tolist() == [0] * 8
+    planner.judge(none, np.zeros(0, np.bool_))
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12),
+    values=st.lists(
+        st.one_of(st.floats(0, 1, width=32), st.sampled_from([0.5, 0.99, 1.0, float("nan")])),
+        min_size=1,
+        max_size=30,
+    ),
+    other=st.integers(0, 40),
+    steps=st.integers(0, 3),
+    cap=st.integers(1, 60),
+)
+@settings(max_examples=200, deadline=None)
+def test_choose_stays_within_every_cap(
+    lengths: list[int], values: list[float], other: int, steps: int, cap: int
+) -> None:
+    planner = _planner(steps=steps, max_step_tokens=cap, max_draft_tokens=5)
+    rows = len(lengths)
+    planner.observe(tokens=rows + other, rows=rows, context=10, seconds=0.01)
+    paths, offsets = _chains(lengths)
+    paths = np.resize(np.array(values, np.float32), len(paths))  # not even falling
+    keep = planner.choose(paths, offsets, rows=rows, other_tokens=other)
+    assert keep.dtype == np.int32
+    assert (keep >= 0).all()
+    assert (keep <= np.minimum(lengths, 5)).all()
+    assert not keep.any() or rows + other + int(keep.sum()) <= cap
+
+
+@given(
+    left=st.lists(st.integers(1, 50), min_size=1, max_size=20),
+    other=st.integers(0, 40),
+    cap=st.integers(1, 60),
+)
+@settings(max_examples=100, deadline=None)
+def test_ask_stays_within_every_cap(left: list[int], other: int, cap: int) -> None:
+    planner = _planner(steps=3, max_step_tokens=cap, max_draft_tokens=5)
+    budgets, least = planner.ask(np.array(left, np.int32), other_tokens=other)
+    room = max(cap - len(left) - other, 0)
+    assert (budgets >= 0).all()
+    assert (budgets <= np.minimum(np.array(left) - 1, min(5, room))).all()
+    assert 0.0 <= least <= 1.0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_impossible_times_are_not_believed(seconds: float) -> None:
+    planner = _planner(steps=3)
+    before = planner.times.curve(8, 8, rows=8, context=800, asked=False)
+    planner.observe(tokens=8, rows=8, context=800, seconds=seconds)
+    assert np.array_equal(planner.times.curve(8, 8, rows=8, context=800, asked=False), before)
+
+
+def test_the_same_history_gives_the_same_plan() -> None:
+    plans = []
+    for _ in range(2):
+        planner = _planner(steps=5)
+        planner.ask(np.full(8, 100, np.int32))
+        plans.append(planner.choose(*_chains([8] * 8, rate=0.8), rows=8).tolist())
+    assert plans[0] == plans[1]

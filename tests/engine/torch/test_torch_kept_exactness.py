@@ -1,0 +1,139 @@
+"""What the torch engine writes behind a verification follows the current policy: chi-square.
+
+An old policy writes texts; the current one, which has drifted away, verifies them and goes on.
+Over fresh old texts and fresh seeds the results must follow the current policy's enumerated law.
+A comparison fails when its p-value is below 1e-4; with the 6 here that must pass, a correct engine
+would fail one run in 1,600 if seeds were random. They are fixed: a run always passes or fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from enumerated_policies import (
+    Case,
+    core_of,
+    enumerate_law,
+    p_value,
+    policies,
+    request,
+    run,
+    sample,
+    slots_with,
+    text_of,
+    total_variation,
+)
+from tiny_models import VOCAB
+from tree_sources import RandomTrees
+
+from cache.config import CacheConfig
+from cache.tree import RolloutCache
+from engine.protocol import TokenChunk
+from engine.torch.core import DecodeCore
+from engine.torch.model import SlotModel
+from rollout.trajectory import KeptTokens, Provenance
+
+SAMPLES = 8_000
+FALSE_ALARM = 1e-4
+NEW_SEEDS = 10**7
+WIDE = {"max_step_tokens": 2000, "max_prefill_tokens": 2000}
+"""Many rows at a time, so that the tests are quick."""
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """How much of the old texts is at hand, and what else drafts."""
+
+    case: Case
+    top_k: int = 3
+    most: int = 9
+    """Old tokens that are kept of each text."""
+    drafts: str = "none"
+    every: int = 1
+    """Each how-manieth request has kept tokens; the others are ordinary ones in the same steps."""
+
+
+REUSES = {
+    "three of ten known": Reuse(Case(drift=0.15)),
+    "hot and top-p": Reuse(Case(temperature=1.3, top_p=0.85, drift=0.15)),
+    "another policy altogether": Reuse(Case(drift=1.0)),
+    "cut off, with trees of the cache": Reuse(Case(drift=0.15), most=2, drafts="cache"),
+    "among ordinary requests, with random trees": Reuse(Case(drift=0.15), drafts="random", every=2),
+}
+
+
+def kept_of(chunks: list[TokenChunk], most: int) -> KeptTokens:
+    parts = [
+        np.concatenate([getattr(chunk, what) for chunk in chunks])[:most]
+        for what in ("tokens", "logprobs", "topk_ids", "topk_logprobs")
+    ]
+    return KeptTokens(*parts)
+
+
+def old_texts(model: SlotModel, reuse: Reuse, count: int) -> list[KeptTokens]:
+    core = core_of(model, None, top_k=VOCAB, **WIDE)
+    asked = [request(reuse.case, f"{i}", i, top_k=reuse.top_k) for i in range(count)]
+    return [kept_of(chunks, reuse.most) for chunks in run(core, asked).values()]
+
+
+def resumed(
+    core: DecodeCore, reuse: Reuse, texts: list[KeptTokens]
+) -> tuple[list[tuple[int, ...]], int]:
+    """What becomes of each text, and how many old tokens were kept."""
+    asked = [
+        request(reuse.case, f"{i}", NEW_SEEDS + i, kept=None if i % reuse.every else kept)
+        for i, kept in enumerate(texts)
+    ]
+    done = run(core, asked)
+    verified = sum(
+        int((chunk.provenance == Provenance.VERIFIED).sum())
+        for chunks in done.values()
+        for chunk in chunks
+    )
+    return [text_of(chunks) for chunks in done.values()], verified
+
+
+@pytest.mark.parametrize("name", list(REUSES))
+def test_verified_and_resumed_texts_follow_the_current_policy(tiny_qwen3: str, name: str) -> None:
+    torch.set_num_threads(1)
+    reuse = REUSES[name]
+    old, new = policies(reuse.case.drift)
+    model = slots_with(tiny_qwen3, old, slots=200)
+    texts = old_texts(model, reuse, SAMPLES)
+    source = {
+        "none": None,
+        "cache": RolloutCache(CacheConfig(max_bytes=1 << 22, min_match=1, min_probability=0.0)),
+        "random": RandomTrees(VOCAB),
+    }[reuse.drafts]
+    core = core_of(model, source, max_draft_tokens=8, **WIDE)
+    if source is not None:
+        sample(core, reuse.case, 300, first_seed=10**8)
+    core.update_weights(new.state_dict().items(), 1)
+    written, verified = resumed(core, reuse, texts)
+    assert verified > SAMPLES / 10
+    assert verified < sum(map(len, texts)) / reuse.every
+    assert p_value(written, enumerate_law(new, reuse.case)) > FALSE_ALARM
+
+
+def test_lenient_texts_do_not_and_the_test_sees_it(tiny_qwen3: str) -> None:
+    """SPEC-RL's rule is biased, the more the more lenient: what the comparison above can detect."""
+    torch.set_num_threads(1)
+    reuse = Reuse(Case(drift=0.15))
+    old, new = policies(reuse.case.drift)
+    model = slots_with(tiny_qwen3, old, slots=200)
+    texts = old_texts(model, reuse, SAMPLES)
+    core = core_of(model, None, **WIDE)
+    core.update_weights(new.state_dict().items(), 1)
+    law = enumerate_law(new, reuse.case)
+    away, kept = [], []
+    for lenience in (None, 1.0, float(np.exp(0.5))):
+        lenient = [replace(text, lenience=lenience) for text in texts]
+        written, verified = resumed(core, reuse, lenient)
+        away.append(total_variation(written, law))
+        kept.append(verified)
+        assert (p_value(written, law) > FALSE_ALARM) == (lenience is None)
+    assert away[0] < away[1] < away[2]
+    assert kept[1] < kept[2]

@@ -1,0 +1,131 @@
+"""The torch engine shares the KV of equal contexts, but never across versions of the weights.
+
+Rows of several versions run side by side; new requests, resumed ones whose context an old row
+begins with, and requests with kept tokens come in at each update. Everything must say what a plain
+forward pass of the current weights says (1e-4); `test_forgetting_the_version_is_seen` shows that
+these checks can fail.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from enumerated_policies import slots_with
+from tiny_models import VOCAB, make_qwen3
+
+from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
+from engine.torch.core import CoreSettings, DecodeCore
+from rollout.trajectory import KeptTokens
+
+PROMPT = np.array([4, 0, 7, 3], np.int32)
+LENGTH = 10
+SETTINGS = CoreSettings(64, 4, 256, 1, VOCAB)
+
+
+def reference(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """`[n]` log-probability of each token behind the prompt."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT.tolist(), *tokens.tolist()]])).logits[0]
+    at = np.arange(len(PROMPT) - 1, len(PROMPT) + len(tokens) - 1)
+    return logits.double().log_softmax(-1).numpy()[at, tokens]
+
+
+class Bench:
+    """A core whose weights take turns, and what each request said."""
+
+    def __init__(self, path: str) -> None:
+        torch.set_num_threads(1)
+        self.models = [make_qwen3(seed=seed) for seed in (0, 1)]
+        self.core = DecodeCore(slots_with(path, self.models[0]), SETTINGS, None, seed=0)
+        self.chunks: dict[str, list[TokenChunk]] = {}
+
+    @property
+    def model(self) -> Any:
+        return self.models[self.core.policy_version % 2]
+
+    def swap(self) -> None:
+        version = self.core.policy_version + 1
+        self._take(self.core.update_weights(self.models[version % 2].state_dict().items(), version))
+
+    def add(self, name: str, **fields: Any) -> None:
+        sampling = SamplingParams(LENGTH, top_k_logprobs=VOCAB, seed=len(self.chunks))
+        self.core.add(GenerateRequest(name, "", PROMPT, sampling, **fields))
+        self.chunks[name] = []
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self._take(self.core.step())
+
+    def drain(self) -> None:
+        while self.core.has_work:
+            self.step()
+
+    def _take(self, chunks: list[TokenChunk]) -> None:
+        for chunk in chunks:
+            self.chunks[chunk.request_id].append(chunk)
+
+    def tokens(self, name: str) -> np.ndarray:
+        return np.concatenate([chunk.tokens for chunk in self.chunks[name]])
+
+    def error(self, name: str, prefix: np.ndarray | None = None) -> float:
+        """Of all tokens, which must be of one version, against that version's weights."""
+        chunks = self.chunks[name]
+        (version,) = {chunk.policy_version for chunk in chunks}
+        start = 0 if prefix is None else len(prefix)
+        text = self.tokens(name) if prefix is None else np.r_[prefix, self.tokens(name)]
+        want = reference(self.models[version % 2], text)[start:]
+        return float(np.abs(np.concatenate([c.logprobs for c in chunks]) - want).max())
+
+    def kept(self, name: str) -> KeptTokens:
+        parts = [
+            np.concatenate([getattr(chunk, what) for chunk in self.chunks[name]])
+            for what in ("tokens", "logprobs", "topk_ids", "topk_logprobs")
+        ]
+        return KeptTokens(*parts)
+
+
+def test_requests_after_an_update_share_nothing_with_rows_of_before(tiny_qwen3: str) -> None:
+    bench = Bench(tiny_qwen3)
+    for round_ in range(4):
+        bench.add(f"runs{round_}")
+        bench.step(3)  # older rows end on the way: others move into their places
+        bench.swap()
+        old = bench.tokens(f"runs{round_}").astype(np.int32)
+        assert bench.core.stats().running > 0
+        bench.add(f"new{round_}")
+        bench.add(f"sibling{round_}")
+        bench.add(f"resumed{round_}", prefix_tokens=old)
+        bench.add(f"kept{round_}", kept=bench.kept(f"runs{round_}"))
+        (score,) = bench.core.score([ScoreRequest("s", PROMPT, old, SamplingParams(1))])
+        np.testing.assert_allclose(score.logprobs, reference(bench.model, old), atol=1e-4)
+        bench.step()
+        bench.add(f"late{round_}")  # copies from a row of this version
+        bench.step(LENGTH)
+        for kind in ("new", "sibling", "kept", "late"):
+            assert bench.error(f"{kind}{round_}") < 1e-4, kind
+        assert bench.error(f"resumed{round_}", old) < 1e-4
+        bench.add(f"runs{round_}b")
+        bench.step()
+    bench.drain()
+
+
+def test_forgetting_the_version_is_seen(tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sibling = DecodeCore._sibling_row
+
+    def forgetful(self: DecodeCore, context: np.ndarray) -> int | None:
+        self._rows.kv_version[: self._rows.n] = self.policy_version
+        return sibling(self, context)
+
+    monkeypatch.setattr(DecodeCore, "_sibling_row", forgetful)
+    bench = Bench(tiny_qwen3)
+    bench.add("runs")
+    bench.step(3)
+    bench.swap()
+    bench.add("new")
+    bench.add("resumed", prefix_tokens=bench.tokens("runs").astype(np.int32))
+    bench.drain()
+    assert bench.error("new") > 0.01
+    assert bench.error("resumed", bench.tokens("runs")[:3]) > 0.01

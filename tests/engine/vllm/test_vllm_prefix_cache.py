@@ -1,0 +1,201 @@
+"""Prefix caches never lie: KV that other weights made serves nothing but what was running then.
+
+Real vLLM with its prefix cache on. A prompt of 300 tokens is more than two blocks (128 tokens on a
+CPU); two policies whose log-probabilities differ by nats. Whatever is asked for after an update,
+new, to be scored, or to be verified, must say what Hugging Face says of the new weights, also while
+requests of the old ones still hold (and extend) their blocks. Each check also shows that the cache
+is in use, and `test_one_salt_for_all_versions_is_seen` that these checks can fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from served_vllm import (
+    VOCAB,
+    Served,
+    ask,
+    collect,
+    drawn,
+    drawn_across,
+    logprobs_of,
+    serving,
+    tokens_of,
+)
+
+from engine.protocol import SamplingParams, ScoreRequest, TokenChunk
+from engine.vllm.client.core import Core
+from rollout.trajectory import KeptTokens, Provenance
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*distributed.reduce_op.*:FutureWarning"),
+]
+
+CLOSE = 1e-3
+PROMPT = np.random.default_rng(7).integers(0, VOCAB, 300).astype(np.int32)
+BLOCKS = 2 * 128
+"""Tokens of the prompt in whole blocks."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("vllm-model")) as running:
+        yield running
+
+
+def found(served: Served) -> int:
+    """Prompt tokens whose KV was taken from the prefix cache, since start."""
+    core = served.engine._core
+    assert core is not None
+    return int(core.vllm.meter.prefix_found)
+
+
+def asked(name: str, **changes: Any) -> Any:
+    return ask(name, **({"prompt_tokens": PROMPT, "max_tokens": 20} | changes))
+
+
+def write(served: Served, name: str, **changes: Any) -> list[TokenChunk]:
+    return served.call(collect(served.engine, asked(name, **changes)))
+
+
+def kept_of(chunks: list[TokenChunk]) -> KeptTokens:
+    return KeptTokens(
+        tokens_of(chunks),
+        logprobs_of(chunks),
+        np.concatenate([chunk.topk_ids for chunk in chunks]),
+        np.concatenate([chunk.topk_logprobs for chunk in chunks]),
+    )
+
+
+def score_request(tokens: np.ndarray) -> ScoreRequest:
+    return ScoreRequest("s", PROMPT, tokens, SamplingParams(1, top_k_logprobs=4))
+
+
+def error(model: Any, tokens: np.ndarray, logprobs: np.ndarray) -> float:
+    return float(np.abs(drawn(model, PROMPT, tokens) - logprobs).max())
+
+
+def check(right: Any, wrong: Any, chunks: list[TokenChunk]) -> None:
+    """They are of `right`, and it would show if they were not."""
+    tokens, logprobs = tokens_of(chunks), logprobs_of(chunks)
+    assert error(right, tokens, logprobs) < CLOSE
+    assert error(wrong, tokens, logprobs) > 0.1
+
+
+def test_what_is_asked_for_after_an_update_is_of_the_new_weights(served: Served) -> None:
+    served.install(served.old)
+    before = found(served)
+    first = write(served, "a")
+    assert found(served) == before, "nothing of this version was there"
+    check(served.old, served.new, first)
+    check(served.old, served.new, write(served, "b"))
+    assert found(served) == before + BLOCKS, "the prefix cache is not in use"
+
+    served.install(served.new)
+    before = found(served)
+    (score,) = served.call(served.engine.score([score_request(tokens_of(first))]))
+    assert found(served) == before
+    assert error(served.new, tokens_of(first), score.logprobs) < CLOSE
+    check(served.new, served.old, write(served, "c"))
+    assert found(served) == before + BLOCKS
+    check(served.new, served.old, write(served, "d", kept=kept_of(first)))
+
+    served.install(served.old)  # the same weights as at first, but another version
+    before = found(served)
+    check(served.old, served.new, write(served, "e"))
+    assert found(served) == before
+
+
+def test_verification_comes_first_after_an_update(served: Served) -> None:
+    """Its prefill is the first of the version, for prompt and kept tokens alike."""
+    served.install(served.old)
+    text = write(served, "v", max_tokens=90, seed=1)
+    again = write(served, "w", max_tokens=90, seed=1)
+    assert tokens_of(text).tolist() == tokens_of(again).tolist()
+    served.install(served.new)
+    before = found(served)
+    done = write(served, "x", max_tokens=90, seed=2, kept=kept_of(text))
+    accepted = int((np.concatenate([c.provenance for c in done]) == Provenance.VERIFIED).sum())
+    assert accepted < 90
+    check(served.new, served.old, done)
+    # What follows the verified prefix found the KV that verification made, and no other.
+    assert found(served) - before in (BLOCKS, BLOCKS + 128)
+
+
+async def _update_under(served: Served, version: int) -> dict[str, Any]:
+    """Requests run on across an update; others come after it, while the first still run."""
+    engine = served.engine
+    seen = asyncio.Event()
+
+    async def running(name: str) -> list[TokenChunk]:
+        chunks = []
+        async for chunk in engine.generate(asked(name, max_tokens=95, seed=len(name))):
+            chunks.append(chunk)
+            seen.set()
+        return chunks
+
+    old = [asyncio.create_task(running("r" * (i + 1))) for i in range(4)]
+    await seen.wait()
+    await engine.pause()
+    await engine.update_weights(served.new.state_dict().items(), version)
+    late = {
+        "new": asyncio.create_task(collect(engine, asked("n", max_tokens=30))),
+        "kept": asyncio.create_task(
+            collect(engine, asked("k", max_tokens=60, kept=_TEXT["kept"], seed=11))
+        ),
+    }
+    await engine.resume()
+    (score,) = await engine.score([score_request(_TEXT["kept"].tokens)])
+    still = sum(not task.done() for task in old)
+    out = {name: await task for name, task in late.items()}
+    after = await asyncio.gather(*old)
+    last = await collect(engine, asked("l", max_tokens=30))
+    return out | {"score": score, "old": after, "last": last, "still": still}
+
+
+_TEXT: dict[str, KeptTokens] = {}
+
+
+def test_nor_while_requests_of_the_old_weights_still_run(served: Served) -> None:
+    served.install(served.old)
+    _TEXT["kept"] = kept_of(write(served, "text", max_tokens=60, seed=10))
+    out = served.call(_update_under(served, served.engine.stats().policy_version + 1))
+    assert out["still"] > 0, "the old requests had ended before anything else was asked for"
+    check(served.new, served.old, out["new"])
+    check(served.new, served.old, out["kept"])
+    check(served.new, served.old, out["last"])
+    assert error(served.new, _TEXT["kept"].tokens, out["score"].logprobs) < CLOSE
+    crossed = 0
+    for chunks in out["old"]:
+        swap = sum(len(c.tokens) for c in chunks if c.policy_version == chunks[0].policy_version)
+        tokens = tokens_of(chunks)
+        if swap < len(tokens):
+            # They go on, by design, with the KV that they have.
+            want = drawn_across(served.old, served.new, PROMPT, tokens, swap)
+            np.testing.assert_allclose(logprobs_of(chunks), want, atol=CLOSE)
+            assert error(served.new, tokens, logprobs_of(chunks)) > 0.01
+            crossed += 1
+    assert crossed > 0
+
+
+def test_one_salt_for_all_versions_is_seen(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the checks above would say of an engine that forgets the version."""
+    submit = Core.submit
+
+    async def forgetful(self: Core, *args: Any, **fields: Any) -> None:
+        await submit(self, *args, **(fields | {"salt": "any"}))
+
+    monkeypatch.setattr(Core, "submit", forgetful)
+    served.install(served.old)
+    text = write(served, "before", max_tokens=60)
+    served.install(served.new)
+    stale = write(served, "after")
+    assert error(served.new, tokens_of(stale), logprobs_of(stale)) > CLOSE
+    # vLLM scores a prompt without reading the cache; what is written behind it reads.
+    rest = write(served, "rest", max_tokens=60, kept=kept_of(text))
+    assert error(served.new, tokens_of(rest), logprobs_of(rest)) > CLOSE

@@ -1,0 +1,214 @@
+import html
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+
+import msgspec
+import pytest
+
+from monitoring.errors import ReportError
+from monitoring.metrics_log import MetricsLog
+from monitoring.report.write import write_report
+from monitoring.samples import SampleLog, SampleRecord, SampleSegment
+from monitoring.spans import Span
+from monitoring.timeline import Timeline
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</style></title></pre><svg onload=alert(1)>",
+    "' onmouseover='alert(1)",
+    "]]>&amp;&lt;&#60;\x00\x1b[31m\x85\ufffe",
+    "\u202egnp.exe",
+    "javascript:alert(1)",
+]
+
+
+class Seen(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+
+
+def check_page(text):
+    """Well-formed, no script, nothing external, nothing unescaped."""
+    head, rest = text.split("\n", 1)
+    assert head == "<!doctype html>"
+    ET.fromstring(rest)  # noqa: S314 - our own output
+    seen = Seen()
+    seen.feed(text)
+    assert not seen.tags & {"script", "img", "iframe", "link", "object", "embed", "form", "a"}
+    for name, value in seen.attributes:
+        assert not name.startswith("on")
+        assert name not in {"src", "href", "xlink:href", "action"}
+        assert "url(" not in (value or "")
+    assert "url(" not in text.split("</style>")[0]
+    assert "@import" not in text
+    return seen
+
+
+def words(text):
+    """The page's text as a reader sees it, titles of hovered parts included."""
+    return html.unescape(re.sub(r"<[^>]+>", " ", text.split("</style>", 1)[1]))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, synthetic):
+    return synthetic.make_run(tmp_path_factory.mktemp("runs") / "demo")
+
+
+def test_a_finished_run_on_one_page(run):
+    path = write_report(run)
+    assert path == run / "report.html"
+    assert sorted(p.name for p in run.iterdir() if p.suffix == ".tmp") == []
+    text = path.read_text()
+    check_page(text)
+    read = words(text)
+    for expected in (
+        "Held-out accuracy rose from 66.4% to 85.9% in 60 optimizer steps",
+        "+19.5 points, 95% interval +12.2 to +26.6, 256 held-out samples",
+        "engine  torch",
+        "of 60 planned",
+        "Reward",
+        "Rollout tokens, reused and generated",
+        "Staleness",
+        "Where the time of a step goes",
+        "Engine against trainer",
+        "waiting for trajectories",
+        "generator-1",
+        "step 31 done",
+        "drafted from the cache and accepted",
+        "max_off_policy_steps",
+        "share of slot time",
+        "of 64 slots",
+        "of all written",
+    ):
+        assert expected in read
+    assert len(text) < 1_000_000
+
+
+def written_with(run, *, config="", **result):
+    """The report's words when these lines are in the configuration and these numbers come out."""
+    (run / "config.yaml").write_text("run: {name: r}\n" + config)
+    (run / "result.json").write_bytes(
+        msgspec.json.encode({"staleness_mean": 0.0, "staleness_max": 0.0, **result})
+    )
+    return words(write_report(run).read_text())
+
+
+def test_only_a_run_without_stale_or_lenient_tokens_is_called_on_policy(tmp_path, synthetic):
+    run = synthetic.make_run(tmp_path / "r", steps=4)
+    read = written_with(run)
+    assert "exactly on-policy" in read
+    assert "biased" not in read
+    read = written_with(run, staleness_mean=0.3, staleness_max=1.0)
+    assert "exactly on-policy" not in read
+    assert "steps in the mean, 1 at most" in read
+    read = written_with(run, config="cache: {reuse: lenient}\n")
+    assert "exactly on-policy" not in read
+    assert "do NOT follow" in read
+    assert "by version only: lenient reuse is not on-policy" in read
+
+
+def test_slots_and_causes_are_told_apart(tmp_path, synthetic):
+    """Of each 64 slots of a step: 60 verify for a tenth of it, then 57 to 1 are due, and so on."""
+    run = synthetic.make_run(tmp_path / "r", steps=4)
+    read = words(write_report(run).read_text())
+    due = sum(64 - 7 * part for part in range(1, 10)) / 640
+    ahead = sum((7 * part) // 2 for part in range(1, 10)) / 640
+    found = re.search(r"due samples ([\d.]+)%, verifying ([\d.]+)%, running ahead ([\d.]+)%", read)
+    assert found is not None
+    got = [float(share) / 100 for share in found.groups()]
+    assert got == pytest.approx([due, 60 / 640, ahead], abs=0.03)
+    assert re.search(r"trajectories [\d.]+%", read)  # what the trainer waited for
+    (run / "slots" / "generator-1.jsonl").write_text("nonsense\n{}\n")
+    read = words(write_report(run).read_text())
+    assert "generator-1.jsonl, line 1" in read
+    assert "share of slot time" in read
+
+
+def test_an_unfinished_run_says_so(tmp_path, synthetic):
+    run = synthetic.make_run(tmp_path / "r", steps=7, finished=False)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step":7,"rew')
+    read = words(write_report(run).read_text())
+    assert "This run has not finished: its records end after step 7 of 7" in read
+    assert "Not evaluated." in read
+
+
+def test_only_a_configuration_is_enough(tmp_path):
+    (tmp_path / "config.yaml").write_text("run: {name: early, steps: 3}\n")
+    text = write_report(tmp_path).read_text()
+    check_page(text)
+    assert "early" in words(text)
+    assert "No step is finished yet." in words(text)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ReportError, match="no run directory"):
+        write_report(tmp_path / "nothing")
+    with pytest.raises(ReportError, match=r"none of config\.yaml"):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unreadable_files_are_named_and_the_rest_is_shown(tmp_path, synthetic):
+    run = synthetic.make_run(tmp_path / "r", steps=5)
+    (run / "result.json").write_text("{bro")
+    (run / "config.yaml").write_text("run: [1\n: {")
+    (run / "timeline" / "trainer.jsonl").write_text("x\n{}\n")
+    read = words(write_report(run).read_text())
+    assert "result.json, line 1" in read
+    assert "config.yaml cannot be read" in read
+    assert "trainer.jsonl, line 1" in read
+    assert "generator-0" in read
+
+
+def hostile_run(folder, nasty):
+    """A run in which every text is hostile."""
+    config = {"run": {"name": nasty, "steps": nasty}, "trainer": {"algorithm": nasty}}
+    folder.mkdir()
+    (folder / "config.yaml").write_bytes(msgspec.json.encode({**config, nasty: [nasty]}))
+    (folder / "result.json").write_bytes(
+        msgspec.json.encode({"engine": nasty, "accuracy_before": nasty, "steps": 1})
+    )
+    log = MetricsLog(folder / "metrics.jsonl")
+    log.append({"step": 0, "reward_mean": nasty, "time": nasty, nasty: 1})
+    log.close()
+    with Timeline(folder / "timeline" / "trainer.jsonl", "trainer") as line:
+        line.record("training", 0.0, 1.0, note=nasty)
+        line.record("waiting", 1.0, 2.0, **{"for": nasty})
+    with (folder / "timeline" / "trainer.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(Span(nasty, 3.0, 4.0)) + b"\n")
+    samples = SampleLog(folder / "samples.jsonl")
+    samples.append(
+        SampleRecord(
+            step=0, prompt=nasty, tokens=[nasty, nasty], provenance=["sampled", "verified"],
+            segments=[SampleSegment(0, 0, 2)], reward=float("nan"), answer=nasty,
+            logprobs=[float("-inf"), -1.0], sample_id=nasty, finish_reason=nasty,
+        )
+    )  # fmt: skip
+    samples.close()
+    return folder
+
+
+@pytest.mark.parametrize("nasty", HOSTILE)
+def test_hostile_text_stays_text(tmp_path, nasty):
+    text = write_report(hostile_run(tmp_path / "r", nasty)).read_text()
+    seen = check_page(text)
+    assert "img" not in seen.tags
+    visible = "".join(char for char in nasty if char.isprintable() and char.isascii())
+    assert "".join(char for char in words(text) if char.isprintable()).count(visible[:12]) >= 4
+
+
+def test_the_page_forbids_loading_and_follows_the_system_colours(run):
+    text = write_report(run).read_text()
+    assert "default-src 'none'" in html.unescape(text)
+    assert "prefers-color-scheme: dark" in text
+    assert "http://" not in text
+    assert "https://" not in text

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from rollout.trajectory import SampleId
+from wire import Hub, Line, NoReply, RuntimeDirectory, Unreachable
+from wire.addresses import is_private
+from wire.messages import from_generator, to_generator
+
+
+@pytest.fixture
+def runtime() -> Iterator[RuntimeDirectory]:
+    directory = RuntimeDirectory()
+    yield directory
+    directory.close()
+    assert not directory.path.exists()
+
+
+def test_messages_go_both_ways_by_name(runtime: RuntimeDirectory) -> None:
+    async def talk() -> None:
+        address = runtime.address("control")
+        hub: Hub[from_generator.FromGenerator] = Hub(address, from_generator.FromGenerator)
+        line: Line[to_generator.ToGenerator] = Line(address, "g", to_generator.ToGenerator)
+        ready = from_generator.GeneratorReady("g", slots=4, policy_version=0)
+        await line.send(ready)
+        async with asyncio.timeout(5):
+            assert await hub.receive() == ("g", ready)
+        discard = to_generator.Discard((SampleId(1, 2),))
+        await hub.send("g", discard)
+        assert await line.receive_within(5, what="a message") == discard
+        with pytest.raises(Unreachable, match="Discard could not be sent to nobody"):
+            await hub.send("nobody", discard)
+        hub.close()
+        line.close()
+
+    asyncio.run(talk())
+
+
+def test_what_does_not_decode_is_dropped_and_counted(runtime: RuntimeDirectory) -> None:
+    async def talk() -> None:
+        address = runtime.address("control")
+        hub: Hub[from_generator.FromGenerator] = Hub(address, from_generator.FromGenerator)
+        line: Line[to_generator.ToGenerator] = Line(address, "g", to_generator.ToGenerator)
+        await line.send(to_generator.Pause())  # no message of this direction
+        await line.send(from_generator.Goodbye("g"))
+        async with asyncio.timeout(5):
+            assert (await hub.receive())[1] == from_generator.Goodbye("g")
+        assert hub.undecodable == 1
+        hub.close()
+        line.close()
+
+    asyncio.run(talk())
+
+
+def test_a_wait_is_bounded_and_says_for_what(runtime: RuntimeDirectory) -> None:
+    async def talk() -> None:
+        line: Line[to_generator.ToGenerator] = Line(
+            runtime.address("nobody"), "g", to_generator.ToGenerator
+        )
+        with pytest.raises(NoReply, match="for the answer at ipc"):
+            await line.receive_within(0.05, what="the answer")
+        line.close()
+
+    asyncio.run(talk())
+
+
+def test_sockets_lie_in_a_private_folder(runtime: RuntimeDirectory) -> None:
+    assert is_private(runtime.path)
+    runtime.path.chmod(0o755)
+    assert not is_private(runtime.path)
+    assert len(runtime.address("control")) < 107

@@ -1,0 +1,111 @@
+"""Generator to controller."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rollout.trajectory import FinishReason, SampleId
+
+
+class Message(msgspec.Struct, frozen=True, tag=lambda name: f"generator.{name}"):
+    """Base of this direction; tagged with the sender, as the controller's hub hears both."""
+
+    generator: str
+
+
+class GeneratorReady(Message, frozen=True):
+    """The engine is loaded and can take `slots` requests at once."""
+
+    slots: int
+    policy_version: int
+    metrics_port: int | None = None
+
+
+class SampleFinished(Message, frozen=True):
+    """A sample is written; the generator holds it, its reward may still be computed."""
+
+    sample: SampleId
+    length: int
+    oldest_version: int
+    """Lowest policy version among its segments."""
+    finish_reason: FinishReason
+
+
+class SampleFailed(Message, frozen=True):
+    """A sample cannot be had; asking again would fail again."""
+
+    sample: SampleId
+    reason: str
+    user_error: bool
+    """The user's part (reward, prompt) is at fault: the run stops and says what to change."""
+
+
+class SampleDelivered(Message, frozen=True):
+    """The trainer acknowledged the sample; the generator no longer holds it."""
+
+    sample: SampleId
+
+
+class EvaluationSample(Message, frozen=True):
+    """One held-out sample."""
+
+    round: int
+    index: int
+    reward: float
+    length: int
+    policy_version: int
+
+
+class WeightsInstalled(Message, frozen=True):
+    """The generator now samples from this version."""
+
+    policy_version: int
+    seconds: float
+
+
+class GeneratorReport(Message, frozen=True):
+    """Counters since start and gauges, once a second; also the sign of life."""
+
+    tokens_generated: int
+    tokens_drafted: int
+    tokens_accepted: int
+    tokens_verified: int
+    """Tokens of older versions that verification accepted."""
+    tokens_rejected: int
+    """Tokens of older versions that it did not; they were written again."""
+    tokens_outside_top_k: int
+    """Response tokens that are not among the top K stored with them."""
+    steps: int
+    busy_seconds: float
+    running: int
+    waiting: int
+    held: int
+    slots: int
+    kv_used: float
+    policy_version: int
+    rewards_waiting: int
+    rewards_failed: int
+
+
+class Failure(Message, frozen=True):
+    """The process cannot go on and is about to end."""
+
+    reason: str
+    user_error: bool
+
+
+class Goodbye(Message, frozen=True):
+    """The process ends as asked."""
+
+
+FromGenerator = (
+    GeneratorReady
+    | SampleFinished
+    | SampleFailed
+    | SampleDelivered
+    | EvaluationSample
+    | WeightsInstalled
+    | GeneratorReport
+    | Failure
+    | Goodbye
+)
