@@ -280,7 +280,7 @@ def main() -> None:
         TrainerError,
         WireError,
         OSError,
-    ) as error:  # noqa: E501
+    ) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, MonitoringError | OSError) else 1)
 

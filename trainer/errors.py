@@ -1,7 +1,7 @@
 """What can go wrong in the trainer.
 
 TrainerError
-├── UnsupportedModelError        the model cannot be trained by this trainer: choose another or another setting
+├── UnsupportedModelError        the trainer cannot train this model
 ├── BatchError        a group does not fit (size, tokens, version, twice): nothing was accumulated
 ├── NonFiniteError    a gradient or loss is not a number: the weights were not touched
 ├── CheckpointError   a checkpoint cannot be written, read or resumed from

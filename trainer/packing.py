@@ -116,8 +116,8 @@ def packed_attention(
     `query` is `[1, H, T, D]`, `key` and `value` `[1, H_kv, T, D]`; returns `[1, T, H, D]`.
 
     Raises:
-        UnsupportedModelError: the model did not hand the layout through, or asks for something that this
-            function does not do (logit soft-caps, sinks, a mask of its own, not causal).
+        UnsupportedModelError: the model did not hand the layout through, or asks for something
+            that this function does not do (logit soft-caps, sinks, a mask of its own, not causal).
     """
     if packed_layout is None:
         raise UnsupportedModelError(

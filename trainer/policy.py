@@ -242,7 +242,8 @@ def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     """A causal language model from a directory or hub id, on the CPU.
 
     Raises:
-        UnsupportedModelError: transformers cannot load it, or it does not take an attention function.
+        UnsupportedModelError: transformers cannot load it, or it does not take an attention
+            function.
     """
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)

@@ -23,7 +23,7 @@ from benchmarks.exactness.model import (
     random_policy,
     tail_draws,
 )
-from rollout.acceptance import accept_lenient, accept_chain, accept_tree, verify_kept
+from rollout.acceptance import accept_chain, accept_lenient, accept_tree, verify_kept
 
 VOCABULARY, LENGTH, TOP_K, TREE_NODES = 4, 4, 2, 6
 

@@ -14,8 +14,8 @@ __all__ = [
     "Known",
     "Verdicts",
     "Walks",
-    "accept_lenient",
     "accept_chain",
+    "accept_lenient",
     "accept_tree",
     "verify_kept",
 ]
