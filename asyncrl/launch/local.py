@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.cores import HELPER_CORES, plan_cores, stay_on
 from asyncrl.errors import UserError
-from asyncrl.launch.cores import HELPER_CORES, plan_cores, stay_on
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.processes.child import ChildSpec
 
@@ -62,7 +62,7 @@ class LocalLauncher:
         logs: folder of their log files.
         generators: how many there will be, beside one trainer.
         threads: of each process; None: the cores that there are, shared out.
-        pin_cores: keep each process on cores of its own, this one included (`asyncrl.launch.cores`)
+        pin_cores: keep each process on cores of its own, this one included (`asyncrl.cores`)
             from its first child on.
 
     Raises:

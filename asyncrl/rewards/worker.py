@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from asyncrl.cores import stay_on_helper_cores
 from asyncrl.errors import RewardError
-from asyncrl.launch.cores import stay_on_helper_cores
 from asyncrl.rewards.functions import RewardFunction
 from asyncrl.rewards.loading import load_function
 from asyncrl.rewards.protocol import (

@@ -162,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
     args = parser.parse_args()
-    from asyncrl.launch.cores import stay_on
+    from asyncrl.cores import stay_on
 
     stay_on(sorted(os.sched_getaffinity(0))[:1])
     costs = asyncio.run(_measure(args.model))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.cores import HELPER_CORES, CorePlan, plan_cores, stay_on
 from asyncrl.errors import UserError
 from asyncrl.launch import LocalLauncher
-from asyncrl.launch.cores import HELPER_CORES, CorePlan, plan_cores, stay_on
 from asyncrl.processes.child import ChildSpec
 
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -49,7 +49,7 @@ def test_a_replacement_takes_the_place_of_the_lost_one() -> None:
 def test_all_threads_stay_and_what_is_started_later_too() -> None:
     code = """
 import os, subprocess, sys, threading
-from asyncrl.launch.cores import stay_on
+from asyncrl.cores import stay_on
 stop = threading.Event()
 early = threading.Thread(target=stop.wait)
 early.start()
