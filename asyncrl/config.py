@@ -29,7 +29,7 @@ from trainer.config import TrainerConfig
 class RunSection(BaseModel):
     """What the run is called, how long it is, where it lives."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """Name of the run and of its folder: letters, digits, dot, dash, underscore."""
@@ -44,7 +44,7 @@ class RunSection(BaseModel):
 class EvaluationConfig(BaseModel):
     """Held-out evaluation, sampled as in training, before and after."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     prompts: int = Field(default=256, ge=1)
     """Held-out prompts used, from the start of the evaluation set."""
@@ -59,7 +59,7 @@ class EvaluationConfig(BaseModel):
 class LauncherConfig(BaseModel):
     """How the processes of a run are started and watched."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: Literal["local"] = "local"
     """`local`: child processes on this machine."""
@@ -85,7 +85,7 @@ class LauncherConfig(BaseModel):
 class RunConfig(BaseModel):
     """Everything that a run is made of."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     run: RunSection = RunSection()
     task: TaskConfig = TaskConfig()

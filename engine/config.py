@@ -18,21 +18,14 @@ Device = Literal["auto", "cpu", "cuda"]
 class SamplingConfig(BaseModel):
     """How rollouts are drawn; the distribution after these settings is the policy."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    temperature: float = Field(
-        default=1.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Divides the logits. 0 (greedy) is refused: it has no behaviour probability.",
-    )
-    top_p: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Keep the smallest set of most probable tokens whose mass reaches this.",
-    )
-    max_tokens: int = Field(default=256, ge=1, description="Most tokens of a response.")
+    temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Divides the logits. 0 (greedy) is refused: it has no behaviour probability."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Keep the smallest set of most probable tokens whose mass reaches this."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Most tokens of a response."""
 
     def params(
         self, *, stop_tokens: tuple[int, ...], top_k_logprobs: int, seed: int | None
@@ -51,33 +44,25 @@ class SamplingConfig(BaseModel):
 class EngineConfig(BaseModel):
     """Which engine generates, and within what bounds."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    kind: EngineKind = Field(
-        default="torch", description="torch: embedded, any HF causal LM. vllm. sglang: not yet."
-    )
-    slots: int = Field(default=64, ge=1, description="Requests that run at once.")
-    max_model_len: int = Field(
-        default=1024, ge=2, description="Most tokens of prompt and response together."
-    )
-    dtype: DType = Field(
-        default="auto", description="Of weights and KV. auto: float32 on a CPU, else bfloat16."
-    )
-    device: Device = Field(default="auto", description="auto: a GPU where torch sees one.")
-    threads: int | None = Field(
-        default=None, ge=1, description="CPU threads of the engine's process; None: torch's choice."
-    )
-    top_k_logprobs: int = Field(
-        default=8,
-        ge=0,
-        le=64,
-        description="K: most probable tokens reported per position; a request may ask for fewer. "
-        "What `scheduler.on_update: verify` can accept lies among them: with a large vocabulary at "
-        "temperature 1 use 64.",
-    )
-    torch: TorchConfig = Field(
-        default_factory=TorchConfig, description="Used when kind=torch, and only then."
-    )
-    vllm: VllmConfig = Field(
-        default_factory=VllmConfig, description="Used when kind=vllm, and only then."
-    )
+    kind: EngineKind = "torch"
+    """torch: embedded, any HF causal LM. vllm. sglang: not yet."""
+    slots: int = Field(default=64, ge=1)
+    """Requests that run at once."""
+    max_model_len: int = Field(default=1024, ge=2)
+    """Most tokens of prompt and response together."""
+    dtype: DType = "auto"
+    """Of weights and KV. auto: float32 on a CPU, else bfloat16."""
+    device: Device = "auto"
+    """auto: a GPU where torch sees one."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the engine's process; None: torch's choice."""
+    top_k_logprobs: int = Field(default=8, ge=0, le=64)
+    """K: most probable tokens reported per position; a request may ask for fewer. What
+    `scheduler.on_update: verify` can accept lies among them: with a large vocabulary at temperature
+    1 use 64."""
+    torch: TorchConfig = TorchConfig()
+    """Used when kind=torch, and only then."""
+    vllm: VllmConfig = VllmConfig()
+    """Used when kind=vllm, and only then."""

@@ -21,38 +21,23 @@ class MonitoringConfig(BaseModel):
         0
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    metrics: bool = Field(
-        default=True, description="Serve Prometheus metrics over HTTP from every process."
-    )
-    host: str = Field(
-        default="127.0.0.1",
-        min_length=1,
-        description="Address that metrics are served on. They are not encrypted and need no "
-        "password: bind anything but loopback only on a network that you trust.",
-    )
-    port: int = Field(
-        default=0,
-        ge=0,
-        le=HIGHEST_PORT,
-        description="Base port: the controller serves on it, the other processes on the next "
-        "ones in order of their start. 0 takes any free port for each and logs which.",
-    )
-    live: LiveMode = Field(
-        default="auto",
-        description="The view while a run goes on: a panel (rich), one line per step (plain), "
-        "nothing (off), or the panel where there is a terminal and lines where not (auto).",
-    )
-    report_samples: int = Field(
-        default=8,
-        ge=0,
-        le=200,
-        description="Most sample trajectories shown in report.html.",
-    )
-    timeline: bool = Field(
-        default=True, description="Record who was busy when under RUN/timeline/."
-    )
+    metrics: bool = True
+    """Serve Prometheus metrics over HTTP from every process."""
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address that metrics are served on. They are not encrypted and need no password: bind
+    anything but loopback only on a network that you trust."""
+    port: int = Field(default=0, ge=0, le=HIGHEST_PORT)
+    """Base port: the controller serves on it, the other processes on the next ones in order of
+    their start. 0 takes any free port for each and logs which."""
+    live: LiveMode = "auto"
+    """The view while a run goes on: a panel (rich), one line per step (plain), nothing (off), or
+    the panel where there is a terminal and lines where not (auto)."""
+    report_samples: int = Field(default=8, ge=0, le=200)
+    """Most sample trajectories shown in report.html."""
+    timeline: bool = True
+    """Record who was busy when under RUN/timeline/."""
 
     @model_validator(mode="after")
     def _refuse_odd_addresses(self) -> Self:

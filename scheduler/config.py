@@ -12,7 +12,7 @@ OnUpdate = Literal["verify", "keep", "recompute"]
 class SchedulerConfig(BaseModel):
     """How far generation may run ahead of training, and how much work is in flight."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     max_off_policy_steps: int = Field(default=0, ge=0)
     """Bound on staleness: a token may be at most this many optimizer steps older than the policy

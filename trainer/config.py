@@ -16,101 +16,65 @@ class TrainerConfig(BaseModel):
     the importance ratio does; see `trainer.algorithms.grpo` for the equations.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    algorithm: str = Field(
-        "grpo", description="Registered algorithm: grpo, or reinforce (leave-one-out baseline)."
-    )
-    learning_rate: float = Field(
-        1e-6, gt=0, description="Peak learning rate of AdamW; 1e-6 suits 1B-32B parameters."
-    )
-    learning_rate_schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="Shape after warm-up; cosine and linear fall to the minimum."
-    )
-    learning_rate_minimum: float = Field(0.0, ge=0, description="Where cosine and linear end.")
-    warmup_steps: int = Field(
-        0, ge=0, description="Optimizer steps over which the learning rate rises linearly."
-    )
-    schedule_steps: int | None = Field(
-        None,
-        gt=0,
-        description="Step at which cosine and linear reach the minimum; default run.steps.",
-    )
-    weight_decay: float = Field(
-        0.0, ge=0, description="AdamW's decoupled decay, on matrices only (not norms and biases)."
-    )
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decays.")
-    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    max_grad_norm: float = Field(
-        1.0, gt=0, description="The global gradient norm is clipped to this; .inf turns it off."
-    )
+    algorithm: str = "grpo"
+    """Registered algorithm: grpo, or reinforce (leave-one-out baseline)."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW; 1e-6 suits 1B-32B parameters."""
+    learning_rate_schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape after warm-up; cosine and linear fall to the minimum."""
+    learning_rate_minimum: float = Field(default=0.0, ge=0)
+    """Where cosine and linear end."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly."""
+    schedule_steps: int | None = Field(default=None, gt=0)
+    """Step at which cosine and linear reach the minimum; default run.steps."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled decay, on matrices only (not norms and biases)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's moment decays."""
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """The global gradient norm is clipped to this; .inf turns it off."""
 
-    proximal_policy: Literal["current", "behaviour"] = Field(
-        "current",
-        description=(
-            "current: decoupled objective, truncated importance weights, no clipping in a single "
-            "pass. behaviour: PPO's clipped ratio against the policy that drew the tokens."
-        ),
-    )
-    importance_cap: float = Field(
-        2.0,
-        ge=1,
-        description=(
-            "Largest importance weight of a token. current: the weight is truncated to it; "
-            "behaviour: PPO's dual clip for negative advantages."
-        ),
-    )
-    clip_ratio_low: float = Field(
-        0.2, gt=0, le=1, description="PPO clips the ratio below 1 - this (proximal: behaviour)."
-    )
-    clip_ratio_high: float = Field(
-        0.2,
-        gt=0,
-        description="PPO clips the ratio above 1 + this; DAPO's clip-higher uses 0.28.",
-    )
-    loss_normalization: Literal["token", "sequence"] = Field(
-        "token",
-        description=(
-            "token: every response token of the step weighs the same (DAPO). sequence: every "
-            "sample weighs the same, its tokens are averaged first (GRPO)."
-        ),
-    )
-    advantage_normalization: Literal["std", "none"] = Field(
-        "std", description="std: divide by the group's deviation (GRPO). none: do not (Dr. GRPO)."
-    )
-    skip_zero_variance_groups: bool = Field(
-        True,
-        description=(
-            "Do not compute groups whose advantages are all 0. They still count in the "
-            "denominator, so the gradient is the same; their tokens are missing from the means "
-            "of entropy, ratio and mismatch. Ignored while kl_coefficient > 0."
-        ),
-    )
-    kl_coefficient: float = Field(
-        0.0,
-        ge=0,
-        description="Weight of the k3 penalty towards the initial model; 0 keeps no second model.",
-    )
+    proximal_policy: Literal["current", "behaviour"] = "current"
+    """current: decoupled objective, truncated importance weights, no clipping in a single pass.
+    behaviour: PPO's clipped ratio against the policy that drew the tokens."""
+    importance_cap: float = Field(default=2.0, ge=1)
+    """Largest importance weight of a token. current: the weight is truncated to it; behaviour:
+    PPO's dual clip for negative advantages."""
+    clip_ratio_low: float = Field(default=0.2, gt=0, le=1)
+    """PPO clips the ratio below 1 - this (proximal: behaviour)."""
+    clip_ratio_high: float = Field(default=0.2, gt=0)
+    """PPO clips the ratio above 1 + this; DAPO's clip-higher uses 0.28."""
+    loss_normalization: Literal["token", "sequence"] = "token"
+    """token: every response token of the step weighs the same (DAPO). sequence: every sample weighs
+    the same, its tokens are averaged first (GRPO)."""
+    advantage_normalization: Literal["std", "none"] = "std"
+    """std: divide by the group's deviation (GRPO). none: do not (Dr. GRPO)."""
+    skip_zero_variance_groups: bool = True
+    """Do not compute groups whose advantages are all 0. They still count in the denominator, so the
+    gradient is the same; their tokens are missing from the means of entropy, ratio and mismatch.
+    Ignored while kl_coefficient > 0."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the k3 penalty towards the initial model; 0 keeps no second model."""
 
-    micro_batch_tokens: int = Field(
-        8192,
-        gt=0,
-        description="Prompt + response tokens of one forward pass; a longer sequence goes alone.",
-    )
-    dtype: Literal["float32", "bfloat16", "float64"] = Field(
-        "float32",
-        description="Compute type. Under bfloat16 (autocast) parameters and Adam stay float32.",
-    )
-    device: str = Field("auto", description="auto (a GPU where there is one), cpu, cuda, cuda:N.")
-    threads: int | None = Field(
-        None, gt=0, description="Threads of torch in the trainer's process; unset: torch decides."
-    )
-    gradient_checkpointing: bool = Field(
-        False,
-        description="Recompute activations in the backward pass: less memory, a third slower.",
-    )
-    checkpoint_every: int = Field(50, gt=0, description="Optimizer steps between checkpoints.")
-    keep_checkpoints: int = Field(2, gt=0, description="How many of the newest are kept.")
+    micro_batch_tokens: int = Field(default=8192, gt=0)
+    """Prompt + response tokens of one forward pass; a longer sequence goes alone."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Compute type. Under bfloat16 (autocast) parameters and Adam stay float32."""
+    device: str = "auto"
+    """auto (a GPU where there is one), cpu, cuda, cuda:N."""
+    threads: int | None = Field(default=None, gt=0)
+    """Threads of torch in the trainer's process; unset: torch decides."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third slower."""
+    checkpoint_every: int = Field(default=50, gt=0)
+    """Optimizer steps between checkpoints."""
+    keep_checkpoints: int = Field(default=2, gt=0)
+    """How many of the newest are kept."""
 
     @field_validator("algorithm")
     @classmethod

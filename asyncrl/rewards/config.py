@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 class RewardFunctionConfig(BaseModel):
     """One term of the reward: which function, how much it counts, with which settings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: str = Field(default="arithmetic", min_length=1)
     """`exact_match`, `math_verify`, `format`, `arithmetic`, or the user's own function as
@@ -32,7 +32,7 @@ class RewardFunctionConfig(BaseModel):
 class RewardConfig(BaseModel):
     """How responses are scored: a weighted sum of functions, in worker processes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     functions: tuple[RewardFunctionConfig, ...] = Field(
         default=(RewardFunctionConfig(),), min_length=1

@@ -14,7 +14,7 @@ _DATASET_ONLY = ("path", "subset", "evaluation_path", "id_field")
 class ModelConfig(BaseModel):
     """Which model is trained."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     path: str = Field(default="builtin:arithmetic", min_length=1)
     """`builtin:arithmetic` (made on first use), a HF model directory with its tokenizer, or a
@@ -24,7 +24,7 @@ class ModelConfig(BaseModel):
 class TaskConfig(BaseModel):
     """Where prompts and answers come from."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: Literal["arithmetic", "dataset"] = "arithmetic"
     """`arithmetic`: the built-in addition task. `dataset`: the user's own rows, see `path`."""

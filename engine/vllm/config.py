@@ -12,62 +12,32 @@ class VllmConfig(BaseModel):
     disabled vLLM runs without speculation.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    kv_cache_gib: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Memory for KV, in GiB. None: 0.5 on a CPU; on a GPU what "
-        "gpu_memory_utilization leaves.",
-    )
-    gpu_memory_utilization: float = Field(
-        default=0.85,
-        gt=0,
-        le=1,
-        description="Share of a GPU's memory that vLLM may take; unused when kv_cache_gib is set.",
-    )
-    enforce_eager: bool | None = Field(
-        default=None,
-        description="Run without compiling the model. None: yes on a CPU (ready sooner, as fast "
-        "on small models), no on a GPU.",
-    )
-    enable_prefix_caching: bool = Field(
-        default=True,
-        description="Share the KV of equal prompts. Never across versions of the weights.",
-    )
-    max_step_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="None: each step drafts what pays, by the step times and acceptance measured "
-        "all along. A number: steps are filled up with drafts to this many tokens, whatever that "
-        "costs; rows beyond it run without drafts.",
-    )
-    max_prefill_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens that one step may take in, prompts and kept tokens that are scored "
-        "included; longer ones are split. None: 4096; on a CPU 512, where more at once leaves its "
-        "caches and costs up to twice as much a token.",
-    )
-    chunk_tokens: int = Field(
-        default=16,
-        ge=1,
-        description="A request reports its tokens in chunks of at least this many (the first at "
-        "once; always at its end, at a pause and before new weights). 1 streams every step, at a "
-        "cost.",
-    )
-    startup_timeout_seconds: float = Field(
-        default=300.0, ge=1, description="Longest wait for vLLM to become ready."
-    )
-    call_timeout_seconds: float = Field(
-        default=120.0,
-        ge=1,
-        description="Longest wait for vLLM to pause, resume or take new weights.",
-    )
-    log_level: str = Field(
-        default="ERROR",
-        pattern="^(DEBUG|INFO|WARNING|ERROR)$",
-        description="What vLLM writes to stderr. INFO and above goes to a file beside it, whose "
-        "end is quoted when vLLM fails.",
-    )
+    kv_cache_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Memory for KV, in GiB. None: 0.5 on a CPU; on a GPU what gpu_memory_utilization leaves."""
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    """Share of a GPU's memory that vLLM may take; unused when kv_cache_gib is set."""
+    enforce_eager: bool | None = None
+    """Run without compiling the model. None: yes on a CPU (ready sooner, as fast on small models),
+    no on a GPU."""
+    enable_prefix_caching: bool = True
+    """Share the KV of equal prompts. Never across versions of the weights."""
+    max_step_tokens: int | None = Field(default=None, ge=1)
+    """None: each step drafts what pays, by the step times and acceptance measured all along. A
+    number: steps are filled up with drafts to this many tokens, whatever that costs; rows beyond it
+    run without drafts."""
+    max_prefill_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that one step may take in, prompts and kept tokens that are scored included; longer
+    ones are split. None: 4096; on a CPU 512, where more at once leaves its caches and costs up to
+    twice as much a token."""
+    chunk_tokens: int = Field(default=16, ge=1)
+    """A request reports its tokens in chunks of at least this many (the first at once; always at
+    its end, at a pause and before new weights). 1 streams every step, at a cost."""
+    startup_timeout_seconds: float = Field(default=300.0, ge=1)
+    """Longest wait for vLLM to become ready."""
+    call_timeout_seconds: float = Field(default=120.0, ge=1)
+    """Longest wait for vLLM to pause, resume or take new weights."""
+    log_level: str = Field(default="ERROR", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
+    """What vLLM writes to stderr. INFO and above goes to a file beside it, whose end is quoted when
+    vLLM fails."""
