@@ -29,17 +29,17 @@ from asyncrl.processes.activity import Activity, Doing
 from asyncrl.processes.earlier import EarlierRollouts
 from asyncrl.processes.engine_log import EngineLog
 from asyncrl.processes.kept_samples import KeptSamples
+from asyncrl.processes.reports import GeneratorReports
+from asyncrl.processes.weight_installs import WeightInstalls
 from asyncrl.processes.writer import SampleWriter
 from asyncrl.processes.writing import HeldSample, Writing, excess
 from asyncrl.rewards.pool import RewardPool
-from engine.errors import EngineError, RequestError, WeightsSupersededError
-from engine.protocol import Engine, EngineStats, SamplingParams
-from engine.weights import read_weights
+from engine.errors import EngineError, RequestError
+from engine.protocol import Engine, SamplingParams
 from monitoring.metrics import GeneratorMetrics
 from rollout.trajectory import SampleId
 from wire import Line
 from wire.messages import data, from_generator, to_generator
-from wire.weights.layout import WeightManifest
 
 logger = logging.getLogger("asyncrl.generator")
 
@@ -78,7 +78,18 @@ class GeneratorProcess:
         self._data = data_line
         self._samples = samples
         self._metrics = metrics
-        self._log = log
+        self._reporter = GeneratorReports(
+            name, engine=engine, writer=self._writer, rewards=rewards, metrics=metrics, log=log
+        )
+        self._installs = WeightInstalls(
+            name,
+            engine,
+            send=control.send,
+            metrics=metrics,
+            on_change=self._note,
+            release_kv=self._interrupt_all,
+            resume=self._writer.go_on,
+        )
         self._deadline, self._kv_limit = deadline, kv_limit
         self._earlier = earlier
         self._activity = activity
@@ -87,9 +98,7 @@ class GeneratorProcess:
         self._evaluating: dict[tuple[int, int], Writing] = {}
         self._held: dict[SampleId, HeldSample] = {}
         self._undelivered: dict[SampleId, tuple[data.TrajectoryDelivery, float]] = {}
-        self._swap = asyncio.Lock()
         self._paused_at: float | None = None
-        self._installing: int | None = None
         self._delivered_step = -1
         self._background: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
@@ -138,7 +147,7 @@ class GeneratorProcess:
             case to_generator.Evaluate():
                 self._start(self._evaluate(message))
             case to_generator.InstallWeights():
-                self._start(self._install(message.manifest, rebuild=message.rebuild_kv))
+                self._start(self._installs.install(message.manifest, rebuild_kv=message.rebuild_kv))
             case to_generator.Deliver():
                 self._start(self._deliver(message))
             case to_generator.Discard():
@@ -233,10 +242,7 @@ class GeneratorProcess:
             self._held[sample] = held
             trajectory = held.trajectory
             if writing.rewarded is None:
-                self._metrics.samples_finished.of(trajectory.finish_reason).inc()
-                self._metrics.response_length.observe(len(trajectory.tokens))
-                if self._log is not None:
-                    self._log.finished(len(trajectory.tokens))
+                self._reporter.sample_finished(trajectory.finish_reason, len(trajectory.tokens))
             await self._control.send(
                 from_generator.SampleFinished(
                     self._name,
@@ -274,44 +280,11 @@ class GeneratorProcess:
             )
         )
 
-    async def _install(self, manifest: WeightManifest, *, rebuild: bool) -> None:
-        """Swap to these weights; if newer ones took their place, say that nothing changed.
-
-        Args:
-            manifest: where they are.
-            rebuild: nothing that runs keeps its KV: it goes on with the KV of the new weights.
-        """
-        started = time.monotonic()
-        version = manifest.policy_version
-        async with self._swap:
-            try:
-                # Copied first: the trainer may begin to overwrite them at any moment, and
-                # leaving the block is what says that it had not.
-                with read_weights(manifest) as weights:
-                    whole = [(name, tensor.clone()) for name, tensor in weights]
-                self._installing = version
-                self._note()
-                if rebuild:
-                    self._writer.hold()
-                    for writing in list(self._writing.values()):
-                        await self._writer.interrupt(writing)
-                await self._engine.update_weights(whole, version)
-            except WeightsSupersededError:
-                logger.info("weights of version %d were overtaken by newer ones", version)
-            except EngineError as error:
-                self._give_up(error)
-                return
-            finally:
-                self._installing = None
-                self._writer.go_on()
-                self._note()
-        seconds = time.monotonic() - started
-        self._metrics.weights_time.observe(seconds)
-        await self._control.send(
-            from_generator.WeightsInstalled(
-                self._name, self._engine.stats().policy_version, seconds
-            )
-        )
+    async def _interrupt_all(self) -> None:
+        """Have nothing served until the writer goes on; samples then go on from what they have."""
+        self._writer.hold()
+        for writing in list(self._writing.values()):
+            await self._writer.interrupt(writing)
 
     async def _deliver(self, order: to_generator.Deliver) -> None:
         """Send samples of one group, once all their rewards are there."""
@@ -365,12 +338,8 @@ class GeneratorProcess:
 
     async def _reports(self) -> None:
         while True:
-            stats = self._engine.stats()
-            self._measure(stats)
             self._note()
-            report = self._report(stats)
-            if self._log is not None:
-                self._log.note(report)
+            report = self._reporter.report(held=len(self._held), undelivered=len(self._undelivered))
             await self._control.send(report)
             # In short naps, so that the time line sees when work ran out and when it came back.
             for _ in range(10):
@@ -378,45 +347,6 @@ class GeneratorProcess:
                 self._note()
                 await self._make_room()
                 await self._end_late_samples()
-
-    def _report(self, stats: EngineStats) -> from_generator.GeneratorReport:
-        return from_generator.GeneratorReport(
-            self._name,
-            tokens_generated=stats.tokens_generated,
-            tokens_drafted=stats.tokens_drafted,
-            tokens_accepted=stats.tokens_accepted,
-            tokens_verified=self._writer.tokens_verified,
-            tokens_rejected=self._writer.tokens_rejected,
-            tokens_outside_top_k=self._writer.tokens_outside_top_k,
-            steps=stats.steps,
-            busy_seconds=stats.busy_seconds,
-            running=stats.running,
-            waiting=stats.waiting,
-            held=len(self._held),
-            slots=stats.slots,
-            kv_used=stats.kv_used,
-            policy_version=stats.policy_version,
-            rewards_waiting=self._rewards.waiting + self._rewards.running,
-            rewards_failed=self._rewards.failed,
-        )
-
-    def _measure(self, stats: EngineStats) -> None:
-        metrics = self._metrics
-        metrics.generated_tokens.follow(stats.tokens_generated)
-        metrics.drafted_tokens.follow(stats.tokens_drafted)
-        metrics.accepted_tokens.follow(stats.tokens_accepted)
-        metrics.verified_tokens.follow(self._writer.tokens_verified)
-        metrics.rejected_tokens.follow(self._writer.tokens_rejected)
-        metrics.engine_steps.follow(stats.steps)
-        metrics.engine_busy.follow(stats.busy_seconds)
-        metrics.slots.set(stats.slots)
-        metrics.running.set(stats.running)
-        metrics.waiting.set(stats.waiting)
-        metrics.kv_used.set(stats.kv_used)
-        metrics.policy_version.set(stats.policy_version)
-        metrics.samples_held.set(len(self._held) + len(self._undelivered))
-        metrics.rewards_waiting.set(self._rewards.waiting + self._rewards.running)
-        metrics.rewards_failed.follow(self._rewards.failed)
 
     def _note(self) -> None:
         """Tell the time line what is the case now."""
@@ -433,7 +363,7 @@ class GeneratorProcess:
                 run_ahead=run_ahead,
                 evaluating=len(self._evaluating),
                 rewarding=self._rewards.waiting + self._rewards.running,
-                installing=self._installing,
+                installing=self._installs.installing,
                 paused=self._paused_at is not None,
                 held=len(self._held),
                 delivered_step=self._delivered_step,
