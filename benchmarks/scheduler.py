@@ -81,7 +81,7 @@ class Fleet:
         self.version: dict[str, int] = {}
         self.free: dict[str, int] = {}
         self.waiting: dict[str, deque[out.StartSample]] = {}
-        self.finished: str | None = None
+        self.finished: out.RunOutcome | None = None
         self.begun: dict[SampleId, int] = {}
         """`verify`: lowest version of the tokens of what is being written."""
         self.spent: dict[str, list[float]] = {}
@@ -138,7 +138,7 @@ class Fleet:
         elif isinstance(command, out.InstallWeights):
             self.after(0.05, ev.WeightsInstalled(command.generator, command.policy_version))
         elif isinstance(command, out.FinishRun):
-            self.finished = command.reason
+            self.finished = command.outcome
 
     def decode(self, name: str) -> None:
         """Put waiting samples into free slots."""
@@ -175,8 +175,8 @@ def measure(generators: int, slots: int, mode: str, bound: int, *, steps: int) -
     gc.collect()
     gc.freeze()
     fleet.run()
-    assert fleet.finished == "done", fleet.finished
-    result.peak_in_flight = fleet.scheduler.policy.most_in_flight * 8
+    assert fleet.finished is out.RunOutcome.DONE, fleet.finished
+    result.peak_in_flight = fleet.scheduler.admission.max_groups_in_flight * 8
     result.by_event_us = {k: 1e6 * a / n for k, (a, n) in sorted(fleet.spent.items())}
     gc.unfreeze()
     return result
@@ -207,7 +207,7 @@ def memory(generators: int, slots: int, mode: str, *, steps: int) -> tuple[float
     fleet.tell = tell  # type: ignore[method-assign]
     fleet.run()
     tracemalloc.stop()
-    samples = fleet.scheduler.policy.most_in_flight * fleet.config.group_size
+    samples = fleet.scheduler.admission.max_groups_in_flight * fleet.config.group_size
     return sizes[0] / samples, sizes[-1] / samples
 
 

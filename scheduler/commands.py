@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import msgspec
 
 from rollout.trajectory import SampleId
@@ -87,12 +89,23 @@ class ResumeGenerator(msgspec.Struct, frozen=True, gc=False):
     generator: str
 
 
-class FinishRun(msgspec.Struct, frozen=True, gc=False):
-    """The last decision of a run (weights are still installed after it, for the evaluation)."""
+class RunOutcome(Enum):
+    """How a run ended."""
 
-    reason: str
-    """`done`: all steps trained. `stopped` or `stopped: ...`: as asked. `failed: ...`: it cannot
-    go on."""
+    DONE = "done"
+    """All steps are trained."""
+    STOPPED = "stopped"
+    """The user stopped it."""
+    FAILED = "failed"
+    """It cannot continue."""
+
+
+class FinishRun(msgspec.Struct, frozen=True, gc=False):
+    """The last decision of a run. Weights are still installed after it, for the evaluation."""
+
+    outcome: RunOutcome
+    reason: str = ""
+    """Why the run failed, or why a stopped run did not train the step in hand; else empty."""
 
 
 Command = (

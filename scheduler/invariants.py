@@ -72,7 +72,7 @@ def _check_staleness(scheduler: Scheduler, group: Group, name: str) -> None:
     held = [group.states[i] == HELD for i, stale in enumerate(group.stale) if stale]
     _require(all(held), f"{name} has a sample that is too old in another state than HELD")
     if held and group.owner is not None:
-        least = scheduler.policy.oldest_version(group.step)
+        least = scheduler.admission.min_version(group.step)
         _require(
             group.owner.version < least,
             f"{name} holds samples with tokens older than version {least}, which its generator "
@@ -109,5 +109,5 @@ def _check_books(scheduler: Scheduler) -> None:
     _require(in_flight == unsettled, f"in flight {in_flight}, but the ledger says {unsettled}")
     ledger, config = scheduler.ledger, scheduler.config
     outstanding = ledger.next_group - ledger.next_step * config.groups_per_step
-    bound = scheduler.policy.most_in_flight
+    bound = scheduler.admission.max_groups_in_flight
     _require(outstanding <= bound, f"{outstanding} groups are issued, the bound is {bound}")

@@ -25,7 +25,7 @@ import heapq
 from array import array
 
 from scheduler.errors import SchedulerError
-from scheduler.load import MinIndex
+from scheduler.min_index import MinIndex
 from scheduler.records import Generator, Group
 
 _LOAD_STEPS = 32

@@ -111,7 +111,7 @@ def _step_in_hand(scheduler: Scheduler) -> list[str]:
     if verifying:
         lines.append(f"step {step} waits for {counted(verifying, 'sample')} to be verified")
     if stale:
-        least = scheduler.policy.oldest_version(step)
+        least = scheduler.admission.min_version(step)
         lines.append(
             f"step {step} has {counted(stale, 'sample')} written under older versions, to be "
             f"verified once version {least} is installed where they are"
@@ -127,9 +127,9 @@ def _next_steps(scheduler: Scheduler) -> list[str]:
     step = group // per_step
     if step >= scheduler.total_steps:
         return []
-    policy = scheduler.policy
-    version = -((policy.newest_group(0) - group) // per_step)
-    limits = f"scheduler.max_off_policy_steps is {policy.max_off_policy_steps}"
-    if policy.verifies:
-        limits += f", max_runahead_groups {policy.max_runahead_groups}"
+    admission = scheduler.admission
+    version = admission.first_version_to_start(group)
+    limits = f"scheduler.max_off_policy_steps is {admission.max_off_policy_steps}"
+    if admission.verifies:
+        limits += f", max_runahead_groups {admission.max_runahead_groups}"
     return [f"step {step} waits for policy version {version} to be published ({limits})"]

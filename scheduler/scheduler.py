@@ -7,7 +7,7 @@ data order ─► open steps ─► place ─► start samples ─► DeliverGro
                    │ WeightsPublished           │ WeightsInstalled                  ▼
                    └─────────────── InstallWeights ◄────────────────────── StepFinished
 
-Which steps are open is `scheduler.policy` (there the synchronous and the asynchronous loop stand
+Which steps are open is `scheduler.admission` (there the synchronous and the asynchronous loop stand
 side by side, as tables of what each loop consumes, produces, waits for, is unblocked by and is
 bounded by); where a group goes is `scheduler.placement`; how its samples move is `scheduler.work`;
 what was consumed is `scheduler.ledger`. This module says what each event means for them.
@@ -29,7 +29,7 @@ when delivery was commanded: a generator that dies in between could still take a
 
 Stopping. `StopRequested` finishes the step in hand (its samples are still started, and restarted
 after a loss) and those later ones that are declared already, since the trainer will not wait. The
-work of all others is withdrawn at once. Then `FinishRun("stopped")`. If nothing of the step in hand
+work of all others is withdrawn at once. Then `FinishRun`. If nothing of the step in hand
 was started, or no generator is left to write it, the run ends at once. A paused run is resumed for
 that.
 """
@@ -43,13 +43,13 @@ from rollout.trajectory import SampleId
 from scheduler import commands as out
 from scheduler import events as ev
 from scheduler import invariants, report
-from scheduler.commands import Command
+from scheduler.admission import Admission
+from scheduler.commands import Command, RunOutcome
 from scheduler.config import SchedulerConfig
 from scheduler.errors import SchedulerError
 from scheduler.events import Event
 from scheduler.ledger import Ledger
 from scheduler.placement import prompt_key
-from scheduler.policy import policy_for
 from scheduler.records import DELIVERED, DELIVERING, QUEUED, RUNNING, VERIFYING, Generator, Group
 from scheduler.view import SchedulerView
 from scheduler.work import Work
@@ -83,9 +83,9 @@ class Scheduler:
                 f"first_step {first_step} must be at least 0 and below total_steps {total_steps}"
             )
         self.config = config
-        self.policy = policy_for(config)
+        self.admission = Admission.of(config)
         self.ledger = Ledger(groups_per_step=config.groups_per_step, first_step=first_step)
-        self.work = Work(config, self.policy)
+        self.work = Work(config, self.admission)
         """Groups in flight and who has them."""
         self.total_steps = total_steps
         self.last_step = total_steps - 1
@@ -96,7 +96,7 @@ class Scheduler:
         """The first step whose membership is not declared yet."""
         self.trainer_joined = False
         self.stopping = False
-        self.finished: str | None = None
+        self.finished: out.FinishRun | None = None
         self.samples_finished = 0
         self.tokens_finished = 0
         self.staleness_max = 0
@@ -147,7 +147,7 @@ class Scheduler:
             return self.step * per_step - 1
         # A version can be published before its StepFinished is known: still the old window.
         version = min(self.published, self.step)
-        return min(self.policy.newest_group(version), (self.last_step + 1) * per_step - 1)
+        return min(self.admission.last_group_to_start(version), (self.last_step + 1) * per_step - 1)
 
     @property
     def newest_open_step(self) -> int:
@@ -218,7 +218,7 @@ class Scheduler:
         state = group.states[sample]
         if state != RUNNING and (state != VERIFYING or too_old):
             return  # late or repeated: what comes out of a verification is not too old
-        if (too_old and not self.policy.verifies) or event.oldest_version > self.published:
+        if (too_old and not self.admission.verifies) or event.oldest_version > self.published:
             raise SchedulerError(
                 f"sample {event.sample} of {generator.name} has tokens of policy version "
                 f"{event.oldest_version}, but is for step {group.step}, with max_off_policy_steps "
@@ -287,7 +287,7 @@ class Scheduler:
                 return
             if not members:
                 if step == self.step:  # otherwise the steps before it are still trained
-                    self._finish(f"failed: every group of step {step} failed")
+                    self._finish(RunOutcome.FAILED, f"every group of step {step} failed")
                 return
             self.next_declared += 1
             self.work.commands.append(out.DeclareStep(step, members))
@@ -330,9 +330,9 @@ class Scheduler:
             return
         self.ledger.consume(event.step, event.groups)
         if self.step == self.total_steps:
-            self._finish("done")
+            self._finish(RunOutcome.DONE)
         elif self.step > self.last_step:
-            self._finish("stopped")
+            self._finish(RunOutcome.STOPPED)
         else:
             self._declare()
             self._open_steps()
@@ -430,7 +430,7 @@ class Scheduler:
         in_hand = self.work.groups.values()
         settled = sum(self.ledger.progress(self.step))
         if not settled and all(group.untouched for group in in_hand):
-            self._finish("stopped")
+            self._finish(RunOutcome.STOPPED)
             return
         self._on_resume(ev.ResumeRequested())
         for generator in list(self.work.generators.values()):
@@ -441,14 +441,15 @@ class Scheduler:
         """While stopping: do not wait for a generator that may never join."""
         if self.finished is None and self.work.groups and not self.work.generators:
             self._finish(
-                f"stopped: step {self.step} was not trained, since no generator is left to "
-                f"write {len(self.work.groups)} of its groups"
+                RunOutcome.STOPPED,
+                f"step {self.step} was not trained, since no generator is left to "
+                f"write {len(self.work.groups)} of its groups",
             )
 
-    def _finish(self, reason: str) -> None:
+    def _finish(self, outcome: RunOutcome, reason: str = "") -> None:
         self.work.discard(list(self.work.groups.values()))
-        self.finished = reason
-        self.work.commands.append(out.FinishRun(reason))
+        self.finished = out.FinishRun(outcome, reason)
+        self.work.commands.append(self.finished)
 
     # ----------------------------------------------------------------- look-up
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler.commands import FinishRun
+
 
 @dataclass(frozen=True, slots=True)
 class GeneratorView:
@@ -56,8 +58,8 @@ class SchedulerView:
     """In the order in which they joined."""
     paused: bool
     stopping: bool
-    finished: str | None
-    """The reason given by `FinishRun`, once it was."""
+    finished: FinishRun | None
+    """The command that ended the run; None while the run continues."""
     waits: tuple[str, ...]
     """What each wait waits for, most important first; empty only when the run is finished."""
 

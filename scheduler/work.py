@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from rollout.trajectory import SampleId
 from scheduler import commands as out
+from scheduler.admission import Admission
 from scheduler.commands import Command
 from scheduler.config import SchedulerConfig
 from scheduler.placement import Placement
-from scheduler.policy import Policy
 from scheduler.records import (
     DELIVERED,
     DELIVERING,
@@ -28,7 +28,7 @@ from scheduler.records import (
 class Work:
     """Groups that are neither in the trainer nor failed, and who has them."""
 
-    def __init__(self, config: SchedulerConfig, policy: Policy) -> None:
+    def __init__(self, config: SchedulerConfig, admission: Admission) -> None:
         self.placement = Placement(config.group_size)
         self.generators = self.placement.generators
         """Those that are alive, by name."""
@@ -41,7 +41,7 @@ class Work:
         self.anything_sent = False
         """Whether any group was ever sent to the trainer."""
         self._config = config
-        self._policy = policy
+        self._admission = admission
 
     def issue(self, index: int, step: int, key: int | None) -> None:
         """A new group: give it to a generator, or let it wait for one."""
@@ -67,9 +67,9 @@ class Work:
             return
         if generator.installing is not None and not self._config.partial_rollout:
             return  # the new weights would come in the middle of it
-        newest_group = self._policy.newest_group(generator.version)
+        newest_group = self._admission.last_group_to_start(generator.version)
         if generator.kv_used >= self._config.runahead_kv_limit:
-            newest_group = self._policy.newest_due_group(generator.version)
+            newest_group = self._admission.last_due_group(generator.version)
         while generator.running < generator.limit:
             group = self.placement.next_group(generator, newest_group)
             if group is None:
@@ -80,7 +80,7 @@ class Work:
             group.queued -= 1
             group.running += 1
             generator.running += 1
-            ahead = max(0, self._policy.oldest_version(group.step) - generator.version)
+            ahead = max(0, self._admission.min_version(group.step) - generator.version)
             self.commands.append(
                 out.StartSample(generator.name, SampleId(group.index, sample), ahead)
             )
@@ -110,7 +110,7 @@ class Work:
         group.states[sample] = HELD
         self._leave(generator, group, state)
         generator.held += 1
-        least = self._policy.oldest_version(group.step)
+        least = self._admission.min_version(group.step)
         group.stale[sample] = oldest_version < least
         if group.stale[sample] and generator.version >= least:
             self._verify(generator, group, [sample])
@@ -123,7 +123,7 @@ class Work:
         Running samples are too old as well, as they were started under the version before.
         """
         for group in list(generator.groups.values()):
-            least = self._policy.oldest_version(group.step)
+            least = self._admission.min_version(group.step)
             if version_before < least <= generator.version:
                 due = [
                     sample
@@ -143,7 +143,7 @@ class Work:
                 group.verifying += 1
                 generator.verifying += 1
         names = tuple(SampleId(group.index, sample) for sample in samples)
-        least = self._policy.oldest_version(group.step)
+        least = self._admission.min_version(group.step)
         self.commands.append(out.VerifySamples(generator.name, names, least))
 
     def delivered(self, group: Group, sample: int, by: Generator | None) -> None:

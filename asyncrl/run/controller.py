@@ -90,7 +90,7 @@ class Controller:
         self._deciding = asyncio.Lock()
         self._changed = asyncio.Event()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._finish: str | None = None
+        self._finish: cmd.FinishRun | None = None
         self._stop_wanted = False
         self.trained_steps = 0
         """Optimizer steps of the whole run, those before a resume included."""
@@ -211,11 +211,11 @@ class Controller:
         while self._finish is None:
             self._changed.clear()
             await self._next_change()
-        reason = self._finish
+        finish = self._finish
         await self._hear_counters()
         self._progress.training_ends()
-        if reason.startswith("failed"):
-            raise RunFailed(reason.removeprefix("failed").strip(": "))
+        if finish.outcome is cmd.RunOutcome.FAILED:
+            raise RunFailed(finish.reason)
 
     async def _hear_counters(self) -> None:
         """Wait for a report of each generator from now, so that totals are of this moment."""
@@ -441,8 +441,8 @@ class Controller:
                 await self._send(name, tg.Pause())
             case cmd.ResumeGenerator(generator=name):
                 await self._send(name, tg.Resume())
-            case cmd.FinishRun(reason=reason):
-                self._finish = reason
+            case cmd.FinishRun():
+                self._finish = command
                 self._changed.set()
 
     def _generate(self, sample: SampleId, priority: int) -> tg.Generate:

@@ -118,7 +118,7 @@ class World:
         self._trainer = _Trainer()
         self._arriving: dict[int, list[tuple[int, float, int]]] = {}
         self._trained: list[tuple[float, float, int, float, int]] = []
-        self._ended: str | None = None
+        self._ended = False
         self._message = setting.cost.message_seconds
         self._rewards_cost = setting.cost.reward(0) > 0
         self._rewards_free: dict[str, float] = {}
@@ -147,7 +147,7 @@ class World:
         """Event after event to the end of the run."""
         self._tell(ev.TrainerJoined(0))
         marks: dict[int, tuple[float, float, float, float]] = {}
-        while self._ended is None:
+        while not self._ended:
             self._now, _, what = heapq.heappop(self._due)
             if isinstance(what, str):
                 self._wake(what)
@@ -206,7 +206,7 @@ class World:
             self._carry_out(command, touched)
         for generator in touched.values():
             self._plan(generator)
-        if isinstance(event, ev.StepFinished) and self._ended is None:
+        if isinstance(event, ev.StepFinished) and not self._ended:
             self._trainer.finish(event.step, self._now)
             self._train()
             self._after(self._message, ev.WeightsPublished(event.step + 1))
@@ -226,8 +226,8 @@ class World:
                 self._train()
             case cmd.DiscardSamples(generator=name, samples=samples):
                 self._touch(name, touched).release(samples)
-            case cmd.FinishRun(reason=reason):
-                self._ended = reason
+            case cmd.FinishRun():
+                self._ended = True
             case _:
                 pass
 

@@ -298,8 +298,8 @@ class House:
             case cmd.DeclareStep(step=step, groups=groups):
                 assert self._work is not None
                 self._work.create_task(self._train(step, groups))
-            case cmd.FinishRun(reason=reason):
-                assert reason == "done", reason
+            case cmd.FinishRun(outcome=outcome):
+                assert outcome is cmd.RunOutcome.DONE, outcome
                 self._say(tg.Shutdown())
             case _:
                 raise AssertionError(f"unexpected: {command}")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.errors import SchedulerError
-from scheduler.load import MinIndex
+from scheduler.min_index import MinIndex
 from scheduler.placement import Placement, prompt_key
 from scheduler.records import Group
 

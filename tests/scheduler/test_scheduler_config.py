@@ -1,8 +1,8 @@
 import pytest
 from pydantic import ValidationError
 
+from scheduler.admission import Admission
 from scheduler.config import SchedulerConfig
-from scheduler.policy import policy_for
 
 
 def test_defaults():
@@ -52,13 +52,13 @@ def test_a_few_samples_wait_at_the_generator(slots, limit):
 def test_how_far_each_mode_runs_ahead():
     def newest(version, **settings):
         settings = {"on_update": "keep", "groups_per_step": 4} | settings
-        return policy_for(SchedulerConfig(**settings)).newest_group(version)
+        return Admission.of(SchedulerConfig(**settings)).last_group_to_start(version)
 
     assert [newest(v, max_off_policy_steps=0) for v in (0, 3)] == [3, 15]
     assert [newest(v, max_off_policy_steps=2) for v in (0, 3)] == [11, 23]
     assert newest(0, max_off_policy_steps=0, on_update="verify") == 11
     assert newest(0, max_off_policy_steps=1, on_update="verify", max_runahead_groups=3) == 10
     assert newest(0, max_off_policy_steps=2, on_update="recompute") == 11
-    synchronous = policy_for(SchedulerConfig(on_update="keep"))
+    synchronous = Admission.of(SchedulerConfig(on_update="keep"))
     assert not synchronous.verifies
-    assert policy_for(SchedulerConfig(on_update="verify")).verifies
+    assert Admission.of(SchedulerConfig(on_update="verify")).verifies

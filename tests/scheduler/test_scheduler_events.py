@@ -12,6 +12,7 @@ from scheduler.commands import (
     PauseGenerator,
     ReportGroupFailed,
     ResumeGenerator,
+    RunOutcome,
     StartSample,
 )
 from scheduler.config import SchedulerConfig
@@ -77,7 +78,7 @@ def test_synchronous_run_event_by_event():
     assert s.on_event(WeightsInstalled("a", 1)) == starts("a", (1, 0), (1, 1))
     finish(s, "a", 1, version=1)
     acknowledge(s, "a", 1)
-    assert s.on_event(StepFinished(1, (1,))) == [FinishRun("done")]
+    assert s.on_event(StepFinished(1, (1,))) == [FinishRun(RunOutcome.DONE)]
     assert s.snapshot().waits == ()
     assert s.on_event(WeightsPublished(2)) == [InstallWeights("a", 2)], "for the evaluation"
 
@@ -154,7 +155,9 @@ def test_a_step_without_groups_ends_the_run_once_the_steps_before_it_are_trained
     assert not any(isinstance(c, FinishRun) for c in commands)
     finish(s, "a", 0)
     acknowledge(s, "a", 0)
-    assert s.on_event(StepFinished(0, (0,))) == [FinishRun("failed: every group of step 1 failed")]
+    assert s.on_event(StepFinished(0, (0,))) == [
+        FinishRun(RunOutcome.FAILED, "every group of step 1 failed")
+    ]
 
 
 def test_one_install_at_a_time_then_the_newest():
@@ -205,7 +208,7 @@ def test_stop_finishes_the_step_in_hand_and_withdraws_the_next():
     assert s.on_event(SampleFinished("a", SampleId(1, 0), 5, 0)) == [], "late"
     finish(s, "a", 0)
     acknowledge(s, "a", 0)
-    assert s.on_event(StepFinished(0, (0,))) == [FinishRun("stopped")]
+    assert s.on_event(StepFinished(0, (0,))) == [FinishRun(RunOutcome.STOPPED)]
     assert s.on_event(StopRequested()) == []
 
 
@@ -217,16 +220,17 @@ def test_stop_finishes_what_the_trainer_was_told_to_train():
     assert s.on_event(StopRequested()) == [DiscardSamples("a", (SampleId(2, 0), SampleId(2, 1)))]
     assert s.on_event(GeneratorLost("a")) == []
     assert s.on_event(StepFinished(0, (0,))) == []
-    assert s.on_event(StepFinished(1, (1,))) == [FinishRun("stopped")]
+    assert s.on_event(StepFinished(1, (1,))) == [FinishRun(RunOutcome.STOPPED)]
 
 
 def test_stop_with_nothing_started_or_nobody_left_ends_at_once():
     s, _ = scheduler_of(max_off_policy_steps=0)
-    assert s.on_event(StopRequested()) == [FinishRun("stopped")]
+    assert s.on_event(StopRequested()) == [FinishRun(RunOutcome.STOPPED)]
     s, _ = scheduler_of("a", max_off_policy_steps=0)
     s.on_event(StopRequested())
     (finished,) = s.on_event(GeneratorLost("a"))
-    assert finished.reason.startswith("stopped: step 0 was not trained")
+    assert finished.outcome is RunOutcome.STOPPED
+    assert finished.reason.startswith("step 0 was not trained")
 
 
 def test_what_each_wait_waits_for():

@@ -15,6 +15,7 @@ from scheduled_world import World, make_world, run_clocked
 
 from rollout.trajectory import SampleId
 from scheduler import events as ev
+from scheduler.commands import RunOutcome
 from scheduler.config import SchedulerConfig
 
 
@@ -26,7 +27,7 @@ def test_runs_to_the_end_in_order(bound, seed):
         world.join(slots)
     world.tell(ev.TrainerJoined(0))
     run_clocked(world, random.Random(seed))
-    assert world.finished == "done"
+    assert world.finished is RunOutcome.DONE
     assert not world.failed
     assert max(world.staleness) <= bound
     if bound == 0:
@@ -49,7 +50,7 @@ def test_verify_runs_ahead_and_trains_on_nothing_too_old(bound, ahead):
         most = max(most, max(world.placed, default=0) // 6 - world.trained)
 
     run_clocked(world, random.Random(1), on_time=look)
-    assert world.finished == "done"
+    assert world.finished is RunOutcome.DONE
     assert not world.failed
     assert set(world.staleness) == set(range(bound + 1))
     assert world.verified > 0
@@ -68,7 +69,7 @@ def test_without_partial_rollouts_every_sample_is_of_one_version(mode):
         said.update(w for w in world.scheduler.snapshot().waits if "partial_rollout" in w)
 
     run_clocked(world, random.Random(1), on_time=look)
-    assert world.finished == "done"
+    assert world.finished is RunOutcome.DONE
     assert not world.failed
     assert any("to finish the samples being written" in line for line in said)
 
@@ -123,7 +124,7 @@ def test_a_generator_that_installs_slowly_skips_versions_and_delays_nobody_for_e
     run_clocked(world, random.Random(1), slow=slow)
     installed = [e.policy_version for e in world.history if isinstance(e, ev.WeightsInstalled)
                  and e.generator == "g1"]  # fmt: skip
-    assert world.finished == "done"
+    assert world.finished is RunOutcome.DONE
     assert len(installed) < 9
     assert installed == sorted(installed)
 
@@ -159,7 +160,7 @@ def test_losses_and_late_joins_in_a_clocked_run():
                 w.check()
 
         run_clocked(world, rng, on_time=disturb)
-        assert world.finished == "done"
+        assert world.finished is RunOutcome.DONE
         assert not world.failed
 
 

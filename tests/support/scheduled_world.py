@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from rollout.trajectory import SampleId
 from scheduler import events as ev
+from scheduler.commands import RunOutcome
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
 
@@ -47,7 +48,7 @@ class World:
         self.published = first_step
         self.publishing = False
         self.overwrites = False
-        self.finished: str | None = None
+        self.finished: RunOutcome | None = None
         self.history: list[ev.Event] = []
         self.placed: dict[int, str] = {}
         self.joined = 0
@@ -188,7 +189,7 @@ class World:
     def _do_start_sample(self, c):
         g, step = self.generators[c.generator], c.sample.group // self.config.groups_per_step
         assert self.finished is None
-        assert c.sample.group <= self.scheduler.policy.newest_group(g.version)
+        assert c.sample.group <= self.scheduler.admission.last_group_to_start(g.version)
         assert c.priority == max(0, step - self.config.max_off_policy_steps - g.version)
         if self.config.on_update != "verify" or g.kv_used >= self.config.runahead_kv_limit:
             assert step - g.version <= self.config.max_off_policy_steps
@@ -257,14 +258,14 @@ class World:
 
     def _do_finish_run(self, c):
         assert self.finished is None
-        self.finished = c.reason
+        self.finished = c.outcome
 
     # -- judgements
 
     def check(self):
         self.scheduler.check()
         view = self.scheduler.snapshot()
-        assert view.finished == self.finished
+        assert (view.finished and view.finished.outcome) == self.finished
         assert bool(view.waits) == (self.finished is None)
         assert view.step == self.trained
         assert view.groups_consumed == len(self.consumed)
@@ -275,12 +276,12 @@ class World:
 
     def check_result(self):
         per_step = self.config.groups_per_step
-        if self.finished == "done":
+        if self.finished is RunOutcome.DONE:
             every = range(self.first_step * per_step, self.total_steps * per_step)
             assert sorted([*self.consumed, *self.failed]) == list(every)
             assert self.trained == self.total_steps
         else:
-            assert self.finished.split(":")[0] in ("stopped", "failed")
+            assert self.finished in (RunOutcome.STOPPED, RunOutcome.FAILED)
         for g in self.generators.values():
             assert not g.running
             assert not g.held
