@@ -402,7 +402,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no mode {unknown[0]!r}: {'; '.join(MODES)}")
     torch.set_num_threads(1)
-    nap = 0.0 if options.engine == "torch" else 0.001
     table = Table(title=f"whole loop, {options.engine}")
     for column in ("mode", "statement", "samples", "cells", "TV", "by chance", "p-value", ""):
         table.add_column(column, justify="left" if column in ("mode", "statement") else "right")
@@ -412,7 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mode, began = MODES[name], time.perf_counter()
         models = policies(mode.learning)
         laws = Laws(models, PROMPTS, way())
-        setting = setting_of(mode, options.samples, options.seed, nap=nap)
+        setting = setting_of(mode, options.samples, options.seed)
         outcome = asyncio.run(run(options.engine, mode, setting, models))
         seen = find(name, mode, outcome.delivered, laws)
         good = seen.p_value >= ALARM and seen.worst_logprob <= TOLERANCE[options.engine]

@@ -54,7 +54,7 @@ def play(
     served, path = engine
     # Each run begins with version 0; a version has the same weights in all of them.
     runner.run(served.update_weights(models[0].state_dict().items(), 0))
-    setting = loop.setting_of(mode, samples, 0, nap=0.001)
+    setting = loop.setting_of(mode, samples, 0)
     outcome: Outcome = runner.run(loop.loop_of(served, models, setting, path))
     laws = Laws(models, loop.PROMPTS, loop.way())
     finding = loop.find(name, mode, outcome.delivered, laws)
