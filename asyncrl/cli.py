@@ -50,15 +50,20 @@ def run(
         bool, typer.Option("--clean", help="Throw away an earlier run of this name.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved configuration and end.")
+        bool, typer.Option("--dry-run", help="Print the whole configuration and exit.")
+    ] = False,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Like --dry-run, with the meaning of every key."),
     ] = False,
 ) -> None:
     """Train: evaluate, run the steps, evaluate again, write a report."""
     from asyncrl.config import dump_config, load_config
+    from asyncrl.config_reference import explain_config
 
     config = load_config(config_file, overrides or [])
-    if dry_run:
-        typer.echo(dump_config(config), nl=False)
+    if dry_run or explain:
+        typer.echo(explain_config(config) if explain else dump_config(config), nl=False)
         return
     if resume and clean:
         raise UserError("--resume goes on with a run, --clean throws it away: say one of them")

@@ -18,7 +18,7 @@ class RewardFunctionConfig(BaseModel):
     `my.module:function` or `path/to/file.py:function`."""
     weight: float = 1.0
     """Factor of this term in the sum."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Keyword arguments that the function is called with beside prompt, response and row."""
 
     @field_validator("weight")
