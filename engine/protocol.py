@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from rollout.trajectory import ByteArray, FinishReason, FloatArray, IntArray, KeptTokens
+from wire.records import EngineStats
 
 if TYPE_CHECKING:
     import torch
@@ -108,31 +109,6 @@ class Score:
     -1 where nothing is outside. With it a residual can be drawn without the full distribution."""
     tail_logprobs: FloatArray
     """`[n]` log-probability of the tail draw in the whole distribution; -inf where none is."""
-    policy_version: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters since start (monotone) and gauges (now)."""
-
-    tokens_generated: int
-    """Response tokens drawn, drafted ones included; those that verification kept are not."""
-    tokens_drafted: int
-    """Tokens proposed by the cache."""
-    tokens_accepted: int
-    """Of those, accepted."""
-    steps: int
-    """Forward passes of the decoding loop."""
-    busy_seconds: float
-    """Time inside those steps."""
-    running: int
-    """Requests that hold a slot now."""
-    waiting: int
-    """Requests that wait for one now."""
-    slots: int
-    """Requests that can run at once."""
-    kv_used: float
-    """Share of the KV space in use now, 0 to 1."""
     policy_version: int
 
 

@@ -8,7 +8,7 @@ refused.
 
     registry = new_registry()
     metrics = GeneratorMetrics.register(registry, process="generator-0")
-    metrics.generated_tokens.follow(engine.stats().tokens_generated)
+    metrics.generated_tokens.follow(engine.stats().tokens.generated)
     metrics.samples_finished.of("stop").inc()
 
 To add a metric, add a field; docs, dashboards and alert rules are checked against `all_specs`.

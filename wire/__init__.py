@@ -1,6 +1,7 @@
 """What travels between processes: messages, the sockets that carry them, weights.
 
 messages/   every message, one module per direction
+records     the numbers of engines and steps, typed once for every process
 sockets     a `Hub` that many peers connect to, and a `Line` to one hub
 addresses   where the sockets of a run lie
 weights/    one version of the weights in shared memory: its layout, its writer, its reader

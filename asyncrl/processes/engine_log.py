@@ -13,25 +13,18 @@ import msgspec
 
 from monitoring.jsonl import JsonlWriter
 from wire.messages.from_generator import GeneratorReport
+from wire.records import EngineStats
 
 
 class EngineRecord(msgspec.Struct, frozen=True):
-    """The state at one moment; counters as in `GeneratorReport`."""
+    """The state at one moment."""
 
     time: float
     """Seconds since 1970."""
-    steps: int
-    busy_seconds: float
-    tokens_generated: int
-    tokens_drafted: int
-    tokens_accepted: int
-    tokens_verified: int
-    tokens_rejected: int
-    running: int = 0
-    waiting: int = 0
-    slots: int = 0
-    policy_version: int = 0
+    engine: EngineStats
+    """As in `GeneratorReport`."""
     rewards_waiting: int = 0
+    """Samples whose reward is not computed yet."""
     lengths: list[int] = []
     """Response lengths of the samples that were finished since the line before."""
 
@@ -49,12 +42,9 @@ class EngineLog:
 
     def note(self, report: GeneratorReport) -> None:
         """Write a line."""
-        values = {
-            name: getattr(report, name)
-            for name in EngineRecord.__struct_fields__
-            if name not in ("time", "lengths")
-        }
-        self._writer.append([EngineRecord(time=time.time(), lengths=self._lengths, **values)])
+        self._writer.append(
+            [EngineRecord(time.time(), report.engine, report.rewards_waiting, self._lengths)]
+        )
         self._lengths = []
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from asyncrl.processes.engine_log import EngineLog
 from asyncrl.processes.writer import SampleWriter
 from asyncrl.rewards.pool import RewardPool
@@ -16,7 +18,7 @@ class GeneratorReports:
     Args:
         name: of the generator.
         engine: its engine.
-        writer: counts verified tokens.
+        writer: counts the tokens that verification accepted and rejected.
         rewards: its reward workers.
         metrics: follow the counters.
         log: gets a line for each report; None: no log.
@@ -56,20 +58,8 @@ class GeneratorReports:
         stats = self._engine.stats()
         report = GeneratorReport(
             self._name,
-            tokens_generated=stats.tokens_generated,
-            tokens_drafted=stats.tokens_drafted,
-            tokens_accepted=stats.tokens_accepted,
-            tokens_verified=self._writer.tokens_verified,
-            tokens_rejected=self._writer.tokens_rejected,
-            tokens_outside_top_k=self._writer.tokens_outside_top_k,
-            steps=stats.steps,
-            busy_seconds=stats.busy_seconds,
-            running=stats.running,
-            waiting=stats.waiting,
+            engine=msgspec.structs.replace(stats, tokens=stats.tokens + self._writer.tokens),
             held=held,
-            slots=stats.slots,
-            kv_used=stats.kv_used,
-            policy_version=stats.policy_version,
             rewards_waiting=self._rewards.waiting + self._rewards.running,
             rewards_failed=self._rewards.failed,
         )
@@ -79,19 +69,19 @@ class GeneratorReports:
         return report
 
     def _measure(self, report: GeneratorReport, *, samples_held: int) -> None:
-        metrics = self._metrics
-        metrics.generated_tokens.follow(report.tokens_generated)
-        metrics.drafted_tokens.follow(report.tokens_drafted)
-        metrics.accepted_tokens.follow(report.tokens_accepted)
-        metrics.verified_tokens.follow(report.tokens_verified)
-        metrics.rejected_tokens.follow(report.tokens_rejected)
-        metrics.engine_steps.follow(report.steps)
-        metrics.engine_busy.follow(report.busy_seconds)
-        metrics.slots.set(report.slots)
-        metrics.running.set(report.running)
-        metrics.waiting.set(report.waiting)
-        metrics.kv_used.set(report.kv_used)
-        metrics.policy_version.set(report.policy_version)
+        metrics, engine = self._metrics, report.engine
+        metrics.generated_tokens.follow(engine.tokens.generated)
+        metrics.drafted_tokens.follow(engine.tokens.drafted)
+        metrics.accepted_tokens.follow(engine.tokens.accepted)
+        metrics.verified_tokens.follow(engine.tokens.verified)
+        metrics.rejected_tokens.follow(engine.tokens.rejected)
+        metrics.engine_steps.follow(engine.steps)
+        metrics.engine_busy.follow(engine.busy_seconds)
+        metrics.slots.set(engine.slots)
+        metrics.running.set(engine.running)
+        metrics.waiting.set(engine.waiting)
+        metrics.kv_used.set(engine.kv_used)
+        metrics.policy_version.set(engine.policy_version)
         metrics.samples_held.set(samples_held)
         metrics.rewards_waiting.set(report.rewards_waiting)
         metrics.rewards_failed.follow(report.rewards_failed)

@@ -13,6 +13,7 @@ from engine.protocol import Engine, SamplingParams
 from monitoring.metrics import GeneratorMetrics
 from rollout.trajectory import FinishReason, Trajectory
 from wire.messages.to_generator import PromptPayload
+from wire.records import TokenCounts
 
 _MOST_UNASKED = 8
 """So often an engine may end one sample by itself, and it goes on."""
@@ -40,9 +41,8 @@ class SampleWriter:
         self._drawing = asyncio.Event()
         self._drawing.set()
         self._rewarding: set[asyncio.Task[float]] = set()
-        self.tokens_verified = 0
-        self.tokens_rejected = 0
-        self.tokens_outside_top_k = 0
+        self.tokens = TokenCounts()
+        """What only the generator can count: `verified`, `rejected` and `outside_top_k`."""
 
     def hold(self) -> None:
         """Begin no stretch until `go_on`."""
@@ -103,7 +103,7 @@ class SampleWriter:
                     if writing.began is None:
                         writing.began = time.monotonic()
                 listed = (chunk.topk_ids == chunk.tokens[:, None]).any(axis=1)
-                self.tokens_outside_top_k += int(len(listed) - listed.sum())
+                self.tokens += TokenCounts(outside_top_k=int(len(listed) - listed.sum()))
                 builder.append(
                     tokens=chunk.tokens,
                     logprobs=chunk.logprobs,
@@ -118,8 +118,7 @@ class SampleWriter:
             writing.request_id, writing.holds = None, False
             if request.kept is not None:
                 accepted, rejected = writing.verified()
-                self.tokens_verified += accepted
-                self.tokens_rejected += rejected
+                self.tokens += TokenCounts(verified=accepted, rejected=rejected)
         raise EngineError(f"request {request.request_id}: the stream ended without a reason")
 
     def _reward(self, writing: Writing, trajectory: Trajectory) -> asyncio.Task[float]:

@@ -321,7 +321,7 @@ class Controller:
                 await self._ask_for_evaluation(worker)
             case fg.GeneratorReport():
                 worker.generator_report, worker.reported = message, time.monotonic()
-                await self._apply(ev.KvUsed(name, message.kv_used))
+                await self._apply(ev.KvUsed(name, message.engine.kv_used))
             case fg.Failure():
                 self._failed(worker, message.reason, user_error=message.user_error)
             case fg.Goodbye():

@@ -56,13 +56,13 @@ def count(fleet: Fleet) -> Counters:
     """Add up the last report of every generator."""
     reports = [w.generator_report for w in fleet.everyone() if w.generator_report is not None]
     return Counters(
-        sum(report.tokens_generated for report in reports),
-        sum(report.tokens_drafted for report in reports),
-        sum(report.tokens_accepted for report in reports),
-        sum(report.tokens_verified for report in reports),
-        sum(report.tokens_rejected for report in reports),
-        sum(report.busy_seconds for report in reports),
-        sum(report.tokens_outside_top_k for report in reports),
+        sum(report.engine.tokens.generated for report in reports),
+        sum(report.engine.tokens.drafted for report in reports),
+        sum(report.engine.tokens.accepted for report in reports),
+        sum(report.engine.tokens.verified for report in reports),
+        sum(report.engine.tokens.rejected for report in reports),
+        sum(report.engine.busy_seconds for report in reports),
+        sum(report.engine.tokens.outside_top_k for report in reports),
     )
 
 

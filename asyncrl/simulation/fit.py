@@ -133,20 +133,19 @@ def _windows(directory: Path, began: float, ended: float) -> tuple[list[Window],
     for path in sorted((directory / "engine").glob("*.jsonl")):
         lines = [line for line in read_jsonl(path, EngineRecord) if began <= line.time <= ended]
         for before, after in itertools.pairwise(lines):
-            if after.steps < before.steps:  # the process was started again
+            if after.engine.steps < before.engine.steps:  # the process was started again
                 continue
             lengths += after.lengths
-            judged = after.tokens_verified + after.tokens_rejected
-            generated = after.tokens_generated - before.tokens_generated
+            tokens = after.engine.tokens - before.engine.tokens
             found.append(
                 Window(
                     seconds=after.time - before.time,
-                    steps=after.steps - before.steps,
-                    busy=after.busy_seconds - before.busy_seconds,
-                    row_steps=generated - after.tokens_accepted + before.tokens_accepted,
-                    drafted=after.tokens_drafted - before.tokens_drafted,
-                    scored=judged - before.tokens_verified - before.tokens_rejected,
-                    generated=generated,
+                    steps=after.engine.steps - before.engine.steps,
+                    busy=after.engine.busy_seconds - before.engine.busy_seconds,
+                    row_steps=tokens.generated - tokens.accepted,
+                    drafted=tokens.drafted,
+                    scored=tokens.verified + tokens.rejected,
+                    generated=tokens.generated,
                     rewarded=len(after.lengths) + before.rewards_waiting - after.rewards_waiting,
                     queued=min(before.rewards_waiting, after.rewards_waiting) > _QUEUE,
                 )

@@ -28,8 +28,9 @@ from cache.config import CacheConfig
 from cache.tree import RolloutCache
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.protocol import Engine, EngineStats, GenerateRequest, SamplingParams, TokenChunk
+from engine.protocol import Engine, GenerateRequest, SamplingParams, TokenChunk
 from rollout.trajectory import FloatArray, IntArray, KeptTokens, Provenance
+from wire.records import EngineStats
 
 KINDS = ("torch", "vllm")
 MODES = ("torch-chain", "torch-tree", "torch-verify", "vllm-chain", "vllm-verify")
@@ -101,13 +102,10 @@ class Bench(ABC):
         self.install(self.old)
         self.generate([ask(f"{name}.old{i}", name) for i in range(_OLD)])
         self.install(self.new)
-        before = self.stats()
+        before = self.stats().tokens
         chunks = self.generate([ask(f"{name}.{i}", name) for i in range(count)])
-        after = self.stats()
-        notes = {
-            "drafted": float(after.tokens_drafted - before.tokens_drafted),
-            "accepted": float(after.tokens_accepted - before.tokens_accepted),
-        }
+        tokens = self.stats().tokens - before
+        notes = {"drafted": float(tokens.drafted), "accepted": float(tokens.accepted)}
         return cells_of(chunks), notes
 
     def _verified(self, name: str, count: int) -> Wave:

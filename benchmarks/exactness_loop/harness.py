@@ -218,11 +218,11 @@ class House:
                 serving = work.create_task(self.process.run(metrics_port=None))
                 await asyncio.wait([serving])
                 pump.cancel()
-        stats, writer = self._engine.stats(), self.process._writer  # noqa: SLF001 - its counters
+        stats, counted = self._engine.stats(), self.process._writer.tokens  # noqa: SLF001
         self.outcome.steps = stats.steps
-        self.outcome.accepted = stats.tokens_accepted
-        self.outcome.verified = writer.tokens_verified
-        self.outcome.rejected = writer.tokens_rejected
+        self.outcome.accepted = stats.tokens.accepted
+        self.outcome.verified = counted.verified
+        self.outcome.rejected = counted.rejected
         return self.outcome
 
     # ------------------------------------------------------------------ time

@@ -247,8 +247,8 @@ class Bench:
             tokens=tokens,
             seconds=seconds,
             steps=after.steps - before.steps,
-            drafted=after.tokens_drafted - before.tokens_drafted,
-            accepted=after.tokens_accepted - before.tokens_accepted,
+            drafted=after.tokens.drafted - before.tokens.drafted,
+            accepted=after.tokens.accepted - before.tokens.accepted,
             asleep_cpu=sum(other.cpu_seconds() for other in sleeping) - burnt,
         )
 

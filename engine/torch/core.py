@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from engine.drafting.planner import DraftPlanner
 from engine.errors import EngineError, RequestError
-from engine.protocol import EngineStats, GenerateRequest, Score, ScoreRequest, TokenChunk
+from engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from engine.requests import Limits
 from engine.sampling import MAX_LOGITS, draw, processed_logprobs, top_k, uniforms
 from engine.torch.drafting import DraftSource, draft, follow, ragged
@@ -41,6 +41,7 @@ from engine.torch.waiting import Waiting, context_of, fed_context, logits_of
 from engine.torch.weights import check_weights, copy_weights
 from rollout.acceptance import Walks, accept_tree
 from rollout.trajectory import FinishReason, IntArray, Provenance
+from wire.records import EngineStats, TokenCounts
 
 _STEP_TOKENS = 4096
 """Most tokens of a decoding step where the planner decides, if their logits fit into memory."""
@@ -201,9 +202,9 @@ class DecodeCore:
         """Counters and gauges."""
         n, cache = self._rows.n, self._model.cache
         return EngineStats(
-            tokens_generated=self._generated,
-            tokens_drafted=self._drafted,
-            tokens_accepted=self._accepted,
+            tokens=TokenCounts(
+                generated=self._generated, drafted=self._drafted, accepted=self._accepted
+            ),
             steps=self._steps,
             busy_seconds=self._busy_seconds,
             running=n,

@@ -24,11 +24,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
-from engine.protocol import EngineStats, GenerateRequest, Score, ScoreRequest, TokenChunk
+from engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from engine.torch.core import CoreSettings, DecodeCore
 from engine.torch.drafting import DraftSource
 from engine.torch.kernels import warm_up
 from engine.torch.model import load_model
+from wire.records import EngineStats
 
 Delivery = TokenChunk | EngineError
 T = TypeVar("T")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from rollout.trajectory import FinishReason, SampleId
+from wire.records import EngineStats
 
 
 class Message(msgspec.Struct, frozen=True, tag=lambda name: f"generator.{name}"):
@@ -64,27 +65,16 @@ class WeightsInstalled(Message, frozen=True):
 
 
 class GeneratorReport(Message, frozen=True):
-    """Counters since start and gauges, once a second; also the sign of life."""
+    """What the generator has done and does now, twice a second; also its sign of life."""
 
-    tokens_generated: int
-    tokens_drafted: int
-    tokens_accepted: int
-    tokens_verified: int
-    """Tokens of older versions that verification accepted."""
-    tokens_rejected: int
-    """Tokens of older versions that it did not; they were written again."""
-    tokens_outside_top_k: int
-    """Response tokens that are not among the top K stored with them."""
-    steps: int
-    busy_seconds: float
-    running: int
-    waiting: int
+    engine: EngineStats
+    """Of its engine, with the generator's own token counts added."""
     held: int
-    slots: int
-    kv_used: float
-    policy_version: int
+    """Finished samples that it holds."""
     rewards_waiting: int
+    """Samples whose reward is not computed yet."""
     rewards_failed: int
+    """Reward calls that raised or took too long, since its start."""
 
 
 class Failure(Message, frozen=True):

@@ -32,7 +32,6 @@ from cache.place import CachePlace
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
 from engine.protocol import (
-    EngineStats,
     GenerateRequest,
     SamplingParams,
     Score,
@@ -55,6 +54,7 @@ from engine.vllm.client.requests import (
 from engine.vllm.client.steps import AbortedError, ChunkBuilder, Step, StepQueue
 from engine.vllm.weights import ModelShapes, WeightsFile
 from rollout.trajectory import KeptTokens, Provenance
+from wire.records import EngineStats, TokenCounts
 
 if TYPE_CHECKING:
     import torch
@@ -396,9 +396,9 @@ class VllmEngine:
         # What vLLM counts after a step leaves out all that ended with it: all that was scored.
         running = min(served, self._config.slots)
         return EngineStats(
-            tokens_generated=self._tokens,
-            tokens_drafted=meter.drafted,
-            tokens_accepted=meter.accepted,
+            tokens=TokenCounts(
+                generated=self._tokens, drafted=meter.drafted, accepted=meter.accepted
+            ),
             steps=meter.steps,
             busy_seconds=meter.busy_seconds,
             running=running,

@@ -14,13 +14,14 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.processes.activity import Activity
 from asyncrl.processes.generator import GeneratorProcess
 from asyncrl.processes.writing import Writing, excess
-from engine.protocol import EngineStats, GenerateRequest, SamplingParams, TokenChunk
+from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from monitoring.metrics import GeneratorMetrics, new_registry
 from monitoring.timeline import Timeline
 from rollout.trajectory import KeptTokens, Provenance, SampleId
 from trainer.publish import WeightPublisher
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
+from wire.records import EngineStats
 
 SAMPLE = SampleId(group=5, sample=1)
 PROMPT = tg.PromptPayload("p", np.array([1, 2], "<i4").tobytes(), {"prompt": "?"})
@@ -99,7 +100,7 @@ class FakeEngine:
         return 1
 
     def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 0, 0, 0.0, 0, 0, 2, 0.0, self.version)
+        return EngineStats(slots=2, policy_version=self.version)
 
 
 class FakeRewards:
@@ -239,7 +240,7 @@ def test_what_was_rejected_is_rewarded_anew_and_counted():
         assert await house.delivered() == [4.0]
         assert house.rewards.asked == ["3 4 5", "3 6 7 8"]
         writer = house.process._writer
-        assert (writer.tokens_verified, writer.tokens_rejected) == (1, 2)
+        assert (writer.tokens.verified, writer.tokens.rejected) == (1, 2)
 
     play(scenario)
 

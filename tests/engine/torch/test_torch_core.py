@@ -115,7 +115,7 @@ def test_logprobs_equal_a_plain_forward_pass(family: str, request: pytest.Fixtur
         np.testing.assert_allclose(np.take_along_axis(expected, ids, 1), top, atol=1e-4)
         provenance = np.concatenate([c.provenance for c in chunks[r.request_id]])
         drafted += int((provenance == Provenance.DRAFTED).sum())
-    assert drafted == core.stats().tokens_accepted > 0
+    assert drafted == core.stats().tokens.accepted > 0
 
 
 @pytest.mark.parametrize("source", ["none", "cache", "old", "wrong"])
@@ -140,8 +140,8 @@ def test_drafting_cannot_change_what_a_seed_writes(tiny_qwen3: str, source: str)
         core.add(replace(r, draft_tokens=old))
     assert {name: tokens_of(chunks) for name, chunks in drain(core).items()} == expected
     stats = core.stats()
-    assert stats.tokens_generated == sum(map(len, expected.values()))
-    assert (stats.tokens_drafted > 0) == (source != "none")
+    assert stats.tokens.generated == sum(map(len, expected.values()))
+    assert (stats.tokens.drafted > 0) == (source != "none")
     if source == "old":
         assert stats.steps < plain.stats().steps
 

@@ -53,7 +53,7 @@ def test_many_requests_stream_and_end(tiny_qwen3: str) -> None:
             assert [c.finish_reason is None for c in chunks] == [True] * (len(chunks) - 1) + [False]
         stats = engine.stats()
         assert (stats.running, stats.waiting) == (0, 0)
-        assert stats.tokens_generated == sum(len(c.tokens) for chunks in answers for c in chunks)
+        assert stats.tokens.generated == sum(len(c.tokens) for chunks in answers for c in chunks)
         await engine.close()
         await engine.close()
 

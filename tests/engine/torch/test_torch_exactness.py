@@ -51,8 +51,8 @@ def test_drafts_of_another_policy_leave_the_law_alone(
     old = None if trees else [np.array(t, np.int32) for t in earlier]
     written = sample(core, case, SAMPLES, 0, old)
     drafted = core.stats()
-    assert drafted.tokens_drafted > SAMPLES / 2
-    assert 0 < drafted.tokens_accepted < drafted.tokens_drafted
+    assert drafted.tokens.drafted > SAMPLES / 2
+    assert 0 < drafted.tokens.accepted < drafted.tokens.drafted
     assert p_value(written, law) > FALSE_ALARM
 
 
@@ -65,8 +65,8 @@ def test_trees_of_an_adversary_leave_the_law_alone(
     _, new = policies(0.3)
     core = core_of(slots_with(tiny_qwen3, new), kind(VOCAB), max_draft_tokens=8)
     written = sample(core, Case(), SAMPLES, 0)
-    assert core.stats().tokens_drafted > SAMPLES / 5
-    assert core.stats().tokens_accepted > SAMPLES / 50
+    assert core.stats().tokens.drafted > SAMPLES / 5
+    assert core.stats().tokens.accepted > SAMPLES / 50
     assert p_value(written, enumerate_law(new, Case())) > FALSE_ALARM
 
 

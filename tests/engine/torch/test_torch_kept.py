@@ -122,8 +122,8 @@ def test_the_same_policy_accepts_everything_in_one_step(tiny_qwen3: str) -> None
     asked = [request(f"{i}", NEW_SEED + i, kept=k, max_tokens=12) for i, k in enumerate(texts)]
     done = drain(core, asked)
     assert core.stats().steps == 1
-    assert core.stats().tokens_generated == 0, "nothing had to be drawn"
-    assert core.stats().tokens_drafted == 0
+    assert core.stats().tokens.generated == 0, "nothing had to be drawn"
+    assert core.stats().tokens.drafted == 0
     reasons = set()
     for one, old in zip(asked, texts, strict=True):
         chunks = done[one.request_id]
@@ -224,7 +224,7 @@ def test_the_old_continuation_is_drafted_from_behind_the_replacement(tiny_qwen3:
     prefix = np.array(tokens[:6], np.int32)
     drain(plain, [request("a", 0, prefix_tokens=prefix, stop_tokens=())])
     assert tokens[:5] == old.tokens[:5].tolist()
-    assert core.stats().tokens_drafted > 0
+    assert core.stats().tokens.drafted > 0
     assert core.stats().steps <= 1 + plain.stats().steps
     if tokens[5] == old.tokens[5]:  # drawn again: everything behind it is, too
         assert tokens == old.tokens.tolist()

@@ -117,8 +117,8 @@ def test_trees_cannot_change_what_a_seed_writes(tiny_qwen3: str, source: str) ->
     core = core_of(model, SOURCES[source](expected))
     assert texts_of(drain(core, asked)) == expected
     stats = core.stats()
-    assert stats.tokens_generated == sum(map(len, expected.values()))
-    assert 0 < stats.tokens_accepted < stats.tokens_drafted
+    assert stats.tokens.generated == sum(map(len, expected.values()))
+    assert 0 < stats.tokens.accepted < stats.tokens.drafted
 
 
 @pytest.mark.parametrize("family", ["tiny_qwen3", "tiny_llama"])
@@ -133,7 +133,7 @@ def test_kv_is_right_after_many_moved_paths(family: str, request: pytest.Fixture
     texts = texts_of(drain(core_of(model, draft=0), asked))
     core = core_of(model, OracleTrees(texts, VOCAB))
     chunks = drain(core, asked)
-    assert core.stats().tokens_accepted > sum(map(len, texts.values())) / 2
+    assert core.stats().tokens.accepted > sum(map(len, texts.values())) / 2
     for one in asked:
         text = joined(chunks[one.request_id], "tokens")
         law = hf_logprobs(plain, one, text.tolist())

@@ -64,11 +64,11 @@ def test_drafting_leaves_the_sampled_distribution_as_it_is(served: Served) -> No
     requests = [ask(f"new{i}", cache_key="tree", seed=i, **WAYS[i % 2]) for i in range(2 * n)]
     responses = served.call(collect_all(engine, requests))
     after = engine.stats()
-    drafted = after.tokens_drafted - before.tokens_drafted
-    accepted = after.tokens_accepted - before.tokens_accepted
+    drafted = after.tokens.drafted - before.tokens.drafted
+    accepted = after.tokens.accepted - before.tokens.accepted
     assert drafted > n
     assert drafted / 4 < accepted < drafted * 3 / 4
-    assert after.tokens_generated - before.tokens_generated == 8 * n
+    assert after.tokens.generated - before.tokens.generated == 8 * n
     for i, how in enumerate(WAYS):
         got = np.array([tokens_of(chunks) for chunks in responses[i::2]])
         p = chi_square(got, enumerated(served.new, 4, **how))
@@ -201,7 +201,7 @@ def test_a_response_resumes_from_its_prefix(served: Served) -> None:
     after = served.engine.stats()
     assert len(tokens_of(rest)) == 30
     assert rest[-1].finish_reason == "length"
-    assert after.tokens_accepted > before.tokens_accepted
+    assert after.tokens.accepted > before.tokens.accepted
     assert after.steps - before.steps < 30
     want = drawn(
         served.old, np.concatenate([PROMPT, tokens[:10]]), tokens_of(rest), temperature=0.05

@@ -180,7 +180,7 @@ def test_the_rejected_rest_is_drafted_and_the_kv_of_scoring_is_found(served: Ser
     rest = served.call(collect(served.engine, strict))
     assert len(tokens_of(rest)) == 380
     assert provenance_of(rest)[0] in (Provenance.VERIFIED, Provenance.SAMPLED)
-    assert served.engine.stats().tokens_drafted > before.tokens_drafted
+    assert served.engine.stats().tokens.drafted > before.tokens.drafted
 
 
 def test_verified_tokens_bear_the_version_that_judged_them(served: Served) -> None:
@@ -333,7 +333,7 @@ def test_a_response_is_the_same_however_it_is_served(served: Served) -> None:
     got = [tokens_of(chunks) for chunks in served.call(collect_all(served.engine, crowd))]
     after = served.engine.stats()
     assert sum(one.tolist() != want[i % 4].tolist() for i, one in enumerate(got)) <= 1
-    accepted = after.tokens_accepted - before.tokens_accepted
+    accepted = after.tokens.accepted - before.tokens.accepted
     assert accepted > 1000
 
 
@@ -349,8 +349,8 @@ def test_weights_change_under_preempted_and_drafted_responses(served: Served) ->
     async def swaps() -> list[list[TokenChunk]]:
         responses = [asyncio.create_task(collect(engine, request)) for request in requests]
         for step, model in enumerate((served.new, served.old, served.new)):
-            reached = engine.stats().tokens_generated + 2000
-            while engine.stats().tokens_generated < reached:
+            reached = engine.stats().tokens.generated + 2000
+            while engine.stats().tokens.generated < reached:
                 await asyncio.wait(responses, timeout=0.01)
             await engine.update_weights(model.state_dict().items(), version + 1 + step)
         return list(await asyncio.gather(*responses))
