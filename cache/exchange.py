@@ -27,10 +27,10 @@ import numpy as np
 
 from cache.config import MAX_MATCH_LIMIT, CacheConfig
 from cache.errors import ExchangeRefused
-from cache.export import Stored
 from cache.ring import RingReader, RingWriter
+from cache.stored import StoredRollouts, are_valid_tokens
 from cache.tree import CacheStats, Drafts, RolloutCache
-from rollout.arrays import LARGEST, are_rollouts
+from rollout.arrays import INT32_MAX
 from rollout.trajectory import IntArray
 
 SUFFIX = ".ring"
@@ -105,7 +105,7 @@ class SharedCache:
         name: str,
         *,
         ring_bytes: int = RING_BYTES,
-        vocabulary: int = LARGEST + 1,
+        vocabulary: int = INT32_MAX + 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not _NAME.fullmatch(name):
@@ -228,7 +228,7 @@ class SharedCache:
             self._ring = None
         self._next_look = float("inf")
 
-    def _publish(self, stored: Stored) -> None:
+    def _publish(self, stored: StoredRollouts) -> None:
         head, count = self.config.max_match, len(stored.tokens)
         name = stored.key.encode("utf-8", "surrogatepass")
         written = False
@@ -334,7 +334,7 @@ def open_cache(
     *,
     exchange: Path | None,
     name: str,
-    vocabulary: int = LARGEST + 1,
+    vocabulary: int = INT32_MAX + 1,
 ) -> RolloutCache | SharedCache:
     """What an engine drafts from.
 
@@ -381,14 +381,14 @@ def parse(message: bytes, vocabulary: int) -> tuple[str, IntArray, IntArray, int
     start = _CONTENT.size + name
     if start + 4 * count != len(message):
         return None
-    if not 1 <= head <= MAX_MATCH_LIMIT or count <= head or version > LARGEST:
+    if not 1 <= head <= MAX_MATCH_LIMIT or count <= head or version > INT32_MAX:
         return None
     try:
         key = message[_CONTENT.size : start].decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         return None
     tokens = np.frombuffer(message, _WIRE, offset=start).astype(np.int32)
-    if not key or not are_rollouts(tokens[None, :head], tokens, vocabulary):
+    if not key or not are_valid_tokens(tokens[None, :head], tokens, vocabulary):
         return None
     context = tokens[:head]
     return key, context[context >= 0], tokens[head:], version

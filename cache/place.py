@@ -20,7 +20,7 @@ from cache.errors import CacheError
 from cache.exchange import SharedCache, open_cache
 from cache.snapshot import restore, save
 from cache.tree import RolloutCache
-from rollout.arrays import LARGEST
+from rollout.arrays import INT32_MAX
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class CachePlace:
     """File that is read at the start if it is there, and written by `save_at`; None: neither."""
     fingerprint: str = ""
     """What the tokens belong to; a snapshot of another one is refused."""
-    vocabulary: int = LARGEST + 1
+    vocabulary: int = INT32_MAX + 1
     """Tokens from elsewhere that are not below it are refused."""
 
 

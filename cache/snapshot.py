@@ -33,9 +33,9 @@ import numpy as np
 
 from cache.config import MAX_MATCH_LIMIT, CacheConfig
 from cache.errors import SnapshotRefused
-from cache.export import Stored
+from cache.stored import StoredRollouts, are_valid_tokens
 from cache.tree import RolloutCache
-from rollout.arrays import LARGEST, are_rollouts
+from rollout.arrays import INT32_MAX
 from rollout.trajectory import IntArray
 
 MAGIC = b"rollouts"
@@ -86,7 +86,7 @@ def load(
     config: CacheConfig,
     fingerprint: str,
     *,
-    vocabulary: int = LARGEST + 1,
+    vocabulary: int = INT32_MAX + 1,
 ) -> RolloutCache:
     """A cache with the rollouts of a snapshot; arguments and errors as of `restore`."""
     cache = RolloutCache(config)
@@ -99,7 +99,7 @@ def restore(
     cache: RolloutCache,
     fingerprint: str,
     *,
-    vocabulary: int = LARGEST + 1,
+    vocabulary: int = INT32_MAX + 1,
 ) -> int:
     """Insert the rollouts of a snapshot into an empty cache.
 
@@ -191,7 +191,7 @@ class _Reader:
         self._left = body
         return _Header(mark, head, prompts)
 
-    def rollouts(self, header: _Header, vocabulary: int) -> Iterator[Stored]:
+    def rollouts(self, header: _Header, vocabulary: int) -> Iterator[StoredRollouts]:
         """Prompt by prompt, its numbers checked."""
         for prompt in range(header.prompts):
             key_size, count, total = _PROMPT.unpack(self._take(_PROMPT.size, prompt))
@@ -209,11 +209,11 @@ class _Reader:
                 raise self._contradiction(f"prompt {prompt}: a policy version is negative")
             starts = np.cumsum(lengths, dtype=np.int64) - lengths
             heads = tokens[starts[:, None] + np.arange(header.head)]
-            if not are_rollouts(heads, tokens, vocabulary):
+            if not are_valid_tokens(heads, tokens, vocabulary):
                 raise self._contradiction(
                     f"prompt {prompt}: a token is negative or not below {vocabulary}"
                 )
-            yield Stored(key, lengths, versions, tokens)
+            yield StoredRollouts(key, lengths, versions, tokens)
         if self._left:
             raise self._contradiction(f"{self._left} bytes follow the last prompt")
 

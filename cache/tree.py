@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cache import branch, estimate, export, insert, integrity, match, store
+from cache import branch, estimate, insert, integrity, match, store, stored
 from cache.config import CacheConfig
 from cache.errors import CacheCorrupt
 from rollout.arrays import int32_values
@@ -133,7 +133,7 @@ class RolloutCache:
         """
         if not isinstance(key, str):
             raise TypeError(f"a cache key must be a str, not {type(key).__name__}")
-        tail = int32_values("context", context, least=0)[-self.config.max_match :]
+        tail = int32_values("context", context, minimum=0)[-self.config.max_match :]
         tree = self._tree_of(key) if key and self.config.enabled else store.DETACHED
         row = self._new_row()
         ring = self._rings[row]
@@ -187,8 +187,8 @@ class RolloutCache:
                 2 ** 31 - 1. Nothing was changed.
         """
         rows = self._open_only(rows)
-        tokens = int32_values("tokens", tokens, least=0)
-        offsets = int32_values("offsets", offsets, least=0)
+        tokens = int32_values("tokens", tokens, minimum=0)
+        offsets = int32_values("offsets", offsets, minimum=0)
         if len(offsets) != len(rows) + 1 or offsets[0] != 0 or offsets[-1] != len(tokens):
             raise ValueError(
                 f"offsets must be {len(rows) + 1} numbers from 0 to {len(tokens)} "
@@ -205,7 +205,7 @@ class RolloutCache:
         budgets: IntArray,
         *,
         branching: bool = False,
-        least_probability: float = 0.0,
+        min_probability: float = 0.0,
     ) -> Drafts:
         """Expected continuations of rows, each at most `budgets[i]` tokens.
 
@@ -214,13 +214,13 @@ class RolloutCache:
             budgets: `[B]` most tokens for each; `max_draft_tokens` bounds them too.
             branching: token trees, of which the nodes with the highest path probability are taken;
                 otherwise chains.
-            least_probability: of a node's path; `min_probability` of the settings bounds it too.
+            min_probability: of a node's path; `min_probability` of the settings bounds it too.
 
         Raises:
             ValueError: a row is not open, or a budget is negative or missing.
         """
         rows = self._open_only(rows)
-        budgets = int32_values("budgets", budgets, least=0)
+        budgets = int32_values("budgets", budgets, minimum=0)
         if len(budgets) != len(rows):
             raise ValueError(f"{len(rows)} rows need as many budgets, not {len(budgets)}")
         room = int(np.minimum(budgets, self.config.max_draft_tokens).sum(dtype=np.int64))
@@ -231,7 +231,7 @@ class RolloutCache:
         kernel = branch.draft if branching else match.draft
         total = kernel(
             self._arena, self._trees, self._cursors, self._rings, rows, budgets,
-            float(max(self.config.min_probability, least_probability)), self._rules,
+            float(max(self.config.min_probability, min_probability)), self._rules,
             self._state[store.WRITER], self._experience, offsets, tokens, parents, probabilities,
         )  # fmt: skip
         self._drafted += total
@@ -245,7 +245,7 @@ class RolloutCache:
         Raises:
             ValueError: it is negative or above 2 ** 31 - 1.
         """
-        self._state[store.WRITER] = int32_values("policy_version", [policy_version], least=0)[0]
+        self._state[store.WRITER] = int32_values("policy_version", [policy_version], minimum=0)[0]
 
     def insert(
         self, key: str, context: IntArray, tokens: IntArray, policy_version: int | None = None
@@ -258,7 +258,7 @@ class RolloutCache:
             tokens: `[N]` its response.
             policy_version: that wrote it; None: the one that writes now.
         """
-        values = int32_values("tokens", tokens, least=0)
+        values = int32_values("tokens", tokens, minimum=0)
         writer = self._state[store.WRITER]
         if policy_version is not None:
             self.advance(policy_version)
@@ -269,7 +269,7 @@ class RolloutCache:
         finally:
             self._state[store.WRITER] = writer
 
-    def written(self, row: int) -> export.Stored | None:
+    def written(self, row: int) -> stored.StoredRollouts | None:
         """What an open row has stored: its head and its response so far.
 
         None: nothing (yet), or it stopped storing for want of room.
@@ -281,23 +281,23 @@ class RolloutCache:
         tree, own = int(self._cursors[row, store.TREE]), int(self._cursors[row, store.OWN])
         if tree < 0 or own <= 0:
             return None
-        tokens = np.empty(export.length(self._arena, own), np.int32)
-        length, version = export.copy(self._arena, own, tokens)
+        tokens = np.empty(stored.length(self._arena, own), np.int32)
+        length, version = stored.copy(self._arena, own, tokens)
         one = np.array([[length], [version]], np.int32)
-        return export.Stored(self._key_of[tree], one[0], one[1], tokens)
+        return stored.StoredRollouts(self._key_of[tree], one[0], one[1], tokens)
 
-    def finished(self) -> Iterator[export.Stored]:
+    def finished(self) -> Iterator[stored.StoredRollouts]:
         """All rollouts that are not being written, for a snapshot; the cache must stay as it is.
 
         Prompt by prompt, the least recently used first.
         """
         for key, tree in self._keys.items():
-            sequences, total = export.count(self._arena, self._trees, tree)
+            sequences, total = stored.count(self._arena, self._trees, tree)
             if sequences:
                 lengths, versions = np.empty((2, sequences), np.int32)
                 tokens = np.empty(total, np.int32)
-                export.finished(self._arena, self._trees, tree, lengths, versions, tokens)
-                yield export.Stored(key, lengths, versions, tokens)
+                stored.finished(self._arena, self._trees, tree, lengths, versions, tokens)
+                yield stored.StoredRollouts(key, lengths, versions, tokens)
 
     def stats(self) -> CacheStats:
         """Gauges and counters, without waiting."""

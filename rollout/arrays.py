@@ -1,4 +1,4 @@
-"""Numbers from a caller, made safe for compiled code that checks nothing."""
+"""Checks of integer arrays that callers pass to compiled code, which checks nothing itself."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from numpy.typing import ArrayLike
 
 from rollout.trajectory import IntArray
 
-LARGEST = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
 
-def int32_values(name: str, values: ArrayLike, least: int = -(2**31)) -> IntArray:
+def int32_values(name: str, values: ArrayLike, minimum: int = -(2**31)) -> IntArray:
     """`values` as a contiguous int32 vector.
 
+    Args:
+        name: of the argument, for the error message.
+        values: `[N]` integers of any type.
+        minimum: the smallest value allowed.
+
     Raises:
-        TypeError: they are not integers.
-        ValueError: not one-dimensional, or a value is outside [least, 2 ** 31 - 1].
+        TypeError: the values are not integers.
+        ValueError: not one-dimensional, or a value is outside [minimum, 2 ** 31 - 1].
     """
     array = np.asarray(values)
     if array.ndim != 1:
@@ -25,26 +30,23 @@ def int32_values(name: str, values: ArrayLike, least: int = -(2**31)) -> IntArra
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, not {array.dtype}")
     low, high = int(array.min()), int(array.max())
-    if low < least or high > LARGEST:
+    if low < minimum or high > INT32_MAX:
         raise ValueError(
-            f"{name} must lie between {least} and {LARGEST}, not {low if low < least else high}"
+            f"{name} must lie between {minimum} and {INT32_MAX}, "
+            f"not {low if low < minimum else high}"
         )
     return np.ascontiguousarray(array, np.int32)
 
 
-def are_rollouts(heads: IntArray, tokens: IntArray, vocabulary: int) -> bool:
-    """Rollouts read from elsewhere hold nothing but token ids, and -1 at the front of heads.
+def check_offsets(what: str, offsets: IntArray, total: int) -> None:
+    """Raise ValueError unless `offsets` rise from 0 to `total`.
 
     Args:
-        heads: `[S, H]` the first H of the tokens of each rollout.
-        tokens: `[N]` all tokens, heads included; not empty.
-        vocabulary: ids are below it.
+        what: the function that was called, for the error message.
+        offsets: `[B+1]` row i is offsets[i] .. offsets[i+1] - 1 of a flat array.
+        total: length of that array.
     """
-    empty = heads < 0
-    ordered = bool((empty[:, :-1] | ~empty[:, 1:]).all())
-    return (
-        ordered
-        and int(heads.min()) >= -1
-        and int((tokens < 0).sum()) == int(empty.sum())
-        and int(tokens.max()) < vocabulary
-    )
+    if len(offsets) and offsets[0] == 0 and offsets[-1] == total and (np.diff(offsets) >= 0).all():
+        return
+    brief = np.array2string(offsets, threshold=8)
+    raise ValueError(f"{what}: offsets must rise from 0 to {total}, not {brief}")

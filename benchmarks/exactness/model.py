@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.acceptance import Known
+from rollout.acceptance import TopKDistributions
 
 Doubles = NDArray[np.float64]
 Codes = NDArray[np.int64]
@@ -110,14 +110,14 @@ def cells(tokens: Codes, vocabulary: int) -> Codes:
     return contexts(tokens, vocabulary)[:, -1]
 
 
-def listed(tokens: Codes, laws: Doubles, k: int) -> Known:
+def listed(tokens: Codes, laws: Doubles, k: int) -> TopKDistributions:
     """What an engine reports of `[N, V]` distributions: `tokens` `[N]` and the K most probable."""
     ids = np.argsort(-laws, axis=1, kind="stable")[:, :k]
     with np.errstate(divide="ignore"):
         logs = np.log(laws).astype(np.float32)
     values = np.take_along_axis(logs, ids, 1)
     ids = np.where(np.isneginf(values), -1, ids).astype(np.int32)
-    return Known(logs[np.arange(len(logs)), tokens], ids, values)
+    return TopKDistributions(logs[np.arange(len(logs)), tokens], ids, values)
 
 
 def tail_draws(

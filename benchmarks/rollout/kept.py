@@ -25,7 +25,7 @@ from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.factory import create_engine
 from engine.protocol import Engine, GenerateRequest, SamplingParams, Score, ScoreRequest
-from rollout.acceptance import Known, accept_lenient, verify_kept
+from rollout.acceptance import TopKDistributions, accept_lenient, verify_kept
 from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
 
 _SAMPLES = 8
@@ -72,7 +72,10 @@ def compare(
 ) -> dict[str, float]:
     """What each rule keeps of texts scored under the newer policy."""
     offsets = np.concatenate([[0], np.cumsum([len(text.tokens) for text in texts])])
-    drawn, now = Known.of([text.kept() for text in texts]), Known.of(scores)
+    drawn, now = (
+        TopKDistributions.concatenate([text.kept() for text in texts]),
+        TopKDistributions.concatenate(scores),
+    )
     tokens = np.concatenate([text.tokens for text in texts])
     kept = dict.fromkeys(("ours", "ours_token_by_token", "specrl_l1", "specrl_e05"), 0.0)
     accepted = 0.0

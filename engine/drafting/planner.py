@@ -9,7 +9,7 @@ that is none.
 A step, as an engine uses it:
 
     budgets, least = planner.ask(left, other_tokens=...)          # what to ask the cache for
-    drafts = cache.draft(rows, budgets, least_probability=least)
+    drafts = cache.draft(rows, budgets, min_probability=least)
     keep = planner.choose(drafts.path_probabilities, drafts.offsets, rows=n, other_tokens=...)
     ...forward pass of the first keep[i] nodes of each row...
     planner.observe(tokens=..., rows=n, context=..., seconds=...)

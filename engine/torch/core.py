@@ -39,7 +39,7 @@ from engine.torch.trees import TokenTrees
 from engine.torch.verification import judge_rows, not_finite
 from engine.torch.waiting import Waiting, context_of, fed_context, logits_of
 from engine.torch.weights import check_weights, copy_weights
-from rollout.acceptance import Walks, accept_tree
+from rollout.acceptance import AcceptedPaths, accept_tree
 from rollout.trajectory import FinishReason, IntArray, Provenance
 from wire.records import EngineStats, TokenCounts
 
@@ -406,7 +406,7 @@ class DecodeCore:
             self._accepted += int(np.minimum(walks.accepted, paths.kept[:decoding]).sum())
         return paths
 
-    def _walk(self, trees: TokenTrees, draws: Draws) -> Walks:
+    def _walk(self, trees: TokenTrees, draws: Draws) -> AcceptedPaths:
         """Follow the draws through the trees, and tell the planner what came of its estimates."""
         walks = accept_tree(
             draws.tokens[: len(trees.tokens) + trees.rows],

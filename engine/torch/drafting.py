@@ -65,7 +65,7 @@ class DraftSource(Protocol):
         budgets: IntArray,
         *,
         branching: bool = False,
-        least_probability: float = 0.0,
+        min_probability: float = 0.0,
     ) -> Drafts:
         """Propose up to `budgets[i]` tokens for each row: chains, or trees with `branching`."""
 
@@ -126,7 +126,7 @@ def propose(
             rows.cache_row[ask].astype(np.int32),
             budgets[ask].astype(np.int32),
             branching=branching,
-            least_probability=least,
+            min_probability=least,
         )
         if len(ask) == n:
             return Proposal(found.tokens, found.parents, found.offsets, found.path_probabilities)

@@ -6,7 +6,7 @@ import numpy as np
 
 import cache.tree
 from engine.torch.trees import Proposal, plant
-from rollout.acceptance import Known, accept_tree, verify_kept
+from rollout.acceptance import TopKDistributions, accept_tree, verify_kept
 
 
 def warm_up(*, drafting: bool) -> None:
@@ -23,7 +23,7 @@ def warm_up(*, drafting: bool) -> None:
     trees = plant(forked, two, two, 2)
     trees.hidden()
     accept_tree(np.zeros(3, np.int64), trees.tokens, trees.parents, trees.offsets)
-    known = Known(np.zeros(2, np.float32), one[:, None], np.zeros((2, 1), np.float32))
+    known = TopKDistributions(np.zeros(2, np.float32), one[:, None], np.zeros((2, 1), np.float32))
     verify_kept(
         one,
         known,

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.torch.rows import Rows
-from rollout.acceptance import Walks
+from rollout.acceptance import AcceptedPaths
 from rollout.trajectory import IntArray
 
 
@@ -50,7 +50,7 @@ class Paths:
     """`[n]` whether the last one is a stop token."""
 
 
-def choose(rows: Rows, draws: Draws, walks: Walks | None) -> Paths:
+def choose(rows: Rows, draws: Draws, walks: AcceptedPaths | None) -> Paths:
     """Each row's path, cut behind its first stop token and at its limit.
 
     Args:

@@ -27,7 +27,7 @@ from engine.errors import EngineError
 from engine.sampling import Purpose, draw, draw_outside, forked, uniforms
 from engine.torch.paths import Draws
 from engine.torch.rows import Rows
-from rollout.acceptance import Known, accept_lenient, verify_kept
+from rollout.acceptance import TopKDistributions, accept_lenient, verify_kept
 from rollout.trajectory import FloatArray, IntArray, KeptTokens
 
 
@@ -100,7 +100,7 @@ def judge_kept(batch: KeptBatch, logprobs: torch.Tensor, policy_version: int) ->
     place = np.arange(len(row)) + row  # of each kept token in `logprobs`
     position = np.arange(len(row)) - offsets[row] + batch.positions[row]
     tokens = np.concatenate([kept.tokens for kept in batch.kept]).astype(np.int32)
-    drawn = Known.of(batch.kept)
+    drawn = TopKDistributions.concatenate(batch.kept)
     now = _now(logprobs, place, tokens, drawn.topk_ids)
     wrong = np.isnan(now.logprobs) | np.isnan(now.topk_logprobs).any(axis=1)
     if wrong.any():
@@ -154,18 +154,18 @@ def judge_kept(batch: KeptBatch, logprobs: torch.Tensor, policy_version: int) ->
 
 def _now(
     logprobs: torch.Tensor, place: NDArray[np.int64], tokens: IntArray, ids: IntArray
-) -> Known:
+) -> TopKDistributions:
     """The current policy at the kept tokens and at the ids listed beside them."""
     columns = np.concatenate([tokens[:, None], ids], axis=1).astype(np.int64).clip(min=0)
     where = torch.from_numpy(np.stack([np.broadcast_to(place[:, None], columns.shape), columns]))
     row, column = where.to(logprobs.device)
     values: FloatArray = logprobs[row, column].float().cpu().numpy()
     listed = np.where(ids >= 0, values[:, 1:], np.float32(-np.inf))
-    return Known(values[:, 0], ids, listed)
+    return TopKDistributions(values[:, 0], ids, listed)
 
 
-def _part(known: Known, part: NDArray[np.bool_]) -> Known:
-    return Known(known.logprobs[part], known.topk_ids[part], known.topk_logprobs[part])
+def _part(known: TopKDistributions, part: NDArray[np.bool_]) -> TopKDistributions:
+    return TopKDistributions(known.logprobs[part], known.topk_ids[part], known.topk_logprobs[part])
 
 
 def _rows(logprobs: torch.Tensor, index: NDArray[np.integer]) -> torch.Tensor:

@@ -7,13 +7,13 @@ accept_lenient      SPEC-RL's published rule            q, p of x        biased
 """
 
 from rollout.acceptance.chain import accept_chain
-from rollout.acceptance.kept import Known, Verdicts, accept_lenient, verify_kept
-from rollout.acceptance.token_tree import Walks, accept_tree
+from rollout.acceptance.kept import TopKDistributions, Verdicts, accept_lenient, verify_kept
+from rollout.acceptance.token_tree import AcceptedPaths, accept_tree
 
 __all__ = [
-    "Known",
+    "AcceptedPaths",
+    "TopKDistributions",
     "Verdicts",
-    "Walks",
     "accept_chain",
     "accept_lenient",
     "accept_tree",

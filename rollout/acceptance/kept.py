@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rollout.acceptance.jit import kernel
-from rollout.acceptance.token_tree import check_offsets
-from rollout.arrays import int32_values
+from rollout.arrays import check_offsets, int32_values
 from rollout.trajectory import FloatArray, IntArray
 
 Doubles = NDArray[np.float64]
@@ -20,7 +19,7 @@ _TOLERANCE = 0.01
 """How far listed probabilities may miss a whole before the arrays are taken to be mixed up."""
 
 
-class _Listed(Protocol):
+class _TopKLists(Protocol):
     """What `KeptTokens` and `Score` have in common."""
 
     @property
@@ -32,7 +31,7 @@ class _Listed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class TopKDistributions:
     """What is known of a distribution at each of N positions, all after temperature and top-p."""
 
     logprobs: FloatArray
@@ -44,7 +43,7 @@ class Known:
     """`[N, K]` padded with -inf."""
 
     @classmethod
-    def of(cls, parts: Sequence[_Listed]) -> Known:
+    def concatenate(cls, parts: Sequence[_TopKLists]) -> TopKDistributions:
         """The positions of several `KeptTokens` or `Score`, one after the other."""
         width = max((part.topk_ids.shape[1] for part in parts), default=0)
         total = sum(len(part.logprobs) for part in parts)
@@ -74,8 +73,8 @@ class Verdicts:
 
 def verify_kept(
     tokens: ArrayLike,
-    drawn: Known,
-    now: Known,
+    drawn: TopKDistributions,
+    now: TopKDistributions,
     *,
     tail_ids: ArrayLike,
     tail_logprobs: ArrayLike,
@@ -129,7 +128,7 @@ def verify_kept(
         raise ValueError(f"verify_kept: uniforms must be {(len(kept), 2)}, not {numbers.shape}")
     q_ids, q_logprobs = _lists("drawn", drawn, len(kept))
     p_ids, p_logprobs = _lists("now", now, len(kept))
-    tails = int32_values("tail_ids", tail_ids, least=-1)
+    tails = int32_values("tail_ids", tail_ids, minimum=-1)
     tail_values = np.asarray(tail_logprobs, np.float64)
     rest = _outside(p_ids, p_logprobs, tails, tail_values)
     # An id of -1 has no mass, whatever stands beside it.
@@ -188,7 +187,7 @@ def accept_lenient(
     return np.asarray(counts[starts[1:]] - counts[starts[:-1]], np.int32)
 
 
-def _lists(name: str, known: Known, total: int) -> tuple[IntArray, Doubles]:
+def _lists(name: str, known: TopKDistributions, total: int) -> tuple[IntArray, Doubles]:
     """Checked ids and log-probabilities, as compiled code takes them."""
     ids, logprobs = np.asarray(known.topk_ids), np.asarray(known.topk_logprobs)
     if ids.ndim != 2 or len(ids) != total or logprobs.shape != ids.shape:
@@ -199,7 +198,7 @@ def _lists(name: str, known: Known, total: int) -> tuple[IntArray, Doubles]:
     values = np.ascontiguousarray(logprobs, np.float64)
     if np.isnan(values).any():
         raise ValueError(f"verify_kept: {name} holds log-probabilities that are nan")
-    flat = int32_values(f"{name}.topk_ids", ids.reshape(-1), least=-1)
+    flat = int32_values(f"{name}.topk_ids", ids.reshape(-1), minimum=-1)
     return flat.reshape(ids.shape), values
 
 

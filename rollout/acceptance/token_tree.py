@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from rollout.acceptance.jit import kernel
-from rollout.arrays import int32_values
+from rollout.arrays import check_offsets, int32_values
 from rollout.trajectory import IntArray
 
 
 @dataclass(frozen=True, slots=True)
-class Walks:
+class AcceptedPaths:
     """What each of B rows emits: P accepted nodes in all, and one more token a row."""
 
     accepted: IntArray
@@ -31,7 +31,7 @@ class Walks:
 
 def accept_tree(
     samples: ArrayLike, tokens: ArrayLike, parents: ArrayLike, offsets: ArrayLike
-) -> Walks:
+) -> AcceptedPaths:
     """Walk each row's tree along fresh draws, and emit them until one is no child.
 
     The engine scores a row's last token (the root) and all its drafted nodes in one pass, each
@@ -75,21 +75,13 @@ def accept_tree(
     # A draw at place k of its row came after node k - 1 of it, the node it was reached through.
     row = np.repeat(np.arange(rows, dtype=np.int32), np.diff(ends) + 1)
     at_root = draws == starts[:-1][row] + row
-    return Walks(
+    return AcceptedPaths(
         accepted=np.diff(ends),
         nodes=(draws - row - 1)[~at_root],
         offsets=ends,
         emitted=drawn[draws],
         draws=draws,
     )
-
-
-def check_offsets(what: str, offsets: NDArray[np.int32], total: int) -> None:
-    """Raise ValueError unless `offsets` rise from 0 to `total`: compiled code trusts them."""
-    if len(offsets) and offsets[0] == 0 and offsets[-1] == total and (np.diff(offsets) >= 0).all():
-        return
-    brief = np.array2string(offsets, threshold=8)
-    raise ValueError(f"{what}: offsets must rise from 0 to {total}, not {brief}")
 
 
 @kernel

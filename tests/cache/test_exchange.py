@@ -311,7 +311,7 @@ def test_versions_and_ways_of_drafting_pass_through(tmp_path: Path) -> None:
     b.advance(9)
     row = b.open("p", PROMPT)
     assert [s.versions.tolist() for s in b.cache.finished()] == [[5, 5]]
-    tree = b.draft(np.array([row]), np.array([8]), branching=True, least_probability=0.0)
+    tree = b.draft(np.array([row]), np.array([8]), branching=True, min_probability=0.0)
     assert sorted(tree.tokens.tolist()) == [1, 2, 3, 4, 5]
     b.extend(np.array([row]), np.array([6]), np.array([0, 1]))
     b.close(row)

@@ -165,7 +165,7 @@ def test_warm_up_leaves_nothing_to_compile() -> None:
         cache.advance(index)
         row = np.array([cache.open("", PROMPT)])
         for branching in (False, True):
-            cache.draft(row, np.array([4]), branching=branching, least_probability=index % 2)
+            cache.draft(row, np.array([4]), branching=branching, min_probability=index % 2)
     assert [len(f.signatures) for f in kernels] == before
     assert before == [1, 1, 1, 1]
 

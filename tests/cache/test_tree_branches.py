@@ -19,7 +19,7 @@ def make(**settings: object) -> RolloutCache:
 
 
 def grow(cache: RolloutCache, row: int, budget: int = 16, least: float = 0.0) -> Drafts:
-    return cache.draft(np.array([row]), np.array([budget]), branching=True, least_probability=least)
+    return cache.draft(np.array([row]), np.array([budget]), branching=True, min_probability=least)
 
 
 def test_all_ways_to_go_on_are_drafted_the_likeliest_first() -> None:

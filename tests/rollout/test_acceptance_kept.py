@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from benchmarks.exactness.model import Codes, Doubles, draw, listed, mixture, random_policy
 from benchmarks.exactness.pure import Kept, Rule, World, default_world, follow, specrl, verify
 from benchmarks.exactness.stats import distance
-from rollout.acceptance import Known, verify_kept
+from rollout.acceptance import TopKDistributions, verify_kept
 
 FALSE_ALARM = 1e-5
 NO_TAIL = -np.inf
@@ -304,11 +304,11 @@ def test_verified_samples_follow_the_new_policy(name: str, block: bool) -> None:
 def _outside_is_accepted(world: World, kept: Kept, rng: np.random.Generator) -> tuple[Codes, Codes]:
     """The drawn token's own log-probability is known, so it joins the lists: A looks at x."""
 
-    def with_own(known: Known) -> Known:
+    def with_own(known: TopKDistributions) -> TopKDistributions:
         new = ~(known.topk_ids == kept.tokens[:, None]).any(1) & np.isfinite(known.logprobs)
         ids = np.where(new, kept.tokens, -1)[:, None].astype(np.int32)
         values = np.where(new, known.logprobs, -np.inf)[:, None].astype(np.float32)
-        return Known(
+        return TopKDistributions(
             known.logprobs,
             np.concatenate([known.topk_ids, ids], 1),
             np.concatenate([known.topk_logprobs, values], 1),

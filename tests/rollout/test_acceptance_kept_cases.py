@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.acceptance import Known, accept_lenient, verify_kept
+from rollout.acceptance import TopKDistributions, accept_lenient, verify_kept
 from rollout.trajectory import KeptTokens
 
 NO_TAIL = -np.inf
 
 
-def one_row(tokens: list[int], q: Known, p: Known, **changes: object) -> tuple[int, int]:
+def one_row(
+    tokens: list[int], q: TopKDistributions, p: TopKDistributions, **changes: object
+) -> tuple[int, int]:
     n = len(tokens)
     arguments: dict[str, object] = {
         "tail_ids": np.full(n, -1),
@@ -28,11 +30,11 @@ def one_row(tokens: list[int], q: Known, p: Known, **changes: object) -> tuple[i
     return int(verdicts.accepted[0]), int(verdicts.token[0])
 
 
-def known(*rows: dict[int, float]) -> Known:
+def known(*rows: dict[int, float]) -> TopKDistributions:
     width = max(map(len, rows))
     ids = [[*row, *[-1] * (width - len(row))] for row in rows]
     logs = [[*np.log(list(row.values())), *[NO_TAIL] * (width - len(row))] for row in rows]
-    return Known(
+    return TopKDistributions(
         np.zeros(len(rows), np.float32), np.array(ids, np.int32), np.array(logs, np.float32)
     )
 
@@ -71,12 +73,14 @@ def test_by_block_an_unlikely_token_can_be_made_up_for() -> None:
 
 
 def test_nothing_listed_means_nothing_accepted() -> None:
-    empty = Known(np.zeros(1, np.float32), np.empty((1, 0), np.int32), np.empty((1, 0), np.float32))
+    empty = TopKDistributions(
+        np.zeros(1, np.float32), np.empty((1, 0), np.int32), np.empty((1, 0), np.float32)
+    )
     assert one_row([0], empty, empty, tail_ids=[5], tail_logprobs=[-3.0]) == (0, 5)
 
 
 def test_no_rows_and_empty_rows() -> None:
-    nothing = Known(
+    nothing = TopKDistributions(
         np.empty(0, np.float32), np.empty((0, 2), np.int32), np.empty((0, 2), np.float32)
     )
     verdicts = verify_kept(
@@ -93,11 +97,11 @@ def test_rows_of_several_requests_are_put_together() -> None:
                    np.full((n, k), n, np.int32), np.full((n, k), -2.0, np.float32))
         for n, k in ((1, 2), (0, 3), (2, 1))
     ]  # fmt: skip
-    together = Known.of(parts)
+    together = TopKDistributions.concatenate(parts)
     assert together.topk_ids.tolist() == [[1, 1, -1], [2, -1, -1], [2, -1, -1]]
     assert np.isneginf(together.topk_logprobs[1:, 1:]).all()
     assert len(together.logprobs) == 3
-    assert Known.of([]).topk_ids.shape == (0, 0)
+    assert TopKDistributions.concatenate([]).topk_ids.shape == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class _Source:
         budgets: IntArray,
         *,
         branching: bool = False,
-        least_probability: float = 0.0,
+        min_probability: float = 0.0,
     ) -> Drafts:
         tokens: list[int] = []
         parents: list[int] = []

@@ -22,14 +22,14 @@ import numpy as np
 from engine.protocol import GenerateRequest, TokenChunk
 from engine.sampling import Purpose, forked, uniforms
 from engine.vllm.client.requests import Table
-from rollout.acceptance import Known, accept_lenient, verify_kept
+from rollout.acceptance import TopKDistributions, accept_lenient, verify_kept
 from rollout.trajectory import FinishReason, IntArray, KeptTokens, Provenance
 
 
 def warm_up() -> None:
     """Load the compiled rules, or compile them: seconds, for which the event loop would stand."""
     none, two = np.full(2, -1, np.int32), np.array([0, 2], np.int32)
-    known = Known(np.zeros(2, np.float32), none[:, None], np.zeros((2, 1), np.float32))
+    known = TopKDistributions(np.zeros(2, np.float32), none[:, None], np.zeros((2, 1), np.float32))
     verify_kept(
         np.zeros(2, np.int32),
         known,
@@ -102,8 +102,8 @@ def _judge(
     tokens, ids = kept.tokens.copy(), kept.topk_ids.copy()
     verdicts = verify_kept(
         tokens,
-        Known(kept.logprobs, ids, kept.topk_logprobs),
-        Known(table.own, ids, table.known_logprobs),
+        TopKDistributions(kept.logprobs, ids, kept.topk_logprobs),
+        TopKDistributions(table.own, ids, table.known_logprobs),
         tail_ids=table.tail_ids,
         tail_logprobs=table.tail_logprobs,
         offsets=offsets,

@@ -56,7 +56,7 @@ class DraftSource(Protocol):
     def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
         """Append each row's new tokens."""
 
-    def draft(self, rows: IntArray, budgets: IntArray, *, least_probability: float = 0.0) -> Drafts:
+    def draft(self, rows: IntArray, budgets: IntArray, *, min_probability: float = 0.0) -> Drafts:
         """Propose up to `budgets[i]` tokens for each row."""
 
 
@@ -191,7 +191,7 @@ class RowBook:
             drafting = np.flatnonzero(slots != NO_SLOT)
             old[drafting] = np.minimum(self._old.left(slots[drafting]), budgets[drafting])
         ask = np.flatnonzero((old == 0) & (budgets > 0))
-        found = self._source.draft(self._handle[slots[ask]], budgets[ask], least_probability=least)
+        found = self._source.draft(self._handle[slots[ask]], budgets[ask], min_probability=least)
         counts = old.copy()
         counts[ask] = np.diff(found.offsets)
         offsets = _offsets(counts)

@@ -47,7 +47,7 @@ class FakeSource:
         for i, row in enumerate(rows.tolist()):
             self.told[row] += tokens[offsets[i] : offsets[i + 1]].tolist()
 
-    def draft(self, rows: IntArray, budgets: IntArray, *, least_probability: float = 0.0) -> Any:
+    def draft(self, rows: IntArray, budgets: IntArray, *, min_probability: float = 0.0) -> Any:
         assert len(rows) == len(budgets)
         offsets = np.concatenate([[0], np.cumsum(budgets)]).astype(np.int32)
         tokens = [90 + j for budget in budgets.tolist() for j in range(budget)]

@@ -1,7 +1,7 @@
-"""Reading stored rollouts back out, oldest first: for snapshots and for other processes.
+"""Stored rollouts outside the arena: read out for snapshots and other processes, and checked.
 
-A stored sequence is its *head* (the `max_match` tokens before the response; -1 where the context
-was shorter) and the response. Nothing here changes the arena.
+A stored rollout is its *head* (the `max_match` tokens before the response; -1 where the context
+was shorter) followed by the response. The kernels here read the arena and never change it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,35 @@ from rollout.trajectory import IntArray
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """Rollouts of one prompt, oldest first, as they lie in the cache."""
+class StoredRollouts:
+    """Rollouts of one prompt, oldest first."""
 
     key: str
+    """The prompt's key in the cache."""
     lengths: IntArray
-    """`[S]` tokens of each rollout, its head included; more than the head's."""
+    """`[S]` tokens of each rollout, head included; more than the head has."""
     versions: IntArray
-    """`[S]` policy version that wrote its end."""
+    """`[S]` policy version that generated the last token of each."""
     tokens: IntArray
     """`[N]` rollout after rollout: head, then response."""
+
+
+def are_valid_tokens(heads: IntArray, tokens: IntArray, vocabulary: int) -> bool:
+    """Whether rollouts read from elsewhere hold token ids only, and -1 only to pad their heads.
+
+    Args:
+        heads: `[S, H]` the first H of the tokens of each rollout.
+        tokens: `[N]` all tokens, heads included; not empty.
+        vocabulary: token ids are below it.
+    """
+    padding = heads < 0
+    at_front = bool((padding[:, :-1] | ~padding[:, 1:]).all())
+    return (
+        at_front
+        and int(heads.min()) >= -1
+        and int((tokens < 0).sum()) == int(padding.sum())
+        and int(tokens.max()) < vocabulary
+    )
 
 
 @kernel
