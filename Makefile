@@ -8,10 +8,12 @@ RUN     ?= arithmetic-$(ENGINE)-$(shell date +%m%d-%H%M%S)
 STEPS   ?=
 SET     ?=
 PIP     := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+# Whole files per worker, long ones first (tests/conftest.py).
+PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types format bench docs-check clean
+.PHONY: help setup run test check lint types format docs bench prometheus clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,8 +24,13 @@ run: $(VENV)/.core $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm) ## train the bui
 	$(VENV)/bin/asyncrl run examples/arithmetic.yaml --set engine.kind=$(ENGINE) \
 	  --set run.name=$(RUN) $(if $(STEPS),--set run.steps=$(STEPS)) $(foreach s,$(SET),--set $(s))
 
-test: lint types $(VENV)/.vllm ## lint, types, import contract and all tests, real vLLM among them
-	$(VENV)/bin/python -m pytest
+test: lint types $(VENV)/.vllm prometheus ## lint, types, import contract and all tests, real vLLM among them
+	$(VENV)/bin/python -m pytest $(PARALLEL) --durations=20
+	@command -v prometheus >/dev/null || echo "NOT RUN: tests against a real Prometheus, which is not installed (Debian: apt-get install prometheus)"
+	@$(if $(GPU),,echo "NOT RUN: whatever needs a GPU; there is none here")
+
+check: lint types ## lint, types and the fast half of the tests, in two minutes
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow and not vllm"
 
 lint: $(VENV)/.dev ## ruff and the import contract
 	$(VENV)/bin/ruff check .
@@ -37,11 +44,21 @@ format: $(VENV)/.dev ## let ruff rewrite what it can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+docs: $(VENV)/.dev ## make the generated pages again: configuration reference, picture of the structure
+	$(VENV)/bin/python docs/structure.py
+
 bench: $(VENV)/.vllm $(VENV)/.bench ## quick version of every benchmark, JSON into benchmarks/results/local/
 	@mkdir -p benchmarks/results/local
 	for name in cache scheduler exactness rollout pipeline; do \
 	  $(VENV)/bin/python -m benchmarks.$$name --quick --json benchmarks/results/local/$$name.json || exit 1; \
 	done
+
+# A real Prometheus for the tests of monitoring, where we may install one.
+prometheus:
+	@command -v prometheus >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && echo "installing Debian's prometheus" && apt-get update -qq \
+	  && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends prometheus; } \
+	  >/dev/null 2>&1 || true
 
 clean: ## remove the environment and caches (runs/ stays)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: tiny models on disk."""
+"""Fixtures shared by all tests: tiny models on disk. And the order in which workers take files."""
 
 from __future__ import annotations
 
@@ -23,6 +23,29 @@ def _load_helper(name: str, path: Path) -> ModuleType:
 
 
 tiny_models = _load_helper("tiny_models", Path(__file__).parent / "engine" / "tiny_models.py")
+
+
+def _weight(item: pytest.Item) -> int:
+    """0 for the files that take longest: a worker must not begin one when the others are done."""
+    if item.get_closest_marker("vllm") is not None:
+        return 0
+    return 1 if item.get_closest_marker("slow") is not None else 2
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give pytest-xdist whole files, the long ones first, and all of real vLLM to one worker.
+
+    Tests of one file share engines and runs, so they belong to one process. Real vLLM engines
+    follow one another in one worker, which bounds memory to one of them at a time.
+    """
+    first = dict[Path, int]()
+    for item in items:
+        first[item.path] = min(first.get(item.path, 2), _weight(item))
+    items.sort(key=lambda item: first[item.path])
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            real_vllm = item.get_closest_marker("vllm") is not None
+            item.add_marker(pytest.mark.xdist_group("vllm" if real_vllm else str(item.path)))
 
 
 @pytest.fixture(scope="session")
