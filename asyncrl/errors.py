@@ -1,18 +1,19 @@
-"""What can go wrong above the engines and the trainer, and who can put it right.
+"""Errors of asyncrl itself, by who can fix them.
 
 AsyncrlError                  exit code 1: the run failed
-├── UserError                 exit code 2: something given by the user must be changed
+├── UserError                 exit code 2: the user must change something
 │   ├── ConfigError           a configuration key or value
-│   ├── DataError             a dataset: missing file, row without the field, nothing left
+│   ├── DataError             a dataset: a missing file, an example without the field, no example
 │   ├── ModelError            a model directory or id that cannot be used
 │   └── RewardError           a reward function, named with the prompt that it was scoring
 │       ├── RewardFailed      it raised, or returned something that is not a finite number
 │       └── RewardTimeout     it did not return in time; its process was killed
-├── ProcessDied               a child process ended by itself; carries its last log lines
-└── WaitTimeout               a bounded wait ran out; says what was waited for
+├── RunFailed                 a process died for good, or nothing could be trained
+└── WaitTimeout               a wait exceeded its limit; says what was waited for
 
-Messages are one paragraph: what was wrong, where, and what would be right. The command line
-prints them without a traceback and exits with `exit_code`.
+A message is one paragraph: what was wrong, where, and what to do. The command line prints it
+without a traceback and exits with `exit_code`. Errors of the other packages (EngineError,
+TrainerError, ...) have trees of their own in those packages.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from typing import ClassVar
 
 
 class AsyncrlError(Exception):
-    """Root of what asyncrl raises."""
+    """Base of asyncrl's own errors."""
 
     exit_code: ClassVar[int] = 1
-    """What the command line exits with."""
+    """Exit code of the command line."""
 
 
 class UserError(AsyncrlError):
@@ -34,7 +35,7 @@ class UserError(AsyncrlError):
 
 
 class ConfigError(UserError):
-    """A configuration key is unknown, or a value impossible."""
+    """A configuration key is unknown, or a value is impossible."""
 
 
 class DataError(UserError):
@@ -50,16 +51,16 @@ class RewardError(UserError):
 
 
 class RewardFailed(RewardError):  # noqa: N818 - says what happened
-    """A reward function raised or returned no finite number."""
+    """A reward function raised, or returned something that is not a finite number."""
 
 
 class RewardTimeout(RewardError):  # noqa: N818 - says what happened
     """A reward function did not return in time; its process was killed and replaced."""
 
 
-class ProcessDied(AsyncrlError):  # noqa: N818 - says what happened
-    """A child process ended by itself."""
+class RunFailed(AsyncrlError):  # noqa: N818 - says what happened
+    """The run cannot continue. Everything up to its last checkpoint is kept."""
 
 
 class WaitTimeout(AsyncrlError):  # noqa: N818 - says what happened
-    """A bounded wait ran out."""
+    """A wait exceeded its limit; the message names what was waited for."""

@@ -1,7 +1,7 @@
-"""Notices when somebody else's distribution provides one of our import packages.
+"""Detect other distributions that provide one of asyncrl's import packages.
 
-The packages are named `engine`, `scheduler`, `cache`, ... as the project's folders are. Such names
-are easily taken twice, and then the wrong module is imported without a word.
+The packages have common names (`engine`, `scheduler`, `cache`, ...). When another distribution uses
+the same name, Python imports whichever comes first, without a warning.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ from importlib.metadata import packages_distributions
 
 from asyncrl.errors import UserError
 
-OURS = ("asyncrl", "engine", "scheduler", "cache", "trainer", "monitoring")
+OURS = ("asyncrl", "engine", "trainer", "scheduler", "cache", "monitoring", "wire", "rollout")
+"""Import packages of this distribution, as in pyproject.toml."""
 
 
 def refuse_foreign_packages(providers: Mapping[str, Sequence[str]] | None = None) -> None:
-    """Raise UserError when another distribution provides a package of ours.
+    """Refuse to start when another distribution provides one of asyncrl's packages.
 
     Args:
-        providers: distributions by the import package that they provide; None asks the
+        providers: for each import package, the distributions that provide it; None reads the
             environment.
+
+    Raises:
+        UserError: another distribution provides one; the message names it.
     """
     providers = packages_distributions() if providers is None else providers
     foreign = {
@@ -30,6 +34,6 @@ def refuse_foreign_packages(providers: Mapping[str, Sequence[str]] | None = None
     if clashes:
         raise UserError(
             f"another distribution provides an import package of asyncrl: {clashes}. Install "
-            "asyncrl into a virtual environment of its own (`make setup` does), or uninstall "
-            "the other one"
+            "asyncrl into its own virtual environment (`make setup` does this), or uninstall the "
+            "other distribution"
         )

@@ -1,10 +1,11 @@
-"""What travels between processes: messages, the sockets that carry them, weights.
+"""Communication between processes: messages, sockets and weights.
 
 messages/   every message, one module per direction
+frames      trajectories and token ids as bytes
 records     the numbers of engines and steps, typed once for every process
 sockets     a `Hub` that many peers connect to, and a `Line` to one hub
-addresses   where the sockets of a run lie
-weights/    one version of the weights in shared memory: its layout, its writer, its reader
+addresses   the private folder that holds a run's sockets
+weights/    the layout of one version of the weights in shared memory
 """
 
 from wire.addresses import RuntimeDirectory

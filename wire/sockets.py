@@ -1,7 +1,7 @@
 """Two kinds of socket: a `Hub` that many peers connect to, and a `Line` to one hub.
 
-Both speak msgspec structs of one direction each. A message that does not decode is dropped, logged
-and counted: a broken peer must not take the run down, and nothing but data can arrive.
+Each end sends and receives msgspec structs of one direction. A message that does not decode is
+dropped and logged, so a broken peer cannot end the run.
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ logger = logging.getLogger(__name__)
 In = TypeVar("In")
 
 _HIGH_WATER = 100_000
-"""Messages queued per peer before a send fails; the scheduler's bounds keep far below it."""
+"""Messages queued per peer before a send fails. The scheduler's bounds stay far below it."""
 
 
 class Hub(Generic[In]):
-    """The end that binds. Peers are known by the name under which they connect."""
+    """The end that binds. Peers are known by the name with which they connect.
+
+    Args:
+        address: a ZeroMQ address.
+        incoming: union of the message types that peers may send.
+    """
 
     def __init__(self, address: str, incoming: Any) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
@@ -40,7 +45,11 @@ class Hub(Generic[In]):
         """Messages dropped because they did not decode."""
 
     async def send(self, peer: str, message: msgspec.Struct) -> None:
-        """Send to one peer. Raises Unreachable when nobody is connected under that name."""
+        """Send to one peer.
+
+        Raises:
+            Unreachable: no peer of that name is connected.
+        """
         try:
             await self._socket.send_multipart(
                 [peer.encode(), self._encoder.encode(message)], flags=zmq.NOBLOCK
@@ -51,7 +60,7 @@ class Hub(Generic[In]):
             ) from error
 
     async def receive(self) -> tuple[str, In]:
-        """Wait for the next message; callers bound the wait (`asyncio.timeout`)."""
+        """Wait for the next message. Callers bound the wait with `asyncio.timeout`."""
         while True:
             peer, body = await self._socket.recv_multipart()
             try:
@@ -61,12 +70,18 @@ class Hub(Generic[In]):
                 logger.warning("dropped a message of %d bytes from %r: %s", len(body), peer, error)
 
     def close(self) -> None:
-        """Close the socket after sending what is queued, for at most a second."""
+        """Close the socket; queued messages are still sent for at most a second."""
         self._socket.close()
 
 
 class Line(Generic[In]):
-    """The end that connects to one hub, under a name."""
+    """The end that connects to one hub.
+
+    Args:
+        address: the hub's ZeroMQ address.
+        name: the name under which the hub knows this end.
+        incoming: union of the message types that the hub may send.
+    """
 
     def __init__(self, address: str, name: str, incoming: Any) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -79,7 +94,11 @@ class Line(Generic[In]):
         self._address = address
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Queue a message for the hub. Raises Unreachable when the queue is full."""
+        """Queue a message for the hub.
+
+        Raises:
+            Unreachable: the queue is full.
+        """
         try:
             await self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -89,7 +108,7 @@ class Line(Generic[In]):
             ) from error
 
     async def receive(self) -> In:
-        """Wait for the next message; callers bound the wait (`asyncio.timeout`)."""
+        """Wait for the next message. Callers bound the wait with `asyncio.timeout`."""
         while True:
             body = await self._socket.recv()
             try:
@@ -98,15 +117,19 @@ class Line(Generic[In]):
                 logger.warning("dropped a message of %d bytes: %s", len(body), error)
 
     async def receive_within(self, seconds: float, *, what: str) -> In:
-        """`receive`, but no longer than this. Raises NoReply naming what was waited for."""
+        """Wait for the next message, at most this long.
+
+        Raises:
+            NoReply: nothing came; the message names what was waited for.
+        """
         try:
             async with asyncio.timeout(seconds):
                 return await self.receive()
         except TimeoutError as error:
             raise NoReply(
-                f"waited {seconds:.0f} s for {what} at {self._address}; nothing came"
+                f"waited {seconds:.0f} s for {what} at {self._address}, but nothing came"
             ) from error
 
     def close(self) -> None:
-        """Close the socket after sending what is queued, for at most a second."""
+        """Close the socket; queued messages are still sent for at most a second."""
         self._socket.close()

@@ -39,6 +39,7 @@ from engine.protocol import Engine, SamplingParams
 from monitoring.metrics import GeneratorMetrics
 from rollout.trajectory import SampleId
 from wire import Line
+from wire.frames import encode_trajectory
 from wire.messages import data, from_generator, to_generator
 
 logger = logging.getLogger("asyncrl.generator")
@@ -306,7 +307,7 @@ class GeneratorProcess:
 
     async def _send_delivery(self, held: HeldSample, reward: float, step: int) -> None:
         trajectory = held.trajectory
-        delivery = data.TrajectoryDelivery.of(trajectory, reward=reward, step=step)
+        delivery = encode_trajectory(trajectory, reward=reward, step=step)
         self._undelivered[trajectory.id] = (delivery, time.monotonic())
         self._delivered_step = max(self._delivered_step, step)
         if self._earlier is not None:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 import numpy as np
 
 from rollout.trajectory import FloatArray, Trajectory
+from wire.frames import decode_trajectory
 from wire.messages.data import TrajectoryDelivery
 
 
@@ -48,7 +49,7 @@ class GroupQueue:
         if known:
             self.duplicates += 1
             return False
-        delivery.trajectory()
+        decode_trajectory(delivery)
         samples = self._partial.setdefault(group, {})
         samples[sample] = delivery
         if len(samples) == self.group_size:
@@ -66,7 +67,7 @@ class GroupQueue:
                 self._taken.setdefault(step, set()).add(group)
                 ordered = [samples[index] for index in sorted(samples)]
                 rewards = np.array([delivery.reward for delivery in ordered], np.float32)
-                return group, [delivery.trajectory() for delivery in ordered], rewards
+                return group, [decode_trajectory(delivery) for delivery in ordered], rewards
         return None
 
     def forget_before(self, step: int) -> None:

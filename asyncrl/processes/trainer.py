@@ -77,19 +77,16 @@ class TrainerProcess:
         self._plans: dict[int, frozenset[int]] = {}
         self._changed = asyncio.Event()
         self._stop: to_trainer.Shutdown | None = None
-        self._save_now = False
         self._saved_version = -1
         self._busy_seconds = 0.0
 
-    async def run(self, *, data_address: str, metrics_port: int | None) -> None:
+    async def run(self, *, metrics_port: int | None) -> None:
         """Publish the weights in hand, then train until told to shut down."""
         version = self._learner.policy_version
         self._saved_version = version  # what it was loaded from
         with self._timeline.span(SpanKind.TRANSFERRING_WEIGHTS, version=version):
             manifest = self._publisher.publish(self._learner.tensors(), version)
-        await self._control.send(
-            from_trainer.TrainerReady(version, manifest, data_address, metrics_port)
-        )
+        await self._control.send(from_trainer.TrainerReady(version, manifest, metrics_port))
         async with asyncio.TaskGroup() as loops:
             background = [
                 loops.create_task(self._intake()),
@@ -124,8 +121,6 @@ class TrainerProcess:
                 case to_trainer.StepPlan(step=step, groups=groups):
                     if step >= self._learner.policy_version:
                         self._plans[step] = frozenset(groups)
-                case to_trainer.SaveCheckpoint():
-                    self._save_now = True
                 case to_trainer.Shutdown() as shutdown:
                     self._stop = shutdown
             self._changed.set()
@@ -190,7 +185,7 @@ class TrainerProcess:
         await self._control.send(
             from_trainer.StepFinished(step, tuple(sorted(plan)), manifest, metrics)
         )
-        if self._save_now or version % self._config.checkpoint_every == 0:
+        if version % self._config.checkpoint_every == 0:
             await self._save()
 
     def _measure(self, row: dict[str, float], *, samples: int, manifest: WeightManifest) -> None:
@@ -207,7 +202,6 @@ class TrainerProcess:
 
     async def _save(self) -> None:
         version = self._learner.policy_version
-        self._save_now = False
         if version == self._saved_version:
             return
         path = self._checkpoints / f"step-{version:06d}"
@@ -284,10 +278,7 @@ async def run_trainer(spec: ChildSpec) -> None:
                 metrics=metrics,
             )
             try:
-                await process.run(
-                    data_address=spec.data_address,
-                    metrics_port=None if exporter is None else exporter.port,
-                )
+                await process.run(metrics_port=None if exporter is None else exporter.port)
             except BaseExceptionGroup as group:
                 raise leaf_of(group) from group
         except (AsyncrlError, TrainerError, MonitoringError) as error:

@@ -30,6 +30,7 @@ from rollout.trajectory import (
     Trajectory,
     TrajectoryBuilder,
 )
+from wire.frames import decode_tokens
 from wire.messages.to_generator import PromptPayload
 
 _WHOLE_AT_ONCE = 8
@@ -82,7 +83,7 @@ class Writing:
         self._begin()
 
     def _begin(self) -> None:
-        tokens = np.frombuffer(self.prompt.tokens, "<i4").astype(np.int32)
+        tokens = decode_tokens(self.prompt.tokens)
         self.builder = TrajectoryBuilder(self.sample, self.prompt.prompt_id, tokens)
 
     @property

@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import AsyncrlError, UserError, WaitTimeout
+from asyncrl.errors import RunFailed, UserError, WaitTimeout
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
 from asyncrl.run.directory import RunDirectory, RunState
 from asyncrl.run.fleet import Fleet, Worker
@@ -53,10 +53,6 @@ logger = logging.getLogger("asyncrl.run.controller")
 
 WATCH_SECONDS = 0.2
 SHOW_SECONDS = 0.25
-
-
-class RunFailed(AsyncrlError):  # noqa: N818 - says what happened
-    """The run cannot go on; what it did until its last checkpoint is kept."""
 
 
 class Controller:

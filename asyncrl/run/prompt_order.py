@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from asyncrl.tasks.prompts import Prompt, prompt_order
+from wire.frames import encode_tokens
 from wire.messages.to_generator import PromptPayload
 
 
@@ -28,4 +29,4 @@ def sample_seed(seed: int, *what: object) -> int:
 
 def payload_of(prompt: Prompt) -> PromptPayload:
     """A prompt as it travels to a generator."""
-    return PromptPayload(prompt.prompt_id, prompt.tokens.astype("<i4").tobytes(), prompt.row)
+    return PromptPayload(prompt.prompt_id, encode_tokens(prompt.tokens), prompt.row)

@@ -37,6 +37,7 @@ from scheduler import events as ev
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
 from trainer.publish import WeightPublisher
+from wire.frames import decode_trajectory
 from wire.messages import data
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
@@ -320,7 +321,7 @@ class House:
     # --------------------------------------------------------------- trainer
 
     def _receive(self, message: data.TrajectoryDelivery) -> None:
-        trajectory = message.trajectory()
+        trajectory = decode_trajectory(message)
         index = trajectory.id.group % len(self._prompts)
         assert trajectory.id not in self._received
         assert message.prompt_id == f"p{index}"

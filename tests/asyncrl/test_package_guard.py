@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from asyncrl.errors import UserError
 from asyncrl.package_guard import OURS, refuse_foreign_packages
+
+
+def test_every_package_of_the_wheel_is_guarded() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert sorted(OURS) == sorted(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
 
 
 def test_nobody_else_provides_our_packages_here() -> None:

@@ -1,17 +1,18 @@
-"""Every message between processes, one module per direction; nothing else travels.
+"""Every message between processes, one module per direction. Nothing else travels.
 
-Control (DEALER at the worker, ROUTER at the controller):
+Control plane (the workers connect to the controller):
     to_generator    controller -> generator
     from_generator  generator  -> controller
     to_trainer      controller -> trainer
     from_trainer    trainer    -> controller
-Data (DEALER at the generator, ROUTER at the trainer):
+Data plane (the generators connect to the trainer):
     data            trajectories to the trainer, acknowledgements back
 User:
     control         CLI -> controller and back
 
-The control plane carries decisions and a few numbers per sample; tokens go straight from the
-generator that wrote them to the trainer, so the controller's load does not grow with length.
-Messages are msgspec structs, tagged by class name, in MessagePack; arrays are raw little-endian
-bytes. Unknown tags, wrong types and wrong lengths raise `msgspec.ValidationError` at the receiver.
+The control plane carries decisions and a few numbers per sample. Tokens go straight from the
+generator to the trainer, so the controller's load does not grow with the length of answers.
+Messages are msgspec structs tagged with their class name, in MessagePack. Unknown tags and wrong
+types raise `msgspec.ValidationError` at the receiver. Arrays are raw bytes; `wire.frames` encodes
+them and refuses wrong lengths.
 """

@@ -1,4 +1,4 @@
-"""Between a user's command line and the controller."""
+"""User to controller, and back: what `asyncrl status|stop|pause|resume` send."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
-    """Base of this direction."""
+    """Base of requests and replies."""
 
 
 class StatusRequest(Message, frozen=True):
-    """What is the run doing?"""
+    """Ask what the run is doing."""
 
 
 class StopRequest(Message, frozen=True):
-    """Finish the step in hand, write a checkpoint, end."""
+    """Finish the current step, write a checkpoint, end the run."""
 
 
 class PauseRequest(Message, frozen=True):
-    """Stop drawing tokens, keep everything."""
+    """Stop generating tokens; keep all state."""
 
 
 class ResumeRequest(Message, frozen=True):
-    """Go on."""
+    """Continue after a pause."""
 
 
 class StatusReply(Message, frozen=True):
-    """A snapshot for people and scripts."""
+    """A snapshot of the run, for people and scripts."""
 
     status: dict[str, Any]
 
@@ -37,10 +37,11 @@ class Accepted(Message, frozen=True):
     """The request will be carried out."""
 
     message: str
+    """What happens now."""
 
 
 class Refused(Message, frozen=True):
-    """It will not, and why."""
+    """The request will not be carried out."""
 
     reason: str
 

@@ -9,36 +9,39 @@ from wire.records import EngineStats
 
 
 class Message(msgspec.Struct, frozen=True, tag=lambda name: f"generator.{name}"):
-    """Base of this direction; tagged with the sender, as the controller's hub hears both."""
+    """Base of this direction; the tag names the sender, as the controller's hub receives both."""
 
     generator: str
 
 
 class GeneratorReady(Message, frozen=True):
-    """The engine is loaded and can take `slots` requests at once."""
+    """The engine is loaded."""
 
     slots: int
+    """Samples that it decodes at once."""
     policy_version: int
     metrics_port: int | None = None
+    """None: it serves no metrics."""
 
 
 class SampleFinished(Message, frozen=True):
-    """A sample is written; the generator holds it, its reward may still be computed."""
+    """A sample is generated. The generator holds it; its reward may still be pending."""
 
     sample: SampleId
     length: int
+    """Response tokens."""
     oldest_version: int
     """Lowest policy version among its segments."""
     finish_reason: FinishReason
 
 
 class SampleFailed(Message, frozen=True):
-    """A sample cannot be had; asking again would fail again."""
+    """A sample cannot be generated, and another attempt would fail too."""
 
     sample: SampleId
     reason: str
     user_error: bool
-    """The user's part (reward, prompt) is at fault: the run stops and says what to change."""
+    """The reward or the prompt is at fault: the run ends and says what to change."""
 
 
 class SampleDelivered(Message, frozen=True):
@@ -48,7 +51,7 @@ class SampleDelivered(Message, frozen=True):
 
 
 class EvaluationSample(Message, frozen=True):
-    """One held-out sample."""
+    """One held-out sample, scored."""
 
     round: int
     index: int
@@ -58,7 +61,7 @@ class EvaluationSample(Message, frozen=True):
 
 
 class WeightsInstalled(Message, frozen=True):
-    """The generator now samples from this version."""
+    """The answer to `InstallWeights`: the version that the generator samples from now."""
 
     policy_version: int
     seconds: float
@@ -78,14 +81,14 @@ class GeneratorReport(Message, frozen=True):
 
 
 class Failure(Message, frozen=True):
-    """The process cannot go on and is about to end."""
+    """The process failed and is about to end."""
 
     reason: str
     user_error: bool
 
 
 class Goodbye(Message, frozen=True):
-    """The process ends as asked."""
+    """The process ends because it was told to."""
 
 
 FromGenerator = (

@@ -8,18 +8,17 @@ from wire.weights.layout import WeightManifest
 
 
 class Message(msgspec.Struct, frozen=True, tag=lambda name: f"trainer.{name}"):
-    """Base of this direction; tagged with the sender, as the controller's hub hears both."""
+    """Base of this direction; the tag names the sender, as the controller's hub receives both."""
 
 
 class TrainerReady(Message, frozen=True):
-    """The model is loaded (or resumed) and its weights are published."""
+    """The model is loaded or resumed, and its weights are published."""
 
     policy_version: int
-    """Optimizer steps done: the next step to train."""
+    """Optimizer steps done, which is also the index of the next step."""
     manifest: WeightManifest
-    data_address: str
-    """Where generators deliver trajectories."""
     metrics_port: int | None = None
+    """None: it serves no metrics."""
 
 
 class StepFinished(Message, frozen=True):
@@ -28,7 +27,7 @@ class StepFinished(Message, frozen=True):
     step: int
     """The step trained, from 0; the new policy version is step + 1."""
     groups: tuple[int, ...]
-    """The groups it consumed, exactly once each."""
+    """The groups it consumed, each exactly once."""
     manifest: WeightManifest
     metrics: dict[str, float]
 
@@ -41,7 +40,7 @@ class CheckpointWritten(Message, frozen=True):
 
 
 class TrainerReport(Message, frozen=True):
-    """Once a second; also the sign of life."""
+    """Sent once a second, so it also shows that the process is alive."""
 
     policy_version: int
     queued_trajectories: int
@@ -49,14 +48,14 @@ class TrainerReport(Message, frozen=True):
 
 
 class Failure(Message, frozen=True):
-    """The process cannot go on and is about to end."""
+    """The process failed and is about to end."""
 
     reason: str
     user_error: bool
 
 
 class Goodbye(Message, frozen=True):
-    """The process ends as asked."""
+    """The process ends because it was told to."""
 
     policy_version: int
 

@@ -19,47 +19,49 @@ class PromptPayload(msgspec.Struct, frozen=True):
 
     prompt_id: str
     tokens: bytes
-    """int32, little-endian."""
+    """`[P]` int32, encoded by `wire.frames`"""
     row: dict[str, Any]
-    """The dataset row, handed to the reward functions (answer and whatever else it has)."""
+    """The dataset example, passed to the reward functions: the answer and its other fields."""
 
 
 class Generate(Message, frozen=True):
-    """Write one sample and hold it until told to deliver or discard it."""
+    """Generate one sample and hold it until told to deliver or discard it."""
 
     sample: SampleId
     prompt: PromptPayload
     seed: int
     priority: int = 0
+    """0: needed now. Above 0: run-ahead, by this many versions; preemptible."""
 
 
 class Verify(Message, frozen=True):
-    """Verify what there is of these samples under the weights installed, and write on from there.
+    """Verify these samples under the installed weights and generate what is missing.
 
-    Samples without tokens of a version below `min_version` are left as they are.
+    Samples whose tokens all come from `min_version` or a newer version are left alone.
     """
 
     samples: tuple[SampleId, ...]
     seeds: tuple[int, ...]
-    """For each sample a seed that none of its tokens was drawn with."""
+    """One per sample; none of the sample's tokens was drawn with it."""
     min_version: int
 
 
 class Evaluate(Message, frozen=True):
-    """Write one held-out sample, reward it, report, forget it."""
+    """Generate one held-out sample, score it, report it, and forget it."""
 
     round: int
     index: int
+    """Which sample of the round, from 0."""
     prompt: PromptPayload
     seed: int
 
 
 class InstallWeights(Message, frozen=True):
-    """Swap to these weights between two steps; running requests go on."""
+    """Swap to these weights between two engine steps. Running requests continue."""
 
     manifest: WeightManifest
     rebuild_kv: bool = False
-    """Whether what runs begins again from its tokens, so that no KV of older weights is used."""
+    """Recompute the KV of running requests, so that none computed by older weights is used."""
 
 
 class Deliver(Message, frozen=True):
@@ -76,15 +78,15 @@ class Discard(Message, frozen=True):
 
 
 class Pause(Message, frozen=True):
-    """Stop drawing tokens, keep all state."""
+    """Stop generating tokens; keep all state."""
 
 
 class Resume(Message, frozen=True):
-    """Go on."""
+    """Continue after a `Pause`."""
 
 
 class Shutdown(Message, frozen=True):
-    """End, in order: answer with `Goodbye`."""
+    """End the process; answer with `Goodbye`."""
 
 
 ToGenerator = (

@@ -10,21 +10,17 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepPlan(Message, frozen=True):
-    """The groups that a step trains on; sent when the set is final, before or after they arrive."""
+    """The groups that a step trains on. Sent once per step, when the set is final."""
 
     step: int
     groups: tuple[int, ...]
 
 
-class SaveCheckpoint(Message, frozen=True):
-    """Write a checkpoint before taking the next step."""
-
-
 class Shutdown(Message, frozen=True):
-    """End, in order: answer with `Goodbye`."""
+    """End the process; answer with `Goodbye`."""
 
     checkpoint: bool
     """Write a checkpoint first."""
 
 
-ToTrainer = StepPlan | SaveCheckpoint | Shutdown
+ToTrainer = StepPlan | Shutdown

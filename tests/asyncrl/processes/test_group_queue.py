@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.processes.group_queue import GroupQueue
 from rollout.trajectory import SampleId, TrajectoryBuilder
+from wire.frames import encode_trajectory
 from wire.messages.data import TrajectoryDelivery
 
 
@@ -22,7 +23,7 @@ def delivery(group: int, sample: int, *, step: int = 0, reward: float = 0.0) -> 
         provenance=np.zeros(3, np.uint8),
         policy_version=step,
     )
-    return TrajectoryDelivery.of(builder.finish("stop"), reward=reward, step=step)
+    return encode_trajectory(builder.finish("stop"), reward=reward, step=step)
 
 
 def test_a_whole_group_is_handed_out_once_in_the_order_of_its_samples() -> None:
