@@ -64,3 +64,9 @@ class RunFailed(AsyncrlError):  # noqa: N818 - says what happened
 
 class WaitTimeout(AsyncrlError):  # noqa: N818 - says what happened
     """A wait exceeded its limit; the message names what was waited for."""
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error in a group that is not a group itself: why a task of a TaskGroup failed."""
+    first = group.exceptions[0]
+    return first_error(first) if isinstance(first, BaseExceptionGroup) else first

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
 from asyncrl.config import RunConfig, load_config, parse_config
-from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.errors import AsyncrlError, UserError, first_error
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
-from asyncrl.processes.child import leaf_of
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.run.directory import find_run
 from asyncrl.run.prompt_order import sample_seed
@@ -92,7 +91,7 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
                 for index in range(total):
                     group.create_task(one(index))
     except BaseExceptionGroup as group:
-        raise leaf_of(group) from group
+        raise first_error(group) from group
     finally:
         await rewards.close()
         await engine.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from asyncrl.processes.child import ChildSpec
+from asyncrl.processes.spec import ChildSpec
 
 
 class ProcessHandle(Protocol):

@@ -14,7 +14,7 @@ import msgspec
 from asyncrl.cores import HELPER_CORES, plan_cores, stay_on
 from asyncrl.errors import UserError
 from asyncrl.launch.interface import ProcessHandle
-from asyncrl.processes.child import ChildSpec
+from asyncrl.processes.spec import ChildSpec
 
 _LOG_TAIL_BYTES = 16_384
 

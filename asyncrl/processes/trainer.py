@@ -25,17 +25,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from asyncrl.config import RunConfig
-from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.processes.child import SHARED_MEMORY, ChildSpec, leaf_of, weights_id
+from asyncrl.errors import AsyncrlError
 from asyncrl.processes.group_queue import GroupQueue
-from monitoring.errors import MonitoringError
-from monitoring.exporter import exporter_for
-from monitoring.metrics import TrainerMetrics, new_registry
+from monitoring.metrics import TrainerMetrics
 from monitoring.timeline import SpanKind, Timeline
-from trainer.checkpoint import latest
 from trainer.config import TrainerConfig
-from trainer.errors import BatchError, NonFiniteError, PublishError, TrainerError
 from trainer.learner import Learner
 from trainer.publish import WeightPublisher
 from wire import Hub, Line, Unreachable
@@ -236,71 +230,3 @@ def waited_for(done: int, groups: int) -> str:
     if done == 0:
         return "first group"
     return "last group" if done == groups - 1 else "more groups"
-
-
-async def run_trainer(spec: ChildSpec) -> None:
-    """Load or resume the learner, publish its weights, and serve the controller."""
-    config = spec.config()
-    directory = Path(spec.run_directory)
-    control: Line[to_trainer.ToTrainer] = Line(
-        spec.control_address, spec.name, to_trainer.ToTrainer
-    )
-    registry = new_registry()
-    metrics = TrainerMetrics.register(registry, spec.name)
-    with contextlib.ExitStack() as closing:
-        closing.callback(control.close)
-        data_hub: Hub[data.FromGeneratorData] = Hub(spec.data_address, data.FromGeneratorData)
-        closing.callback(data_hub.close)
-        timeline = Timeline(
-            directory / "timeline" / f"{spec.name}.jsonl" if config.monitoring.timeline else None,
-            spec.name,
-            observe=metrics.observe_span,
-        )
-        closing.callback(timeline.close)
-        publisher = WeightPublisher(SHARED_MEMORY, weights_id(config.run.name, spec.parent))
-        closing.callback(publisher.close)
-        try:
-            with timeline.span(SpanKind.STARTING):
-                exporter = exporter_for(config.monitoring, registry, spec.process_index)
-                if exporter is not None:
-                    closing.callback(exporter.close)
-                learner = _learner(spec, config, directory)
-            process = TrainerProcess(
-                config.trainer,
-                learner=learner,
-                queue=GroupQueue(config.scheduler.group_size),
-                groups_per_step=config.scheduler.groups_per_step,
-                publisher=publisher,
-                checkpoints=directory / "checkpoints",
-                control=control,
-                data_hub=data_hub,
-                timeline=timeline,
-                metrics=metrics,
-            )
-            try:
-                await process.run(metrics_port=None if exporter is None else exporter.port)
-            except BaseExceptionGroup as group:
-                raise leaf_of(group) from group
-        except (AsyncrlError, TrainerError, MonitoringError) as error:
-            own = isinstance(error, BatchError | NonFiniteError | PublishError) or not (
-                isinstance(error, UserError | TrainerError | MonitoringError)
-            )
-            await control.send(from_trainer.Failure(str(error), user_error=not own))
-            raise
-
-
-def _learner(spec: ChildSpec, config: RunConfig, directory: Path) -> Learner:
-    """The learner at the newest checkpoint of a resumed run, else at the start."""
-    learner = Learner(
-        config.trainer.model_copy(update={"threads": spec.threads}),
-        spec.model_path,
-        group_size=config.scheduler.group_size,
-        seed=config.run.seed,
-        temperature=config.sampling.temperature,
-        top_p=config.sampling.top_p,
-        total_steps=config.run.steps,
-    )
-    newest = latest(directory / "checkpoints") if spec.resume else None
-    if newest is not None:
-        learner.restore(newest)
-    return learner

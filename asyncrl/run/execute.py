@@ -24,7 +24,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import DataError, UserError, WaitTimeout
 from asyncrl.evaluation.round import Accuracy
 from asyncrl.launch import LocalLauncher
-from asyncrl.processes.child import remove_left_memory
+from asyncrl.processes.shared_memory import remove_stale_files
 from asyncrl.rewards.loading import check_name
 from asyncrl.run.control import serve_control
 from asyncrl.run.controller import Controller
@@ -191,7 +191,7 @@ class _Run:
                 for task in background:
                     task.cancel()
                 await self._end_processes(hub)
-                remove_left_memory()
+                remove_stale_files()
                 state.ended = ended
                 self._directory.write_state(state)
             result = self._result(progress, before, after, seconds=time.monotonic() - began)

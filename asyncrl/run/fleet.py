@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from asyncrl.config import RunConfig
 from asyncrl.errors import WaitTimeout
 from asyncrl.launch import Launcher, ProcessHandle
-from asyncrl.processes.child import ChildSpec
+from asyncrl.processes.spec import ChildSpec, Role
 from asyncrl.run.directory import RunDirectory
 from wire import RuntimeDirectory
 from wire.messages import from_generator, from_trainer
@@ -90,7 +90,7 @@ class Fleet:
         for index in range(self._config.launcher.generators):
             self._start(f"generator-{index}", "generator")
 
-    def _start(self, name: str, role: str, *, first: bool = True) -> Worker:
+    def _start(self, name: str, role: Role, *, first: bool = True) -> Worker:
         self._started += 1
         spec = ChildSpec(
             role=role,

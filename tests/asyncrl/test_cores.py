@@ -15,7 +15,7 @@ import pytest
 from asyncrl.cores import HELPER_CORES, CorePlan, plan_cores, stay_on
 from asyncrl.errors import UserError
 from asyncrl.launch import LocalLauncher
-from asyncrl.processes.child import ChildSpec
+from asyncrl.processes.spec import ChildSpec
 
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 

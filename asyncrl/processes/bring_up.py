@@ -1,0 +1,108 @@
+"""What generator and trainer share: sockets, metrics and time line, and reporting of failures.
+
+async with bring_up(spec, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
+with child.timeline.span(SpanKind.STARTING):
+learner = ...
+await process.run(metrics_port=child.metrics_port)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import first_error
+from asyncrl.processes.spec import ChildSpec
+from monitoring.exporter import Exporter, exporter_for
+from monitoring.metrics import ProcessMetrics, new_registry
+from monitoring.timeline import Timeline
+from wire import Line
+
+MetricsT = TypeVar("MetricsT", bound=ProcessMetrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Child(Generic[MetricsT]):
+    """A child process of a run that can talk, measure and clean up, but does nothing yet."""
+
+    spec: ChildSpec
+    config: RunConfig
+    control: Line[Any]
+    """To the controller."""
+    metrics: MetricsT
+    exporter: Exporter | None
+    """Serves the metrics; None where they are turned off."""
+    timeline: Timeline
+    closing: contextlib.AsyncExitStack
+    """Closed when the child ends, last entry first."""
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.spec.run_directory)
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where the metrics are served; None where they are turned off."""
+        return None if self.exporter is None else self.exporter.port
+
+
+def timeline_file(spec: ChildSpec, config: RunConfig, folder: str) -> Path | None:
+    """RUN/FOLDER/NAME.jsonl; None where `monitoring.timeline` is off."""
+    if not config.monitoring.timeline:
+        return None
+    return Path(spec.run_directory) / folder / f"{spec.name}.jsonl"
+
+
+@contextlib.asynccontextmanager
+async def bring_up(
+    spec: ChildSpec,
+    commands: Any,
+    metrics_class: type[MetricsT],
+    failure: Callable[[ChildSpec, BaseException], msgspec.Struct | None],
+) -> AsyncIterator[Child[MetricsT]]:
+    """Connect to the controller and measure; on the way out close everything.
+
+    Args:
+        spec: of this process.
+        commands: the union of messages that the controller sends to this role.
+        metrics_class: the metrics of this role.
+        failure: what to tell the controller about an error; None for an error that nobody
+            expected, which appears in the process's log with its traceback.
+
+    Raises:
+        Exception: whatever the body raised; of an exception group its first error.
+    """
+    async with contextlib.AsyncExitStack() as closing:
+        control: Line[Any] = Line(spec.control_address, spec.name, commands)
+        closing.callback(control.close)
+        try:
+            config = spec.config()
+            registry = new_registry()
+            metrics = metrics_class.register(registry, spec.name)
+            timeline = Timeline(
+                timeline_file(spec, config, "timeline"), spec.name, observe=metrics.observe_span
+            )
+            closing.callback(timeline.close)
+            exporter = exporter_for(config.monitoring, registry, spec.process_index)
+            if exporter is not None:
+                closing.callback(exporter.close)
+            yield Child(spec, config, control, metrics, exporter, timeline, closing)
+        except BaseExceptionGroup as group:
+            error = first_error(group)
+            await _report(control, failure(spec, error))
+            raise error from group
+        except Exception as error:
+            await _report(control, failure(spec, error))
+            raise
+
+
+async def _report(control: Line[Any], message: msgspec.Struct | None) -> None:
+    if message is not None:
+        await control.send(message)

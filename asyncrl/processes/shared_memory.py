@@ -1,0 +1,34 @@
+"""Names of the files that the processes of a run share in memory, and their removal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files there have mode 0600
+"""Where the trainer publishes weights and generators exchange rollouts."""
+
+
+def weights_id(run_name: str, parent: int) -> str:
+    """The id in the names of a run's weight files; `parent` is the process that started the run."""
+    return f"{run_name}-{parent}"
+
+
+def exchange_directory(run_name: str, parent: int) -> Path:
+    """Where a run's generators exchange rollouts; `parent` is the process that started the run."""
+    return SHARED_MEMORY / f"asyncrl-{weights_id(run_name, parent)}-exchange"
+
+
+def remove_stale_files() -> None:
+    """Remove shared files of runs that this process started or whose process no longer exists."""
+    for path in SHARED_MEMORY.glob("asyncrl-*"):
+        match = re.fullmatch(r"asyncrl-.+-(\d+)-(weights-\d|exchange)", path.name)
+        if match is None:
+            continue
+        owner = int(match[1])
+        if owner == os.getpid() or not Path(f"/proc/{owner}").exists():
+            with contextlib.suppress(OSError):  # another user's
+                shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,0 +1,71 @@
+"""Builds a trainer process from the run's configuration and serves the controller."""
+
+from __future__ import annotations
+
+from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.processes.bring_up import Child, bring_up
+from asyncrl.processes.group_queue import GroupQueue
+from asyncrl.processes.shared_memory import SHARED_MEMORY, weights_id
+from asyncrl.processes.spec import ChildSpec
+from asyncrl.processes.trainer import TrainerProcess
+from monitoring.errors import MonitoringError
+from monitoring.metrics import TrainerMetrics
+from monitoring.timeline import SpanKind
+from trainer.checkpoint import latest
+from trainer.errors import BatchError, NonFiniteError, PublishError, TrainerError
+from trainer.learner import Learner
+from trainer.publish import WeightPublisher
+from wire import Hub
+from wire.messages import data, from_trainer, to_trainer
+
+
+async def run_trainer(spec: ChildSpec) -> None:
+    """Load or resume the learner, publish its weights, and train until told to shut down."""
+    async with bring_up(spec, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
+        config = child.config
+        data_hub: Hub[data.FromGeneratorData] = Hub(spec.data_address, data.FromGeneratorData)
+        child.closing.callback(data_hub.close)
+        publisher = WeightPublisher(SHARED_MEMORY, weights_id(config.run.name, spec.parent))
+        child.closing.callback(publisher.close)
+        with child.timeline.span(SpanKind.STARTING):
+            learner = _load_learner(child)
+        process = TrainerProcess(
+            config.trainer,
+            learner=learner,
+            queue=GroupQueue(config.scheduler.group_size),
+            groups_per_step=config.scheduler.groups_per_step,
+            publisher=publisher,
+            checkpoints=child.directory / "checkpoints",
+            control=child.control,
+            data_hub=data_hub,
+            timeline=child.timeline,
+            metrics=child.metrics,
+        )
+        await process.run(metrics_port=child.metrics_port)
+
+
+def _load_learner(child: Child[TrainerMetrics]) -> Learner:
+    """The learner, at the newest checkpoint if the run is resumed."""
+    spec, config = child.spec, child.config
+    learner = Learner(
+        config.trainer.model_copy(update={"threads": spec.threads}),
+        spec.model_path,
+        group_size=config.scheduler.group_size,
+        seed=config.run.seed,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        total_steps=config.run.steps,
+    )
+    newest = latest(child.directory / "checkpoints") if spec.resume else None
+    if newest is not None:
+        learner.restore(newest)
+    return learner
+
+
+def _failure(_spec: ChildSpec, error: BaseException) -> from_trainer.Failure | None:
+    """What the controller is told about an error; None if nobody expected it."""
+    if not isinstance(error, AsyncrlError | TrainerError | MonitoringError):
+        return None
+    by_user = isinstance(error, UserError | TrainerError | MonitoringError)
+    internal = isinstance(error, BatchError | NonFiniteError | PublishError)
+    return from_trainer.Failure(str(error), user_error=by_user and not internal)
