@@ -83,8 +83,8 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
                 prompt = task.evaluation[index // config.evaluation.samples]
                 async with slots:
                     text = await _respond(config, task, engine, prompt, index)
-                    question = str(prompt.row.get("prompt", ""))
-                    current.came_back(index, await rewards.score(question, text, prompt.row))
+                    question = str(prompt.example.get("prompt", ""))
+                    current.came_back(index, await rewards.score(question, text, prompt.example))
                 bar.advance(line)
 
             async with asyncio.TaskGroup() as group:

@@ -30,7 +30,7 @@ class KeptSamples:
         self._log.append(
             SampleRecord(
                 step=step,
-                prompt=str(prompt.row.get("prompt", "")),
+                prompt=str(prompt.example.get("prompt", "")),
                 tokens=[str(self._tokenizer.decode([t])) for t in trajectory.tokens.tolist()],
                 provenance=[
                     Provenance(value).name.lower()  # type: ignore[misc]
@@ -40,7 +40,7 @@ class KeptSamples:
                     SampleSegment(s.policy_version, s.start, s.end) for s in trajectory.segments
                 ],
                 reward=reward,
-                answer=str(prompt.row.get("answer", "")),
+                answer=str(prompt.example.get("answer", "")),
                 logprobs=trajectory.behaviour_logprobs.tolist(),
                 sample_id=str(trajectory.id),
                 finish_reason=trajectory.finish_reason,

@@ -133,7 +133,9 @@ class SampleWriter:
     async def _score(self, prompt: PromptPayload, trajectory: Trajectory) -> float:
         text = self._decode(trajectory.tokens.tolist())
         with self._metrics.reward_time.time():
-            return await self._rewards.score(str(prompt.row.get("prompt", "")), text, prompt.row)
+            return await self._rewards.score(
+                str(prompt.example.get("prompt", "")), text, prompt.example
+            )
 
     def close(self) -> None:
         """Give up the rewards that are being computed."""

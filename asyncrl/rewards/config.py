@@ -19,7 +19,7 @@ class RewardFunctionConfig(BaseModel):
     weight: float = 1.0
     """Factor of this term in the sum."""
     args: dict[str, Any] = {}
-    """Keyword arguments that the function is called with beside prompt, response and row."""
+    """Keyword arguments that the function is called with beside prompt, response and example."""
 
     @field_validator("weight")
     @classmethod

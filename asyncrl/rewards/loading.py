@@ -106,6 +106,6 @@ def _check_signature(name: str, function: Any, args: dict[str, Any]) -> None:
     except TypeError as error:
         given = f" with args {sorted(args)}" if args else ""
         raise RewardError(
-            f"reward {name!r} cannot be called as function(prompt, response, row){given}: {error}; "
-            f"its signature is {signature}"
+            f"reward {name!r} cannot be called as function(prompt, response, example){given}: "
+            f"{error}; its signature is {signature}"
         ) from error

@@ -94,7 +94,7 @@ class RewardPool:
                 raise result
         self._loops = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
 
-    async def score(self, prompt: str, response: str, row: dict[str, Any]) -> float:
+    async def score(self, prompt: str, response: str, example: dict[str, Any]) -> float:
         """The weighted sum of all functions for one response; 0.0 on failure with `on_error: zero`.
 
         Raises:
@@ -104,7 +104,7 @@ class RewardPool:
         """
         if not self._loops:
             raise _not_running()
-        asked = _Asked(Call(prompt, response, row), asyncio.get_running_loop().create_future())
+        asked = _Asked(Call(prompt, response, example), asyncio.get_running_loop().create_future())
         self._asked.append(asked)
         self._some.set()
         try:

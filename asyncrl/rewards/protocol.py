@@ -36,7 +36,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
     prompt: str
     response: str
-    row: dict[str, Any]
+    example: dict[str, Any]
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -76,7 +76,7 @@ def _score(
     for index, (term, function) in enumerate(zip(terms, functions, strict=True)):
         _send(outbox, Began(index))
         try:
-            result = function(call.prompt, call.response, dict(call.row), **term.args)
+            result = function(call.prompt, call.response, dict(call.example), **term.args)
             total += term.weight * _finite(result)
         except (Exception, SystemExit):  # noqa: BLE001 - process edge: reported to the pool
             return Raised(index, _last_lines())

@@ -84,11 +84,11 @@ def _refuse_impossible_prompts(config: RunConfig, task: Task) -> None:
                 "long prompts out with task.max_prompt_tokens and task.too_long: filter"
             )
         try:
-            encoder.encode(prompt.row)
+            encoder.encode(prompt.example)
         except (OverflowError, TypeError, ValueError) as error:
             raise DataError(
-                f"the row of prompt {prompt.prompt_id} holds a value that cannot be handed to a "
-                f"reward: {error}. Numbers must fit 64 bits and texts be valid Unicode"
+                f"the example of prompt {prompt.prompt_id} holds a value that cannot be handed to "
+                f"a reward: {error}. Numbers must fit 64 bits and texts be valid Unicode"
             ) from error
 
 

@@ -29,4 +29,4 @@ def sample_seed(seed: int, *what: object) -> int:
 
 def payload_of(prompt: Prompt) -> PromptPayload:
     """A prompt as it travels to a generator."""
-    return PromptPayload(prompt.prompt_id, encode_tokens(prompt.tokens), prompt.row)
+    return PromptPayload(prompt.prompt_id, encode_tokens(prompt.tokens), prompt.example)

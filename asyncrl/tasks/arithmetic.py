@@ -131,13 +131,13 @@ def _distinct(seed: int, count: int, digits: tuple[int, int], *, held_out: bool)
 
 def _as_question(problem: Problem) -> Question:
     identity = f"add-{problem.a}-{problem.b}-{problem.phrasing}"
-    row = {
+    example = {
         "prompt": problem.question,
         "answer": problem.answer,
         "a": problem.a,
         "b": problem.b,
     }
-    return Question(identity, problem.question, row, where=identity)
+    return Question(identity, problem.question, example, where=identity)
 
 
 def _number(rng: np.random.Generator, digits: int) -> int:

@@ -27,7 +27,7 @@ class TaskConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: Literal["arithmetic", "dataset"] = "arithmetic"
-    """`arithmetic`: the built-in addition task. `dataset`: the user's own rows, see `path`."""
+    """`arithmetic`: the built-in addition task. `dataset`: the user's own examples, see `path`."""
 
     path: str | None = None
     """Dataset only: a .jsonl or .parquet file, a folder saved by `datasets`, or a hub id."""
@@ -40,17 +40,17 @@ class TaskConfig(BaseModel):
     answer_field: str | None = "answer"
     """Dataset only: field with the reference answer; null when rewards need none."""
     id_field: str | None = None
-    """Dataset only: field with a unique id; null numbers the rows."""
+    """Dataset only: field with a unique id; null numbers the examples."""
 
     train_size: int | None = Field(default=None, ge=1)
-    """Training prompts used. null: 2048 for `arithmetic`, every row for `dataset`."""
+    """Training prompts used. null: 2048 for `arithmetic`, every example for `dataset`."""
     evaluation_path: str | None = None
-    """Dataset only: a file or hub id with the held-out rows; null holds out some of `path`."""
+    """Dataset only: a file or hub id with the held-out examples; null holds out some of `path`."""
     evaluation_split: str = "test"
     """Dataset only: split read from `evaluation_path` when that is not a file."""
     evaluation_size: int | None = Field(default=None, ge=0)
     """Held-out prompts: how many are split off, or at most used of `evaluation_path`. null: 512,
-    but when split off a dataset at most a tenth of its rows."""
+    but when split off a dataset at most a tenth of its examples."""
 
     digits: tuple[int, int] = (2, 3)
     """Arithmetic only: fewest and most digits of a summand. The built-in model knows 2 to 3."""

@@ -24,23 +24,23 @@ from asyncrl.tasks.encoding import Question
 log = logging.getLogger(__name__)
 
 EVALUATION_SIZE = 512
-"""Rows held out by default, but at most one in `_HELD_OUT_SHARE`."""
+"""Examples held out by default, but at most one in `_HELD_OUT_SHARE`."""
 
 _HELD_OUT_SHARE = 10
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 Located = tuple[str, dict[str, Any]]
-"""A row and where it stands (`file:line`)."""
+"""An example and where it stands (`file:line`)."""
 
 
 def dataset_questions(config: TaskConfig, seed: int) -> tuple[list[Question], list[Question]]:
-    """Training and evaluation questions; the split depends on the seed and the rows only.
+    """Training and evaluation questions; the split depends on the seed and the examples only.
 
-    Training rows whose prompt is also held out are dropped and counted in the log.
+    Training examples whose prompt is also held out are dropped and counted in the log.
 
     Raises:
-        DataError: nothing there, a row without a field, or more held out than there is.
+        DataError: nothing there, an example without a field, or more held out than there is.
     """
     assert config.path is not None  # noqa: S101 - TaskConfig refuses kind: dataset without a path
     questions = _questions(config, config.path, config.split)
@@ -56,16 +56,17 @@ def dataset_questions(config: TaskConfig, seed: int) -> tuple[list[Question], li
     train = _without(train, evaluation)
     if not train:
         raise DataError(
-            f"{config.path}: no row is left to train on beside the {len(evaluation)} held-out ones"
+            f"{config.path}: no example is left to train on: {len(evaluation)} are held out, and "
+            "those equal to them are dropped; lower task.evaluation_size, or give other examples"
         )
     return train[: config.train_size], evaluation
 
 
-def read_rows(path: str, split: str, subset: str | None = None) -> Iterator[Located]:
-    """Rows in order with their places.
+def read_examples(path: str, split: str, subset: str | None = None) -> Iterator[Located]:
+    """Examples in order with their places.
 
     Raises:
-        DataError: no such file or id, not readable as what its name says, or a row that is no
+        DataError: no such file or id, not readable as what its name says, or an example that is no
             object.
     """
     place = Path(path).expanduser()
@@ -86,12 +87,13 @@ def read_rows(path: str, split: str, subset: str | None = None) -> Iterator[Loca
 
 
 def _questions(config: TaskConfig, path: str, split: str, prefix: str = "") -> list[Question]:
-    rows = read_rows(path, split, config.subset)
+    examples = read_examples(path, split, config.subset)
     questions = [
-        _question(config, index, where, row, prefix) for index, (where, row) in enumerate(rows)
+        _question(config, index, where, example, prefix)
+        for index, (where, example) in enumerate(examples)
     ]
     if not questions:
-        raise DataError(f"{path}: there are no rows")
+        raise DataError(f"{path}: there are no examples")
     seen: dict[str, str] = {}
     for question in questions:
         before = seen.setdefault(question.prompt_id, question.where)
@@ -104,31 +106,31 @@ def _questions(config: TaskConfig, path: str, split: str, prefix: str = "") -> l
 
 
 def _question(
-    config: TaskConfig, index: int, where: str, row: dict[str, Any], prefix: str
+    config: TaskConfig, index: int, where: str, example: dict[str, Any], prefix: str
 ) -> Question:
-    content = _field(row, config.prompt_field, "task.prompt_field", where)
+    content = _field(example, config.prompt_field, "task.prompt_field", where)
     answer = None
     if config.answer_field is not None:
-        answer = _field(row, config.answer_field, "task.answer_field", where)
+        answer = _field(example, config.answer_field, "task.answer_field", where)
         if isinstance(answer, int | float) and not isinstance(answer, bool):
             answer = str(answer)
     identity = str(index)
     if config.id_field is not None:
-        identity = str(_field(row, config.id_field, "task.id_field", where))
+        identity = str(_field(example, config.id_field, "task.id_field", where))
     try:
-        plain: dict[str, Any] = msgspec.to_builtins(row)
+        plain: dict[str, Any] = msgspec.to_builtins(example)
     except (TypeError, msgspec.ValidationError) as error:
-        raise DataError(f"{where}: the row cannot be written as JSON: {error}") from error
+        raise DataError(f"{where}: the example cannot be written as JSON: {error}") from error
     plain |= {"prompt": _plain_text(content, where), "answer": answer}
     return Question(prefix + identity, content, plain, where)
 
 
-def _field(row: dict[str, Any], name: str, setting: str, where: str) -> Any:
-    value = row.get(name)
+def _field(example: dict[str, Any], name: str, setting: str, where: str) -> Any:
+    value = example.get(name)
     if value is None:
-        there = ", ".join(repr(key) for key in row) or "none"
+        there = ", ".join(repr(key) for key in example) or "none"
         raise DataError(
-            f"{where}: the row has no {name!r}; {setting} must name one of its fields ({there})"
+            f"{where}: the example has no {name!r}; {setting} must name one of its fields ({there})"
         )
     return value
 
@@ -155,13 +157,14 @@ def _is_message(value: Any) -> bool:
 _MESSAGE_KEYS = ("role", "content")
 
 
-def _held_out_size(config: TaskConfig, rows: int) -> int:
+def _held_out_size(config: TaskConfig, examples: int) -> int:
     if config.evaluation_size is None:
-        return min(EVALUATION_SIZE, rows // _HELD_OUT_SHARE)
-    if config.evaluation_size >= rows:
+        return min(EVALUATION_SIZE, examples // _HELD_OUT_SHARE)
+    if config.evaluation_size >= examples:
         raise DataError(
-            f"{config.path} has {rows} rows; task.evaluation_size ({config.evaluation_size}) would "
-            "leave none to train on; lower it, or give task.evaluation_path"
+            f"{config.path} has {examples} examples; task.evaluation_size "
+            f"({config.evaluation_size}) would leave none to train on; lower it, or give "
+            "task.evaluation_path"
         )
     return config.evaluation_size
 
@@ -170,7 +173,7 @@ def _without(train: Sequence[Question], held_out: Sequence[Question]) -> list[Qu
     contents = {_key(question) for question in held_out}
     kept = [question for question in train if _key(question) not in contents]
     if len(kept) < len(train):
-        log.warning("dropped %d training rows that are also held out", len(train) - len(kept))
+        log.warning("dropped %d training examples that are also held out", len(train) - len(kept))
     return kept
 
 
@@ -191,14 +194,14 @@ def _json_lines(path: Path) -> Iterator[Located]:
 
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        example = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON: {error}; each line must be one JSON object") from error
-    if not isinstance(row, dict):
+    if not isinstance(example, dict):
         raise DataError(
-            f"{where}: each line must be one JSON object, this one is a {type(row).__name__}"
+            f"{where}: each line must be one JSON object, this one is a {type(example).__name__}"
         )
-    return row
+    return example
 
 
 def _parquet(path: Path) -> Iterator[Located]:
@@ -209,8 +212,8 @@ def _parquet(path: Path) -> Iterator[Located]:
         file = parquet.ParquetFile(path)
         number = 0
         for batch in file.iter_batches():
-            for row in batch.to_pylist():
-                yield f"{path}, row {number}", row
+            for example in batch.to_pylist():
+                yield f"{path}, example {number}", example
                 number += 1
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
@@ -231,8 +234,8 @@ def _from_datasets(path: str, split: str, subset: str | None, *, saved: bool) ->
         raise DataError(
             f"the dataset {path!r} (split {split!r}, subset {subset!r}) cannot be loaded: {reason}"
         ) from error
-    for number, row in enumerate(loaded):
-        yield f"{path}[{split}], row {number}", row
+    for number, example in enumerate(loaded):
+        yield f"{path}[{split}], example {number}", example
 
 
 def _is_saved(folder: Path) -> bool:

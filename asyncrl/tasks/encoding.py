@@ -25,7 +25,7 @@ class Question:
 
     prompt_id: str
     content: str | Messages
-    row: dict[str, Any]
+    example: dict[str, Any]
     where: str
     """File and line, for errors."""
 
@@ -107,7 +107,7 @@ class PromptEncoder:
                 continue
             array = np.asarray(tokens, np.int32)
             array.setflags(write=False)
-            prompts.append(Prompt(question.prompt_id, array, text, question.row))
+            prompts.append(Prompt(question.prompt_id, array, text, question.example))
         if left_out:
             log.warning(
                 "left out %d of %d prompts longer than %s tokens (task.too_long: filter)",

@@ -17,7 +17,7 @@ def load_task(config: TaskConfig, model_path: str, seed: int) -> LoadedTask:
     """Read, split and tokenise. `model_path` is what `resolve_model` returned.
 
     Raises:
-        DataError: rows that cannot be used; the message names file and line.
+        DataError: examples that cannot be used; the message names file and line.
         ModelError: a model without tokenizer or without an end-of-sequence token.
     """
     source = arithmetic_questions if config.kind == "arithmetic" else dataset_questions

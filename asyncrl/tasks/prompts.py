@@ -28,8 +28,9 @@ class Prompt:
     """`[P]` token ids, chat template included; read-only."""
     text: str
     """What was tokenised: the question with system prompt and chat template."""
-    row: dict[str, Any]
-    """For the rewards, JSON-able: `prompt` (the plain question), `answer`, and the row's fields."""
+    example: dict[str, Any]
+    """Handed to the rewards, JSON-able: the fields of the dataset's example, `prompt` (the plain
+    question) and `answer`."""
 
 
 class Task(Protocol):

@@ -41,10 +41,10 @@ def test_exact_match_and_format() -> None:
 
 
 def test_math_verify() -> None:
-    row = {"answer": r"\frac{1}{2}"}
-    assert math_verify("", r"so it is $\boxed{0.5}$", row) == 1.0
-    assert math_verify("", r"so it is $\boxed{0.25}$", row) == 0.0
-    assert math_verify("", "no idea", row) == 0.0
+    example = {"answer": r"\frac{1}{2}"}
+    assert math_verify("", r"so it is $\boxed{0.5}$", example) == 1.0
+    assert math_verify("", r"so it is $\boxed{0.25}$", example) == 0.0
+    assert math_verify("", "no idea", example) == 0.0
 
 
 def test_names_are_checked() -> None:
@@ -64,7 +64,7 @@ def test_names_are_checked() -> None:
 def test_user_functions_are_loaded_and_their_signature_checked(tmp_path: Path) -> None:
     source = tmp_path / "r.py"
     source.write_text(
-        "def good(prompt, response, row, *, bonus=0.0):\n    return 1.0 + bonus\n"
+        "def good(prompt, response, example, *, bonus=0.0):\n    return 1.0 + bonus\n"
         "def short(prompt):\n    return 1.0\nvalue = 3\n"
     )
     assert load_function(f"{source}:good", {"bonus": 1.0})("", "", {}, bonus=1.0) == 2.0

@@ -16,11 +16,11 @@ from asyncrl.rewards.pool import RewardPool
 SOURCE = '''
 import os, subprocess, sys, time
 
-def by_response(prompt, response, row, scale=1.0):
+def by_response(prompt, response, example, scale=1.0):
     """What to do stands in the response."""
     if response == "hang":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        with open(row["pids"], "w") as out:
+        with open(example["pids"], "w") as out:
             out.write(f"{os.getpid()} {child.pid}")
         time.sleep(600)
     if response == "raise":
@@ -104,14 +104,14 @@ def test_a_hanging_reward_is_killed_with_its_children_and_replaced(
         async with running(
             {"name": "arithmetic"}, {"name": f"{source}:by_response"}, timeout_seconds=3
         ) as pool:
-            row = {"answer": "1", "pids": str(tmp_path / "pids")}
+            example = {"answer": "1", "pids": str(tmp_path / "pids")}
             with pytest.raises(
                 RewardTimeout, match=r"by_response' did not return within 3 s.*hang"
             ):
-                await pool.score("", "hang", row)
+                await pool.score("", "hang", example)
             for pid in (tmp_path / "pids").read_text().split():
                 await until_gone(int(pid))
-            assert await pool.score("", "ok", row) == 2.0
+            assert await pool.score("", "ok", example) == 2.0
             assert (pool.failed, pool.scored) == (1, 1)
 
     asyncio.run(check())
@@ -181,9 +181,9 @@ def test_what_waits_behind_a_call_that_hangs_is_scored_by_the_next_process(
     async def check() -> None:
         async with running({"name": f"{source}:by_response"}, timeout_seconds=3) as pool:
             assert await pool.score("", "quick", {}) == 5.0  # so that many are sent at once
-            row = {"pids": str(tmp_path / "pids")}
+            example = {"pids": str(tmp_path / "pids")}
             responses = ["x", "xx", "hang", "xxxx", "xxxxx"]
-            calls = [pool.score("", response, row) for response in responses]
+            calls = [pool.score("", response, example) for response in responses]
             values = await asyncio.gather(*calls, return_exceptions=True)
             assert isinstance(values[2], RewardTimeout)
             assert [v for v in values if not isinstance(v, RewardTimeout)] == [1, 2, 4, 5]
@@ -195,8 +195,8 @@ def test_what_waits_behind_a_call_that_hangs_is_scored_by_the_next_process(
 def test_calls_in_progress_fail_when_the_pool_is_closed(source: Path, tmp_path: Path) -> None:
     async def check() -> None:
         async with running({"name": f"{source}:by_response"}) as pool:
-            row = {"pids": str(tmp_path / "pids")}
-            calls = [asyncio.create_task(pool.score("", "hang", row)) for _ in range(3)]
+            example = {"pids": str(tmp_path / "pids")}
+            calls = [asyncio.create_task(pool.score("", "hang", example)) for _ in range(3)]
             while not pool.running:  # noqa: ASYNC110 - the pool's own state
                 await asyncio.sleep(0)
         for failed in await asyncio.gather(*calls, return_exceptions=True):
@@ -209,8 +209,8 @@ def test_calls_in_progress_fail_when_the_pool_is_closed(source: Path, tmp_path: 
 def test_a_cancelled_call_does_not_answer_the_next_one(source: Path, tmp_path: Path) -> None:
     async def check() -> None:
         async with running({"name": f"{source}:by_response"}, timeout_seconds=60) as pool:
-            row = {"pids": str(tmp_path / "pids")}
-            call = asyncio.create_task(pool.score("", "hang", row))
+            example = {"pids": str(tmp_path / "pids")}
+            call = asyncio.create_task(pool.score("", "hang", example))
             async with asyncio.timeout(20):
                 while not (tmp_path / "pids").exists():  # noqa: ASYNC110 - as above
                     await asyncio.sleep(0.01)

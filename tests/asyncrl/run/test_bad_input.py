@@ -41,7 +41,7 @@ def test_a_missing_data_file(command_line: CommandLine) -> None:
     assert not command_line.folder.exists()
 
 
-def test_a_row_without_the_field(command_line: CommandLine, tmp_path: Path) -> None:
+def test_an_example_without_the_field(command_line: CommandLine, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     rows = (OWN / "questions.jsonl").read_text().splitlines()
     data.write_text("\n".join([*rows, json.dumps({"frage": "?", "reference": "1"})]))
@@ -75,7 +75,7 @@ def test_a_reward_that_fails(
     command_line: CommandLine, tmp_path: Path, body: str, expected: str
 ) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(f"def score(prompt, response, row):\n    {body}\n")
+    file.write_text(f"def score(prompt, response, example):\n    {body}\n")
     refused(
         command_line,
         "mine.py:score",

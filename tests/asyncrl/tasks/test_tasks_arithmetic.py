@@ -34,11 +34,10 @@ def test_working_is_column_addition(a: int, b: int, expected: str) -> None:
 def test_every_working_without_slips_is_rewarded_and_with_slips_only_some() -> None:
     rng = np.random.default_rng(0)
     problems = list(itertools.islice(draw_problems(rng, (1, 4), held_out=False), 400))
-    rows = [{"answer": p.answer} for p in problems]
-    clean = [arithmetic(p.question, working(p), r) for p, r in zip(problems, rows, strict=True)]
-    careless = [
-        arithmetic(p.question, working(p, rng, 0.1), r) for p, r in zip(problems, rows, strict=True)
-    ]
+    examples = [{"answer": p.answer} for p in problems]
+    pairs = list(zip(problems, examples, strict=True))
+    clean = [arithmetic(p.question, working(p), example) for p, example in pairs]
+    careless = [arithmetic(p.question, working(p, rng, 0.1), example) for p, example in pairs]
     assert set(clean) == {1.0}
     assert 0.6 < np.mean(careless) < 0.9
 
@@ -53,7 +52,7 @@ def test_sets_are_deterministic_disjoint_and_varied() -> None:
     assert [q.prompt_id for q in train] != [q.prompt_id for q in other]
 
     def pairs(questions):  # type: ignore[no-untyped-def]
-        return {tuple(sorted((q.row["a"], q.row["b"]))) for q in questions}
+        return {tuple(sorted((q.example["a"], q.example["b"]))) for q in questions}
 
     held_out = pairs(evaluation)
     assert not held_out & pairs(train)

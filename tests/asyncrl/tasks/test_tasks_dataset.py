@@ -1,4 +1,4 @@
-"""A user's own rows: read, split, tokenised; every error names the place and the remedy."""
+"""A user's own examples: read, split, tokenised; every error names the place and the remedy."""
 
 import json
 from pathlib import Path
@@ -14,12 +14,12 @@ from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import builtin_tokenizer
 
 
-def write_rows(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def write_examples(path: Path, examples: list[Any]) -> str:
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples), encoding="utf-8")
     return str(path)
 
 
-def rows(n: int) -> list[dict[str, Any]]:
+def examples(n: int) -> list[dict[str, Any]]:
     return [{"question": f"what is {i}?", "solution": i, "level": [i]} for i in range(n)]
 
 
@@ -36,15 +36,15 @@ def refusal(settings: TaskConfig) -> str:
 
 
 def test_jsonl_is_split_and_normalised(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "q.jsonl", rows(40))
+    path = write_examples(tmp_path / "q.jsonl", examples(40))
     train, evaluation = dataset_questions(config(path), seed=3)
     assert (len(train), len(evaluation)) == (36, 4)
     assert dataset_questions(config(path), seed=3) == (train, evaluation)
     assert dataset_questions(config(path), seed=4) != (train, evaluation)
     assert {q.prompt_id for q in (*train, *evaluation)} == {str(i) for i in range(40)}
-    row = next(q.row for q in train if q.prompt_id == train[0].prompt_id)
+    example = next(q.example for q in train if q.prompt_id == train[0].prompt_id)
     number = int(train[0].prompt_id)
-    assert row == {
+    assert example == {
         "question": f"what is {number}?",
         "solution": number,
         "level": [number],
@@ -55,14 +55,14 @@ def test_jsonl_is_split_and_normalised(tmp_path: Path) -> None:
 
 def test_parquet_and_saved_folders(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_list(rows(20))
+    table = datasets.Dataset.from_list(examples(20))
     table.to_parquet(str(tmp_path / "q.parquet"))
     table.save_to_disk(str(tmp_path / "saved"))
     datasets.DatasetDict({"train": table}).save_to_disk(str(tmp_path / "both"))
     expected = None
     for name in ("q.parquet", "saved", "both"):
         train, evaluation = dataset_questions(config(str(tmp_path / name)), seed=0)
-        found = [q.row for q in (*train, *evaluation)]
+        found = [q.example for q in (*train, *evaluation)]
         assert expected is None or found == expected
         expected = found
     assert "cannot be loaded" in refusal(config(str(tmp_path / "both"), split="dev"))
@@ -73,12 +73,12 @@ def test_parquet_and_saved_folders(tmp_path: Path) -> None:
 def test_separate_evaluation_file_and_dropped_duplicates(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write_rows(tmp_path / "q.jsonl", rows(10))
-    held_out = write_rows(tmp_path / "e.jsonl", rows(3))
+    path = write_examples(tmp_path / "q.jsonl", examples(10))
+    held_out = write_examples(tmp_path / "e.jsonl", examples(3))
     train, evaluation = dataset_questions(config(path, evaluation_path=held_out), seed=0)
     assert [q.prompt_id for q in evaluation] == ["eval-0", "eval-1", "eval-2"]
     assert sorted(q.prompt_id for q in train) == ["3", "4", "5", "6", "7", "8", "9"]
-    assert "dropped 3 training rows" in caplog.text
+    assert "dropped 3 training examples" in caplog.text
     train, evaluation = dataset_questions(
         config(path, evaluation_path=held_out, evaluation_size=2, train_size=5), seed=0
     )
@@ -96,18 +96,18 @@ def test_errors_name_the_line_and_the_remedy(tmp_path: Path) -> None:
     assert "q.jsonl:3: not JSON" in refused(good, "", "{oops")
     assert "q.jsonl:2: each line must be one JSON object, this one is a list" in refused(good, "[]")
     message = refused(good, '{"question": "a", "answer": 1}')
-    assert "q.jsonl:2: the row has no 'solution'; task.answer_field" in message
+    assert "q.jsonl:2: the example has no 'solution'; task.answer_field" in message
     assert "('question', 'answer')" in message
     assert "q.jsonl:1: the prompt is empty" in refused('{"question": " ", "solution": "b"}')
     assert "must be a text or a list" in refused('{"question": 5, "solution": "b"}')
-    assert "there are no rows" in refused("")
+    assert "there are no examples" in refused("")
     assert "would leave none" in refused(good, evaluation_size=1)
     assert "must be unique" in refused(good, good, id_field="question")
-    assert "no row is left" in refused(good, evaluation_path=str(tmp_path / "q.jsonl"))
+    assert "no example is left" in refused(good, evaluation_path=str(tmp_path / "q.jsonl"))
 
 
 def test_missing_files_and_wrong_kinds(tmp_path: Path) -> None:
-    write_rows(tmp_path / "questions.jsonl", rows(2))
+    write_examples(tmp_path / "questions.jsonl", examples(2))
     assert "Did you mean" in refusal(config(str(tmp_path / "question.jsonl")))
     assert "does not exist either" in refusal(config(str(tmp_path / "no" / "q.jsonl")))
     (tmp_path / "q.csv").write_text("a,b")
@@ -146,8 +146,8 @@ def test_long_prompts_are_refused_or_left_out(
 ) -> None:
     model = tmp_path / "model"
     builtin_tokenizer().save_pretrained(model)
-    lines = [*rows(9), {"question": "what " * 9, "solution": 0}]
-    path = write_rows(tmp_path / "q.jsonl", lines)
+    lines = [*examples(9), {"question": "what " * 9, "solution": 0}]
+    path = write_examples(tmp_path / "q.jsonl", lines)
     settings = {"evaluation_size": 0, "max_prompt_tokens": 12}
     with pytest.raises(DataError, match=r"q\.jsonl:10: the prompt has 20 tokens.*too_long: filter"):
         load_task(config(path, **settings), str(model), seed=0)
@@ -163,7 +163,7 @@ def test_long_prompts_are_refused_or_left_out(
 
 
 def test_a_model_without_tokenizer_or_stop_token(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "q.jsonl", rows(5))
+    path = write_examples(tmp_path / "q.jsonl", examples(5))
     with pytest.raises(ModelError, match=r"needs tokenizer\.json"):
         load_task(config(path), str(tmp_path), seed=0)
     tokenizer = builtin_tokenizer()

@@ -136,7 +136,7 @@ def test_load_task_tokenises_the_builtin_task(tiny_model: Path) -> None:
     assert task.stop_tokens == (task.tokenizer.convert_tokens_to_ids("<end>"),)
     prompt = task.train[0]
     assert task.tokenizer.decode(prompt.tokens) == prompt.text
-    assert prompt.text == f"<user>{prompt.row['prompt']}<assistant>"
+    assert prompt.text == f"<user>{prompt.example['prompt']}<assistant>"
     assert task.tokenizer.unk_token_id not in prompt.tokens
     with pytest.raises(ValueError, match="read-only"):
         prompt.tokens[0] = 1
