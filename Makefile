@@ -45,6 +45,7 @@ format: $(VENV)/.dev ## let ruff rewrite what it can
 	$(VENV)/bin/ruff format .
 
 docs: $(VENV)/.dev ## make the generated pages again: configuration reference, picture of the structure
+	$(VENV)/bin/python -m asyncrl.config_reference > docs/configuration.md
 	$(VENV)/bin/python docs/structure.py
 
 bench: $(VENV)/.vllm $(VENV)/.bench ## quick version of every benchmark, JSON into benchmarks/results/local/
