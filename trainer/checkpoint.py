@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import pickle
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +22,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from trainer.checkpoint_files import read_state
 from trainer.errors import CheckpointError
 
 FORMAT = 1
 """Grows when an older reader could not read what is written."""
 
-_NAME = re.compile(r"step-(\d+)")
 _FREE = frozenset(
     {
         "device",
@@ -104,7 +103,7 @@ def read(directory: Path, model: PreTrainedModel, setting: dict[str, Any]) -> Lo
     Raises:
         CheckpointError: incomplete, another format, another model, or other settings.
     """
-    state = _state(directory)
+    state = read_state(directory)
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{directory} has checkpoint format {state.get('format')}, this version reads {FORMAT}"
@@ -120,27 +119,6 @@ def read(directory: Path, model: PreTrainedModel, setting: dict[str, Any]) -> Lo
     if torch.cuda.is_available() and extra["random"]["cuda"]:
         torch.cuda.set_rng_state_all(extra["random"]["cuda"])
     return Loaded(extra["optimizer"], int(state["policy_version"]))
-
-
-def latest(checkpoints: Path) -> Path | None:
-    """The newest complete checkpoint in a run's folder; None where there is none."""
-    found = _complete(checkpoints)
-    return found[-1] if found else None
-
-
-def version_of(directory: Path) -> int:
-    """The policy version of a complete checkpoint: the steps done. Raises CheckpointError."""
-    return int(_state(directory)["policy_version"])
-
-
-def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep` complete checkpoints, and what a killed writer left."""
-    for old in _complete(checkpoints)[:-keep]:
-        # state.json first: a removal cut short leaves nothing that looks complete.
-        (old / "state.json").unlink()
-        shutil.rmtree(old, ignore_errors=True)
-    for left in [*checkpoints.glob(".step-*.writing"), *checkpoints.glob(".step-*.old")]:
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def _fill(directory: Path, contents: Contents) -> None:
@@ -176,16 +154,6 @@ def _copy_tokenizer(model_path: str, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _state(directory: Path) -> dict[str, Any]:
-    try:
-        state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory} is not a complete checkpoint: {error}") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{directory}/state.json is not an object")
-    return state
-
-
 def _check_setting(directory: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
     # Through JSON, so that tuples and lists compare equal.
     now = json.loads(json.dumps(now))
@@ -217,16 +185,6 @@ def _load_weights(directory: Path, model: PreTrainedModel) -> None:
     with torch.no_grad():
         for name, tensor in loaded.items():
             own[name].copy_(tensor)
-
-
-def _complete(checkpoints: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    found = []
-    for path in checkpoints.glob("step-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and (path / "state.json").is_file():
-            found.append((int(match[1]), path))
-    return [path for _, path in sorted(found)]
 
 
 def _digest(setting: dict[str, Any]) -> str:

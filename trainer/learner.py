@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.trajectory import FloatArray, Trajectory
-from trainer import checkpoint
+from trainer import checkpoint, checkpoint_files
 from trainer.algorithms import make
 from trainer.algorithms.base import Rewards, TokenBatch
 from trainer.config import TrainerConfig
@@ -199,7 +199,7 @@ class Learner:
                 setting=self._described(),
             ),
         )
-        checkpoint.prune(directory.parent, self._config.keep_checkpoints)
+        checkpoint_files.prune(directory.parent, self._config.keep_checkpoints)
 
     def restore(self, directory: Path) -> None:
         """Continue from a checkpoint, bit for bit; pending gradient sums are dropped.

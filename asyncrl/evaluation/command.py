@@ -23,7 +23,7 @@ from asyncrl.tasks.prompts import Prompt, Task
 from engine.errors import EngineError
 from engine.factory import create_engine
 from engine.protocol import Engine, GenerateRequest
-from trainer.checkpoint import latest
+from trainer.checkpoint_files import latest
 
 
 def resolve_target(

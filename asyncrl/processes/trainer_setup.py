@@ -11,7 +11,7 @@ from asyncrl.processes.trainer import TrainerProcess
 from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
 from monitoring.timeline import SpanKind
-from trainer.checkpoint import latest
+from trainer.checkpoint_files import latest
 from trainer.errors import BatchError, NonFiniteError, PublishError, TrainerError
 from trainer.learner import Learner
 from trainer.publish import WeightPublisher

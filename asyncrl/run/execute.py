@@ -41,7 +41,7 @@ from monitoring.metrics import ControllerMetrics, new_registry
 from monitoring.metrics_log import MetricsLog, read_metrics
 from monitoring.report.write import write_report
 from monitoring.timeline import Timeline
-from trainer.checkpoint import latest, version_of
+from trainer.checkpoint_files import latest, version_of
 from wire import Hub, RuntimeDirectory, Unreachable
 from wire.messages import control, from_generator, from_trainer, to_generator, to_trainer
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout.trajectory import Trajectory
-from trainer import checkpoint
+from trainer import checkpoint_files
 from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError
 from trainer.learner import Learner
@@ -59,7 +59,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     state = torch.get_rng_state()
     second = _learner(model_path(name), threads=1)
     torch.manual_seed(99)
-    second.restore(checkpoint.latest(tmp_path) or Path())
+    second.restore(checkpoint_files.latest(tmp_path) or Path())
     assert second.policy_version == 2
     assert torch.equal(torch.get_rng_state(), state)
     _train(second, group_of, 2)
@@ -76,7 +76,7 @@ def test_the_newest_complete_one_is_found_and_the_rest_pruned(
     model_path: ModelPath, group_of: GroupOf, tmp_path: Path
 ) -> None:
     learner = _learner(model_path("qwen3"), keep_checkpoints=2)
-    assert checkpoint.latest(tmp_path / "absent") is None
+    assert checkpoint_files.latest(tmp_path / "absent") is None
     for version in (0, 1, 2):
         learner.save(tmp_path / f"step-{version:06d}")
         learner.step()
@@ -84,7 +84,7 @@ def test_the_newest_complete_one_is_found_and_the_rest_pruned(
     (tmp_path / "notes").mkdir()
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["notes", "step-000001", "step-000002", "step-000007"]
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-000002"
+    assert checkpoint_files.latest(tmp_path) == tmp_path / "step-000002"
     learner.save(tmp_path / "step-000002")  # again, over itself
     assert json.loads((tmp_path / "step-000002" / "state.json").read_text())["policy_version"] == 3
 

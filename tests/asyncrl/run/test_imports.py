@@ -1,0 +1,17 @@
+"""What the command line loads before it starts the processes that need more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("module", ["asyncrl.cli", "asyncrl.run.execute"])
+def test_the_controller_starts_without_torch(module: str) -> None:
+    """It takes five seconds to import, which the children spend at the same time."""
+    heavy = "{'torch', 'transformers', 'numba', 'datasets'}"
+    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert done.stdout.strip() == "[]"
