@@ -176,7 +176,7 @@ def measure(generators: int, slots: int, mode: str, bound: int, *, steps: int) -
     gc.freeze()
     fleet.run()
     assert fleet.finished is out.RunOutcome.DONE, fleet.finished
-    result.peak_in_flight = fleet.scheduler.admission.max_groups_in_flight * 8
+    result.peak_in_flight = fleet.scheduler.state.admission.max_groups_in_flight * 8
     result.by_event_us = {k: 1e6 * a / n for k, (a, n) in sorted(fleet.spent.items())}
     gc.unfreeze()
     return result
@@ -207,7 +207,7 @@ def memory(generators: int, slots: int, mode: str, *, steps: int) -> tuple[float
     fleet.tell = tell  # type: ignore[method-assign]
     fleet.run()
     tracemalloc.stop()
-    samples = fleet.scheduler.admission.max_groups_in_flight * fleet.config.group_size
+    samples = fleet.scheduler.state.admission.max_groups_in_flight * fleet.config.group_size
     return sizes[0] / samples, sizes[-1] / samples
 
 

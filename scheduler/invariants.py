@@ -1,8 +1,6 @@
-"""Recount the books from the samples up and compare. O(in flight); for tests and idle moments."""
+"""Recount the state sample by sample and compare. O(in flight); for tests and idle moments."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from scheduler.errors import SchedulerError
 from scheduler.records import (
@@ -15,18 +13,16 @@ from scheduler.records import (
     Generator,
     Group,
 )
-
-if TYPE_CHECKING:
-    from scheduler.scheduler import Scheduler
+from scheduler.state import SchedulerState
 
 
-def check(scheduler: Scheduler) -> None:
+def check(state: SchedulerState) -> None:
     """Raise SchedulerError naming the first invariant that does not hold."""
-    for group in scheduler.work.groups.values():
-        _check_group(scheduler, group)
-    for generator in scheduler.work.generators.values():
-        _check_generator(scheduler, generator)
-    _check_books(scheduler)
+    for group in state.groups.values():
+        _check_group(state, group)
+    for generator in state.generators.values():
+        _check_generator(state, generator)
+    _check_ledger(state)
 
 
 def _require(holds: bool, what: str) -> None:
@@ -34,12 +30,12 @@ def _require(holds: bool, what: str) -> None:
         raise SchedulerError(f"broken invariant: {what}")
 
 
-def _check_group(scheduler: Scheduler, group: Group) -> None:
-    name, size = f"group {group.index}", scheduler.config.group_size
+def _check_group(state: SchedulerState, group: Group) -> None:
+    name, size = f"group {group.index}", state.config.group_size
     states = group.states
     _require(len(states) == size, f"{name} has {len(states)} samples, not {size}")
     live = (QUEUED, RUNNING, HELD, VERIFYING, DELIVERING)
-    counts = {state: states.count(state) for state in live}
+    counts = {sample_state: states.count(sample_state) for sample_state in live}
     delivered = states.count(DELIVERED)
     _require(sum(counts.values()) + delivered == size, f"{name} has a sample in no known state")
     _require(counts[QUEUED] == group.queued, f"{name} miscounts its queued samples")
@@ -47,19 +43,38 @@ def _check_group(scheduler: Scheduler, group: Group) -> None:
     _require(counts[VERIFYING] == group.verifying, f"{name} miscounts its samples in verification")
     _require(delivered == group.delivered, f"{name} miscounts its delivered samples")
     _require(delivered < size, f"{name} is in the trainer, but still in flight")
-    _require(group.step == scheduler.ledger.step_of(group.index), f"{name} is in the wrong step")
-    most = scheduler.config.max_attempts
-    _require(max(group.attempts) <= most, f"{name} has a sample started more than {most} times")
-    _check_staleness(scheduler, group, name)
+    _require(group.step == state.ledger.step_of(group.index), f"{name} is in the wrong step")
+    limit = state.config.max_attempts
+    _require(max(group.attempts) <= limit, f"{name} has a sample started more than {limit} times")
     busy = group.queued or group.running or group.verifying or counts[DELIVERING]
     _require(
         bool(busy) or 1 in group.stale, f"{name} is complete, but its delivery was not commanded"
     )
+    _check_staleness(state, group, name)
+    _check_owner(state, group, name)
+
+
+def _check_staleness(state: SchedulerState, group: Group, name: str) -> None:
+    """A sample that is too old is HELD, and only while its generator cannot verify it."""
+    held = [group.states[i] == HELD for i, stale in enumerate(group.stale) if stale]
+    _require(all(held), f"{name} has a sample that is too old in another state than HELD")
+    if held and group.owner is not None:
+        min_version = state.admission.min_version(group.step)
+        _require(
+            group.owner.version < min_version,
+            f"{name} holds samples with tokens older than version {min_version}, which its "
+            "generator could verify",
+        )
+
+
+def _check_owner(state: SchedulerState, group: Group, name: str) -> None:
+    """An owner is alive, knows the group, and can reach its queued samples."""
     owner = group.owner
     if owner is None:
-        _require(group.queued + delivered == size, f"{name} has no owner, but was started")
+        untouched = group.queued + group.delivered == state.config.group_size
+        _require(untouched, f"{name} has no owner, but was started")
         return
-    alive = scheduler.work.generators.get(owner.name) is owner
+    alive = state.generators.get(owner.name) is owner
     _require(alive, f"{name} belongs to {owner.name}, which is lost")
     _require(owner.groups.get(group.index) is group, f"{name} is unknown to its owner {owner.name}")
     if group.queued:
@@ -67,20 +82,7 @@ def _check_group(scheduler: Scheduler, group: Group) -> None:
         _require(reachable, f"{name} will never be started by {owner.name}")
 
 
-def _check_staleness(scheduler: Scheduler, group: Group, name: str) -> None:
-    """What is too old is held, and only as long as its generator cannot verify it."""
-    held = [group.states[i] == HELD for i, stale in enumerate(group.stale) if stale]
-    _require(all(held), f"{name} has a sample that is too old in another state than HELD")
-    if held and group.owner is not None:
-        least = scheduler.admission.min_version(group.step)
-        _require(
-            group.owner.version < least,
-            f"{name} holds samples with tokens older than version {least}, which its generator "
-            "could verify",
-        )
-
-
-def _check_generator(scheduler: Scheduler, generator: Generator) -> None:
+def _check_generator(state: SchedulerState, generator: Generator) -> None:
     name, groups = f"generator {generator.name}", generator.groups.values()
     _require(generator.running <= generator.limit, f"{name} has more running than its limit")
     _require(generator.running == sum(g.running for g in groups), f"{name} miscounts its running")
@@ -94,20 +96,21 @@ def _check_generator(scheduler: Scheduler, generator: Generator) -> None:
     verifying = sum(g.verifying for g in groups)
     _require(generator.verifying == verifying, f"{name} miscounts its samples in verification")
     idle = not generator.running + generator.verifying
-    stuck = generator.draining and idle and scheduler.finished is None
-    _require(not stuck, f"{name} waits for samples that it does not write")
-    _require(generator.target <= scheduler.published, f"{name} has an unpublished version")
-    _require(all(g.owner is generator for g in groups), f"{name} has another's group")
+    stuck = generator.draining and idle and state.finished is None
+    _require(not stuck, f"{name} is draining, but has no sample to finish")
+    _require(generator.target <= state.published, f"{name} has an unpublished version")
+    _require(all(g.owner is generator for g in groups), f"{name} lists a group of another owner")
 
 
-def _check_books(scheduler: Scheduler) -> None:
-    if scheduler.finished is not None:
-        _require(not scheduler.work.groups, "the run is finished, but groups are in flight")
+def _check_ledger(state: SchedulerState) -> None:
+    """The groups in flight are those that the ledger says are unsettled, within the bound."""
+    if state.finished is not None:
+        _require(not state.groups, "the run is finished, but groups are in flight")
         return
-    in_flight = sorted(scheduler.work.groups)
-    unsettled = list(scheduler.ledger.unsettled())
+    in_flight = sorted(state.groups)
+    unsettled = list(state.ledger.unsettled())
     _require(in_flight == unsettled, f"in flight {in_flight}, but the ledger says {unsettled}")
-    ledger, config = scheduler.ledger, scheduler.config
-    outstanding = ledger.next_group - ledger.next_step * config.groups_per_step
-    bound = scheduler.admission.max_groups_in_flight
-    _require(outstanding <= bound, f"{outstanding} groups are issued, the bound is {bound}")
+    first_group = state.step * state.config.groups_per_step
+    outstanding = state.ledger.next_group - first_group
+    limit = state.admission.max_groups_in_flight
+    _require(outstanding <= limit, f"{outstanding} groups are issued, the bound is {limit}")

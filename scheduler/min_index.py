@@ -1,4 +1,4 @@
-"""A collection of names ordered by a changing integer: the least one is known at once."""
+"""Names ordered by an integer key that changes; the lowest one is known at once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import heapq
 
 
 class MinIndex:
-    """Names with integer keys; `least()` is the lowest key, the longest unchanged among equals.
+    """Names with integer keys; `first()` has the lowest key, the longest unchanged among equals.
 
-    A heap in which a changed key leaves its old entry behind; old entries are dropped when they
-    surface, or all at once when they outnumber the live ones. O(log n) amortised, O(n) memory.
+    A heap in which a changed key leaves its old entry behind. Old entries are dropped when they
+    reach the top, or all at once when they outnumber the live ones. O(log n) amortised, O(n)
+    memory.
     """
 
     def __init__(self) -> None:
@@ -40,8 +41,8 @@ class MinIndex:
         """Remove a name if it is there."""
         self._live.pop(name, None)
 
-    def least(self) -> str | None:
-        """The name with the lowest key; None when empty."""
+    def first(self) -> str | None:
+        """The name with the lowest key; None if there are no names."""
         heap = self._heap
         while heap:
             key, count, name = heap[0]
@@ -49,7 +50,3 @@ class MinIndex:
                 return name
             heapq.heappop(heap)
         return None
-
-    def key(self, name: str) -> int:
-        """The key of a name. Raises KeyError when it is not there."""
-        return self._live[name][0]

@@ -1,20 +1,20 @@
-"""Which generator writes which group.
+"""Decides which generator generates which group.
 
-All samples of a group go to one generator (they share the prompt's KV and its tree). A group is
-placed when the admission rule opens its step:
+All samples of a group go to one generator, since they share the prompt's KV and its tree. A group
+is placed when the admission rule opens its step:
 
-1. on the generator that its prompt went to last time, unless that one has clearly more to do than
-   the least loaded one (`_sticky`), or would queue the group while another has idle slots;
-2. otherwise on the least loaded one, relative to its slots.
+1. on the generator that its prompt went to last time, unless that generator has clearly more to do
+   than the least loaded one, or would queue the group while another has idle slots (`_choose`);
+2. otherwise on the generator with the lowest load relative to its slots.
 
-Only generators that have the newest published version, or were told to install it, are placed on:
-one that lags catches up first. Placing on those that are still installing keeps the first to be
-ready from taking everything.
+Only generators that have the latest published version, or were told to install it, are candidates.
+A generator that lags catches up first. Generators that are still installing are candidates too, so
+that the first one to be ready does not take everything.
 
-A generator starts its groups in data order, one sample whenever one finishes. When it runs out of
-work and has idle slots it takes over the next untouched group of the generator with the longest
-queue, provided that one is full. So each group is taken over at most once per placement, and a
-straggler or a slow generator holds nobody else up.
+A generator starts its groups in data order, and a new sample whenever one finishes. When it runs
+out of work and has idle slots, it takes over the next untouched group of the generator with the
+longest queue, provided that all slots of that generator are busy. So a group is taken over at most
+once per placement, and a straggler or a slow generator delays no other work.
 
 Memory: O(groups in flight), and four bytes per prompt for the affinity.
 """
@@ -28,36 +28,36 @@ from scheduler.errors import SchedulerError
 from scheduler.min_index import MinIndex
 from scheduler.records import Generator, Group
 
-_LOAD_STEPS = 32
-"""Relative loads are compared in units of 1/32 of a generator's slots."""
-_MOST_PROMPTS = 1 << 31
-"""Prompt indices at or above this are refused; the affinity table is indexed by them."""
+_LOAD_UNITS = 32
+"""Units per slot count in which relative loads are compared."""
+_MAX_PROMPTS = 1 << 31
+"""Bound on prompt indices: they index the affinity table, so larger ones are refused."""
 
 
 class Placement:
-    """The generators that are alive, what each has to do, and who takes the next group."""
+    """The generators that are alive, the groups of each, and the choice of the next group."""
 
     def __init__(self, group_size: int) -> None:
         self.generators: dict[str, Generator] = {}
         self.unplaced: list[tuple[int, Group]] = []
-        """Heap of groups for which there is no generator; entries may be outdated."""
+        """Heap of groups that wait for a generator; entries may be outdated."""
         self._group_size = group_size
         self._by_number: dict[int, Generator] = {}
         self._joined = 0
         self._candidates = MinIndex()
-        """Generators to place on, by relative load."""
+        """Generators that groups may be placed on, by relative load."""
         self._backlogs = MinIndex()
-        """Generators with more than they can decode and groups waiting, longest queue first."""
+        """Generators with busy slots and groups waiting, longest queue first."""
         self._last_place: array[int] = array("i")
-        """By prompt: number of the generator it went to last, -1 for none."""
+        """By prompt index: number of the generator that it went to last, -1 for none."""
 
     @property
     def has_candidates(self) -> bool:
-        """Whether there is a generator to place on."""
+        """Whether there is a generator that groups may be placed on."""
         return len(self._candidates) > 0
 
     def add(self, name: str, *, slots: int, limit: int, version: int) -> Generator:
-        """A generator joins. It is placed on after `offer`."""
+        """Add a generator. It becomes a candidate by `offer`."""
         generator = Generator(name, self._joined, slots, limit, version)
         self._joined += 1
         self.generators[name] = generator
@@ -65,7 +65,7 @@ class Placement:
         return generator
 
     def remove(self, generator: Generator) -> list[Group]:
-        """A generator is gone; returns the groups it owned, in data order, now without owner."""
+        """Remove a generator; returns its groups in data order, which have no owner any more."""
         del self.generators[generator.name]
         del self._by_number[generator.number]
         self._candidates.discard(generator.name)
@@ -75,20 +75,20 @@ class Placement:
             group.owner = None
         return groups
 
-    def offer(self, generator: Generator, newest_version: int) -> None:
-        """Place on this generator from now on, if it has or is about to have the newest version."""
-        if generator.target >= newest_version:
-            self._candidates.set(generator.name, generator.load * _LOAD_STEPS // generator.slots)
+    def offer(self, generator: Generator, latest_version: int) -> None:
+        """Make a generator a candidate if it has, or is installing, the latest version."""
+        if generator.target >= latest_version:
+            self._candidates.set(generator.name, generator.load * _LOAD_UNITS // generator.slots)
         else:
             self._candidates.discard(generator.name)
 
     def place(self, group: Group) -> Generator | None:
-        """Choose an owner for a group and queue it there; None when there is nobody."""
-        least = self._candidates.least()
-        if least is None:
+        """Choose an owner for a group and queue it there; None if there is no candidate."""
+        name = self._candidates.first()
+        if name is None:
             heapq.heappush(self.unplaced, (group.index, group))
             return None
-        generator = self._sticky(group, self.generators[least])
+        generator = self._choose(group, self.generators[name])
         self._own(group, generator)
         heapq.heappush(generator.queue, (group.index, group))
         self.update(generator)
@@ -103,47 +103,49 @@ class Placement:
         return None
 
     def unplaced_samples(self) -> int:
-        """Samples that wait for a generator; O(groups that do)."""
+        """Samples that wait for a generator. O(groups that wait)."""
         return sum(group.queued for _, group in self.unplaced if group.owner is None)
 
-    def next_group(self, generator: Generator, newest_group: int) -> Group | None:
-        """The group of which this generator should start a sample now; None when there is none.
+    def next_group(self, generator: Generator, last_group: int) -> Group | None:
+        """The group that this generator should start a sample of; None if there is none.
 
-        The earliest in data order of those that it has begun and those in its queue; else what
-        others cannot get to. Only groups up to `newest_group` may be started.
+        The earliest in data order of those that it has begun and those in its queue; otherwise one
+        taken over from a busy generator. Only groups up to `last_group` may be started.
         """
         begun, head = _begun(generator), self._head(generator)
         earliest = begun is not None and (head is None or begun.index < head.index)
-        if earliest and begun is not None and begun.index <= newest_group:
+        if earliest and begun is not None and begun.index <= last_group:
             return begun
-        if head is not None and head.index <= newest_group:
+        if head is not None and head.index <= last_group:
             self._pop(generator)
         else:
-            head = self._take_over(generator, newest_group)
+            head = self._take_over(generator, last_group)
         if head is not None:
             heapq.heappush(generator.begun, (head.index, head))
         return head
 
     def update(self, generator: Generator) -> None:
-        """Its load or its queue changed."""
+        """Update the indices after a generator's load or queue changed."""
         name = generator.name
         if name in self._candidates:
-            self._candidates.set(name, generator.load * _LOAD_STEPS // generator.slots)
+            self._candidates.set(name, generator.load * _LOAD_UNITS // generator.slots)
         if generator.queue and generator.load > generator.width:
             self._backlogs.set(name, -len(generator.queue))
         else:
             self._backlogs.discard(name)
 
-    def _sticky(self, group: Group, least: Generator) -> Generator:
-        """The generator of the group's prompt if it may have it, else the least loaded one."""
+    def _choose(self, group: Group, least_loaded: Generator) -> Generator:
+        """The previous generator of the group's prompt if it has room, else the least loaded."""
         previous = self._previous(group)
-        if previous is None or previous is least or previous.name not in self._candidates:
-            return least
-        if previous.load >= previous.width and least.load < least.width:
-            return least
+        if previous is None or previous is least_loaded:
+            return least_loaded
+        if previous.name not in self._candidates:
+            return least_loaded
+        if previous.load >= previous.width and least_loaded.load < least_loaded.width:
+            return least_loaded
         slack = max(2 * self._group_size, previous.slots // 4)
-        scaled_least = least.load * previous.slots // least.slots
-        return previous if previous.load <= scaled_least + slack else least
+        scaled_load = least_loaded.load * previous.slots // least_loaded.slots
+        return previous if previous.load <= scaled_load + slack else least_loaded
 
     def _previous(self, group: Group) -> Generator | None:
         if group.key is None or group.key >= len(self._last_place):
@@ -164,7 +166,7 @@ class Placement:
         places[key] = number
 
     def _head(self, generator: Generator) -> Group | None:
-        """The first group of its queue that still has something to start."""
+        """The first group of its queue that still has samples to start."""
         queue = generator.queue
         while queue:
             group = queue[0][1]
@@ -177,29 +179,29 @@ class Placement:
         heapq.heappop(generator.queue)
         self.update(generator)
 
-    def _take_over(self, thief: Generator, newest_group: int) -> Group | None:
+    def _take_over(self, taker: Generator, last_group: int) -> Group | None:
         """Move the next group of the longest queue to a generator that has idle slots."""
-        while thief.load < thief.width:
-            name = self._backlogs.least()
-            if name is None or name == thief.name:
+        while taker.load < taker.width:
+            name = self._backlogs.first()
+            if name is None or name == taker.name:
                 return None
             owner = self.generators[name]
             group = self._head(owner)
             if group is None:
-                continue  # its queue was outdated, and it is off the list now
-            if owner.load <= owner.width or group.index > newest_group:
+                continue  # all entries of its queue were outdated, so it left the index
+            if owner.load <= owner.width or group.index > last_group:
                 return None
             del owner.groups[group.index]
             owner.load -= group.queued
             self._pop(owner)
-            self._own(group, thief)
-            self.update(thief)
+            self._own(group, taker)
+            self.update(taker)
             return group
         return None
 
 
 def _begun(generator: Generator) -> Group | None:
-    """The earliest group of which it has started a sample and may start another."""
+    """The earliest group that the generator has begun and has samples left to start of."""
     begun = generator.begun
     while begun:
         group = begun[0][1]
@@ -211,6 +213,8 @@ def _begun(generator: Generator) -> Group | None:
 
 def prompt_key(key: int) -> int:
     """Check what a caller's `group_key` returned. Raises SchedulerError unless 0 <= key < 2^31."""
-    if not 0 <= key < _MOST_PROMPTS:
-        raise SchedulerError(f"group_key returned {key}; a prompt index from 0 is needed")
+    if not 0 <= key < _MAX_PROMPTS:
+        raise SchedulerError(
+            f"group_key returned {key}; it must return a prompt index, 0 to {_MAX_PROMPTS - 1}"
+        )
     return key

@@ -1,10 +1,12 @@
-"""A snapshot of the scheduler, for status, metrics and people who ask why it waits."""
+"""A snapshot of the scheduler in numbers, for status and metrics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from scheduler.commands import FinishRun
+from scheduler.state import SchedulerState
+from scheduler.waits import waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,63 +15,97 @@ class GeneratorView:
 
     name: str
     slots: int
+    """Samples that it decodes at once."""
     policy_version: int
+    """The version that it is known to sample from."""
     installing: int | None
-    """Version whose installation was commanded and not answered."""
+    """The version that it was told to install and has not answered for; None if there is none."""
     queued: int
     """Samples placed on it and not started."""
     running: int
     """Samples issued to it and not finished."""
     held: int
-    """Finished samples that it holds, those on their way to the trainer included."""
+    """Finished samples that it holds, including those on their way to the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerView:
-    """The whole state in numbers. Cost: O(generators + groups of the step in hand)."""
+    """The whole state in numbers. Cost: O(generators + groups of the current step)."""
 
     step: int
-    """The step to be trained next, or in hand."""
+    """The current step: the next one to be trained, or the one in training."""
     total_steps: int
+    """Steps of the whole run."""
     policy_version: int
-    """Newest published version."""
-    newest_open_step: int
-    """Work is admitted for steps up to this one; `step - 1` when for none."""
+    """Latest published version."""
+    last_open_step: int
+    """Work is admitted for steps up to this one; `step - 1` if for none."""
     groups_in_flight: int
-    """Issued, neither in the trainer nor failed."""
+    """Groups that are issued and neither in the trainer nor failed."""
     groups_waiting: int
-    """Complete in the trainer, not trained on yet."""
+    """Groups that are complete in the trainer and not trained on yet."""
     groups_consumed: int
-    """Trained on since this process began."""
+    """Groups trained on since this process began."""
     groups_failed: int
-    """Reported and left out since this process began."""
+    """Groups reported failed since this process began."""
     samples_queued: int
-    """Admitted and not started."""
+    """Samples admitted and not started."""
     samples_running: int
+    """Samples started and not finished."""
     samples_held: int
-    """Finished, not acknowledged by the trainer."""
+    """Samples finished and not acknowledged by the trainer."""
     samples_finished: int
-    """Accepted `SampleFinished` events since this process began, reissued samples included."""
+    """Accepted `SampleFinished` events since this process began, including reissued samples."""
     tokens_finished: int
-    """Response tokens of those."""
+    """Response tokens of these samples."""
     staleness_max: int
     """Largest staleness of a finished sample's oldest token, for the step that it belongs to."""
     generators: tuple[GeneratorView, ...]
     """In the order in which they joined."""
     paused: bool
+    """Whether the user paused the run."""
     stopping: bool
+    """Whether the user asked to stop the run."""
     finished: FinishRun | None
     """The command that ended the run; None while the run continues."""
     waits: tuple[str, ...]
-    """What each wait waits for, most important first; empty only when the run is finished."""
+    """What each wait waits for, most important first; empty only if the run is finished."""
 
 
-def named(names: list[str], limit: int = 3) -> str:
-    """The first few names and how many more there are."""
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
-
-
-def counted(n: int, noun: str) -> str:
-    """`1 sample`, `2 samples`."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+def view_of(state: SchedulerState) -> SchedulerView:
+    """Sum up the state."""
+    generators = tuple(
+        GeneratorView(
+            name=g.name,
+            slots=g.slots,
+            policy_version=g.version,
+            installing=g.installing,
+            queued=g.load - g.running,
+            running=g.running,
+            held=g.held,
+        )
+        for g in state.generators.values()
+    )
+    counts = state.ledger.counts()
+    queued = sum(g.queued for g in generators) + state.placement.unplaced_samples()
+    return SchedulerView(
+        step=state.step,
+        total_steps=state.total_steps,
+        policy_version=state.published,
+        last_open_step=state.last_open_group // state.config.groups_per_step,
+        groups_in_flight=len(state.groups),
+        groups_waiting=counts.arrived,
+        groups_consumed=counts.consumed,
+        groups_failed=counts.failed,
+        samples_queued=queued,
+        samples_running=sum(g.running for g in generators),
+        samples_held=sum(g.held for g in generators),
+        samples_finished=state.samples_finished,
+        tokens_finished=state.tokens_finished,
+        staleness_max=state.staleness_max,
+        generators=generators,
+        paused=state.paused,
+        stopping=state.stopping,
+        finished=state.finished,
+        waits=waits(state),
+    )

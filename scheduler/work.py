@@ -1,18 +1,13 @@
-"""The groups in flight, and every move that their samples make.
+"""Moves samples between the states of `scheduler.records`.
 
-`Work` moves samples between the states of `scheduler.records`, keeps the counts of their groups and
-generators, and says what has to be done for it. When a move is due is decided in
-`scheduler.scheduler`.
+Each move updates the counts of the sample's group and generator and issues the command that the
+move requires. When a move is due is decided by the event handlers.
 """
 
 from __future__ import annotations
 
 from rollout.trajectory import SampleId
-from scheduler import commands as out
-from scheduler.admission import Admission
-from scheduler.commands import Command
-from scheduler.config import SchedulerConfig
-from scheduler.placement import Placement
+from scheduler import commands
 from scheduler.records import (
     DELIVERED,
     DELIVERING,
@@ -23,55 +18,48 @@ from scheduler.records import (
     Generator,
     Group,
 )
+from scheduler.state import SchedulerState
 
 
 class Work:
-    """Groups that are neither in the trainer nor failed, and who has them."""
+    """The groups in flight: starts, verifies, delivers and discards their samples."""
 
-    def __init__(self, config: SchedulerConfig, admission: Admission) -> None:
-        self.placement = Placement(config.group_size)
-        self.generators = self.placement.generators
-        """Those that are alive, by name."""
-        self.groups: dict[int, Group] = {}
-        """By index."""
-        self.paused = False
-        """Start nothing."""
-        self.commands: list[Command] = []
-        """What the event in hand has led to; the scheduler takes the list after each event."""
-        self.anything_sent = False
-        """Whether any group was ever sent to the trainer."""
-        self._config = config
-        self._admission = admission
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._config = state.config
+        self._admission = state.admission
+        self._placement = state.placement
+        self._commands = state.commands
 
     def issue(self, index: int, step: int, key: int | None) -> None:
-        """A new group: give it to a generator, or let it wait for one."""
+        """Create a group and give it to a generator, or let it wait for one."""
         group = Group.new(index, step, key, self._config.group_size)
-        self.groups[index] = group
+        self._state.groups[index] = group
         self.place(group)
 
     def place(self, group: Group) -> None:
-        """Give a group to a generator, which starts of it what it has room for."""
-        generator = self.placement.place(group)
+        """Give a group to a generator, which starts as many of its samples as it has room for."""
+        generator = self._placement.place(group)
         if generator is not None:
             self.start(generator)
 
     def place_waiting(self) -> None:
-        """Place what waited for a generator, as far as there is one now."""
-        placement = self.placement
+        """Place the groups that wait for a generator, if one can take them now."""
+        placement = self._placement
         while placement.has_candidates and (group := placement.next_unplaced()) is not None:
             self.place(group)
 
     def start(self, generator: Generator) -> None:
-        """Start samples on a generator while it has room and admissible work."""
-        if self.paused or generator.draining:
+        """Start samples on a generator while it has room and there is work that it may start."""
+        if self._state.paused or generator.draining:
             return
         if generator.installing is not None and not self._config.partial_rollout:
-            return  # the new weights would come in the middle of it
-        newest_group = self._admission.last_group_to_start(generator.version)
+            return  # the new weights would arrive in the middle of the sample
+        last_group = self._admission.last_group_to_start(generator.version)
         if generator.kv_used >= self._config.runahead_kv_limit:
-            newest_group = self._admission.last_due_group(generator.version)
+            last_group = self._admission.last_due_group(generator.version)
         while generator.running < generator.limit:
-            group = self.placement.next_group(generator, newest_group)
+            group = self._placement.next_group(generator, last_group)
             if group is None:
                 return
             sample = group.states.find(QUEUED)
@@ -80,74 +68,90 @@ class Work:
             group.queued -= 1
             group.running += 1
             generator.running += 1
-            ahead = max(0, self._admission.min_version(group.step) - generator.version)
-            self.commands.append(
-                out.StartSample(generator.name, SampleId(group.index, sample), ahead)
+            priority = self._admission.versions_ahead(group.step, generator.version)
+            self._commands.append(
+                commands.StartSample(generator.name, SampleId(group.index, sample), priority)
             )
 
-    def take_back(self, group: Group) -> int | None:
-        """Queue again what a lost generator had; returns a sample with no attempt left, if any."""
-        hopeless = None
+    def requeue(self, group: Group) -> int | None:
+        """Queue the samples of a lost generator again, except the delivered ones.
+
+        Returns:
+            A sample that has no attempt left, if there is one.
+        """
+        exhausted = None
         for sample, state in enumerate(group.states):
             if state == DELIVERED:
                 continue
             if state != QUEUED and group.attempts[sample] >= self._config.max_attempts:
-                hopeless = sample
+                exhausted = sample
             group.states[sample] = QUEUED
             group.stale[sample] = 0
         group.queued = self._config.group_size - group.delivered
         group.running = group.verifying = 0
-        return hopeless
+        return exhausted
 
-    def finished(
-        self, generator: Generator, group: Group, sample: int, *, oldest_version: int
-    ) -> None:
+    def hold(self, generator: Generator, group: Group, sample: int, *, too_old: bool) -> None:
         """RUNNING or VERIFYING to HELD; a complete group is delivered.
 
-        A sample with tokens too old is verified at once if its generator can, else when it can.
+        Args:
+            generator: the one that finished the sample.
+            group: of the sample.
+            sample: index in the group.
+            too_old: whether the sample has tokens that its step may not train on. It is then
+                verified at once if the generator's version allows it, otherwise later.
         """
         state = group.states[sample]
         group.states[sample] = HELD
         self._leave(generator, group, state)
         generator.held += 1
-        least = self._admission.min_version(group.step)
-        group.stale[sample] = oldest_version < least
-        if group.stale[sample] and generator.version >= least:
-            self._verify(generator, group, [sample])
-        self.placement.update(generator)
+        group.stale[sample] = too_old
+        if too_old:
+            min_version = self._admission.min_version(group.step)
+            if generator.version >= min_version:
+                self._verify(generator, group, [sample], min_version)
+        self._placement.update(generator)
         self.deliver_if_complete(group)
 
     def verify_due(self, generator: Generator, version_before: int) -> None:
-        """A generator's version rose: verify what is too old for its step and could not be before.
+        """After a generator's version rose: verify what could not be verified before.
 
-        Running samples are too old as well, as they were started under the version before.
+        These are the samples of steps whose minimum version lies between the two versions. Running
+        ones are included, since they were started under the version before.
         """
         for group in list(generator.groups.values()):
-            least = self._admission.min_version(group.step)
-            if version_before < least <= generator.version:
+            min_version = self._admission.min_version(group.step)
+            if version_before < min_version <= generator.version:
                 due = [
                     sample
                     for sample, state in enumerate(group.states)
                     if state == RUNNING or group.stale[sample]
                 ]
-                self._verify(generator, group, due)
+                if due:
+                    self._verify(generator, group, due, min_version)
 
-    def _verify(self, generator: Generator, group: Group, samples: list[int]) -> None:
-        """Command it; what is HELD becomes VERIFYING, what is RUNNING stays so."""
-        if not samples:
-            return
+    def _verify(
+        self, generator: Generator, group: Group, samples: list[int], min_version: int
+    ) -> None:
+        """Command verification. HELD samples become VERIFYING; RUNNING ones stay RUNNING."""
         for sample in samples:
             if group.states[sample] == HELD:
                 group.states[sample] = VERIFYING
                 group.stale[sample] = 0
                 group.verifying += 1
                 generator.verifying += 1
-        names = tuple(SampleId(group.index, sample) for sample in samples)
-        least = self._admission.min_version(group.step)
-        self.commands.append(out.VerifySamples(generator.name, names, least))
+        ids = tuple(SampleId(group.index, sample) for sample in samples)
+        self._commands.append(commands.VerifySamples(generator.name, ids, min_version))
 
-    def delivered(self, group: Group, sample: int, by: Generator | None) -> None:
-        """Any state to DELIVERED: the trainer has it, whoever else was about to write it again."""
+    def mark_delivered(self, group: Group, sample: int, by: Generator | None) -> None:
+        """Any state to DELIVERED: the trainer has the sample.
+
+        Args:
+            group: of the sample.
+            sample: index in the group.
+            by: the generator that delivered it; None if that one is lost. If the group has another
+                owner by now, the owner is told to discard the sample.
+        """
         owner, state = group.owner, group.states[sample]
         group.states[sample] = DELIVERED
         group.delivered += 1
@@ -159,13 +163,13 @@ class Work:
             owner.load -= 1
         else:
             self._leave(owner, group, state)
-            if owner is not by:  # a lost generator had delivered it: do not write it again
-                again = SampleId(group.index, sample)
-                self.commands.append(out.DiscardSamples(owner.name, (again,)))
-        self.placement.update(owner)
+            if owner is not by:  # a lost generator had delivered it: it need not be regenerated
+                regenerated = SampleId(group.index, sample)
+                self._commands.append(commands.DiscardSamples(owner.name, (regenerated,)))
+        self._placement.update(owner)
 
     def deliver_if_complete(self, group: Group) -> None:
-        """Command delivery of what is HELD, once nothing of the group is left to write."""
+        """Command delivery of the HELD samples if none of the group is left to generate."""
         owner = group.owner
         if group.queued or group.running or group.verifying or owner is None or 1 in group.stale:
             return
@@ -176,11 +180,11 @@ class Work:
                 group.sent[sample] = 1
                 samples.append((owner.name, SampleId(group.index, sample)))
         if samples:
-            self.anything_sent = True
-            self.commands.append(out.DeliverGroup(group.step, group.index, tuple(samples)))
+            self._state.delivery_commanded = True
+            self._commands.append(commands.DeliverGroup(group.step, group.index, tuple(samples)))
 
     def discard(self, groups: list[Group]) -> None:
-        """Forget groups; their owners abort or forget the samples, one command per owner."""
+        """Forget groups. Each owner aborts or forgets its samples by one command."""
         by_owner: dict[str, list[SampleId]] = {}
         for group in groups:
             owner = group.owner
@@ -190,21 +194,21 @@ class Work:
                         self._leave(owner, group, state)
                         by_owner.setdefault(owner.name, []).append(SampleId(group.index, sample))
                 owner.load -= group.queued
-                self.placement.update(owner)
+                self._placement.update(owner)
             group.queued = 0
             self.forget(group)
         for name, samples in by_owner.items():
-            self.commands.append(out.DiscardSamples(name, tuple(samples)))
+            self._commands.append(commands.DiscardSamples(name, tuple(samples)))
 
     def forget(self, group: Group) -> None:
-        """The group is in the trainer or failed."""
-        del self.groups[group.index]
+        """Drop a group that is in the trainer or failed."""
+        del self._state.groups[group.index]
         if group.owner is not None:
             del group.owner.groups[group.index]
             group.owner = None
 
     def _leave(self, owner: Generator, group: Group, state: int) -> None:
-        """Account for a sample in one of these states that its owner no longer has in it."""
+        """Take a sample that leaves `state` out of the counts of its group and owner."""
         if state == RUNNING:
             group.running -= 1
             owner.running -= 1

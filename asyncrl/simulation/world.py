@@ -155,7 +155,7 @@ class World:
                 self._report(what)
             else:
                 self._tell(what)
-            step = self._scheduler.step
+            step = self._scheduler.state.step
             if step not in marks:
                 marks[step] = self._mark()
         return self._sum_up(marks, warm_up)

@@ -22,7 +22,7 @@ def test_the_least_is_the_lowest_key_longest_unchanged(changes):
             if name not in model or model[name][0] != key:
                 model[name] = (key, clock)
         expected = min(model, key=model.__getitem__) if model else None
-        assert index.least() == expected
+        assert index.first() == expected
         assert len(index) == len(model)
 
 

@@ -86,7 +86,7 @@ def test_synchronous_run_event_by_event():
 def test_asynchronous_run_starts_the_next_step_at_once():
     s, commands = scheduler_of("a", max_off_policy_steps=1)
     assert commands == starts("a", (0, 0), (0, 1), (1, 0), (1, 1))
-    assert s.snapshot().newest_open_step == 1
+    assert s.snapshot().last_open_step == 1
 
 
 def test_published_and_finished_may_come_in_either_order():
@@ -163,7 +163,7 @@ def test_a_step_without_groups_ends_the_run_once_the_steps_before_it_are_trained
 def test_one_install_at_a_time_then_the_newest():
     s, _ = scheduler_of("a", "slow", max_off_policy_steps=2, steps=5)
     for step in range(2):
-        owner = s.work.groups[step].owner.name
+        owner = s.state.groups[step].owner.name
         finish(s, owner, step)
         acknowledge(s, owner, step)
         s.on_event(StepFinished(step, (step,)))
@@ -260,7 +260,7 @@ def test_what_each_wait_waits_for():
         (SampleDelivered("a", SampleId(0, 0)), "was not told to deliver"),
         (GeneratorJoined("a", 9, 0), "needs a new name"),
         (GeneratorJoined("b", 0, 0), "0 slots"),
-        (GeneratorJoined("b", 1, 1), "newest published version is 0"),
+        (GeneratorJoined("b", 1, 1), "latest published version is 0"),
         (WeightsInstalled("a", 1), "never published"),
         (WeightsPublished(1), "cannot have been trained"),
         (StepFinished(0, (0,)), "before all its groups"),

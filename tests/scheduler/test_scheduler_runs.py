@@ -71,7 +71,7 @@ def test_without_partial_rollouts_every_sample_is_of_one_version(mode):
     run_clocked(world, random.Random(1), on_time=look)
     assert world.finished is RunOutcome.DONE
     assert not world.failed
-    assert any("to finish the samples being written" in line for line in said)
+    assert any("to finish the running samples" in line for line in said)
 
 
 def test_a_generator_whose_kv_is_full_starts_nothing_ahead_of_time():

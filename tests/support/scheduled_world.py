@@ -189,7 +189,7 @@ class World:
     def _do_start_sample(self, c):
         g, step = self.generators[c.generator], c.sample.group // self.config.groups_per_step
         assert self.finished is None
-        assert c.sample.group <= self.scheduler.admission.last_group_to_start(g.version)
+        assert c.sample.group <= self.scheduler.state.admission.last_group_to_start(g.version)
         assert c.priority == max(0, step - self.config.max_off_policy_steps - g.version)
         if self.config.on_update != "verify" or g.kv_used >= self.config.runahead_kv_limit:
             assert step - g.version <= self.config.max_off_policy_steps

@@ -1,0 +1,70 @@
+"""What the user asks for: pause, resume, stop."""
+
+from __future__ import annotations
+
+from scheduler import commands, events
+from scheduler.commands import RunOutcome
+from scheduler.state import SchedulerState
+from scheduler.steps import Steps
+from scheduler.weights import Weights
+from scheduler.work import Work
+
+
+class RunControl:
+    """Pauses, resumes and stops a run; `scheduler.scheduler` describes what a stop does."""
+
+    def __init__(self, state: SchedulerState, work: Work, steps: Steps, weights: Weights) -> None:
+        self._state = state
+        self._work = work
+        self._steps = steps
+        self._weights = weights
+
+    def on_pause(self, _: events.PauseRequested) -> None:
+        """Pause every generator."""
+        state = self._state
+        if state.paused or state.finished is not None:
+            return
+        state.paused = True
+        state.commands.extend(commands.PauseGenerator(name) for name in state.generators)
+
+    def on_resume(self, _: events.ResumeRequested) -> None:
+        """Resume every generator and start samples in its free slots."""
+        self._resume()
+
+    def on_stop(self, _: events.StopRequested) -> None:
+        """Withdraw the steps that need not be trained, and finish the current one."""
+        state = self._state
+        if state.stopping or state.finished is not None:
+            return
+        state.stopping = True
+        last = state.last_step = max(state.step, state.next_undeclared - 1)
+        self._work.discard([group for group in state.groups.values() if group.step > last])
+        state.ledger.withdraw_after(last)
+        settled = sum(state.ledger.progress(state.step))
+        if not settled and all(group.untouched for group in state.groups.values()):
+            self._steps.end_run(RunOutcome.STOPPED)
+            return
+        self._resume()
+        for generator in list(state.generators.values()):
+            self._weights.refill(generator)
+        self.end_if_stuck()
+
+    def end_if_stuck(self) -> None:
+        """End a stopping run that has no generator left, rather than wait for one to join."""
+        state = self._state
+        stuck = state.groups and not state.generators
+        if state.stopping and state.finished is None and stuck:
+            self._steps.end_run(
+                RunOutcome.STOPPED,
+                f"step {state.step} was not trained, since no generator is left to generate "
+                f"{len(state.groups)} of its groups",
+            )
+
+    def _resume(self) -> None:
+        state = self._state
+        if not state.paused:
+            return
+        state.paused = False
+        for generator in list(state.generators.values()):
+            state.commands.append(commands.ResumeGenerator(generator.name))
+            self._work.start(generator)

@@ -1,0 +1,87 @@
+"""What happens when a sample finishes, fails or reaches the trainer."""
+
+from __future__ import annotations
+
+from scheduler import events
+from scheduler.errors import SchedulerError
+from scheduler.records import DELIVERED, DELIVERING, QUEUED, RUNNING, VERIFYING
+from scheduler.state import SchedulerState
+from scheduler.steps import Steps
+from scheduler.weights import Weights
+from scheduler.work import Work
+
+
+class SampleEvents:
+    """Handles the events of samples. Late and repeated ones change nothing."""
+
+    def __init__(self, state: SchedulerState, work: Work, steps: Steps, weights: Weights) -> None:
+        self._state = state
+        self._admission = state.admission
+        self._work = work
+        self._steps = steps
+        self._weights = weights
+
+    def on_finished(self, event: events.SampleFinished) -> None:
+        """Hold the sample, verify it if it is too old, deliver its group if that is complete."""
+        state = self._state
+        generator = state.generator(event.generator)
+        group = state.group(event.sample)
+        sample = event.sample.sample
+        if generator is None or group is None or group.owner is not generator:
+            return
+        oldest = event.oldest_version
+        too_old = oldest < self._admission.min_version(group.step)
+        sample_state = group.states[sample]
+        if sample_state != RUNNING and (sample_state != VERIFYING or too_old):
+            return  # late or repeated: a verified sample is not too old
+        if (too_old and not self._admission.verifies) or oldest > state.published:
+            raise SchedulerError(
+                f"sample {event.sample} of {generator.name} has tokens of policy version "
+                f"{oldest}, but is for step {group.step}, with max_off_policy_steps "
+                f"{state.config.max_off_policy_steps} and version {state.published} published"
+            )
+        if not too_old:
+            state.samples_finished += 1
+            state.tokens_finished += event.length
+            if group.step - oldest > state.staleness_max:
+                state.staleness_max = group.step - oldest
+        self._work.hold(generator, group, sample, too_old=too_old)
+        self._weights.refill(generator)
+
+    def on_failed(self, event: events.SampleFailed) -> None:
+        """Fail the sample's group."""
+        state = self._state
+        generator = state.generator(event.generator)
+        group = state.group(event.sample)
+        if generator is None or group is None or group.owner is not generator:
+            return
+        if group.states[event.sample.sample] in (QUEUED, DELIVERED):
+            return
+        self._steps.fail(group, f"sample {event.sample} of {generator.name}: {event.reason}")
+        self._steps.declare()
+        if state.finished is None:
+            self._weights.refill(generator)
+
+    def on_delivered(self, event: events.SampleDelivered) -> None:
+        """Record that the trainer has the sample, and with the last one the whole group."""
+        state = self._state
+        generator = state.generator(event.generator)
+        group = state.group(event.sample)
+        sample = event.sample.sample
+        if group is None or group.states[sample] == DELIVERED:
+            return
+        owner = group.owner
+        sample_state = group.states[sample]
+        unexpected = owner is generator is not None and sample_state != DELIVERING
+        if not group.sent[sample] or unexpected:
+            raise SchedulerError(
+                f"sample {event.sample} was acknowledged by the trainer, but generator "
+                f"{event.generator} was not told to deliver it"
+            )
+        self._work.mark_delivered(group, sample, generator)
+        if group.delivered == state.config.group_size:
+            self._steps.arrive(group)
+        else:
+            self._work.deliver_if_complete(group)
+        if owner is not None and state.finished is None:
+            self._weights.refill(owner)

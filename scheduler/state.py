@@ -1,0 +1,132 @@
+"""Everything the scheduler knows, as plain data. No decisions are made here.
+
+Each field has one writer, named next to it; invariants and views only read. `scheduler.admission`
+owns the rule behind `last_open_group`, `scheduler.records` the state of each sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rollout.trajectory import SampleId
+from scheduler.admission import Admission
+from scheduler.commands import Command, FinishRun
+from scheduler.config import SchedulerConfig
+from scheduler.errors import SchedulerError
+from scheduler.ledger import Ledger
+from scheduler.placement import Placement
+from scheduler.records import Generator, Group
+
+
+@dataclass(slots=True, eq=False)
+class SchedulerState:
+    """The state that events change and that commands follow from."""
+
+    config: SchedulerConfig
+    admission: Admission
+    total_steps: int
+    """Steps of the whole run; the last one is `total_steps - 1`."""
+    ledger: Ledger
+    """Which groups were issued, arrived in the trainer, failed and were consumed (`Steps`)."""
+    placement: Placement
+    """Which generator has which group (`Work`)."""
+    generators: dict[str, Generator]
+    """The generators that are alive, by name. The same dictionary as `placement.generators`."""
+    last_step: int
+    """The last step to be trained; a stop request lowers it (`RunControl`)."""
+    published: int
+    """Latest policy version that can be installed, once the trainer has joined (`Weights`)."""
+    next_undeclared: int
+    """The first step whose membership is not declared yet (`Steps`)."""
+    groups: dict[int, Group] = field(default_factory=dict)
+    """Groups that are neither in the trainer nor failed, by index (`Work`)."""
+    lost: set[str] = field(default_factory=set)
+    """Names of generators that were lost (`Scheduler`)."""
+    commands: list[Command] = field(default_factory=list)
+    """What the current event has led to so far. Always the same list object; `Scheduler` empties
+    it before each event."""
+    trainer_joined: bool = False
+    """Written by `Scheduler`."""
+    delivery_commanded: bool = False
+    """Whether any group was ever sent to the trainer (`Work`)."""
+    paused: bool = False
+    """No sample is started while this holds (`RunControl`)."""
+    stopping: bool = False
+    """The user asked to stop (`RunControl`)."""
+    finished: FinishRun | None = None
+    """The command that ended the run (`Steps`)."""
+    samples_finished: int = 0
+    """Accepted `SampleFinished` events, those of reissued samples included (`SampleEvents`)."""
+    tokens_finished: int = 0
+    """Response tokens of these samples (`SampleEvents`)."""
+    staleness_max: int = 0
+    """Largest staleness of a finished sample's oldest token (`SampleEvents`)."""
+
+    @classmethod
+    def new(cls, config: SchedulerConfig, first_step: int, total_steps: int) -> SchedulerState:
+        """The state of a run before its first event.
+
+        Raises:
+            SchedulerError: there is no step to train.
+        """
+        if not 0 <= first_step < total_steps:
+            raise SchedulerError(
+                f"first_step {first_step} must be at least 0 and below total_steps {total_steps}"
+            )
+        placement = Placement(config.group_size)
+        return cls(
+            config=config,
+            admission=Admission.of(config),
+            total_steps=total_steps,
+            ledger=Ledger(groups_per_step=config.groups_per_step, first_step=first_step),
+            placement=placement,
+            generators=placement.generators,
+            last_step=total_steps - 1,
+            published=first_step,
+            next_undeclared=first_step,
+        )
+
+    @property
+    def step(self) -> int:
+        """The current step: the next one to be trained, or the one in training."""
+        return self.ledger.next_step
+
+    @property
+    def last_open_group(self) -> int:
+        """Work is admitted for groups up to this one."""
+        per_step = self.config.groups_per_step
+        if not self.trainer_joined or self.finished is not None:
+            return self.step * per_step - 1
+        # A version can be published before its StepFinished arrives: nothing opens until then.
+        version = min(self.published, self.step)
+        last = self.admission.last_group_to_start(version)
+        return min(last, (self.last_step + 1) * per_step - 1)
+
+    def generator(self, name: str) -> Generator | None:
+        """The generator of that name; None if it was lost.
+
+        Raises:
+            SchedulerError: no generator of that name ever joined.
+        """
+        generator = self.generators.get(name)
+        if generator is None and name not in self.lost:
+            raise SchedulerError(f"received an event of generator {name}, which never joined")
+        return generator
+
+    def group(self, sample: SampleId) -> Group | None:
+        """The group of a sample; None if the group is in the trainer or failed.
+
+        Raises:
+            SchedulerError: the group was never issued, or has no such sample.
+        """
+        group = self.groups.get(sample.group)
+        if group is None and sample.group >= self.ledger.issued_below:
+            raise SchedulerError(
+                f"received an event of sample {sample}, whose group was never issued"
+            )
+        if not 0 <= sample.sample < self.config.group_size:
+            raise SchedulerError(
+                f"received an event of sample {sample}, but groups have "
+                f"{self.config.group_size} samples"
+            )
+        return group

@@ -1,0 +1,87 @@
+"""Steps from their opening to their end: issue groups, declare membership, end the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scheduler import commands, events
+from scheduler.commands import RunOutcome
+from scheduler.placement import prompt_key
+from scheduler.records import Group
+from scheduler.state import SchedulerState
+from scheduler.work import Work
+
+
+class Steps:
+    """Issues groups in data order, settles them, and declares each step when it is settled.
+
+    Args:
+        state: of the scheduler.
+        work: the groups in flight.
+        group_key: prompt index of a group, for its placement; None for no preference.
+    """
+
+    def __init__(
+        self, state: SchedulerState, work: Work, group_key: Callable[[int], int] | None
+    ) -> None:
+        self._state = state
+        self._work = work
+        self._ledger = state.ledger
+        self._group_key = group_key
+
+    def open(self) -> None:
+        """Issue all groups that are admitted now, in data order."""
+        ledger, last = self._ledger, self._state.last_open_group
+        while ledger.next_group <= last:
+            index = ledger.next_group
+            key = None if self._group_key is None else prompt_key(self._group_key(index))
+            ledger.issue()
+            self._work.issue(index, ledger.step_of(index), key)
+
+    def arrive(self, group: Group) -> None:
+        """The trainer has acknowledged the whole group."""
+        self._work.forget(group)
+        self._ledger.arrive(group.index)
+        self.declare()
+
+    def fail(self, group: Group, reason: str) -> None:
+        """Leave a group out, tell the user, and free what it occupies."""
+        self._work.discard([group])
+        self._ledger.fail(group.index)
+        self._state.commands.append(commands.ReportGroupFailed(group.index, reason))
+
+    def declare(self) -> None:
+        """Declare each step whose membership is final, in order; end the run if one is empty."""
+        state = self._state
+        while state.finished is None:
+            step = state.next_undeclared
+            members = self._ledger.membership(step)
+            if members is None:
+                return
+            if not members:
+                if step == state.step:  # otherwise the steps before it are trained first
+                    self.end_run(RunOutcome.FAILED, f"every group of step {step} failed")
+                return
+            state.next_undeclared += 1
+            state.commands.append(commands.DeclareStep(step, members))
+
+    def on_step_finished(self, event: events.StepFinished) -> None:
+        """Consume the step's groups, then open further steps or end the run."""
+        state = self._state
+        if event.step < state.step or state.finished is not None:
+            return
+        self._ledger.consume(event.step, event.groups)
+        if state.step == state.total_steps:
+            self.end_run(RunOutcome.DONE)
+        elif state.step > state.last_step:
+            self.end_run(RunOutcome.STOPPED)
+        else:
+            self.declare()
+            self.open()
+
+    def end_run(self, outcome: RunOutcome, reason: str = "") -> None:
+        """Discard all work in flight and issue the last command."""
+        state = self._state
+        self._work.discard(list(state.groups.values()))
+        state.finished = commands.FinishRun(outcome, reason)
+        state.commands.append(state.finished)
