@@ -125,5 +125,4 @@ class Admission:
 
     def versions_ahead(self, step: int, policy_version: int) -> int:
         """By how many versions a sample of this step would run ahead; 0: it is due."""
-        ahead = step - self.max_off_policy_steps - policy_version
-        return ahead if ahead > 0 else 0
+        return max(0, step - self.max_off_policy_steps - policy_version)
