@@ -1,1 +1,1 @@
-"""Which modes sample exactly from the policy, and by how much the others do not."""
+"""Which modes sample exactly from the policy, and how biased the others are."""

@@ -1,7 +1,7 @@
-"""How many tokens each rule for kept tokens keeps, after a small step of the policy.
+"""How many kept tokens each rule accepts after a small change of the policy.
 
-A Markov chain of 64 tokens about as sure of itself as a trained model (some 0.5 nats a token),
-moved by noise on its logits. Lengths and drifts are chosen; see docs/exactness.md for the reading.
+The policy is a Markov chain of 64 tokens with about the entropy of a trained model (some 0.5 nats a
+token), changed by noise on its logits. docs/exactness.md discusses the numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.exactness.model import Codes, Doubles, draw, listed, tail_draws
+from benchmarks.exactness.model import Codes, Doubles, draw, tail_draws, top_k_of
 from rollout.acceptance import accept_lenient, verify_kept
 
 VOCABULARY = 64
@@ -19,7 +19,7 @@ VOCABULARY = 64
 
 @dataclass(frozen=True)
 class Shares:
-    """Of all kept tokens, the share that each rule keeps."""
+    """The share of all kept tokens that each rule accepts."""
 
     length: int
     top_k: int
@@ -28,9 +28,11 @@ class Shares:
     outside: float
     """Share of tokens that lie outside topK(q) & topK(p)."""
     token: float
+    """Accepted token by token."""
     block: float
+    """Accepted by block."""
     specrl_1: float
-    """min(1, p/q) of the drawn token, without lists (and biased)."""
+    """SPEC-RL with lenience 1: min(1, p/q) of the drawn token, without lists. Biased."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -38,7 +40,7 @@ class Shares:
 
 
 def measure(noise: float, length: int, top_k: int, rows: int, seed: int = 0) -> Shares:
-    """Draw `rows` sequences from a chain and verify them under one moved by `noise`."""
+    """Draw `rows` sequences from a chain and verify them under one changed by `noise`."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(VOCABULARY, VOCABULARY)) * 4.0
     old, new = _softmax(logits), _softmax(logits + noise * rng.normal(size=logits.shape))
@@ -46,18 +48,20 @@ def measure(noise: float, length: int, top_k: int, rows: int, seed: int = 0) -> 
     before = np.concatenate([np.zeros((rows, 1), np.int64), text[:, :-1]], axis=1).ravel()
     tokens, q, p = text.ravel(), old[before], new[before]
     offsets = np.arange(rows + 1) * length
-    drawn, now = listed(tokens, q, top_k), listed(tokens, p, top_k)
-    tail_ids, tail_logprobs = tail_draws(rng, p, now.topk_ids)
+    drawn, current = top_k_of(tokens, q, top_k), top_k_of(tokens, p, top_k)
+    tail_ids, tail_logprobs = tail_draws(rng, p, current.topk_ids)
     uniforms = rng.random((len(tokens), 2))
     kept = {}
     for block in (False, True):
         verdicts = verify_kept(
-            tokens, drawn, now, tail_ids=tail_ids, tail_logprobs=tail_logprobs,
+            tokens, drawn, current, tail_ids=tail_ids, tail_logprobs=tail_logprobs,
             offsets=offsets, uniforms=uniforms, block=block,
         )  # fmt: skip
         kept[block] = float(verdicts.accepted.sum() / len(tokens))
-    lenient = accept_lenient(drawn.logprobs, now.logprobs, offsets, uniforms[:, 0], 1.0)
-    inside = (drawn.topk_ids == tokens[:, None]).any(1) & (now.topk_ids == tokens[:, None]).any(1)
+    lenient = accept_lenient(drawn.logprobs, current.logprobs, offsets, uniforms[:, 0], 1.0)
+    inside = (drawn.topk_ids == tokens[:, None]).any(1) & (current.topk_ids == tokens[:, None]).any(
+        1
+    )
     return Shares(
         length=length,
         top_k=top_k,
@@ -70,7 +74,7 @@ def measure(noise: float, length: int, top_k: int, rows: int, seed: int = 0) -> 
 
 
 def table(quick: bool) -> list[Shares]:
-    """The grid that is printed."""
+    """Measure all settings that are printed."""
     tokens = 20_000 if quick else 200_000
     grid = [(noise, length, 8) for noise in (0.01, 0.03, 0.1) for length in (64, 256, 1024)]
     grid += [(0.03, 256, top_k) for top_k in (4, 16, 64)]

@@ -1,18 +1,19 @@
-"""Which modes sample exactly from the policy, and by how much the others do not.
+"""Which modes sample exactly from the policy, and how biased the others are.
 
     python -m benchmarks.exactness [--quick] [--json FILE] [--samples N] [--modes a,b]
 
-Each mode draws at least a million sequences from a policy whose law is enumerated, with drafts or
-kept tokens of *another* policy, and is compared with that law: total variation with its 95%
-confidence interval, what an exact sampler shows by chance at as many samples, and the p-value of
-Pearson's chi-square. Modes on the enumerated model alone (`plain` .. `trap-untrained`) take
-seconds, those of engines minutes. A mode that cannot run here is listed as MISSING.
+Each mode draws at least a million sequences from a policy whose distribution is enumerated, with
+drafts or kept tokens of *another* policy. The samples are compared with that distribution: total
+variation with its 95% confidence interval, the total variation that an exact sampler shows by
+chance with as many samples, and the p-value of Pearson's chi-square test. Modes on the enumerated
+model alone (`plain` .. `trap-untrained`) take seconds, those of engines minutes. A mode that cannot
+run here is listed as MISSING.
 
-Ends with status 1 if a mode that must be exact has a p-value below 1e-6 (false alarms: that times
-the modes) or a biased one is not seen to be biased.
+Exits with status 1 if a mode that must be exact has a p-value below 1e-6 (so the false-alarm rate
+is 1e-6 times the number of modes) or if the bias of a biased mode is not detected.
 
-What does the work is imported only in `main`: vLLM's engine process imports this module again, and
-vLLM's CPU build (0.32.0) cannot start where numba has been imported before.
+Most imports are inside `main`: vLLM's engine process imports this module again, and vLLM's CPU
+build (0.32.0) cannot start where numba has been imported before.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     modes = options.modes.split(",") if options.modes else list(report.MODES)
     unknown = [mode for mode in modes if mode not in report.MODES]
     if unknown:
-        parser.error(f"no mode {unknown[0]!r}: {', '.join(report.MODES)}")
+        parser.error(f"no mode {unknown[0]!r}; the modes are {', '.join(report.MODES)}")
     samples = options.samples or (report.QUICK if options.quick else report.FULL)
     if samples < 1000:
         parser.error("--samples must be at least 1,000")
@@ -60,4 +61,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "kept": [one.as_dict() for one in shares],
         }
         write_json(options.json, "exactness", raw, report.ratios(findings))
-    return 0 if all(one.fine for one in findings) else 1
+    return 0 if all(one.as_expected for one in findings) else 1

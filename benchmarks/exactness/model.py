@@ -1,7 +1,8 @@
-"""Policies small enough to enumerate, in NumPy: the law of every sequence is known exactly.
+"""Policies small enough to enumerate, in NumPy: the probability of every sequence is known exactly.
 
 A policy over V tokens and sequences of L tokens is one table per position, p(next | all before).
-A context is its tokens read as a number in base V, and so is a whole sequence: its *cell*.
+A context is its tokens read as a number in base V. A whole sequence read that way is its *cell*:
+the bin in which a sample of it is counted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Codes = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Policy:
+class TabularPolicy:
     """One distribution of the next token per context."""
 
     tables: tuple[Doubles, ...]
@@ -35,23 +36,24 @@ class Policy:
         return len(self.tables)
 
     def at(self, position: Codes, code: Codes) -> Doubles:
-        """`[n, V]` the next token after `position` tokens that read as `code`."""
+        """`[n, V]` distributions of the next token after `position` tokens with number `code`."""
         starts = np.cumsum([0, *(len(table) for table in self.tables)])
         return np.concatenate(self.tables)[starts[position] + code]
 
-    def law(self) -> Doubles:
+    def sequence_distribution(self) -> Doubles:
         """`[V ** L]` probability of every sequence."""
-        law = np.ones(1)
+        distribution = np.ones(1)
         for table in self.tables:
-            law = (law[:, None] * table).ravel()
-        return law
+            distribution = (distribution[:, None] * table).ravel()
+        return distribution
 
     def sample(self, rng: np.random.Generator, count: int) -> Codes:
         """`[count, L]` sequences."""
-        return self.finish(rng, np.zeros((count, self.length), np.int64), np.zeros(count, np.int64))
+        nothing = np.zeros((count, self.length), np.int64)
+        return self.complete(rng, nothing, np.zeros(count, np.int64))
 
-    def finish(self, rng: np.random.Generator, tokens: Codes, done: Codes) -> Codes:
-        """`[n, L]` sequences that keep the first done[i] tokens of row i; the rest is drawn."""
+    def complete(self, rng: np.random.Generator, tokens: Codes, done: Codes) -> Codes:
+        """`[n, L]` sequences: row i keeps the first done[i] of its tokens, the rest is drawn."""
         out = np.empty_like(tokens)
         code = np.zeros(len(tokens), np.int64)
         for at, table in enumerate(self.tables):
@@ -65,17 +67,19 @@ class Policy:
         return np.stack([table[codes[:, at]] for at, table in enumerate(self.tables)], axis=1)
 
 
-def random_policy(seed: int, vocabulary: int, length: int, peaked: float = 0.8) -> Policy:
+def random_policy(seed: int, vocabulary: int, length: int, peaked: float = 0.8) -> TabularPolicy:
     """Dirichlet tables; the smaller `peaked`, the further from uniform."""
     rng = np.random.default_rng(seed)
     alpha = np.full(vocabulary, peaked)
-    return Policy(tuple(rng.dirichlet(alpha, vocabulary**at) for at in range(length)))
+    return TabularPolicy(tuple(rng.dirichlet(alpha, vocabulary**at) for at in range(length)))
 
 
-def mixture(one: Policy, other: Policy, share: float, top_p: float = 1.0) -> Policy:
-    """`share` of the other policy's tables in this one's, then top-p."""
+def mixture(
+    one: TabularPolicy, other: TabularPolicy, share: float, top_p: float = 1.0
+) -> TabularPolicy:
+    """(1 - `share`) of the first policy's tables plus `share` of the second's, then top-p."""
     tables = [(1 - share) * a + share * b for a, b in zip(one.tables, other.tables, strict=True)]
-    return Policy(tuple(nucleus(table, top_p) for table in tables))
+    return TabularPolicy(tuple(nucleus(table, top_p) for table in tables))
 
 
 def nucleus(table: Doubles, top_p: float) -> Doubles:
@@ -98,7 +102,7 @@ def draw(rng: np.random.Generator, table: Doubles) -> Codes:
 
 
 def contexts(tokens: Codes, vocabulary: int) -> Codes:
-    """`[n, L + 1]` the context before each token of `[n, L]`, and at last the cell."""
+    """`[n, L + 1]` the context before each token of `[n, L]`, and last the cell."""
     out = np.zeros((len(tokens), tokens.shape[1] + 1), np.int64)
     for at in range(tokens.shape[1]):
         out[:, at + 1] = out[:, at] * vocabulary + tokens[:, at]
@@ -110,26 +114,26 @@ def cells(tokens: Codes, vocabulary: int) -> Codes:
     return contexts(tokens, vocabulary)[:, -1]
 
 
-def listed(tokens: Codes, laws: Doubles, k: int) -> TopKDistributions:
-    """What an engine reports of `[N, V]` distributions: `tokens` `[N]` and the K most probable."""
-    ids = np.argsort(-laws, axis=1, kind="stable")[:, :k]
+def top_k_of(tokens: Codes, distributions: Doubles, k: int) -> TopKDistributions:
+    """What an engine reports of `[N, V]` distributions at which the `[N]` tokens were drawn."""
+    ids = np.argsort(-distributions, axis=1, kind="stable")[:, :k]
     with np.errstate(divide="ignore"):
-        logs = np.log(laws).astype(np.float32)
+        logs = np.log(distributions).astype(np.float32)
     values = np.take_along_axis(logs, ids, 1)
     ids = np.where(np.isneginf(values), -1, ids).astype(np.int32)
     return TopKDistributions(logs[np.arange(len(logs)), tokens], ids, values)
 
 
 def tail_draws(
-    rng: np.random.Generator, laws: Doubles, ids: NDArray[np.int32]
+    rng: np.random.Generator, distributions: Doubles, ids: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """`[N]` draws from `[N, V]` distributions outside `[N, K]` ids, and their log-probabilities."""
     row, place = np.nonzero(ids >= 0)
-    tail = laws.copy()
+    tail = distributions.copy()
     tail[row, ids[row, place]] = 0.0
-    there = tail.sum(1) > 0
-    tail[~there] = 1.0
-    drawn = np.where(there, draw(rng, tail), -1).astype(np.int32)
+    has_tail = tail.sum(1) > 0
+    tail[~has_tail] = 1.0
+    drawn = np.where(has_tail, draw(rng, tail), -1).astype(np.int32)
     with np.errstate(divide="ignore"):
-        logs = np.log(laws[np.arange(len(laws)), drawn])
-    return drawn, np.where(there, logs, -np.inf).astype(np.float32)
+        logs = np.log(distributions[np.arange(len(distributions)), drawn])
+    return drawn, np.where(has_tail, logs, -np.inf).astype(np.float32)

@@ -1,7 +1,8 @@
-"""The acceptance rules alone, on an enumerated model: as fast as they are, and without an engine.
+"""Modes that run the acceptance rules alone, on an enumerated model and without an engine.
 
-The drafts, or the kept tokens, come from an older policy; every sample has its own. Where a rule
-needs the kept tokens' distributions it gets what an engine has: the K = 2 most probable of four.
+The drafts, or the kept tokens, come from an older policy, independently for every sample. A rule
+that needs the distributions of the kept tokens gets what an engine has: the K = 2 most probable of
+four tokens.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import numpy as np
 from benchmarks.exactness.model import (
     Codes,
     Doubles,
-    Policy,
+    TabularPolicy,
     cells,
     draw,
-    listed,
     mixture,
     random_policy,
     tail_draws,
+    top_k_of,
 )
 from rollout.acceptance import accept_chain, accept_lenient, accept_tree, verify_kept
 
@@ -29,41 +30,42 @@ VOCABULARY, LENGTH, TOP_K, TREE_NODES = 4, 4, 2, 6
 
 
 @dataclass(frozen=True)
-class World:
-    """Two policies: the one that wrote drafts and kept tokens, and the one to follow."""
+class PolicyPair:
+    """The old policy, which drew the drafts and kept tokens, and the new one, to be sampled."""
 
-    old: Policy
-    new: Policy
+    old: TabularPolicy
+    new: TabularPolicy
     top_k: int = TOP_K
+    """Listed tokens of each kept token's distributions."""
 
 
 Outcome = tuple[Codes, dict[str, float]]
-"""`[n]` cells, and what else is worth telling: sums over the samples."""
-Sampler = Callable[[World, np.random.Generator, int], Outcome]
+"""`[n]` cells, and sums over the samples, such as tokens drafted and accepted."""
+Sampler = Callable[[PolicyPair, np.random.Generator, int], Outcome]
 
 
-def default_world(drift: float = 0.3, top_p: float = 0.95) -> World:
-    """Four tokens, four long; at top-p 0.95 some sequences are impossible, others only under q."""
+def default_pair(drift: float = 0.3, top_p: float = 0.95) -> PolicyPair:
+    """Four tokens, length four. At top-p 0.95 some sequences are impossible, some only under q."""
     old = random_policy(1, VOCABULARY, LENGTH)
     other = random_policy(2, VOCABULARY, LENGTH)
-    return World(mixture(old, old, 0.0, top_p), mixture(old, other, drift, top_p))
+    return PolicyPair(mixture(old, old, 0.0, top_p), mixture(old, other, drift, top_p))
 
 
-def plain(world: World, rng: np.random.Generator, count: int) -> Outcome:
-    """No drafts: what the statistics say of a sampler that cannot be wrong."""
-    return cells(world.new.sample(rng, count), world.new.vocabulary), {}
+def plain(pair: PolicyPair, rng: np.random.Generator, count: int) -> Outcome:
+    """No drafts: the control, what the statistics say of plain sampling."""
+    return cells(pair.new.sample(rng, count), pair.new.vocabulary), {}
 
 
-def chain(world: World, rng: np.random.Generator, count: int) -> Outcome:
-    """Chains that the old policy continues, of any length, again after each rejection."""
-    length = world.new.length
+def chain(pair: PolicyPair, rng: np.random.Generator, count: int) -> Outcome:
+    """Drafted chains of any length, drawn by the old policy anew after each rejection."""
+    length = pair.new.length
     text, done = np.zeros((count, length), np.int64), np.zeros(count, np.int64)
     accepted = drafted = 0
     while (rows := np.flatnonzero(done < length)).size:
         at = done[rows]
-        wanted = world.old.finish(rng, text[rows], at)
-        laws = world.new.along(wanted)
-        draws = draw(rng, laws.reshape(-1, laws.shape[2])).reshape(wanted.shape)
+        wanted = pair.old.complete(rng, text[rows], at)
+        distributions = pair.new.along(wanted)
+        draws = draw(rng, distributions.reshape(-1, distributions.shape[2])).reshape(wanted.shape)
         lengths = rng.integers(0, length - at)
         place = np.minimum(at[:, None] + np.arange(length), length - 1)
         samples = np.take_along_axis(draws, place, 1)
@@ -74,12 +76,12 @@ def chain(world: World, rng: np.random.Generator, count: int) -> Outcome:
         text[rows] = np.where(new, draws, text[rows])
         done[rows] += kept + 1
         accepted, drafted = accepted + int(kept.sum()), drafted + int(lengths.sum())
-    return cells(text, world.new.vocabulary), {"accepted": accepted, "drafted": drafted}
+    return cells(text, pair.new.vocabulary), {"accepted": accepted, "drafted": drafted}
 
 
-def tree(world: World, rng: np.random.Generator, count: int) -> Outcome:
-    """Random trees of up to six nodes; what each holds the old policy drew."""
-    length, vocabulary = world.new.length, world.new.vocabulary
+def tree(pair: PolicyPair, rng: np.random.Generator, count: int) -> Outcome:
+    """Random trees of up to six nodes, their tokens drawn by the old policy."""
+    length, vocabulary = pair.new.length, pair.new.vocabulary
     text, done = np.zeros((count, length), np.int64), np.zeros(count, np.int64)
     code = np.zeros(count, np.int64)
     accepted = drafted = 0
@@ -94,13 +96,13 @@ def tree(world: World, rng: np.random.Generator, count: int) -> Outcome:
             above = depth[np.arange(n), parent + 1]
             before = codes[np.arange(n), parent + 1]
             parents[:, node] = parent
-            tokens[:, node] = draw(rng, world.old.at(above, before))
+            tokens[:, node] = draw(rng, pair.old.at(above, before))
             depth[:, node + 1] = np.minimum(above + 1, length - 1)
             codes[:, node + 1] = before * vocabulary + tokens[:, node]
         counts = rng.integers(0, TREE_NODES + 1, n)
         counts[done[rows] == length - 1] = 0
         used = np.arange(TREE_NODES + 1) <= counts[:, None]
-        samples = draw(rng, world.new.at(depth[used], codes[used]))
+        samples = draw(rng, pair.new.at(depth[used], codes[used]))
         nodes = used[:, 1:]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         walks = accept_tree(samples, tokens[nodes], parents[nodes], offsets)
@@ -122,60 +124,62 @@ def _codes(text: Codes, done: Codes, vocabulary: int) -> Codes:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Kept tokens of n samples, flat: m tokens in all, each row cut at a random place."""
+class CutSamples:
+    """n samples of the old policy, each cut at a random place: m kept tokens in all."""
 
     text: Codes
-    """`[n, L]` what the old policy wrote; a row's first `lengths` tokens are kept."""
+    """`[n, L]` the whole samples; the first lengths[i] tokens of row i are kept."""
     lengths: Codes
+    """`[n]`"""
     tokens: Codes
-    """`[m]`"""
+    """`[m]` the kept tokens, row after row."""
     offsets: Codes
-    """`[n+1]`"""
+    """`[n+1]` row i's are tokens[offsets[i] : offsets[i+1]]."""
     old: Doubles
-    """`[m, V]`"""
+    """`[m, V]` the old policy's distribution at each kept token."""
     new: Doubles
+    """`[m, V]` the new policy's."""
 
 
-def keep(world: World, rng: np.random.Generator, count: int) -> Kept:
-    """Draw from the old policy, cut anywhere (a weight update comes when it likes)."""
-    text = world.old.sample(rng, count)
-    lengths = rng.integers(0, world.old.length + 1, count)
+def cut_samples(pair: PolicyPair, rng: np.random.Generator, count: int) -> CutSamples:
+    """Draw from the old policy and cut at random, as a weight update does."""
+    text = pair.old.sample(rng, count)
+    lengths = rng.integers(0, pair.old.length + 1, count)
     cut = np.arange(text.shape[1]) < lengths[:, None]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    old, new = world.old.along(text)[cut], world.new.along(text)[cut]
-    return Kept(text, lengths, text[cut], offsets, old, new)
+    old, new = pair.old.along(text)[cut], pair.new.along(text)[cut]
+    return CutSamples(text, lengths, text[cut], offsets, old, new)
 
 
-Rule = Callable[[World, Kept, np.random.Generator], tuple[Codes, Codes]]
-"""Gives `[n]` tokens accepted and `[n]` the token placed after them, -1: none."""
+Rule = Callable[[PolicyPair, CutSamples, np.random.Generator], tuple[Codes, Codes]]
+"""Returns `[n]` tokens accepted and `[n]` the token placed after them, -1 for none."""
 
 
 def follow(rule: Rule) -> Sampler:
-    """A sampler that judges kept tokens by a rule; then the new policy draws on."""
+    """A sampler that applies a rule to kept tokens and completes them with the new policy."""
 
-    def sampler(world: World, rng: np.random.Generator, count: int) -> Outcome:
-        kept = keep(world, rng, count)
-        accepted, token = rule(world, kept, rng)
+    def sampler(pair: PolicyPair, rng: np.random.Generator, count: int) -> Outcome:
+        kept = cut_samples(pair, rng, count)
+        accepted, token = rule(pair, kept, rng)
         text, placed = kept.text.copy(), np.flatnonzero(token >= 0)
         text[placed, accepted[placed]] = token[placed]
-        text = world.new.finish(rng, text, accepted + (token >= 0))
+        text = pair.new.complete(rng, text, accepted + (token >= 0))
         notes = {"accepted": float(accepted.sum()), "drafted": float(kept.lengths.sum())}
-        return cells(text, world.new.vocabulary), notes
+        return cells(text, pair.new.vocabulary), notes
 
     return sampler
 
 
 def verify(*, block: bool) -> Rule:
-    """`verify_kept`, with lists of the K most probable."""
+    """`verify_kept`, with lists of the K most probable tokens."""
 
-    def rule(world: World, kept: Kept, rng: np.random.Generator) -> tuple[Codes, Codes]:
-        now = listed(kept.tokens, kept.new, world.top_k)
-        tail_ids, tail_logprobs = tail_draws(rng, kept.new, now.topk_ids)
+    def rule(pair: PolicyPair, kept: CutSamples, rng: np.random.Generator) -> tuple[Codes, Codes]:
+        current = top_k_of(kept.tokens, kept.new, pair.top_k)
+        tail_ids, tail_logprobs = tail_draws(rng, kept.new, current.topk_ids)
         verdicts = verify_kept(
             kept.tokens,
-            listed(kept.tokens, kept.old, world.top_k),
-            now,
+            top_k_of(kept.tokens, kept.old, pair.top_k),
+            current,
             tail_ids=tail_ids,
             tail_logprobs=tail_logprobs,
             offsets=kept.offsets,
@@ -188,14 +192,14 @@ def verify(*, block: bool) -> Rule:
 
 
 def specrl(lenience: float) -> Rule:
-    """SPEC-RL's published rule; it knows q and p of the drawn token, whatever the top-K."""
+    """SPEC-RL's published rule; it knows q and p of the drawn token, also outside the top-K."""
 
-    def rule(world: World, kept: Kept, rng: np.random.Generator) -> tuple[Codes, Codes]:  # noqa: ARG001
+    def rule(pair: PolicyPair, kept: CutSamples, rng: np.random.Generator) -> tuple[Codes, Codes]:  # noqa: ARG001
         at = (np.arange(len(kept.tokens)), kept.tokens)
         with np.errstate(divide="ignore"):
-            drawn, now = np.log(kept.old[at]), np.log(kept.new[at])
+            drawn, current = np.log(kept.old[at]), np.log(kept.new[at])
         numbers = rng.random(len(kept.tokens))
-        accepted = accept_lenient(drawn, now, kept.offsets, numbers, lenience).astype(np.int64)
+        accepted = accept_lenient(drawn, current, kept.offsets, numbers, lenience).astype(np.int64)
         return accepted, np.full_like(accepted, -1)
 
     return rule

@@ -1,4 +1,4 @@
-"""Runs the modes of benchmarks.exactness and shows what they found."""
+"""Runs the modes of benchmarks.exactness and tabulates the results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from benchmarks.exactness import engines as exactness_engines
 from benchmarks.exactness import kept as exactness_kept
 from benchmarks.exactness.model import Codes, Doubles
-from benchmarks.exactness.pure import PURE, default_world
+from benchmarks.exactness.pure import PURE, default_pair
 from benchmarks.exactness.stats import Distance, distance
 from benchmarks.exactness.trap import TRAPS, trained
 
@@ -29,22 +29,22 @@ class Finding:
 
     mode: str
     exact: bool
-    """Whether it must be; otherwise a bias must show."""
+    """Whether the mode must be exact; otherwise its bias must be detected."""
     distance: Distance
     seconds: float
     notes: dict[str, float] = field(default_factory=dict)
     """Sums over the samples, such as tokens drafted and accepted."""
 
     @property
-    def fine(self) -> bool:
-        """Exact as far as can be seen, or biased as expected."""
+    def as_expected(self) -> bool:
+        """No deviation was detected in an exact mode, or the bias of a biased one was."""
         return (self.distance.p_value >= ALARM) == self.exact
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "exact": self.exact,
-            "fine": self.fine,
+            "fine": self.as_expected,
             "seconds": self.seconds,
             **self.distance.as_dict(),
             **self.notes,
@@ -53,52 +53,53 @@ class Finding:
 
 @dataclass
 class Tally:
-    """Counts in two independent halves, and sums of notes."""
+    """Counts of samples in two independent halves, and sums of notes."""
 
-    law: Doubles
+    probabilities: Doubles
+    """`[C]` of the cells, under the policy to be sampled."""
     halves: np.ndarray[Any, np.dtype[np.int64]] = field(init=False)
     notes: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.halves = np.zeros((2, len(self.law)), np.int64)
+        self.halves = np.zeros((2, len(self.probabilities)), np.int64)
 
     def add(self, cells: Codes, notes: dict[str, float]) -> None:
-        """Another wave of samples; alternate samples go to the other half."""
+        """Add a wave of samples; they go to the two halves alternately."""
         for half in (0, 1):
-            self.halves[half] += np.bincount(cells[half::2], minlength=len(self.law))
+            self.halves[half] += np.bincount(cells[half::2], minlength=len(self.probabilities))
         for name, value in notes.items():
             self.notes[name] = self.notes.get(name, 0.0) + value
 
     def finding(self, mode: str, exact: bool, began: float) -> Finding:
-        """Compare with the law."""
+        """Compare the counts with the enumerated distribution."""
         seconds = time.perf_counter() - began
-        return Finding(mode, exact, distance(self.halves, self.law), seconds, self.notes)
+        return Finding(mode, exact, distance(self.halves, self.probabilities), seconds, self.notes)
 
 
 def run_pure(mode: str, samples: int, seed: int) -> Finding:
-    """One of the modes without an engine."""
+    """Run a mode that needs no engine."""
     began = time.perf_counter()
     rng = np.random.default_rng([seed, MODES.index(mode)])
     if mode in TRAPS:
         trap, exact = TRAPS[mode]
-        tally = Tally(trained().law())
+        tally = Tally(trained().pair_distribution())
         for count in _waves(samples):
             tally.add(*trap(rng, count))
         return tally.finding(mode, exact, began)
     sampler, exact = PURE[mode]
-    world = default_world()
-    tally = Tally(world.new.law())
+    pair = default_pair()
+    tally = Tally(pair.new.sequence_distribution())
     for count in _waves(samples):
-        tally.add(*sampler(world, rng, count))
+        tally.add(*sampler(pair, rng, count))
     return tally.finding(mode, exact, began)
 
 
 def run_engine(kind: str, modes: Sequence[str], samples: int, seed: int) -> Iterator[Finding]:
-    """Modes of one engine. Raises `exactness_engines.UnavailableError` where it cannot run."""
+    """Run modes of one engine. Raises `UnavailableError` where it cannot run."""
     with exactness_engines.open_bench(kind, seed) as bench:
         for mode in modes:
             began = time.perf_counter()
-            tally = Tally(bench.law)
+            tally = Tally(bench.probabilities)
             for cells, notes in bench.waves(mode, samples):
                 tally.add(cells, notes)
             yield tally.finding(mode, True, began)
@@ -110,8 +111,8 @@ def _waves(samples: int) -> Iterator[int]:
 
 
 def table(findings: Sequence[Finding], missing: dict[str, str]) -> Table:
-    """What is printed."""
-    out = Table(title="total variation from the enumerated law")
+    """The printed table of all modes."""
+    out = Table(title="total variation from the enumerated distribution")
     for name in ("mode", "must be", "samples", "TV", "95% of the sampler's TV", "exact by chance"):
         out.add_column(name, justify="left" if name in ("mode", "must be") else "right")
     for name in ("p-value", "accepted", "seconds", ""):
@@ -128,7 +129,7 @@ def table(findings: Sequence[Finding], missing: dict[str, str]) -> Table:
             f"{seen.p_value:.2g}",
             f"{one.notes['accepted'] / drafted:.3f}" if drafted else "",
             f"{one.seconds:.0f}",
-            "ok" if one.fine else "WRONG",
+            "ok" if one.as_expected else "WRONG",
         )
     for mode, why in missing.items():
         out.add_row(mode, "exact", "MISSING", *[""] * 6, why)
@@ -136,7 +137,7 @@ def table(findings: Sequence[Finding], missing: dict[str, str]) -> Table:
 
 
 def kept_table(shares: Sequence[exactness_kept.Shares]) -> Table:
-    """Tokens kept by each rule."""
+    """The printed table of tokens kept by each rule."""
     out = Table(title="share of kept tokens that each rule keeps (64 tokens, Markov)")
     names = ("length", "K", "TV a token", "outside A", "token by token", "by block", "SPEC-RL l=1")
     for name in names:
@@ -153,7 +154,7 @@ def kept_table(shares: Sequence[exactness_kept.Shares]) -> Table:
 
 
 def measure(modes: Sequence[str], samples: int, seed: int) -> tuple[list[Finding], dict[str, str]]:
-    """Run modes in their order. Gives what was found, and why others are missing."""
+    """Run the modes; returns the findings, and for each mode that cannot run the reason."""
     findings = [run_pure(mode, samples, seed) for mode in modes if mode in PURE or mode in TRAPS]
     missing: dict[str, str] = {}
     for kind in exactness_engines.KINDS:
@@ -168,7 +169,7 @@ def measure(modes: Sequence[str], samples: int, seed: int) -> tuple[list[Finding
 
 
 def ratios(findings: Sequence[Finding]) -> dict[str, float]:
-    """TV over what chance shows: about 1 is exact."""
+    """Total variation over its mean by chance; about 1 for an exact sampler."""
     return {
         f"tv_vs_chance_{one.mode}": one.distance.tv / one.distance.tv_by_chance for one in findings
     }

@@ -1,15 +1,16 @@
-"""The trap: a policy trained on the very draws that it then re-verifies.
+"""The trap: a policy trained on the very samples that it then verifies.
 
-Per replication a softmax policy draws two sequences, rewards push it one step (REINFORCE), and
-what the *new* policy would say is asked for. Counted is the pair of what the policy was trained on
-and what came out, against
+In each replication a softmax policy draws a batch of two sequences, takes one REINFORCE step on
+them, and a sample of the *new* policy is asked for. The pairs (batch, sample) are counted and
+compared with
 
-    P(batch) * p_batch(out),
+    P(batch) * p_batch(sample),
 
-the law of a fresh sample of the policy that the batch made. Batch and policies are enumerated.
+the distribution of a fresh sample of the policy trained on that batch. Batches and policies are
+enumerated.
 
-    trap-minpq      the first drawn sequence again, accepted with min(1, p/q): repeats the past
-    trap-drafts     the same sequence as a draft only, fresh randomness (the default): exact
+    trap-minpq      the first sequence of the batch, accepted with min(1, p/q): repeats the past
+    trap-drafts     the same sequence as a draft, judged by fresh draws (the default): exact
     trap-untrained  a third sequence, drawn but not trained on, accepted with min(1, p/q): exact
 """
 
@@ -21,7 +22,7 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.exactness.model import Codes, Doubles, Policy, cells, draw, listed
+from benchmarks.exactness.model import Codes, Doubles, TabularPolicy, cells, draw, top_k_of
 from rollout.acceptance import accept_chain, verify_kept
 
 VOCABULARY, LENGTH, STEP = 3, 2, 1.5
@@ -30,29 +31,29 @@ _TEXTS = np.stack(np.divmod(np.arange(SEQUENCES), VOCABULARY), axis=1)
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The policy before, and one for every ordered pair of sequences it can have drawn."""
+class TrainedPolicies:
+    """The policy before training, and the one that each ordered pair of sequences leads to."""
 
-    before: Policy
+    before: TabularPolicy
     root: Doubles
-    """`[B, V]` p(first token) of the policy that batch b made, B = 9 * 9."""
+    """`[B, V]` p(first token) of the policy trained on batch b, B = 9 * 9."""
     then: Doubles
     """`[B, V, V]` p(second | first)."""
 
-    def law(self) -> Doubles:
-        """`[B * 9]` the law of (batch, fresh sample of the policy that it made)."""
-        first = self.before.law()
+    def pair_distribution(self) -> Doubles:
+        """`[B * 9]` probability of each (batch, fresh sample of the policy trained on it)."""
+        first = self.before.sequence_distribution()
         batches = (first[:, None] * first).ravel()
         after = (self.root[:, :, None] * self.then).reshape(len(batches), SEQUENCES)
         return (batches[:, None] * after).ravel()
 
     def along(self, batch: Codes, text: Codes) -> Doubles:
-        """`[n, 2, V]` the distributions of batch i's policy at both positions of text i."""
+        """`[n, 2, V]` the distributions of the policy of batch[i] at both positions of text[i]."""
         return np.stack([self.root[batch], self.then[batch, text[:, 0]]], axis=1)
 
 
 @cache
-def trained() -> Trained:
+def trained() -> TrainedPolicies:
     """One REINFORCE step of size STEP for every batch, from random logits and rewards."""
     rng = np.random.default_rng(5)
     logits = [rng.normal(size=(1, VOCABULARY)), rng.normal(size=(VOCABULARY, VOCABULARY))]
@@ -70,21 +71,21 @@ def trained() -> Trained:
                 changed[table][where] += STEP * rewards[one] * slope / len(batch)
         roots.append(np.exp(changed[0][0]) / np.exp(changed[0][0]).sum())
         thens.append(np.exp(changed[1]) / np.exp(changed[1]).sum(1, keepdims=True))
-    return Trained(Policy(tuple(tables)), np.stack(roots), np.stack(thens))
+    return TrainedPolicies(TabularPolicy(tuple(tables)), np.stack(roots), np.stack(thens))
 
 
 Trap = Callable[[np.random.Generator, int], tuple[Codes, dict[str, float]]]
 
 
 def min_pq(rng: np.random.Generator, count: int) -> tuple[Codes, dict[str, float]]:
-    """Verify the first sequence of the batch by the rule for untrained tokens."""
+    """Apply the rule for untrained tokens to the first sequence of the batch."""
     first, second = trained().before.sample(rng, count), trained().before.sample(rng, count)
     batch = _batch(first, second)
     return _outcome(batch, _verified(rng, batch, first), first)
 
 
 def untrained(rng: np.random.Generator, count: int) -> tuple[Codes, dict[str, float]]:
-    """Verify a third sequence of the same policy, which the step did not see."""
+    """Apply it to a third sequence of the same policy, which was not trained on."""
     first, second, third = (trained().before.sample(rng, count) for _ in range(3))
     batch = _batch(first, second)
     return _outcome(batch, _verified(rng, batch, third), third)
@@ -100,7 +101,7 @@ def drafts(rng: np.random.Generator, count: int) -> tuple[Codes, dict[str, float
     lengths = np.full(count, LENGTH, np.int32)
     kept = accept_chain(samples, first.astype(np.int32), lengths)
     text = np.where(np.arange(LENGTH) <= kept[:, None], samples[:, :LENGTH], 0)
-    return _outcome(batch, _finish(rng, batch, text, kept + 1), first)
+    return _outcome(batch, _complete(rng, batch, text, kept + 1), first)
 
 
 def _batch(first: Codes, second: Codes) -> Codes:
@@ -108,14 +109,14 @@ def _batch(first: Codes, second: Codes) -> Codes:
 
 
 def _verified(rng: np.random.Generator, batch: Codes, text: Codes) -> Codes:
-    """min(1, p/q) and its residual with nothing left out: the lists hold all tokens."""
+    """min(1, p/q) and its residual; nothing is left out, because the lists hold all tokens."""
     count, tokens = len(text), text.ravel()
     before = trained().before.along(text).reshape(-1, VOCABULARY)
     after = trained().along(batch, text).reshape(-1, VOCABULARY)
     verdicts = verify_kept(
         tokens,
-        listed(tokens, before, VOCABULARY),
-        listed(tokens, after, VOCABULARY),
+        top_k_of(tokens, before, VOCABULARY),
+        top_k_of(tokens, after, VOCABULARY),
         tail_ids=np.full(len(tokens), -1),
         tail_logprobs=np.full(len(tokens), -np.inf),
         offsets=np.arange(count + 1) * LENGTH,
@@ -124,10 +125,10 @@ def _verified(rng: np.random.Generator, batch: Codes, text: Codes) -> Codes:
     )
     out, placed = text.copy(), np.flatnonzero(verdicts.token >= 0)
     out[placed, verdicts.accepted[placed]] = verdicts.token[placed]
-    return _finish(rng, batch, out, verdicts.accepted + (verdicts.token >= 0))
+    return _complete(rng, batch, out, verdicts.accepted + (verdicts.token >= 0))
 
 
-def _finish(rng: np.random.Generator, batch: Codes, text: Codes, done: Codes) -> Codes:
+def _complete(rng: np.random.Generator, batch: Codes, text: Codes, done: Codes) -> Codes:
     text = text.copy()
     for at in range(LENGTH):
         text[:, at] = np.where(
@@ -137,13 +138,13 @@ def _finish(rng: np.random.Generator, batch: Codes, text: Codes, done: Codes) ->
 
 
 def _outcome(batch: Codes, out: Codes, past: Codes) -> tuple[Codes, dict[str, float]]:
-    """Cells of (batch, out); how often the past came again, and how often it should have."""
+    """Cells of (batch, out), how often the past was repeated, and how often it should have been."""
     at = cells(past, VOCABULARY)
-    fresh = trained().law().reshape(-1, SEQUENCES)
+    fresh = trained().pair_distribution().reshape(-1, SEQUENCES)
     fresh = fresh / fresh.sum(1, keepdims=True)
-    came = cells(out, VOCABULARY)
-    notes = {"repeated": float((came == at).sum()), "repeated_fresh": float(fresh[batch, at].sum())}
-    return batch * SEQUENCES + came, notes
+    cell = cells(out, VOCABULARY)
+    notes = {"repeated": float((cell == at).sum()), "repeated_fresh": float(fresh[batch, at].sum())}
+    return batch * SEQUENCES + cell, notes
 
 
 TRAPS: dict[str, tuple[Trap, bool]] = {

@@ -112,9 +112,9 @@ def policies(learning: bool = True) -> list[Any]:
     """Two random Qwen3 models that differ by 0.13-0.15 (total variation) at a token; or one."""
     import torch
 
-    from benchmarks.exactness.engines import tiny_model
+    from benchmarks.tiny_models import random_qwen3
 
-    one, other, two = (tiny_model(seed, VOCABULARY) for seed in (_SEED, 1000 + _SEED, _SEED))
+    one, other, two = (random_qwen3(seed, VOCABULARY) for seed in (_SEED, 1000 + _SEED, _SEED))
     with torch.no_grad():
         for mine, theirs in zip(two.parameters(), other.parameters(), strict=True):
             mine.lerp_(theirs, _DRIFT if learning else 0.0)

@@ -1,8 +1,8 @@
-"""benchmarks.exactness in miniature: exact modes pass, biased ones are seen, gaps are named.
+"""benchmarks.exactness at a small size: exact modes pass, biased ones are detected, missing named.
 
-An exact mode fails with probability 0.001 if its seed were drawn anew (total variation that chance
-exceeds once in 1,000 runs); there are 7 here. Seeds are fixed: this passes or fails for good. The
-three modes of the torch engine fail with probability 1e-6 each.
+False alarms: an exact mode fails with probability 0.001 for a new seed (its total variation exceeds
+the value that chance exceeds once in 1,000 runs); there are 7 of them. The three modes of the torch
+engine fail with probability 1e-6 each. Seeds are fixed: a test always passes or always fails.
 """
 
 from __future__ import annotations
@@ -13,18 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.exactness import (
-    engines as exactness_engines,
-)
-from benchmarks.exactness import (
-    kept as exactness_kept,
-)
-from benchmarks.exactness import (
-    main as exactness,
-)
-from benchmarks.exactness import (
-    report as exactness_report,
-)
+from benchmarks.exactness import engines, kept, main, report
 from benchmarks.exactness.model import draw, random_policy
 from benchmarks.exactness.pure import PURE
 from benchmarks.exactness.stats import distance
@@ -33,9 +22,9 @@ from benchmarks.exactness.trap import TRAPS
 
 @pytest.mark.parametrize("mode", [*PURE, *TRAPS])
 def test_modes_are_as_exact_as_they_say(mode: str) -> None:
-    found = exactness_report.run_pure(mode, exactness_report.QUICK, 0)
-    assert found.fine, found
-    assert found.distance.samples == exactness_report.QUICK
+    found = report.run_pure(mode, report.QUICK, 0)
+    assert found.as_expected, found
+    assert found.distance.samples == report.QUICK
     if found.exact:
         assert found.distance.tv_low < 0.01
         assert found.distance.tv < found.distance.tv_by_chance_999
@@ -44,17 +33,14 @@ def test_modes_are_as_exact_as_they_say(mode: str) -> None:
 
 
 def test_the_trap_repeats_the_past_and_drafts_do_not() -> None:
-    notes = {
-        m: exactness_report.run_pure(m, exactness_report.QUICK, 0).notes
-        for m in ("trap-minpq", "trap-drafts")
-    }
+    notes = {m: report.run_pure(m, report.QUICK, 0).notes for m in ("trap-minpq", "trap-drafts")}
     assert notes["trap-minpq"]["repeated"] > 2 * notes["trap-minpq"]["repeated_fresh"]
     drafts = notes["trap-drafts"]
     assert drafts["repeated"] == pytest.approx(drafts["repeated_fresh"], rel=0.06)
 
 
-def test_by_block_more_is_kept_the_longer_the_row() -> None:
-    short, long = (exactness_kept.measure(0.03, n, 64, 10_240 // n) for n in (16, 512))
+def test_by_block_keeps_more_the_longer_the_row() -> None:
+    short, long = (kept.measure(0.03, n, 64, 10_240 // n) for n in (16, 512))
     assert long.token < long.block
     assert short.block / short.token < 1.2
     assert long.block / long.token > 1.3
@@ -64,42 +50,45 @@ def test_by_block_more_is_kept_the_longer_the_row() -> None:
 # The statistics.
 
 
-def test_the_interval_covers_what_it_should() -> None:
-    """Samplers of known distance: 200 intervals of two ends, each of which fails 1 in 40 times."""
-    law = random_policy(0, 16, 1).law()
-    other = random_policy(1, 16, 1).law()
+def test_the_confidence_interval_covers_the_true_distance() -> None:
+    """Samplers of known distance: 200 intervals, each end of which fails 1 time in 40."""
+    probabilities = random_policy(0, 16, 1).sequence_distribution()
+    other = random_policy(1, 16, 1).sequence_distribution()
     rng = np.random.default_rng(0)
     missed = {"low": 0, "high": 0}
     for share in (0.0, 0.01, 0.1, 0.5):
-        truth = (1 - share) * law + share * other
-        tv = 0.5 * np.abs(truth - law).sum()
+        truth = (1 - share) * probabilities + share * other
+        tv = 0.5 * np.abs(truth - probabilities).sum()
         for _ in range(50):
             counts = rng.multinomial(5000, truth, size=2)
-            seen = distance(counts, law)
+            seen = distance(counts, probabilities)
             missed["low"] += seen.tv_low > tv
             missed["high"] += seen.tv_high < tv
             assert seen.tv_low <= seen.tv_high
-    # Binomial(200, 0.025): more than 17 comes once in 100,000.
+    # Binomial(200, 0.025) exceeds 17 once in 100,000.
     assert max(missed.values()) <= 17
 
 
-def test_p_values_of_exact_samples_are_spread_evenly() -> None:
-    law = random_policy(0, 8, 1).law()
+def test_p_values_of_exact_samples_are_uniform() -> None:
+    probabilities = random_policy(0, 8, 1).sequence_distribution()
     rng = np.random.default_rng(0)
-    values = [distance(rng.multinomial(2000, law, size=2), law).p_value for _ in range(60)]
+    values = [
+        distance(rng.multinomial(2000, probabilities, size=2), probabilities).p_value
+        for _ in range(60)
+    ]
     assert 0.3 < np.mean(values) < 0.7
     assert min(values) > 1e-5
 
 
-def test_what_is_impossible_is_never_exact() -> None:
-    law = np.array([0.5, 0.5, 0.0])
-    seen = distance(np.array([[500, 500, 0], [500, 500, 1]]), law)
+def test_a_sample_of_probability_zero_is_never_exact() -> None:
+    probabilities = np.array([0.5, 0.5, 0.0])
+    seen = distance(np.array([[500, 500, 0], [500, 500, 1]]), probabilities)
     assert seen.p_value == 0.0
     with pytest.raises(ValueError, match="counts"):
-        distance(np.array([[1, 2], [1, 1]]), law)
+        distance(np.array([[1, 2], [1, 1]]), probabilities)
 
 
-def test_draws_are_from_the_tables() -> None:
+def test_draws_follow_the_tables() -> None:
     table = np.array([[0.0, 1.0, 0.0], [0.25, 0.0, 0.75]])
     drawn = draw(np.random.default_rng(0), np.repeat(table, 4000, axis=0))
     assert (drawn[:4000] == 1).all()
@@ -110,14 +99,14 @@ def test_draws_are_from_the_tables() -> None:
 # The command.
 
 
-def test_what_cannot_run_is_missing_loudly(
+def test_modes_that_cannot_run_are_reported_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(exactness_engines.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(exactness_kept, "table", lambda quick: [])
+    monkeypatch.setattr(engines.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(kept, "table", lambda quick: [])
     file = tmp_path / "exactness.json"
     modes = "plain,specrl-1,vllm-chain,vllm-verify"
-    assert exactness.main(["--samples", "5000", "--modes", modes, "--json", str(file)]) == 0
+    assert main.main(["--samples", "5000", "--modes", modes, "--json", str(file)]) == 0
     said = capsys.readouterr()
     assert said.err.count("MISSING") == 2
     assert said.out.count("MISSING") == 2
@@ -127,10 +116,10 @@ def test_what_cannot_run_is_missing_loudly(
     assert raw["modes"]["plain"]["samples"] == 5000
 
 
-def test_a_sampler_that_is_wrong_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_sampler_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PURE, "plain", (PURE["specrl-1"][0], True))
-    monkeypatch.setattr(exactness_kept, "table", lambda quick: [])
-    assert exactness.main(["--samples", "20000", "--modes", "plain"]) == 1
+    monkeypatch.setattr(kept, "table", lambda quick: [])
+    assert main.main(["--samples", "20000", "--modes", "plain"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -141,12 +130,12 @@ def test_bad_options_are_refused(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        exactness.main(arguments)
+        main.main(arguments)
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["torch-chain", "torch-tree", "torch-verify"])
 def test_the_torch_engine_is_certified(mode: str) -> None:
-    (found,) = exactness_report.run_engine("torch", [mode], 6000, 0)
-    assert found.fine, found
+    (found,) = report.run_engine("torch", [mode], 6000, 0)
+    assert found.as_expected, found
     assert found.notes["accepted"] > 500

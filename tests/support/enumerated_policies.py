@@ -25,23 +25,23 @@ from rollout.trajectory import FloatArray, IntArray
 
 PROMPT = np.array([4, 0, 7], np.int32)
 LENGTH = 4
-"""Most tokens of a response."""
+"""Most tokens in a response."""
 
-Law = dict[tuple[int, ...], float]
+Distribution = dict[tuple[int, ...], float]
 
 
 @dataclass(frozen=True)
 class Case:
-    """How a policy is sampled, and how it came to differ from the one that wrote the drafts."""
+    """How a policy is sampled, and how far it is from the policy that generated the drafts."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     drift: float = 0.3
-    """0: the policy that wrote the drafts; 1: another one altogether."""
+    """0: the same policy as the drafts'; 1: an unrelated one."""
 
 
 class EagerPlanner(DraftPlanner):
-    """Drafts all it may: what a test sees must not depend on how long a step took."""
+    """Drafts as much as allowed, so that a test does not depend on how long a step took."""
 
     def __init__(self, *, max_step_tokens: int, max_draft_tokens: int) -> None:
         super().__init__(max_step_tokens=max_step_tokens, max_draft_tokens=max_draft_tokens)
@@ -61,7 +61,7 @@ class EagerPlanner(DraftPlanner):
 
 
 def policies(drift: float) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The policy that wrote the drafts, and the one to sample from."""
+    """The policy that generates the drafts, and the one to sample from."""
     old, other = make_qwen3(seed=0), make_qwen3(seed=1)
     new = make_qwen3(seed=0)
     with torch.no_grad():
@@ -105,7 +105,7 @@ def request(case: Case, name: str, seed: int, *, top_k: int = 0, **fields: Any) 
 
 
 def run(core: DecodeCore, requests: Sequence[GenerateRequest]) -> dict[str, list[TokenChunk]]:
-    """Serve them all; gives each one's chunks."""
+    """Serve all requests; returns the chunks of each."""
     out: dict[str, list[TokenChunk]] = {r.request_id: [] for r in requests}
     for one in requests:
         core.add(one)
@@ -122,7 +122,7 @@ def text_of(chunks: list[TokenChunk]) -> tuple[int, ...]:
 def sample(
     core: DecodeCore, case: Case, count: int, first_seed: int, old: list[IntArray] | None = None
 ) -> list[tuple[int, ...]]:
-    """`count` responses; with `old`, each drafts from one of those first."""
+    """`count` responses; with `old`, each request brings one of those as its draft."""
     none = np.empty(0, np.int32)
     requests = [
         request(case, f"{i}", first_seed + i, draft_tokens=old[i % len(old)] if old else none)
@@ -131,16 +131,16 @@ def sample(
     return [text_of(chunks) for chunks in run(core, requests).values()]
 
 
-def enumerate_law(model: torch.nn.Module, case: Case) -> Law:
+def enumerate_distribution(model: torch.nn.Module, case: Case) -> Distribution:
     """Probability of every response: ends with STOP, or has LENGTH tokens."""
-    law: Law = {}
-    frontier: Law = {(): 1.0}
+    distribution: Distribution = {}
+    frontier: Distribution = {(): 1.0}
     for _ in range(LENGTH):
         texts = list(frontier)
         ids = torch.tensor([[*PROMPT.tolist(), *text] for text in texts])
         with torch.no_grad():
             logits = model(ids).logits[:, -1].double() / case.temperature
-        grown: Law = {}
+        grown: Distribution = {}
         for text, row in zip(texts, torch.softmax(logits, -1).numpy(), strict=True):
             order = np.argsort(-row)
             before = np.cumsum(row[order]) - row[order]
@@ -148,22 +148,22 @@ def enumerate_law(model: torch.nn.Module, case: Case) -> Law:
             for token in kept:
                 mass = frontier[text] * row[token] / row[kept].sum()
                 ended = token == STOP or len(text) + 1 == LENGTH
-                (law if ended else grown)[(*text, int(token))] = mass
+                (distribution if ended else grown)[(*text, int(token))] = mass
         frontier = grown
-    assert abs(sum(law.values()) - 1) < 1e-9
-    return law
+    assert abs(sum(distribution.values()) - 1) < 1e-9
+    return distribution
 
 
-def p_value(written: Sequence[tuple[int, ...]], law: Law) -> float:
+def p_value(responses: Sequence[tuple[int, ...]], distribution: Distribution) -> float:
     """Chi-square, cells of fewer than 5 expected sequences pooled by their first tokens."""
-    counts = Counter(written)
-    assert set(counts) <= set(law), "a sequence of probability 0 was written"
+    counts = Counter(responses)
+    assert set(counts) <= set(distribution), "a sequence of probability 0 was generated"
     observed: Counter[tuple[Any, ...]] = Counter()
     expected: Counter[tuple[Any, ...]] = Counter()
-    for text, mass in law.items():
-        cell = text if mass * len(written) >= 5 else ("rest", len(text), text[0])
+    for text, mass in distribution.items():
+        cell = text if mass * len(responses) >= 5 else ("rest", len(text), text[0])
         observed[cell] += counts[text]
-        expected[cell] += mass * len(written)
+        expected[cell] += mass * len(responses)
     rare = [cell for cell in expected if expected[cell] < 5]
     for cell in rare:
         observed[("rest",)] += observed.pop(cell)
@@ -172,8 +172,8 @@ def p_value(written: Sequence[tuple[int, ...]], law: Law) -> float:
     return float(stats.chisquare([observed[c] for c in cells], [expected[c] for c in cells]).pvalue)
 
 
-def total_variation(written: Sequence[tuple[int, ...]], law: Law) -> float:
-    """Between the empirical distribution and the law."""
-    counts = Counter(written)
-    texts = set(counts) | set(law)
-    return sum(abs(counts[t] / len(written) - law.get(t, 0.0)) for t in texts) / 2
+def total_variation(responses: Sequence[tuple[int, ...]], distribution: Distribution) -> float:
+    """Total variation between the frequencies of responses and their distribution."""
+    counts = Counter(responses)
+    texts = set(counts) | set(distribution)
+    return sum(abs(counts[t] / len(responses) - distribution.get(t, 0.0)) for t in texts) / 2

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from scipy.stats import chi2
 
+from benchmarks.tiny_models import random_qwen3
 from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
@@ -34,31 +35,8 @@ WAYS: list[dict[str, float]] = [
 
 
 def make_model(seed: int) -> Any:
-    """A random Qwen3 whose next-token distributions are neither flat nor certain."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            num_hidden_layers=2,
-            intermediate_size=64,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=MAX_LEN,
-            tie_word_embeddings=True,
-            eos_token_id=None,
-            bos_token_id=None,
-        )
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                scale = 0.25 if "embed" in name else 0.3
-                parameter.copy_(torch.randn_like(parameter) * scale)
-    return model.float().eval()
+    """A random Qwen3 of VOCAB tokens."""
+    return random_qwen3(seed, VOCAB, max_length=MAX_LEN, embedding_scale=0.25, weight_scale=0.3)
 
 
 @dataclass

@@ -10,7 +10,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from enumerated_policies import Case, core_of, enumerate_law, p_value, policies, sample, slots_with
+from enumerated_policies import (
+    Case,
+    core_of,
+    enumerate_distribution,
+    p_value,
+    policies,
+    sample,
+    slots_with,
+)
 from tiny_models import VOCAB
 from tree_sources import CorruptTrees, RandomTrees
 
@@ -41,7 +49,7 @@ def test_drafts_of_another_policy_leave_the_law_alone(
     torch.set_num_threads(1)
     case = CASES[name]
     old, new = policies(case.drift)
-    law = enumerate_law(new, case)
+    distribution = enumerate_distribution(new, case)
     cache = RolloutCache(CacheConfig(max_bytes=1 << 22, min_match=1, min_probability=0.0))
     model = slots_with(tiny_qwen3, old)
     earlier = sample(core_of(model, cache), case, 400, first_seed=10**6)
@@ -53,7 +61,7 @@ def test_drafts_of_another_policy_leave_the_law_alone(
     drafted = core.stats()
     assert drafted.tokens.drafted > SAMPLES / 2
     assert 0 < drafted.tokens.accepted < drafted.tokens.drafted
-    assert p_value(written, law) > FALSE_ALARM
+    assert p_value(written, distribution) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("kind", [RandomTrees, CorruptTrees])
@@ -67,7 +75,7 @@ def test_trees_of_an_adversary_leave_the_law_alone(
     written = sample(core, Case(), SAMPLES, 0)
     assert core.stats().tokens.drafted > SAMPLES / 5
     assert core.stats().tokens.accepted > SAMPLES / 50
-    assert p_value(written, enumerate_law(new, Case())) > FALSE_ALARM
+    assert p_value(written, enumerate_distribution(new, Case())) > FALSE_ALARM
 
 
 def test_the_test_can_fail(tiny_qwen3: str) -> None:
@@ -75,4 +83,4 @@ def test_the_test_can_fail(tiny_qwen3: str) -> None:
     torch.set_num_threads(1)
     old, new = policies(0.3)
     written = sample(core_of(slots_with(tiny_qwen3, old), None), Case(), 4000, 0)
-    assert p_value(written, enumerate_law(new, Case())) < FALSE_ALARM
+    assert p_value(written, enumerate_distribution(new, Case())) < FALSE_ALARM

@@ -1,7 +1,7 @@
 """What the torch engine writes behind a verification follows the current policy: chi-square.
 
 An old policy writes texts; the current one, which has drifted away, verifies them and goes on.
-Over fresh old texts and fresh seeds the results must follow the current policy's enumerated law.
+Over fresh old texts and fresh seeds the results must follow the current policy's enumerated distribution.
 A comparison fails when its p-value is below 1e-4; with the 6 here that must pass, a correct engine
 would fail one run in 1,600 if seeds were random. They are fixed: a run always passes or fails.
 """
@@ -16,7 +16,7 @@ import torch
 from enumerated_policies import (
     Case,
     core_of,
-    enumerate_law,
+    enumerate_distribution,
     p_value,
     policies,
     request,
@@ -115,7 +115,7 @@ def test_verified_and_resumed_texts_follow_the_current_policy(tiny_qwen3: str, n
     written, verified = resumed(core, reuse, texts)
     assert verified > SAMPLES / 10
     assert verified < sum(map(len, texts)) / reuse.every
-    assert p_value(written, enumerate_law(new, reuse.case)) > FALSE_ALARM
+    assert p_value(written, enumerate_distribution(new, reuse.case)) > FALSE_ALARM
 
 
 def test_lenient_texts_do_not_and_the_test_sees_it(tiny_qwen3: str) -> None:
@@ -127,13 +127,13 @@ def test_lenient_texts_do_not_and_the_test_sees_it(tiny_qwen3: str) -> None:
     texts = old_texts(model, reuse, SAMPLES)
     core = core_of(model, None, **WIDE)
     core.update_weights(new.state_dict().items(), 1)
-    law = enumerate_law(new, reuse.case)
+    distribution = enumerate_distribution(new, reuse.case)
     away, kept = [], []
     for lenience in (None, 1.0, float(np.exp(0.5))):
         lenient = [replace(text, lenience=lenience) for text in texts]
         written, verified = resumed(core, reuse, lenient)
-        away.append(total_variation(written, law))
+        away.append(total_variation(written, distribution))
         kept.append(verified)
-        assert (p_value(written, law) > FALSE_ALARM) == (lenience is None)
+        assert (p_value(written, distribution) > FALSE_ALARM) == (lenience is None)
     assert away[0] < away[1] < away[2]
     assert kept[1] < kept[2]

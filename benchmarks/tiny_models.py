@@ -1,0 +1,50 @@
+"""Random Qwen3 models so small that every response can be enumerated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def random_qwen3(
+    seed: int,
+    vocabulary: int,
+    *,
+    max_length: int = 64,
+    embedding_scale: float = 0.3,
+    weight_scale: float = 0.4,
+) -> Any:
+    """A random Qwen3 whose next-token distributions are neither flat nor certain.
+
+    Args:
+        seed: of the weights.
+        vocabulary: number of token ids; none of them is special.
+        max_length: longest sequence, prompt included.
+        embedding_scale: standard deviation of the (tied) embeddings.
+        weight_scale: standard deviation of the other matrices.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocabulary,
+            hidden_size=32,
+            num_hidden_layers=2,
+            intermediate_size=64,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,  # the smallest that vLLM's CPU attention supports
+            max_position_embeddings=max_length,
+            tie_word_embeddings=True,
+            eos_token_id=None,
+            bos_token_id=None,
+        )
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                scale = embedding_scale if "embed" in name else weight_scale
+                parameter.copy_(torch.randn_like(parameter) * scale)
+    return model.float().eval()
