@@ -1,4 +1,4 @@
-"""Token trees: the walk along fresh draws, against its definition and against enumerated laws."""
+"""Token trees: acceptance by fresh draws against its definition and enumerated distributions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.exactness.model import random_policy
-from benchmarks.exactness.pure import World, default_world, tree
+from benchmarks.exactness.pure import PolicyPair, default_pair, tree
 from benchmarks.exactness.stats import distance
 from rollout.acceptance import accept_chain, accept_tree
 
 FALSE_ALARM = 1e-5
-"""Of each chi-square here if its seed were drawn anew; there are two that must pass."""
+"""False-alarm rate of each chi-square test for a new seed; two must pass."""
 
 
 def walk(samples: list[int], tokens: list[int], parents: list[int]) -> list[int]:
-    """One row by the definition: nodes visited."""
+    """The nodes visited in one row, by the definition."""
     path: list[int] = []
     while True:
         at = path[-1] if path else -1
@@ -42,7 +42,7 @@ rows_of_trees = st.lists(
 
 @settings(deadline=None)  # the first call compiles
 @given(rows_of_trees)
-def test_it_is_the_definition_row_by_row(
+def test_it_follows_the_definition_row_by_row(
     rows: list[tuple[list[int], list[int], tuple[int, ...]]],
 ) -> None:
     offsets = np.cumsum([0, *(len(tokens) for _, tokens, _ in rows)])
@@ -63,7 +63,7 @@ def test_it_is_the_definition_row_by_row(
 
 @settings(deadline=None)  # the first call compiles
 @given(st.integers(0, 2**32 - 1))
-def test_on_chains_it_is_the_point_mass_rule(seed: int) -> None:
+def test_on_chains_it_equals_accept_chain(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows, width = rng.integers(1, 5), rng.integers(0, 5)
     samples = rng.integers(0, 2, (rows, width + 1)).astype(np.int32)
@@ -88,22 +88,22 @@ def test_a_parent_behind_its_child_or_a_wild_index_only_loses_acceptance() -> No
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_sampled_through_trees_the_law_is_the_models(top_p: float) -> None:
-    world = default_world(top_p=top_p)
-    law = world.new.law()
-    cells, notes = tree(world, np.random.default_rng(0), 60_000)
-    halves = np.stack([np.bincount(cells[i::2], minlength=len(law)) for i in (0, 1)])
+def test_samples_drafted_by_trees_follow_the_policy(top_p: float) -> None:
+    pair = default_pair(top_p=top_p)
+    probabilities = pair.new.sequence_distribution()
+    cells, notes = tree(pair, np.random.default_rng(0), 60_000)
+    halves = np.stack([np.bincount(cells[i::2], minlength=len(probabilities)) for i in (0, 1)])
     assert notes["accepted"] > 10_000
-    assert distance(halves, law).p_value > FALSE_ALARM
+    assert distance(halves, probabilities).p_value > FALSE_ALARM
 
 
-def test_reusing_the_draw_that_was_no_child_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong walk: the children are tried until one accepts, each with a draw of its own.
+def test_reusing_the_draw_that_was_no_child_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong rule: each child is tried with a draw of its own until one accepts.
 
-    That is a sampler which prefers what was drafted; here through the same statistics.
+    It prefers drafted tokens, and the same statistic detects that.
     """
     policy = random_policy(3, vocabulary=4, length=1)
-    p = policy.law()
+    p = policy.sequence_distribution()
     rng = np.random.default_rng(0)
     children = np.array([0, 1])
     draws = rng.choice(4, size=(20_000, 3), p=p)
@@ -119,10 +119,10 @@ def test_reusing_the_draw_that_was_no_child_is_seen(monkeypatch: pytest.MonkeyPa
     assert distance(counts, p).p_value > FALSE_ALARM
 
 
-def test_the_world_is_worth_testing_in() -> None:
-    world = default_world()
-    assert isinstance(world, World)
-    old, new = world.old.law(), world.new.law()
+def test_the_policy_pair_has_impossible_sequences_on_both_sides() -> None:
+    pair = default_pair()
+    assert isinstance(pair, PolicyPair)
+    old, new = pair.old.sequence_distribution(), pair.new.sequence_distribution()
     assert 0.1 < 0.5 * np.abs(old - new).sum() < 0.5
     assert ((new == 0) & (old > 0)).any()
     assert ((new > 0) & (old == 0)).any()
