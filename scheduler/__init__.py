@@ -1,1 +1,1 @@
-"""Pure decisions: events in, commands out."""
+"""Pure decisions: events in, commands out. Begin with `scheduler.scheduler`."""

@@ -1,4 +1,4 @@
-"""What the scheduler decides. The controller carries these out in the order given."""
+"""Commands: what the scheduler decides. The controller carries them out in the order given."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from rollout.trajectory import SampleId
 
 
 class StartSample(msgspec.Struct, frozen=True, gc=False):
-    """Have a generator write a sample and hold it. A reissued sample keeps its id."""
+    """Have a generator generate a sample and hold it. A reissued sample keeps its id."""
 
     generator: str
     sample: SampleId
     priority: int = 0
-    """0: its tokens can be trained on as they are. Above: run-ahead, by so many versions."""
+    """0: the tokens can be trained on without verification. Above 0: the sample runs ahead, by this
+    many policy versions."""
 
 
 class VerifySamples(msgspec.Struct, frozen=True):
-    """Have a generator verify what it has of these samples, and write on from what is accepted.
+    """Have a generator verify the tokens of these samples and resume from the accepted prefix.
 
-    Only tokens of a version below `min_version` are the reason: a generator that verifies or
-    verified them under a version from there on need not do it again.
+    Only tokens of versions below `min_version` require it. A generator that has verified a sample
+    under `min_version` or a later version, or is doing so, need not verify it again.
     """
 
     generator: str
     samples: tuple[SampleId, ...]
     min_version: int
-    """The generator has installed it, or a newer one."""
+    """Lowest version that the tokens may have; the generator has installed it or a later one."""
 
 
 class InstallWeights(msgspec.Struct, frozen=True, gc=False):
-    """Have a generator swap to this version; at most one is outstanding per generator."""
+    """Have a generator install this version; at most one install is outstanding per generator."""
 
     generator: str
     policy_version: int
@@ -41,26 +42,26 @@ class InstallWeights(msgspec.Struct, frozen=True, gc=False):
 class DeliverGroup(msgspec.Struct, frozen=True):
     """Have the holders of a group's finished samples send them to the trainer.
 
-    Normally the whole group from one generator. After a loss only the samples that the trainer
-    does not have yet, from the generator that wrote them again.
+    Normally this is the whole group, from one generator. After a loss it is only the samples that
+    the trainer does not have yet, from the generator that regenerated them.
     """
 
     step: int
-    """The step that will train on them."""
+    """The step that trains on the group."""
     group: int
     samples: tuple[tuple[str, SampleId], ...]
     """(generator, sample) pairs, by sample."""
 
 
 class DeclareStep(msgspec.Struct, frozen=True):
-    """Tell the trainer the final membership of a step. Once per step, in the order of steps.
+    """Tell the trainer the final membership of a step. Issued once per step, in step order.
 
-    Every group named is in the trainer already, so nothing can change the set any more.
+    The trainer already has every group named here, so the set cannot change any more.
     """
 
     step: int
     groups: tuple[int, ...]
-    """Ascending, at least one; groups of the step that are missing have failed."""
+    """Group indices, ascending, at least one. Groups of the step that are missing here failed."""
 
 
 class DiscardSamples(msgspec.Struct, frozen=True):
@@ -71,20 +72,20 @@ class DiscardSamples(msgspec.Struct, frozen=True):
 
 
 class ReportGroupFailed(msgspec.Struct, frozen=True, gc=False):
-    """Tell the user that this group is not trained on, and why. Once per group."""
+    """Tell the user that this group is not trained on, and why. Issued once per group."""
 
     group: int
     reason: str
 
 
 class PauseGenerator(msgspec.Struct, frozen=True, gc=False):
-    """Have a generator stop drawing tokens and keep its state."""
+    """Have a generator stop generating and keep its state."""
 
     generator: str
 
 
 class ResumeGenerator(msgspec.Struct, frozen=True, gc=False):
-    """Have a generator go on drawing tokens."""
+    """Have a generator resume generating."""
 
     generator: str
 
@@ -105,7 +106,7 @@ class FinishRun(msgspec.Struct, frozen=True, gc=False):
 
     outcome: RunOutcome
     reason: str = ""
-    """Why the run failed, or why a stopped run did not train the step in hand; else empty."""
+    """Why the run failed, or why a stopped run did not train its current step; otherwise empty."""
 
 
 Command = (

@@ -1,17 +1,17 @@
 """What can go wrong in the scheduler.
 
-SchedulerError      an event that cannot happen, or a broken invariant: a bug, or a liar on the wire
-└── LedgerError     a group would be consumed twice, out of turn, or without having been issued
+SchedulerError    an impossible event or a broken invariant: a defect, or a faulty peer on the wire
+└── LedgerError   a group would be consumed twice, out of order, or without having been issued
 
-Nothing here is for a user to fix by configuration; the run ends, and can be resumed.
+No configuration change fixes these. The run ends and can be resumed from its last checkpoint.
 """
 
 from __future__ import annotations
 
 
 class SchedulerError(Exception):
-    """Root of what the scheduler raises; nothing was changed by the event that raised it."""
+    """Base class of the scheduler's errors. An event that raises it has changed no state."""
 
 
 class LedgerError(SchedulerError):
-    """The books would no longer say that each group is trained on exactly once."""
+    """The event contradicts the ledger: a group would not be trained on exactly once."""

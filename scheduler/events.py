@@ -1,7 +1,7 @@
-"""What the scheduler is told. Facts only: no sockets, no clock, no payloads.
+"""Events: what the scheduler is told. Facts only; no sockets, no clock, no payloads.
 
-The controller makes these from the messages of the wire, in the order in which it received them.
-Repeated and late events are welcome (they change nothing); impossible ones raise.
+The controller makes them from the messages on the wire, in the order in which it receives those.
+Repeated and late events change nothing; impossible ones raise SchedulerError.
 """
 
 from __future__ import annotations
@@ -12,37 +12,38 @@ from rollout.trajectory import SampleId
 
 
 class GeneratorJoined(msgspec.Struct, frozen=True, gc=False):
-    """A generator can take work. Names are never reused: one that comes back has a new name.
+    """A generator can take work. Names are never reused: a restarted generator has a new name.
 
-    Ignored after its `GeneratorLost`: what watches over processes may be quicker than their news.
+    Ignored after `GeneratorLost` for the same name: the process watch may notice a death before the
+    messages of that process have been read.
     """
 
     generator: str
     slots: int
-    """Samples that it decodes at once."""
+    """Samples that it decodes at once, at least 1."""
     policy_version: int
-    """The version that it samples from now; -1 if it has no published weights at all."""
+    """The version that it samples from now; -1 if it has not installed any published weights."""
 
 
 class GeneratorLost(msgspec.Struct, frozen=True, gc=False):
-    """A generator is gone with all that it held; perhaps before it joined."""
+    """A generator is gone, with all samples that it held. It may not have joined yet."""
 
     generator: str
 
 
 class SampleFinished(msgspec.Struct, frozen=True, gc=False):
-    """A generator has written a sample, and holds it; its reward may still be computed."""
+    """A generator finished a sample and holds it. Its reward may still be being computed."""
 
     generator: str
     sample: SampleId
     length: int
-    """Response tokens."""
+    """Number of response tokens."""
     oldest_version: int
-    """Lowest policy version among its segments."""
+    """Lowest policy version among the sample's segments."""
 
 
 class SampleFailed(msgspec.Struct, frozen=True, gc=False):
-    """A sample cannot be had; asking again would fail again."""
+    """A sample cannot be generated or scored, and another attempt would fail as well."""
 
     generator: str
     sample: SampleId
@@ -50,18 +51,19 @@ class SampleFailed(msgspec.Struct, frozen=True, gc=False):
 
 
 class SampleDelivered(msgspec.Struct, frozen=True, gc=False):
-    """The trainer acknowledged a sample: it is safe there, whatever becomes of the generator."""
+    """The trainer acknowledged a sample: the sample is safe even if its generator is lost."""
 
     generator: str
-    """Who delivered it. Believed from a lost generator too: an acknowledgement can be late."""
+    """The generator that delivered it. It may be lost: the acknowledgement can arrive late."""
     sample: SampleId
 
 
 class WeightsInstalled(msgspec.Struct, frozen=True, gc=False):
     """The answer to `InstallWeights`: the version that the generator samples from now.
 
-    Every `InstallWeights` must be answered. When the weights were overwritten by newer ones before
-    they could be read, the answer names the old version; the newest is then commanded.
+    Every `InstallWeights` must be answered. If the weights were overwritten by newer ones before
+    they could be read, the answer names the generator's old version, and the scheduler commands the
+    latest one.
     """
 
     generator: str
@@ -69,43 +71,43 @@ class WeightsInstalled(msgspec.Struct, frozen=True, gc=False):
 
 
 class KvUsed(msgspec.Struct, frozen=True, gc=False):
-    """How full a generator's KV space is; told now and then."""
+    """How full a generator's KV space is; reported periodically."""
 
     generator: str
     share: float
-    """0 to 1."""
+    """The share in use, 0 to 1."""
 
 
 class WeightsPublished(msgspec.Struct, frozen=True, gc=False):
-    """The trainer's weights of this version can be installed."""
+    """The trainer published the weights of this version; generators can install them."""
 
     policy_version: int
 
 
 class StepFinished(msgspec.Struct, frozen=True, gc=False):
-    """The trainer has done optimizer step `step` and consumed exactly these groups."""
+    """The trainer finished optimizer step `step` and consumed exactly these groups."""
 
     step: int
-    """From 0; the policy version is step + 1 now."""
+    """From 0; the policy version is now step + 1."""
     groups: tuple[int, ...]
 
 
 class TrainerJoined(msgspec.Struct, frozen=True, gc=False):
-    """The trainer can take trajectories, and its weights of this version are published."""
+    """The trainer can take trajectories and has published its weights of this version."""
 
     policy_version: int
 
 
 class StopRequested(msgspec.Struct, frozen=True, gc=False):
-    """Finish the step in hand, then end; see `scheduler.scheduler` for what that means."""
+    """Finish the current step, then end the run; see `scheduler.scheduler` for the details."""
 
 
 class PauseRequested(msgspec.Struct, frozen=True, gc=False):
-    """Start nothing and have every generator stop drawing tokens; keep everything."""
+    """Start no samples and have every generator stop generating; discard nothing."""
 
 
 class ResumeRequested(msgspec.Struct, frozen=True, gc=False):
-    """Go on after a pause."""
+    """Resume after a pause."""
 
 
 Event = (

@@ -1,9 +1,9 @@
-"""The run's memory of groups: issued, arrived or failed, consumed exactly once.
+"""The run's account of its groups: issued, arrived or failed, consumed exactly once.
 
-Groups are numbered 0, 1, 2, … in the order of the data; step b consumes the groups
+Groups are numbered 0, 1, 2, … in data order. Step b consumes those groups of
 `[b * groups_per_step, (b + 1) * groups_per_step)` that did not fail. Steps are consumed in order,
-so all that is settled is a prefix: a watermark and two counts. Only the groups of steps that are
-not trained yet are remembered one by one.
+so the consumed groups are a prefix, kept as a watermark and two counts. Only the groups of steps
+that are not trained yet are stored one by one.
 
 Example:
     >>> ledger = Ledger(groups_per_step=2, first_step=0)
@@ -28,28 +28,28 @@ from scheduler.errors import LedgerError
 
 
 class LedgerCounts(NamedTuple):
-    """Groups since this ledger began (a resumed run begins at its first step)."""
+    """Numbers of groups since this ledger began; a resumed run begins at its first step."""
 
     issued: int
-    """All that were issued and not withdrawn."""
+    """Issued and not withdrawn."""
     arrived: int
-    """In the trainer, not consumed yet."""
+    """In the trainer and not consumed yet."""
     consumed: int
     """Trained on."""
     failed: int
-    """Reported and left out; withdrawn ones count, although a resumed run tries them again."""
+    """Reported and left out. Withdrawn ones count, although a resumed run tries them again."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step that is not trained yet."""
+    """The settled groups of a step that is not trained yet."""
 
     arrived: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
 
 
 class Ledger:
-    """Which groups were issued, arrived, failed and were consumed by which step."""
+    """Records which groups were issued, arrived or failed, and which step consumed them."""
 
     def __init__(self, *, groups_per_step: int, first_step: int) -> None:
         self._per_step = groups_per_step
@@ -63,7 +63,7 @@ class Ledger:
 
     @property
     def next_step(self) -> int:
-        """The step to be consumed next; every earlier one is settled."""
+        """The step to be consumed next; every earlier step is consumed."""
         return self._next_step
 
     @property
@@ -73,15 +73,15 @@ class Ledger:
 
     @property
     def issued_below(self) -> int:
-        """Every group that was ever issued has a lower index; withdrawn ones count as well."""
+        """Every group that was ever issued has a lower index, withdrawn groups included."""
         return self._issued_below
 
     def step_of(self, group: int) -> int:
-        """The step that a group belongs to, whatever happens."""
+        """The step that a group belongs to; it never changes."""
         return group // self._per_step
 
     def issue(self) -> int:
-        """Take the next group in data order; returns its index."""
+        """Issue the next group in data order; returns its index."""
         group = self._next_group
         self._next_group += 1
         self._issued_below = max(self._issued_below, self._next_group)
@@ -89,34 +89,34 @@ class Ledger:
         return group
 
     def arrive(self, group: int) -> None:
-        """All samples of the group are in the trainer. Raises LedgerError if already settled."""
+        """Record that the trainer has the whole group. Raises LedgerError if it was settled."""
         self._open(group, "arrives").arrived.add(group)
 
     def fail(self, group: int) -> None:
-        """The group will never be trained on. Raises LedgerError if already settled."""
+        """Record that the group is left out. Raises LedgerError if it was settled."""
         self._open(group, "fails").failed.add(group)
 
     def membership(self, step: int) -> tuple[int, ...] | None:
-        """The groups that the step trains on, ascending; None while one is not settled."""
+        """The groups that the step trains on, ascending; None until all its groups are settled."""
         entry = self._steps.get(step)
         if entry is None or len(entry.arrived) + len(entry.failed) < self._per_step:
             return None
         return tuple(sorted(entry.arrived))
 
     def progress(self, step: int) -> tuple[int, int]:
-        """How many groups of a step that is not trained yet (arrived, failed)."""
+        """The numbers of groups (arrived, failed) of a step that is not trained yet."""
         entry = self._steps.get(step)
         return (len(entry.arrived), len(entry.failed)) if entry else (0, 0)
 
     def consume(self, step: int, groups: tuple[int, ...]) -> None:
-        """A step was trained on exactly these groups.
+        """Record that a step was trained on exactly these groups.
 
         Raises:
-            LedgerError: not the next step, or not exactly its final membership.
+            LedgerError: it is not the next step, or these are not exactly its members.
         """
         if step != self._next_step:
             raise LedgerError(
-                f"step {step} was consumed out of turn: the next one is step {self._next_step}"
+                f"step {step} was consumed out of order: the next one is step {self._next_step}"
             )
         members = self.membership(step)
         if members is None:
@@ -132,20 +132,20 @@ class Ledger:
         self._next_step = step + 1
 
     def withdraw_after(self, step: int) -> None:
-        """Take back all groups issued for later steps; a resumed run issues them again."""
+        """Withdraw all groups issued for later steps; a resumed run issues them again."""
         self._next_group = min(self._next_group, (step + 1) * self._per_step)
         for later in [s for s in self._steps if s > step]:
             self._failed += len(self._steps.pop(later).failed)
 
     def unsettled(self) -> Iterator[int]:
-        """Groups that were issued and neither arrived nor failed, ascending."""
+        """The groups that were issued and neither arrived nor failed, ascending."""
         for group in range(self._next_step * self._per_step, self._next_group):
             entry = self._steps[self.step_of(group)]
             if group not in entry.arrived and group not in entry.failed:
                 yield group
 
     def counts(self) -> LedgerCounts:
-        """Totals; O(steps in flight)."""
+        """Totals. O(steps in flight)."""
         waiting = sum(len(entry.arrived) for entry in self._steps.values())
         failed = self._failed + sum(len(entry.failed) for entry in self._steps.values())
         return LedgerCounts(

@@ -1,6 +1,7 @@
-"""What the scheduler remembers of work in flight: one record per group, one per generator.
+"""Records of the work in flight: one per group, one per generator.
 
-Life of a sample (a byte in its group's `states`); a lost generator sends all but the last back:
+States of a sample (a byte in its group's `states`). If its generator is lost, a sample returns from
+any state except the last one to QUEUED:
 
     QUEUED ──StartSample──► RUNNING ──SampleFinished──► HELD ──DeliverGroup──► DELIVERING
       ▲                        │                        │  ▲                       │
@@ -9,8 +10,8 @@ Life of a sample (a byte in its group's `states`); a lost generator sends all bu
       └──── GeneratorLost ─────┴──────────────────────────┴────────────────────────┤
                                                             SampleDelivered ──► DELIVERED
 
-A RUNNING sample that is to be verified stays RUNNING: its generator begins it again from what it
-has written.
+A RUNNING sample that is to be verified stays RUNNING: its generator verifies the tokens that it
+has and resumes the sample from the accepted prefix.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from enum import IntEnum
 
 
 class SampleState(IntEnum):
-    """Where a sample is. Exactly one of these until its group is settled."""
+    """Where a sample is. A sample has exactly one of these states until its group is settled."""
 
     QUEUED = 0
-    """To be started on its group's generator."""
+    """Waits to be started on its group's generator."""
     RUNNING = 1
     """Issued to that generator, which decodes it or has it in its own queue."""
     HELD = 2
-    """Written; that generator holds it, its reward may still be computed."""
+    """Finished and held by that generator; its reward may still be being computed."""
     DELIVERING = 3
     """That generator was told to send it to the trainer."""
     DELIVERED = 4
     """Safe in the trainer."""
     VERIFYING = 5
-    """Was held with tokens too old to be trained on; its generator verifies it."""
+    """Was held with tokens that are too old for its step; that generator verifies it."""
 
 
-# Plain ints: the hot path writes them into bytearrays.
+# Plain ints, because the hot path writes them into bytearrays.
 QUEUED, RUNNING, HELD, DELIVERING, DELIVERED, VERIFYING = (int(state) for state in SampleState)
 
 
@@ -47,13 +48,13 @@ class Group:
     index: int
     step: int
     key: int | None
-    """Its prompt, for affinity; None when the scheduler was not told how to find it."""
+    """Prompt index, for placement; None if the scheduler was not given a `group_key`."""
     states: bytearray
-    """`[group_size]` a `SampleState` each."""
+    """`[group_size]` the `SampleState` of each sample."""
     attempts: bytearray
-    """`[group_size]` how often each sample was started."""
+    """`[group_size]` how many times each sample was started."""
     sent: bytearray
-    """`[group_size]` 1 once any generator was told to deliver the sample."""
+    """`[group_size]` 1 from when any generator was told to deliver the sample."""
     stale: bytearray
     """`[group_size]` 1 while the sample is HELD with tokens that its step may not train on."""
     queued: int
@@ -69,13 +70,13 @@ class Group:
 
     @classmethod
     def new(cls, index: int, step: int, key: int | None, size: int) -> Group:
-        """A group of which nothing was started."""
+        """A group with no sample started."""
         states, attempts, sent, stale = (bytearray(size) for _ in range(4))
         return cls(index, step, key, states, attempts, sent, stale, queued=size)
 
     @property
     def untouched(self) -> bool:
-        """Nothing of it was ever started."""
+        """Whether none of its samples was ever started."""
         return not any(self.attempts)
 
 
@@ -85,22 +86,23 @@ class Generator:
 
     name: str
     number: int
-    """How many joined before it."""
+    """How many generators joined before it."""
     slots: int
     limit: int
-    """Most samples RUNNING here."""
+    """Maximum of samples RUNNING here."""
     version: int
-    """Policy version that it is known to sample from (it may be newer already)."""
+    """Policy version that it is known to sample from; it may already have a later one."""
     installing: int | None = None
-    """Version whose installation was commanded and not answered."""
+    """Version whose install was commanded and not answered; None if there is none."""
     groups: dict[int, Group] = field(default_factory=dict)
     """Groups that it owns, by index."""
     queue: list[tuple[int, Group]] = field(default_factory=list)
-    """Heap of groups to be started, earliest in data order first. Entries may be outdated (the
-    group moved, or nothing of it is left to start): they are skipped when they surface."""
+    """Heap of groups to be started, earliest in data order first. An entry is outdated if the group
+    moved or has nothing left to start; it is skipped when it reaches the top."""
     begun: list[tuple[int, Group]] = field(default_factory=list)
-    """Heap of groups whose samples are being started; nobody takes these over. Outdated as well.
-    More than one only when something made it turn to an earlier group (a full KV space)."""
+    """Heap of groups whose samples are being started; no other generator takes these over. Entries
+    may be outdated. There are several live ones only if a full KV space made the generator turn to
+    an earlier group."""
     running: int = 0
     """Samples RUNNING here."""
     load: int = 0
@@ -110,9 +112,9 @@ class Generator:
     verifying: int = 0
     """Samples VERIFYING here."""
     kv_used: float = 0.0
-    """Share of its KV space in use, when it last said."""
+    """Share of its KV space in use at its last report, 0 to 1."""
     draining: bool = False
-    """It finishes what it writes and starts nothing, so that new weights can be installed."""
+    """It finishes its samples and starts none, so that new weights can be installed."""
 
     @property
     def width(self) -> int:
@@ -121,5 +123,5 @@ class Generator:
 
     @property
     def target(self) -> int:
-        """The version that it has, or will have when its outstanding installation is done."""
+        """The version that it will have when its outstanding install is done."""
         return self.version if self.installing is None else self.installing

@@ -17,7 +17,7 @@ def test_a_step_is_consumed_exactly_once():
     ledger.arrive(0)
     ledger.arrive(1)
     ledger.consume(0, (1, 0))
-    with pytest.raises(LedgerError, match="out of turn"):
+    with pytest.raises(LedgerError, match="out of order"):
         ledger.consume(0, (0, 1))
     with pytest.raises(LedgerError, match="consumed already"):
         ledger.arrive(0)

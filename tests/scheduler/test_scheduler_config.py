@@ -13,7 +13,7 @@ def test_defaults():
 
 
 def test_recompute_needs_something_that_runs_on():
-    with pytest.raises(ValidationError, match="partial_rollout: false leaves nothing running"):
+    with pytest.raises(ValidationError, match="partial_rollout: false leaves no running sample"):
         SchedulerConfig(on_update="recompute", partial_rollout=False)
 
 

@@ -264,7 +264,7 @@ def test_what_each_wait_waits_for():
         (WeightsInstalled("a", 1), "never published"),
         (WeightsPublished(1), "cannot have been trained"),
         (StepFinished(0, (0,)), "before all its groups"),
-        (StepFinished(1, (1,)), "out of turn"),
+        (StepFinished(1, (1,)), "out of order"),
     ],
 )
 def test_impossible_events_are_refused_and_change_nothing(event, message):
