@@ -68,7 +68,8 @@ def run(
     if resume and clean:
         raise UserError("--resume goes on with a run, --clean throws it away: say one of them")
     console = Console()
-    from asyncrl.run.execute import execute, prepare
+    from asyncrl.run.execute import execute
+    from asyncrl.run.prepare import prepare
 
     result = execute(prepare(config, console), resume=resume, clean=clean, console=console)
     _print_result(console, config.directory, result)

@@ -15,7 +15,7 @@ from asyncrl.errors import AsyncrlError, UserError, first_error
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.run.directory import find_run
-from asyncrl.run.prompt_order import sample_seed
+from asyncrl.run.sample_requests import sample_seed
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model

@@ -1,4 +1,4 @@
-"""The line between `asyncrl status|stop|pause|resume` and the controller of a run."""
+"""User requests to an active run: both ends of `asyncrl status|stop|pause|resume`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from wire.addresses import is_private
 from wire.messages import control
 
 REPLY_SECONDS = 10.0
-"""Longest wait of the command line for the controller."""
+"""Longest wait of the command line for the controller's reply."""
 
 
 async def serve_control(
     hub: Hub[control.Request], answer: Callable[[control.Request], Awaitable[control.Reply]]
 ) -> None:
-    """Answer users one after the other, until cancelled."""
+    """Answer requests one after the other, until cancelled."""
     while True:
         peer, request = await hub.receive()
         reply = await answer(request)
-        with contextlib.suppress(Unreachable):  # whoever asked has not waited
+        with contextlib.suppress(Unreachable):  # whoever asked did not wait
             await hub.send(peer, reply)
 
 
@@ -33,19 +33,22 @@ def ask(run: Path, request: control.Request) -> control.Reply:
     """Send a request to the controller of a run and wait for the reply.
 
     Raises:
-        UserError: the run is not going on.
-        NoReply: its controller did not answer.
+        UserError: the run is not active, or its sockets cannot be trusted.
+        NoReply: the controller did not answer in time.
     """
     state = read_state(run)
     if state is None or not is_alive(run):
-        how = "it was killed" if state is None or state.ended is None else f"it {state.ended}"
+        ended = "killed" if state is None or state.ended is None else state.ended
         raise UserError(
-            f"the run in {run} is not going on ({how}); see {run / 'logs'}. Resume it with "
-            f"`asyncrl run CONFIG --resume`, or look at it with `asyncrl report {run.name}`"
+            f"the run in {run} is not active (it ended as: {ended}); see {run / 'logs'}. Resume it "
+            f"with `asyncrl run CONFIG --resume`, or read `asyncrl report {run.name}`"
         )
     folder = Path(state.control_address.removeprefix("ipc://")).parent
     if not folder.is_dir() or not is_private(folder):
-        raise UserError(f"the sockets of the run, {folder}, are gone or are not yours alone")
+        raise UserError(
+            f"cannot talk to the run in {run}: the folder of its sockets, {folder}, is missing or "
+            "other users can access it"
+        )
     return asyncio.run(_ask(state.control_address, request))
 
 

@@ -1,15 +1,16 @@
-"""The folder of a run: `runs/NAME/`, what is in it, and who may use it.
+"""The folder of a run, `runs/NAME/`: its files, and which process may write to it.
 
 config.yaml       the resolved configuration
 run.json          the state of the run: process id, addresses, accuracy before, how it ended
-checkpoints/      step-000010/, ... complete ones only
+checkpoints/      step-000010/, ... only complete ones
 metrics.jsonl     one line per optimizer step
 logs/             one file per process
-timeline/         who did what when, one file per process
+timeline/         what each process did when, one file per process
+slots/            what each generator's slots were used for
 samples.jsonl     a few trajectories for the report
-cache/            what generators drafted from, for a resumed run
-result.json       the outcome, for scripts
-report.html       the outcome, for people
+cache/            the generators' rollout caches, for a resumed run
+result.json       the result, for scripts
+report.html       the result, for people
 """
 
 from __future__ import annotations
@@ -29,68 +30,80 @@ from asyncrl.errors import UserError
 from monitoring.metrics_log import read_metrics
 from monitoring.samples import read_samples
 
-_FIXED = (
+_UNCHANGEABLE = (
     ("run", "seed"),
     ("task",),
     ("model",),
     ("scheduler", "group_size"),
     ("scheduler", "groups_per_step"),
 )
-"""What a resumed run may not change: the data order and the model hang on it."""
+"""Settings that a resumed run may not change: its data order or its model depends on them."""
 
 
 class RunState(msgspec.Struct):
-    """What `asyncrl status|stop|report` need to know of a run; kept in run.json."""
+    """The contents of run.json: what other commands need to know about a run."""
 
     pid: int
-    control_address: str
+    """Process id of the controller."""
+    control_address: str = ""
+    """Where the controller answers `asyncrl status|stop|pause|resume`."""
     accuracy_before: float | None = None
+    """Held-out accuracy before training, 0 to 1; measured once, kept by a resumed run."""
     evaluation_samples: int = 0
+    """Samples that `accuracy_before` is the mean of."""
     ended: str | None = None
-    """None while it runs (or was killed); else how it ended."""
+    """`done`, `stopped` or `failed`; None while the run is active, or if it was killed."""
     metrics_ports: dict[str, int] = {}
+    """For each process, the port on which it serves its metrics."""
 
 
 class RunDirectory:
-    """One run's folder, opened for writing by the process that runs it."""
+    """One run's folder, opened for writing by the controller of the run.
 
-    def __init__(self, path: Path, *, lock: int, earlier_config: str | None) -> None:
+    `create` makes one.
+    """
+
+    def __init__(
+        self, path: Path, state: RunState, *, lock: int, previous_config: str | None
+    ) -> None:
         self.path = path
+        self.state = state
+        """Written to run.json by `write_state`."""
         self._lock = lock
-        self._earlier_config = earlier_config
+        self._previous_config = previous_config
 
     def close(self) -> None:
-        """Let others have the folder."""
+        """Release the folder's lock."""
         os.close(self._lock)
 
     def undo(self) -> None:
-        """Leave things as they were, after a mistake of the user's before the first checkpoint.
+        """Restore the folder after a user's mistake before the first checkpoint.
 
-        A fresh run's folder goes; a resumed run gets its configuration back. A run that has a
-        checkpoint is never touched.
+        A new run's folder is removed; a resumed run gets its configuration back. A new run that
+        already has a checkpoint is left as it is.
         """
-        if self._earlier_config is not None:
-            write_atomically(self.path / "config.yaml", self._earlier_config)
+        if self._previous_config is not None:
+            write_atomically(self.path / "config.yaml", self._previous_config)
         elif not any((self.path / "checkpoints").iterdir()):
             shutil.rmtree(self.path)
 
     @classmethod
     def create(cls, config: RunConfig, *, resume: bool, clean: bool) -> RunDirectory:
-        """Make the folder, or take it over.
+        """Make the folder of a new run, or open the one of a run to resume.
 
         Raises:
-            UserError: the name is in use and neither `resume` nor `clean` was said, a run of that
-                name is alive, there is nothing to resume, or the resumed run would differ.
+            UserError: the name is in use and neither `resume` nor `clean` is set, a run of that
+                name is active, there is nothing to resume, or the resumed run would differ in a
+                setting that may not change.
         """
         path = config.directory
         used = (path / "config.yaml").exists() or (path.exists() and any(path.iterdir()))
         if used and is_alive(path):
-            _refuse_live(path)
+            _refuse_active(path)
         if used and not resume and not clean:
             raise UserError(
-                f"the run name {config.run.name!r} is in use ({path} exists). Go on with it with "
-                "--resume, throw it away with --clean, or choose another name with "
-                "--set run.name=NAME"
+                f"the run name {config.run.name!r} is in use ({path} exists). Resume that run with "
+                "--resume, delete it with --clean, or choose another name with --set run.name=NAME"
             )
         if resume:
             if not (path / "config.yaml").exists():
@@ -99,33 +112,27 @@ class RunDirectory:
             (path / "result.json").unlink(missing_ok=True)
         elif used:
             if not (path / "config.yaml").exists():
-                raise UserError(f"{path} is not the folder of a run; --clean leaves it alone")
+                raise UserError(f"{path} is not the folder of a run, so --clean does not delete it")
             shutil.rmtree(path)
-        earlier = (path / "config.yaml").read_text(encoding="utf-8") if resume else None
+        previous = (path / "config.yaml").read_text(encoding="utf-8") if resume else None
         for folder in ("checkpoints", "logs", "timeline"):
             (path / folder).mkdir(parents=True, exist_ok=True)
         lock = _take_lock(path)
-        if lock is None:  # somebody was faster
-            _refuse_live(path)
+        if lock is None:  # another process was faster
+            _refuse_active(path)
         write_atomically(path / "config.yaml", dump_config(config))
-        return cls(path, lock=lock, earlier_config=earlier)
+        return cls(path, _new_state(path, resume=resume), lock=lock, previous_config=previous)
 
-    def read_state(self) -> RunState | None:
-        """The state file, or None where there is none."""
-        return read_state(self.path)
+    def write_state(self) -> None:
+        """Replace run.json by `state`."""
+        write_atomically(self.path / "run.json", msgspec.json.encode(self.state).decode())
 
-    def write_state(self, state: RunState) -> None:
-        """Replace the state file."""
-        write_atomically(self.path / "run.json", msgspec.json.encode(state).decode())
-
-    def write_result(self, result: dict[str, Any]) -> Path:
+    def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json."""
-        path = self.path / "result.json"
-        write_atomically(path, json.dumps(result, indent=2) + "\n")
-        return path
+        write_atomically(self.path / "result.json", json.dumps(result, indent=2) + "\n")
 
-    def cut_records(self, *, before_step: int) -> None:
-        """Drop lines of metrics and samples of steps that a resumed run will do again."""
+    def truncate_records(self, *, before_step: int) -> None:
+        """Drop the metrics and samples of steps that a resumed run will repeat."""
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             rows = [row for row in read_metrics(metrics) if row.get("step", 0) < before_step]
@@ -137,8 +144,19 @@ class RunDirectory:
             write_atomically(samples, "".join(lines))
 
 
+def _new_state(path: Path, *, resume: bool) -> RunState:
+    previous = read_state(path) if resume else None
+    if previous is None:
+        return RunState(os.getpid())
+    return RunState(
+        os.getpid(),
+        accuracy_before=previous.accuracy_before,
+        evaluation_samples=previous.evaluation_samples,
+    )
+
+
 def read_state(path: Path) -> RunState | None:
-    """The state of the run in this folder; None where there is none or it is cut off."""
+    """The state of the run in this folder; None if run.json is missing or incomplete."""
     try:
         return msgspec.json.decode((path / "run.json").read_bytes(), type=RunState)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -146,10 +164,10 @@ def read_state(path: Path) -> RunState | None:
 
 
 def find_run(name: str | None, directory: Path) -> Path:
-    """The folder of a run by name or path; without a name the newest.
+    """The folder of a run, by name or path. Without a name, the newest run.
 
     Raises:
-        UserError: there is none, with the names that there are.
+        UserError: there is no such run; the message lists the runs that exist.
     """
     if name is not None:
         for candidate in (Path(name), directory / name):
@@ -160,11 +178,13 @@ def find_run(name: str | None, directory: Path) -> Path:
         return runs[-1].parent
     known = ", ".join(path.parent.name for path in runs) or "none yet"
     wanted = "no run" if name is None else f"no run {name!r}"
-    raise UserError(f"there is {wanted} in {directory} (runs there: {known})")
+    raise UserError(
+        f"there is {wanted} in {directory} (runs there: {known}); --runs names another folder"
+    )
 
 
 def is_alive(path: Path) -> bool:
-    """Whether a process runs the run in this folder now: it holds the folder's lock."""
+    """Whether the run in this folder is active: its controller holds the folder's lock."""
     lock = _take_lock(path)
     if lock is None:
         return True
@@ -173,10 +193,10 @@ def is_alive(path: Path) -> bool:
 
 
 def _take_lock(path: Path) -> int | None:
-    """An open descriptor that holds the folder's lock until closed; None when another has it.
+    """Take the folder's lock: a descriptor that holds it until closed, or None if it is taken.
 
-    A lock of the kernel's ends with its process however that ends, and does not mistake another
-    process of the same number for it, as a file with a process id would.
+    The kernel releases the lock however its process ends. A file with a process id would not tell
+    a dead controller from another process that has its number.
     """
     descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -188,18 +208,18 @@ def _take_lock(path: Path) -> int | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that readers see the old or the new one, never half of it."""
+    """Replace a file so that readers see either the old or the new contents."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
-def _refuse_live(path: Path) -> NoReturn:
+def _refuse_active(path: Path) -> NoReturn:
     state = read_state(path)
     process = "" if state is None else f" (process {state.pid})"
     raise UserError(
-        f"the run in {path} is going on{process}; "
-        f"watch it with `asyncrl status {path.name}`, end it with `asyncrl stop {path.name}`"
+        f"the run in {path} is active{process}; watch it with `asyncrl status {path.name}`, or end "
+        f"it with `asyncrl stop {path.name}`"
     )
 
 
@@ -207,12 +227,13 @@ def _refuse_if_different(path: Path, config: RunConfig) -> None:
     values = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
     old = parse_config(values, source=str(path / "config.yaml")).model_dump(mode="json")
     new = config.model_dump(mode="json")
-    for keys in _FIXED:
+    for keys in _UNCHANGEABLE:
         before, now = old, new
         for key in keys:
             before, now = before[key], now[key]
         if before != now:
             raise UserError(
-                f"cannot resume {path}: {'.'.join(keys)} was {before!r} and is now {now!r}; the "
-                "order of the data hangs on it. Change it back, or start a run of another name"
+                f"cannot resume {path}: {'.'.join(keys)} was {before!r} and is now {now!r}. The "
+                "data order or the model depends on it. Change it back, or start a new run under "
+                "another name"
             )

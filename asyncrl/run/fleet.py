@@ -1,56 +1,68 @@
-"""The processes of a run: which there are, which live, what they last said."""
+"""The processes of a run: start them, send to them, find those that died, end them."""
 
 from __future__ import annotations
 
-import os
+import asyncio
+import logging
 import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from asyncrl.config import RunConfig
+import msgspec
+
+from asyncrl.config import LauncherConfig
 from asyncrl.errors import WaitTimeout
 from asyncrl.launch import Launcher, ProcessHandle
 from asyncrl.processes.spec import ChildSpec, Role
-from asyncrl.run.directory import RunDirectory
-from wire import RuntimeDirectory
-from wire.messages import from_generator, from_trainer
+from wire import Hub, Unreachable
+from wire.messages import from_generator, from_trainer, to_generator, to_trainer
+from wire.weights.layout import WeightManifest
+
+logger = logging.getLogger(__name__)
 
 _SUSPENDED_SECONDS = 10.0
-"""A watch that comes so late was not running meanwhile."""
+"""If `deaths` is called this late, the controller itself was not running meanwhile."""
+
+_POLL_SECONDS = 0.02
+"""Time between two looks at processes that are to end."""
 
 
 @dataclass(slots=True)
 class Worker:
-    """One process, from its start to its end."""
+    """One process from its start to its end, with what it last reported."""
 
     name: str
     is_trainer: bool
     handle: ProcessHandle
     heard: float = field(default_factory=time.monotonic)
-    """When it last said something (monotonic seconds)."""
+    """When its last message came (monotonic seconds)."""
     is_ready: bool = False
-    said_goodbye: bool = False
-    gone: bool = False
+    is_gone: bool = False
     reason: str = ""
-    """What it said before it ended."""
+    """Why it ended, in its own words."""
     policy_version: int = -1
+    """Version of its weights; -1: not known yet."""
     slots: int = 0
+    """Samples that a generator decodes at once."""
     metrics_port: int | None = None
+    weights: WeightManifest | None = None
+    """The newest weights that the trainer published."""
     reported: float = 0.0
-    """When the last report came (monotonic seconds)."""
+    """When the last report of a generator came (monotonic seconds)."""
     generator_report: from_generator.GeneratorReport | None = None
     trainer_report: from_trainer.TrainerReport | None = None
 
     @property
     def state(self) -> str:
         """`starting`, `ready` or `lost`."""
-        if self.gone:
+        if self.is_gone:
             return "lost"
         return "ready" if self.is_ready else "starting"
 
     def ready(self, policy_version: int, slots: int, metrics_port: int | None) -> None:
-        """It can take work."""
+        """Note that it can take work."""
         self.is_ready = True
         self.policy_version = policy_version
         self.slots = slots
@@ -58,96 +70,103 @@ class Worker:
 
 
 class Fleet:
-    """Starts, watches, replaces and ends the trainer and the generators."""
+    """The trainer and the generators.
+
+    Args:
+        config: how many generators there are, and how long to wait for what.
+        launcher: starts the processes.
+        trainer_spec: what the trainer is started with; the generators' specs are made from it.
+        hub: where the processes connect to.
+    """
 
     def __init__(
-        self,
-        config: RunConfig,
-        launcher: Launcher,
-        directory: RunDirectory,
-        runtime: RuntimeDirectory,
-        *,
-        model_path: str,
-        stop_tokens: tuple[int, ...],
-        resume: bool,
+        self, config: LauncherConfig, launcher: Launcher, trainer_spec: ChildSpec, hub: Hub[Any]
     ) -> None:
         self._config = config
         self._launcher = launcher
-        self._directory = directory
-        self._runtime = runtime
-        self._model_path = model_path
-        self._stop_tokens = stop_tokens
-        self._resume = resume
+        self._trainer_spec = trainer_spec
+        self._hub = hub
         self._workers: dict[str, Worker] = {}
         self._restarts = 0
-        self._started = 0
         self._ending = False
-        self._looked = time.monotonic()
+        self._last_check = time.monotonic()
 
     def start_all(self) -> None:
         """Start the trainer and the generators."""
         self._start("trainer", "trainer")
-        for index in range(self._config.launcher.generators):
+        for index in range(self._config.generators):
             self._start(f"generator-{index}", "generator")
 
     def _start(self, name: str, role: Role, *, first: bool = True) -> Worker:
-        self._started += 1
-        spec = ChildSpec(
+        spec = msgspec.structs.replace(
+            self._trainer_spec,
             role=role,
             name=name,
-            run_directory=str(self._directory.path.resolve()),
-            model_path=self._model_path,
-            control_address=self._runtime.address("control"),
-            data_address=self._runtime.address("data"),
-            parent=os.getpid(),
             threads=self._launcher.threads_for(role),
-            process_index=self._started,
-            stop_tokens=self._stop_tokens,
-            resume=self._resume,
+            process_index=len(self._workers) + 1,
             first=first,
         )
         worker = Worker(name, role == "trainer", self._launcher.start(spec))
         self._workers[name] = worker
         return worker
 
+    async def send(
+        self, name: str, message: to_generator.ToGenerator | to_trainer.ToTrainer
+    ) -> None:
+        """Send to a process. A message to a dead one is dropped; `deaths` will report it."""
+        try:
+            await self._hub.send(name, message)
+        except Unreachable as error:
+            logger.warning("%s", error)
+
+    @property
+    def max_restarts(self) -> int:
+        """How many generators may be replaced in total."""
+        return self._config.max_restarts
+
     @property
     def trainer(self) -> Worker:
         """The trainer."""
         return self._workers["trainer"]
+
+    @property
+    def weights(self) -> WeightManifest | None:
+        """The newest published weights; None before the trainer is ready."""
+        return self.trainer.weights
 
     def generators(self) -> list[Worker]:
         """Generators that can take work now."""
         return [
             worker
             for worker in self._workers.values()
-            if not worker.is_trainer and worker.is_ready and not worker.gone
+            if not worker.is_trainer and worker.is_ready and not worker.is_gone
         ]
 
     @property
     def has_generators(self) -> bool:
-        """Whether a generator lives, ready or not."""
+        """Whether any generator is alive, ready or not."""
         return any(not worker.is_trainer for worker in self.alive)
 
     @property
     def alive(self) -> list[Worker]:
-        """Processes that have not ended, as far as is known."""
-        return [worker for worker in self._workers.values() if not worker.gone]
+        """Processes that are not known to have ended."""
+        return [worker for worker in self._workers.values() if not worker.is_gone]
 
     @property
     def all_ready(self) -> bool:
-        """Whether all that live can take work."""
+        """Whether every living process can take work."""
         return all(worker.is_ready for worker in self.alive)
 
     def unready(self) -> str:
-        """Names of those that cannot take work yet."""
+        """Names of the living processes that cannot take work yet."""
         return ", ".join(worker.name for worker in self.alive if not worker.is_ready)
 
     def everyone(self) -> Iterable[Worker]:
-        """All that were ever started, lost ones included."""
+        """All processes that were ever started, lost ones included."""
         return self._workers.values()
 
     def metrics_ports(self) -> dict[str, int]:
-        """Where each process serves its metrics."""
+        """The port on which each process serves its metrics."""
         return {
             worker.name: worker.metrics_port
             for worker in self.alive
@@ -155,76 +174,100 @@ class Fleet:
         }
 
     def heard_from(self, name: str) -> Worker | None:
-        """Note a sign of life; None for a stranger."""
+        """Note that a process is alive; None if there is no process of this name."""
         worker = self._workers.get(name)
         if worker is not None:
             worker.heard = time.monotonic()
         return worker
 
     def deaths(self) -> list[tuple[Worker, str]]:
-        """Processes found dead since the last call, each once, and how they ended."""
-        found = []
+        """Processes that died since the last call, each once, and how. Kills silent ones."""
         now = time.monotonic()
-        if now - self._looked > _SUSPENDED_SECONDS:
-            # This process was stopped (Ctrl-Z) or starved: the silence was its own.
+        if now - self._last_check > _SUSPENDED_SECONDS:
+            # The controller was suspended (Ctrl-Z) or starved, so it could not hear anybody.
             for worker in self.alive:
                 worker.heard = now
-        self._looked = now
+        self._last_check = now
+        found = []
         for worker in self.alive:
-            code = worker.handle.exit_code()
-            silent = time.monotonic() - worker.heard
-            launcher = self._config.launcher
-            limit = launcher.silence_seconds if worker.is_ready else launcher.startup_seconds
-            if code is not None:
-                reason = _how_it_ended(code) + (f": {worker.reason}" if worker.reason else "")
-            elif silent > limit:
-                worker.handle.end(by_force=True)
-                setting = "silence_seconds" if worker.is_ready else "startup_seconds"
-                reason = f"said nothing for {silent:.0f} s ({setting}) and was killed"
-            else:
-                continue
-            worker.gone = True
-            found.append((worker, reason))
+            reason = self._cause_of_death(worker, now)
+            if reason is not None:
+                worker.is_gone = True
+                found.append((worker, reason))
         return found
 
+    def _cause_of_death(self, worker: Worker, now: float) -> str | None:
+        code = worker.handle.exit_code()
+        if code is not None:
+            return _how_it_ended(code) + (f": {worker.reason}" if worker.reason else "")
+        if worker.is_ready:
+            setting, limit = "silence_seconds", self._config.silence_seconds
+        else:
+            setting, limit = "startup_seconds", self._config.startup_seconds
+        silent = now - worker.heard
+        if silent <= limit:
+            return None
+        worker.handle.end(by_force=True)
+        return f"sent nothing for {silent:.0f} s (launcher.{setting}) and was killed"
+
     def restart(self, lost: Worker) -> str | None:
-        """Start a generator in place of a lost one; None when too many were lost, or at the end."""
-        if self._ending or self._restarts >= self._config.launcher.max_restarts:
+        """Start a generator in place of a lost one and return its name.
+
+        None when the run is ending or `launcher.max_restarts` are used up.
+        """
+        if self._ending or self._restarts >= self._config.max_restarts:
             return None
         self._restarts += 1
         base = lost.name.split(".")[0]
         return self._start(f"{base}.{self._restarts}", "generator", first=False).name
 
-    def end_all(self, *, by_force: bool = False) -> None:
-        """Ask those that have not ended to end, or kill them; does not wait."""
+    def kill_all(self) -> None:
+        """Kill every process now; does not wait."""
         self._ending = True
         for worker in self.alive:
-            worker.handle.end(by_force=by_force)
+            worker.handle.end(by_force=True)
 
-    def wait_for_end(self) -> None:
-        """Wait until all have ended; kill those that have not in time, and say so.
-
-        Generators get launcher.stop_seconds, the trainer launcher.checkpoint_seconds more.
+    async def shut_down(self) -> None:
+        """Tell every process to end, the trainer after a checkpoint, and wait until all have.
 
         Raises:
-            WaitTimeout: some had to be killed.
+            WaitTimeout: some did not end in time and were killed.
+        """
+        for worker in self.alive:
+            try:
+                if not worker.is_ready:
+                    worker.handle.end(by_force=False)
+                elif worker.is_trainer:
+                    await self._hub.send(worker.name, to_trainer.Shutdown(checkpoint=True))
+                else:
+                    await self._hub.send(worker.name, to_generator.Shutdown())
+            except Unreachable:
+                worker.handle.end(by_force=False)
+        await asyncio.to_thread(self._wait_for_end)
+
+    def _wait_for_end(self) -> None:
+        """Wait until all have ended; kill those that exceed their time limit.
+
+        Generators get `launcher.stop_seconds`, the trainer `launcher.checkpoint_seconds` more.
         """
         began = time.monotonic()
-        launcher = self._config.launcher
-        left = self.alive
+        remaining = self.alive
         killed: list[str] = []
-        while left:
-            left = [worker for worker in left if worker.handle.exit_code() is None]
+        while remaining:
+            remaining = [worker for worker in remaining if worker.handle.exit_code() is None]
             waited = time.monotonic() - began
-            for worker in left:
-                extra = launcher.checkpoint_seconds if worker.is_trainer else 0.0
-                if waited > launcher.stop_seconds + extra and worker.name not in killed:
+            for worker in remaining:
+                extra = self._config.checkpoint_seconds if worker.is_trainer else 0.0
+                if waited > self._config.stop_seconds + extra and worker.name not in killed:
                     worker.handle.end(by_force=True)
                     killed.append(worker.name)
-            time.sleep(0.02)
+            time.sleep(_POLL_SECONDS)
         if killed:
             waited = time.monotonic() - began
-            raise WaitTimeout(f"{', '.join(killed)} did not end within {waited:.0f} s: killed")
+            raise WaitTimeout(
+                f"{', '.join(killed)} did not end within {waited:.0f} s and were killed; see "
+                "launcher.stop_seconds and launcher.checkpoint_seconds"
+            )
 
 
 def _how_it_ended(code: int) -> str:

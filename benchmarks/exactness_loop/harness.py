@@ -27,7 +27,7 @@ import numpy as np
 
 from asyncrl.processes.activity import Activity
 from asyncrl.processes.generator import GeneratorProcess
-from asyncrl.run.prompt_order import sample_seed
+from asyncrl.run.sample_requests import sample_seed
 from engine.protocol import Engine, SamplingParams
 from monitoring.metrics import GeneratorMetrics, new_registry
 from monitoring.timeline import Timeline

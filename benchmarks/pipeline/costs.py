@@ -104,7 +104,7 @@ async def _measure(model: str) -> Costs:
 
 async def _passes(config: Any, task: Any, model: str, cache: Any) -> tuple[list[int], float, float]:
     """Lengths of the answers, and tokens per second decoded and scored."""
-    from asyncrl.run.prompt_order import sample_seed
+    from asyncrl.run.sample_requests import sample_seed
     from engine.factory import create_engine
     from engine.protocol import GenerateRequest
     from rollout.trajectory import SampleId, TrajectoryBuilder

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import UserError
-from asyncrl.run.directory import RunDirectory, RunState, find_run, is_alive
+from asyncrl.run.directory import RunDirectory, find_run, is_alive
 
 
 def config_in(path: Path, **sections: object) -> RunConfig:
@@ -50,13 +50,31 @@ def test_a_resumed_run_keeps_its_data_order(tmp_path: Path) -> None:
     RunDirectory.create(faster, resume=True, clean=False).close()
 
 
-def test_a_run_that_goes_on_is_not_touched(tmp_path: Path) -> None:
+def test_an_active_run_is_not_touched(tmp_path: Path) -> None:
     made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
-    made.write_state(RunState(pid=os.getpid(), control_address="ipc:///nowhere"))
+    made.write_state()
     assert is_alive(made.path)
     for resume, clean in ((True, False), (False, True)):
-        with pytest.raises(UserError, match=r"is going on \(process \d+\).*asyncrl stop mine"):
+        with pytest.raises(
+            UserError, match=rf"is active \(process {os.getpid()}\).*asyncrl stop mine"
+        ):
             RunDirectory.create(config_in(tmp_path), resume=resume, clean=clean)
+
+
+def test_a_resumed_run_keeps_the_accuracy_it_started_with(tmp_path: Path) -> None:
+    made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
+    assert made.state.pid == os.getpid()
+    made.state.accuracy_before, made.state.evaluation_samples = 0.25, 64
+    made.state.ended = "stopped"
+    made.write_state()
+    made.close()
+    resumed = RunDirectory.create(config_in(tmp_path), resume=True, clean=False)
+    assert (resumed.state.accuracy_before, resumed.state.evaluation_samples) == (0.25, 64)
+    assert resumed.state.ended is None
+    resumed.close()
+    fresh = RunDirectory.create(config_in(tmp_path), resume=False, clean=True)
+    assert fresh.state.accuracy_before is None
+    fresh.close()
 
 
 def test_runs_are_found_by_name_path_or_age(tmp_path: Path) -> None:
@@ -70,22 +88,22 @@ def test_runs_are_found_by_name_path_or_age(tmp_path: Path) -> None:
         find_run("yours", tmp_path)
 
 
-def test_metric_lines_that_will_be_done_again_are_cut(tmp_path: Path) -> None:
+def test_records_of_steps_that_will_be_repeated_are_dropped(tmp_path: Path) -> None:
     made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
     metrics = made.path / "metrics.jsonl"
     metrics.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"ste')
-    made.cut_records(before_step=2)
+    made.truncate_records(before_step=2)
     assert metrics.read_text() == '{"step": 0}\n{"step": 1}\n'
 
 
-def test_a_users_mistake_at_the_start_leaves_nothing(tmp_path: Path) -> None:
+def test_a_mistake_before_the_first_checkpoint_leaves_no_folder(tmp_path: Path) -> None:
     made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
     made.undo()
     made.close()
     assert not made.path.exists()
 
 
-def test_a_mistake_after_a_checkpoint_or_at_a_resume_loses_nothing(tmp_path: Path) -> None:
+def test_a_mistake_after_a_checkpoint_or_on_resume_loses_nothing(tmp_path: Path) -> None:
     made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
     (made.path / "checkpoints" / "step-000001").mkdir()
     made.undo()

@@ -1,0 +1,85 @@
+"""Carry out the scheduler's commands: each becomes messages to the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from asyncrl.run.fleet import Fleet
+from asyncrl.run.progress import Progress
+from asyncrl.run.sample_requests import SampleRequests
+from rollout.trajectory import SampleId
+from scheduler import commands
+from wire.messages import to_generator, to_trainer
+
+
+class CommandExecutor:
+    """Sends the messages that a command of the scheduler stands for."""
+
+    def __init__(
+        self, requests: SampleRequests, fleet: Fleet, progress: Progress, *, rebuild_kv: bool
+    ) -> None:
+        self._requests = requests
+        self._fleet = fleet
+        self._progress = progress
+        self._rebuild_kv = rebuild_kv
+        self.finished: commands.FinishRun | None = None
+        """The scheduler's last command, once it has been given."""
+        self._handlers: dict[type, Callable[[Any], Awaitable[None]]] = {
+            commands.StartSample: self._start_sample,
+            commands.VerifySamples: self._verify_samples,
+            commands.InstallWeights: self._install_weights,
+            commands.DeliverGroup: self._deliver_group,
+            commands.DeclareStep: self._declare_step,
+            commands.DiscardSamples: self._discard_samples,
+            commands.ReportGroupFailed: self._report_group_failed,
+            commands.PauseGenerator: self._pause_generator,
+            commands.ResumeGenerator: self._resume_generator,
+            commands.FinishRun: self._finish_run,
+        }
+
+    async def execute(self, command: commands.Command) -> None:
+        """Carry out one command."""
+        await self._handlers[type(command)](command)
+
+    async def _start_sample(self, command: commands.StartSample) -> None:
+        request = self._requests.generate(command.sample, command.priority)
+        await self._fleet.send(command.generator, request)
+
+    async def _verify_samples(self, command: commands.VerifySamples) -> None:
+        request = self._requests.verify(command.samples, command.min_version)
+        await self._fleet.send(command.generator, request)
+
+    async def _install_weights(self, command: commands.InstallWeights) -> None:
+        # Always the newest weights: those of the version named may be overwritten already.
+        manifest = self._fleet.weights
+        if manifest is not None:
+            message = to_generator.InstallWeights(manifest, self._rebuild_kv)
+            await self._fleet.send(command.generator, message)
+
+    async def _deliver_group(self, command: commands.DeliverGroup) -> None:
+        by_generator: dict[str, list[SampleId]] = {}
+        for generator, sample in command.samples:
+            by_generator.setdefault(generator, []).append(sample)
+        for generator, samples in by_generator.items():
+            message = to_generator.Deliver(command.step, tuple(samples))
+            await self._fleet.send(generator, message)
+
+    async def _declare_step(self, command: commands.DeclareStep) -> None:
+        plan = to_trainer.StepPlan(command.step, command.groups)
+        await self._fleet.send(self._fleet.trainer.name, plan)
+
+    async def _discard_samples(self, command: commands.DiscardSamples) -> None:
+        await self._fleet.send(command.generator, to_generator.Discard(command.samples))
+
+    async def _report_group_failed(self, command: commands.ReportGroupFailed) -> None:
+        self._progress.say(f"group {command.group} is not trained on: {command.reason}")
+
+    async def _pause_generator(self, command: commands.PauseGenerator) -> None:
+        await self._fleet.send(command.generator, to_generator.Pause())
+
+    async def _resume_generator(self, command: commands.ResumeGenerator) -> None:
+        await self._fleet.send(command.generator, to_generator.Resume())
+
+    async def _finish_run(self, command: commands.FinishRun) -> None:
+        self.finished = command

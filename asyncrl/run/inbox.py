@@ -1,0 +1,155 @@
+"""Handle the messages of generators and the trainer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from asyncrl.errors import UserError
+from asyncrl.evaluation.fleet import FleetEvaluation
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.fleet import Fleet, Worker
+from asyncrl.run.progress import Progress
+from asyncrl.run.training import Training
+from asyncrl.run.waiting import Waiter
+from scheduler import events
+from wire.messages import from_generator, from_trainer
+
+logger = logging.getLogger(__name__)
+
+Message = from_generator.FromGenerator | from_trainer.FromTrainer
+_Handlers = dict[type, Callable[[Worker, Any], Awaitable[None]]]
+
+
+class Inbox:
+    """Notes what a message says of its sender and tells the scheduler and the evaluation."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        fleet: Fleet,
+        *,
+        training: Training,
+        evaluation: FleetEvaluation,
+        progress: Progress,
+        waiter: Waiter,
+    ) -> None:
+        self._directory = directory
+        self._fleet = fleet
+        self._training = training
+        self._evaluation = evaluation
+        self._progress = progress
+        self._waiter = waiter
+        self._of_generators: _Handlers = {
+            from_generator.GeneratorReady: self._generator_ready,
+            from_generator.SampleFinished: self._sample_finished,
+            from_generator.SampleFailed: self._sample_failed,
+            from_generator.SampleDelivered: self._sample_delivered,
+            from_generator.EvaluationSample: self._evaluation.returned,
+            from_generator.WeightsInstalled: self._weights_installed,
+            from_generator.GeneratorReport: self._generator_report,
+            from_generator.Failure: self._failure,
+            from_generator.Goodbye: self._goodbye,
+        }
+        self._of_trainer: _Handlers = {
+            from_trainer.TrainerReady: self._trainer_ready,
+            from_trainer.StepFinished: self._step_finished,
+            from_trainer.CheckpointWritten: self._checkpoint_written,
+            from_trainer.TrainerReport: self._trainer_report,
+            from_trainer.Failure: self._failure,
+            from_trainer.Goodbye: self._goodbye,
+        }
+
+    async def handle(self, sender: str, message: Message) -> None:
+        """Handle one message, and have waiting phases look again."""
+        worker = self._fleet.heard_from(sender)
+        if worker is None:
+            logger.warning("%s from %r, an unknown process", type(message).__name__, sender)
+            return
+        handlers = self._of_trainer if worker.is_trainer else self._of_generators
+        handler = handlers.get(type(message))
+        if handler is None:
+            logger.warning("unexpected %s from %s", type(message).__name__, sender)
+        else:
+            await handler(worker, message)
+        self._waiter.notify()
+
+    async def _generator_ready(
+        self, worker: Worker, message: from_generator.GeneratorReady
+    ) -> None:
+        worker.ready(message.policy_version, message.slots, message.metrics_port)
+        self._directory.state.metrics_ports = self._fleet.metrics_ports()
+        self._directory.write_state()
+        if self._training.has_begun:  # then the scheduler decides when it gets new weights
+            joined = events.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
+            await self._training.apply(joined)
+        else:
+            await self._evaluation.update(worker)
+        await self._evaluation.fill(worker)
+
+    async def _sample_finished(
+        self, worker: Worker, message: from_generator.SampleFinished
+    ) -> None:
+        event = events.SampleFinished(
+            worker.name, message.sample, message.length, message.oldest_version
+        )
+        await self._training.apply(event)
+
+    async def _sample_failed(self, worker: Worker, message: from_generator.SampleFailed) -> None:
+        if message.user_error:
+            self._waiter.fail(UserError(message.reason))
+        else:
+            event = events.SampleFailed(worker.name, message.sample, message.reason)
+            await self._training.apply(event)
+
+    async def _sample_delivered(
+        self, worker: Worker, message: from_generator.SampleDelivered
+    ) -> None:
+        await self._training.apply(events.SampleDelivered(worker.name, message.sample))
+
+    async def _weights_installed(
+        self, worker: Worker, message: from_generator.WeightsInstalled
+    ) -> None:
+        worker.policy_version = message.policy_version
+        await self._training.apply(events.WeightsInstalled(worker.name, message.policy_version))
+        await self._evaluation.fill(worker)
+
+    async def _generator_report(
+        self, worker: Worker, message: from_generator.GeneratorReport
+    ) -> None:
+        worker.generator_report, worker.reported = message, time.monotonic()
+        await self._training.apply(events.KvUsed(worker.name, message.engine.kv_used))
+
+    async def _trainer_ready(self, worker: Worker, message: from_trainer.TrainerReady) -> None:
+        worker.ready(message.policy_version, 0, message.metrics_port)
+        worker.weights = message.manifest
+
+    async def _step_finished(self, worker: Worker, message: from_trainer.StepFinished) -> None:
+        version = message.manifest.policy_version
+        worker.weights, worker.policy_version = message.manifest, version
+        self._progress.step_finished(message)
+        await self._training.apply(events.WeightsPublished(version))
+        await self._training.apply(events.StepFinished(message.step, message.groups))
+
+    async def _checkpoint_written(
+        self, worker: Worker, message: from_trainer.CheckpointWritten
+    ) -> None:
+        logger.info("%s wrote checkpoint %d: %s", worker.name, message.policy_version, message.path)
+
+    async def _trainer_report(self, worker: Worker, message: from_trainer.TrainerReport) -> None:
+        worker.trainer_report = message
+
+    async def _failure(
+        self, worker: Worker, message: from_generator.Failure | from_trainer.Failure
+    ) -> None:
+        """Note why a process ends. A user's mistake ends the run; the watchdog does the rest."""
+        worker.reason = message.reason
+        if message.user_error:
+            self._waiter.fail(UserError(message.reason))
+
+    async def _goodbye(
+        self, worker: Worker, message: from_generator.Goodbye | from_trainer.Goodbye
+    ) -> None:
+        logger.info("%s: %s", worker.name, type(message).__name__)

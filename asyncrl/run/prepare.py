@@ -1,0 +1,64 @@
+"""Find every mistake of the user's that can be found before a run starts."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import DataError
+from asyncrl.rewards.loading import check_name
+from asyncrl.tasks.loading import load_task
+from asyncrl.tasks.model import resolve_model
+from asyncrl.tasks.prompts import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The checked inputs of a run."""
+
+    config: RunConfig
+    model_path: str
+    """A local model directory."""
+    task: Task
+
+
+def prepare(config: RunConfig, console: Console) -> Prepared:
+    """Make or find the model, load the data, check the rewards. Creates no run folder.
+
+    Raises:
+        UserError: the model, the data or a reward cannot be used.
+    """
+    for function in config.rewards.functions:
+        check_name(function.name)
+    console.print(f"model: {config.model.path}", highlight=False, soft_wrap=True)
+    with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
+        model_path = resolve_model(config.model, bar)
+    task = load_task(config.task, model_path, config.run.seed)
+    _check_prompts(config, task)
+    return Prepared(config, model_path, task)
+
+
+def _check_prompts(config: RunConfig, task: Task) -> None:
+    """Refuse prompts that are too long, and examples that no message can carry."""
+    encoder = msgspec.msgpack.Encoder()
+    room = config.engine.max_model_len - config.sampling.max_tokens
+    for prompt in itertools.chain(task.train, task.evaluation):
+        if len(prompt.tokens) > room:
+            raise DataError(
+                f"prompt {prompt.prompt_id} has {len(prompt.tokens)} tokens; with "
+                f"sampling.max_tokens {config.sampling.max_tokens} that exceeds "
+                f"engine.max_model_len {config.engine.max_model_len}. Raise engine.max_model_len, "
+                "or leave out long prompts with task.max_prompt_tokens and task.too_long: filter"
+            )
+        try:
+            encoder.encode(prompt.example)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise DataError(
+                f"the example of prompt {prompt.prompt_id} has a value that cannot be handed to a "
+                f"reward: {error}. Numbers must fit 64 bits and strings be valid Unicode"
+            ) from error

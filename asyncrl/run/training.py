@@ -1,0 +1,118 @@
+"""The training phase: events go to the scheduler, its commands go to the processes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import RunFailed
+from asyncrl.run.commands import CommandExecutor
+from asyncrl.run.fleet import Fleet
+from asyncrl.run.progress import Progress
+from asyncrl.run.sample_requests import SampleRequests
+from asyncrl.run.waiting import Waiter
+from scheduler import events
+from scheduler.commands import RunOutcome
+from scheduler.scheduler import Scheduler
+
+
+class Training:
+    """Runs the scheduler from the first step to the last.
+
+    The scheduler exists from the start of the training phase on, and also handles events of the
+    final evaluation. Events before that are ignored: `run` tells it the state of all processes.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        requests: SampleRequests,
+        *,
+        fleet: Fleet,
+        progress: Progress,
+        waiter: Waiter,
+    ) -> None:
+        self._config = config
+        self._requests = requests
+        self._fleet = fleet
+        self._progress = progress
+        self._waiter = waiter
+        self._scheduler: Scheduler | None = None
+        self._deciding = asyncio.Lock()
+        self._executor = CommandExecutor(
+            requests, fleet, progress, rebuild_kv=config.scheduler.on_update == "recompute"
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a scheduler. It stays true after training."""
+        return self._scheduler is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the scheduler has work to decide on."""
+        return self._scheduler is not None and self._executor.finished is None
+
+    @property
+    def trained_steps(self) -> int:
+        """Optimizer steps of the whole run, those before a resume included."""
+        return max(0, self._fleet.trainer.policy_version)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every step of the run is trained."""
+        return self.trained_steps >= self._config.run.steps
+
+    async def run(self) -> None:
+        """Train until the last step, or until the user stops the run.
+
+        Raises:
+            RunFailed: the scheduler cannot continue.
+            WaitTimeout: a generator did not report.
+        """
+        if self._waiter.stop_requested or self.is_complete:
+            return
+        first_step = self.trained_steps
+        self._scheduler = Scheduler(
+            self._config.scheduler,
+            first_step=first_step,
+            total_steps=self._config.run.steps,
+            group_key=self._requests.prompt_index,
+        )
+        await self._fresh_reports()
+        self._progress.training_begins(self._scheduler, first_step)
+        await self.apply(events.TrainerJoined(first_step))
+        for worker in self._fleet.generators():
+            await self.apply(
+                events.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
+            )
+        while (finished := self._executor.finished) is None:
+            await self._waiter.next_change()
+        await self._fresh_reports()
+        self._progress.training_ends()
+        if finished.outcome is RunOutcome.FAILED:
+            raise RunFailed(finished.reason)
+
+    async def apply(self, event: events.Event) -> None:
+        """Give the scheduler an event and carry out what it decides."""
+        if self._scheduler is None:
+            return
+        # One event at a time, so that commands are sent in the order of the decisions.
+        async with self._deciding:
+            began = time.monotonic()
+            decided = self._scheduler.on_event(event)
+            self._progress.decided(type(event).__name__, time.monotonic() - began)
+            for command in decided:
+                await self._executor.execute(command)
+        if self._executor.finished is not None:
+            self._waiter.notify()
+
+    async def _fresh_reports(self) -> None:
+        """Wait until every generator has reported since now, so that totals are current."""
+        now = time.monotonic()
+        await self._waiter.until(
+            lambda: all(worker.reported > now for worker in self._fleet.generators()),
+            seconds=self._config.launcher.silence_seconds,
+            what=lambda: "reports of the generators",
+        )

@@ -1,0 +1,72 @@
+"""Let the phases of a run wait for conditions, and end their waits when the run breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+from asyncrl.errors import WaitTimeout
+
+
+class Waiter:
+    """What the phases of a run wait on. The loops of the controller notify it.
+
+    Conditions are plain functions of the controller's state. They are evaluated again after every
+    `notify`, so nobody polls.
+    """
+
+    def __init__(self) -> None:
+        self.stop_requested = False
+        """The user wants the run to end after the current step. Set before `notify`."""
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+
+    def notify(self) -> None:
+        """Have waiting phases evaluate their conditions again."""
+        self._changed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run: raise this error in whatever phase waits. Only the first error counts."""
+        if self._error is None:
+            self._error = error
+        self._changed.set()
+
+    async def next_change(self) -> None:
+        """Wait for the next `notify`. Raises the error given to `fail`, if there is one."""
+        self._changed.clear()
+        if self._error is None:
+            await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def until(
+        self,
+        condition: Callable[[], bool],
+        *,
+        seconds: float,
+        what: Callable[[], str],
+        progress: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Wait until the condition holds.
+
+        Args:
+            condition: evaluated after every change.
+            seconds: longest wait without progress.
+            what: names what is waited for, in the error.
+            progress: any change of this number starts the time limit again.
+
+        Raises:
+            WaitTimeout: the condition did not hold in time.
+        """
+        deadline, made = time.monotonic() + seconds, progress()
+        while not condition():
+            if progress() != made:
+                deadline, made = time.monotonic() + seconds, progress()
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise WaitTimeout(f"waited {seconds:.0f} s for {what()}")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(remaining):
+                    await self.next_change()

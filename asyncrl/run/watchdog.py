@@ -1,0 +1,52 @@
+"""Find processes that died and replace them, or end the run."""
+
+from __future__ import annotations
+
+from asyncrl.errors import RunFailed
+from asyncrl.evaluation.fleet import FleetEvaluation
+from asyncrl.run.fleet import Fleet, Worker
+from asyncrl.run.progress import Progress
+from asyncrl.run.training import Training
+from scheduler.events import GeneratorLost
+
+
+class Watchdog:
+    """Replaces generators that died. A run does not survive its trainer."""
+
+    def __init__(
+        self, fleet: Fleet, *, training: Training, evaluation: FleetEvaluation, progress: Progress
+    ) -> None:
+        self._fleet = fleet
+        self._training = training
+        self._evaluation = evaluation
+        self._progress = progress
+
+    async def check(self) -> bool:
+        """Deal with every process that died since the last check; whether there was one.
+
+        Raises:
+            RunFailed: the trainer died, or the last generator that may be replaced.
+        """
+        deaths = self._fleet.deaths()
+        for worker, reason in deaths:
+            self._progress.say(f"{worker.name} {reason}\n{worker.handle.last_words()}")
+            self._progress.died("trainer" if worker.is_trainer else "generator")
+            if worker.is_trainer:
+                raise RunFailed(
+                    f"the trainer {reason}; its last words:\n{worker.handle.last_words()}"
+                )
+            await self._evaluation.lost(worker)
+            await self._training.apply(GeneratorLost(worker.name))
+            self._replace(worker, reason)
+        return bool(deaths)
+
+    def _replace(self, worker: Worker, reason: str) -> None:
+        name = self._fleet.restart(worker)
+        if name is not None:
+            self._progress.say(f"started {name} in place of {worker.name}")
+        elif not self._fleet.has_generators:
+            raise RunFailed(
+                f"{worker.name} {reason}, no generator is left and launcher.max_restarts "
+                f"({self._fleet.max_restarts}) does not allow another; its last words:\n"
+                f"{worker.handle.last_words()}"
+            )
