@@ -1,12 +1,12 @@
-"""The whole configuration of a run: each package's own `Config`, composed.
+"""The whole configuration of a run, composed of each package's own `Config`.
 
-One YAML file, plus dotted overrides (`--set engine.kind=vllm`). Unknown keys and impossible
-combinations are refused with the path of the key and what would be right.
+It is read from one YAML file and dotted overrides (`--set engine.kind=vllm`). Unknown keys and
+impossible combinations are refused with the path of the key and what would be right. A field's
+docstring is its documentation for users: see `asyncrl.config_reference`.
 """
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.config import RewardConfig
+from asyncrl.suggestions import nearest
 from asyncrl.tasks.config import ModelConfig, TaskConfig
 from cache.config import CacheConfig
 from engine.config import EngineConfig, SamplingConfig
@@ -27,7 +28,7 @@ from trainer.config import TrainerConfig
 
 
 class RunSection(BaseModel):
-    """What the run is called, how long it is, where it lives."""
+    """Name, length, seed and folder of the run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -36,54 +37,54 @@ class RunSection(BaseModel):
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
     seed: int = 0
-    """Seeds the data order, the sampling and the learner."""
+    """Seed of the data order, the sampling and the trainer."""
     directory: str = "runs"
-    """Where run folders are made."""
+    """Folder in which the run's own folder is created."""
 
 
 class EvaluationConfig(BaseModel):
-    """Held-out evaluation, sampled as in training, before and after."""
+    """Evaluation on held-out prompts before and after training, sampled as in training."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     prompts: int = Field(default=256, ge=1)
-    """Held-out prompts used, from the start of the evaluation set."""
+    """Number of held-out prompts, taken from the start of the evaluation set."""
     samples: int = Field(default=1, ge=1)
     """Samples per prompt."""
     threshold: float = 0.5
-    """A sample counts as right when its reward is above this."""
+    """A sample counts as correct if its reward is above this."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Longest wait for one evaluation round."""
+    """Longest wait for one evaluation."""
 
 
 class LauncherConfig(BaseModel):
-    """How the processes of a run are started and watched."""
+    """How the processes of a run are started and supervised."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: Literal["local"] = "local"
     """`local`: child processes on this machine."""
     generators: int = Field(default=1, ge=1)
-    """Generator processes."""
+    """Number of generator processes."""
     threads: int | None = Field(default=None, ge=1)
-    """Threads for tensor work of each process; null: the cores of this machine, shared out."""
+    """Threads of each process for tensor operations; null: the machine's cores are divided."""
     pin_cores: bool = False
-    """Keep each generator and the trainer on `threads` cores of its own. The controller and the
-    reward workers take a core that is left over, else the trainer's, never a generator's."""
+    """Pin each generator and the trainer to `threads` cores of its own. The controller and the
+    reward workers use a core that is left over or else the trainer's, never a generator's."""
     startup_seconds: float = Field(default=300.0, gt=0)
     """Longest wait for a process to become ready."""
     silence_seconds: float = Field(default=120.0, gt=0)
-    """A process that reports nothing for so long is killed and counted as dead."""
+    """A process that reports nothing for this long is killed and counts as dead."""
     stop_seconds: float = Field(default=60.0, gt=0)
-    """Longest wait for a process to end when asked; then it is killed."""
+    """Longest wait for a process to end after it was asked to. Then it is killed."""
     checkpoint_seconds: float = Field(default=600.0, gt=0)
-    """So much longer may the trainer take to end: it writes a checkpoint."""
+    """Additional time for the trainer to end, because it saves a checkpoint."""
     max_restarts: int = Field(default=3, ge=0)
-    """How often generators that died are started again, all together."""
+    """Most restarts of dead generators, counted over all generators together."""
 
 
 class RunConfig(BaseModel):
-    """Everything that a run is made of."""
+    """The configuration of a run: one field per section."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -110,12 +111,12 @@ class RunConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _verification_has_something_to_go_by(self) -> Self:
+    def _verification_has_stored_probabilities(self) -> Self:
         if self.scheduler.on_update == "verify" and self.engine.top_k_logprobs == 0:
             raise ValueError(
-                "scheduler.on_update: verify accepts tokens by the stored top-K of the "
-                "distributions that they were drawn from; engine.top_k_logprobs must be at least "
-                "1 (8 is usual), not 0"
+                "engine.top_k_logprobs: 0 does not work with scheduler.on_update: verify, which "
+                "accepts tokens by the stored top K of the distributions that they were drawn "
+                "from; it must be at least 1 (8 is usual)"
             )
         return self
 
@@ -126,15 +127,16 @@ class RunConfig(BaseModel):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, apply `key.path=value` overrides, validate.
+    """Read a YAML file, apply `key.path=value` overrides and validate the result.
 
     Raises:
-        ConfigError: the file is missing or not a mapping, a key is unknown, a value impossible.
+        ConfigError: the file is missing or not a mapping, a key is unknown, or a value is
+            impossible.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        near = _nearest(path.name, [p.name for p in path.parent.glob("*.yaml")])
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.yaml")])
         raise ConfigError(f"no configuration file at {path}.{near}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from error
@@ -150,7 +152,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_config(values: dict[str, Any], *, source: str) -> RunConfig:
-    """Validate plain values. `source` names them in errors. Raises ConfigError."""
+    """Validate plain values. Errors (ConfigError) refer to them as `source`."""
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -159,7 +161,7 @@ def parse_config(values: dict[str, Any], *, source: str) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML; `load_config` reads it back."""
+    """The whole configuration as YAML, defaults included; `load_config` reads it back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
@@ -185,10 +187,10 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 def _explain(detail: ErrorDetails) -> str:
     location = detail["loc"]
-    path = ".".join(str(part) for part in location) or "the whole"
+    path = ".".join(str(part) for part in location) or "the configuration"
     if detail["type"] == "extra_forbidden":
         names = _field_names(RunConfig, location[:-1])
-        return f"{path}: there is no such key.{_nearest(str(location[-1]), names)}"
+        return f"{path}: there is no such key.{nearest(str(location[-1]), names)}"
     message = detail["msg"].removeprefix("Value error, ")
     given = detail["input"]
     shown = "" if isinstance(given, dict | BaseModel) else f" (given: {given!r})"
@@ -218,11 +220,3 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
         if found is not None:
             return found
     return None
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    known = sorted(names)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if close:
-        return f" Did you mean {close[0]!r}?"
-    return f" There is: {', '.join(known)}." if known else ""

@@ -9,17 +9,17 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class RewardFunctionConfig(BaseModel):
-    """One term of the reward: which function, how much it counts, with which settings."""
+    """One term of the reward: a function, its weight and its arguments."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: str = Field(default="arithmetic", min_length=1)
-    """`exact_match`, `math_verify`, `format`, `arithmetic`, or the user's own function as
+    """`exact_match`, `math_verify`, `format`, `arithmetic`, or a function of your own, given as
     `my.module:function` or `path/to/file.py:function`."""
     weight: float = 1.0
     """Factor of this term in the sum."""
     args: dict[str, Any] = {}
-    """Keyword arguments that the function is called with beside prompt, response and example."""
+    """Keyword arguments for the function, in addition to prompt, response and example."""
 
     @field_validator("weight")
     @classmethod
@@ -39,11 +39,11 @@ class RewardConfig(BaseModel):
     )
     """The terms; the reward is the sum of weight times value."""
     timeout_seconds: float = Field(default=10.0, gt=0)
-    """Longest time for scoring one response, all terms together; then its process is killed."""
+    """Longest time for scoring one response, all terms together. Then the process is killed."""
     startup_seconds: float = Field(default=60.0, gt=0)
     """Longest time for a worker process to import the functions."""
     workers: int = Field(default=1, ge=1, le=256)
-    """Worker processes: how many responses are scored at once."""
+    """Worker processes. Each scores one response at a time."""
     on_error: Literal["stop", "zero"] = "stop"
-    """A function that raises, hangs or returns no number: stop the run with its error, or count
-    the response as 0 and go on (counted and logged)."""
+    """What happens when a function raises, hangs or returns no number. `stop`: the run ends with
+    its error. `zero`: the response gets the reward 0; the failure is logged and counted."""

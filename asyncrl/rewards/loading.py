@@ -1,8 +1,7 @@
-"""From a reward's name to its function. Import-light: a worker process loads this file."""
+"""Find a reward function by its name. Import-light: a worker process loads this file."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -11,13 +10,15 @@ from typing import Any
 
 from asyncrl.errors import RewardError
 from asyncrl.rewards.functions import BUILTIN, RewardFunction
+from asyncrl.suggestions import nearest
 
 
 def check_name(name: str) -> None:
-    """Refuse what cannot be a reward, without running any of the user's code.
+    """Refuse names that cannot be a reward, without running any of the user's code.
 
     Raises:
-        RewardError: neither a known name nor `module:function` nor an existing `file.py:function`.
+        RewardError: it is neither a built-in name, nor `module:function`, nor `file.py:function`
+            of an existing file.
     """
     if name in BUILTIN:
         return
@@ -43,10 +44,10 @@ def check_name(name: str) -> None:
 def load_function(name: str, args: dict[str, Any]) -> RewardFunction:
     """Import the function and check that it can be called with `args`.
 
-    Whatever the user's module raises while it is imported passes through.
+    Exceptions that the user's module raises while it is imported pass through.
 
     Raises:
-        RewardError: no such module or function, or it does not take these arguments.
+        RewardError: there is no such module or function, or it does not take these arguments.
     """
     check_name(name)
     if name in BUILTIN:
@@ -65,21 +66,12 @@ def load_function(name: str, args: dict[str, Any]) -> RewardFunction:
     return checked
 
 
-def nearest(name: str, known: Any) -> str:
-    """' Did you mean x?' or ' There is: a, b.' for an error message."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if close:
-        return f" Did you mean {close[0]!r}?"
-    return f" There is: {', '.join(names)}." if names else ""
-
-
 def _module(name: str, source: str) -> Any:
     if not source.endswith(".py"):
         try:
             return importlib.import_module(source)
         except ModuleNotFoundError as error:
-            # A module that the user's module itself misses is the user's traceback, not ours.
+            # If the user's module lacks another module, its own traceback says so best.
             if error.name is None or not (source + ".").startswith(error.name + "."):
                 raise
             raise RewardError(
@@ -99,7 +91,7 @@ def _check_signature(name: str, function: Any, args: dict[str, Any]) -> None:
         raise RewardError(f"reward {name!r} is a {type(function).__name__}, not a function")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions written in C do not tell
+    except ValueError:  # some functions written in C have no signature
         return
     try:
         signature.bind("", "", {}, **args)

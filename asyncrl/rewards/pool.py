@@ -1,12 +1,13 @@
-"""The pool of reward workers: bounded processes, bounded calls, errors that name the culprit.
+"""The pool of reward workers. Processes are bounded, calls are bounded, errors name the culprit.
 
-Each worker has a loop here:
+Each worker is served by one loop:
 
-serve       consumes: calls, in order of arrival. produces: rewards, or what went wrong.
-            waits for: calls, then the worker's answers. bounded by: `timeout_seconds` a call.
+_serve      consumes: calls, in order of arrival. produces: rewards or errors.
+            waits for: calls, then the worker's answers. bounded by: `timeout_seconds` per call.
 
-While calls are quick, a worker is sent many at once: an answer takes turns of the event loop, which
-the engine leaves few of, and one call at a time would be one reward for some engine steps.
+While calls are quick, a worker is sent many at once. Each answer costs turns of the event loop, and
+the engine leaves only a few of those, so one call at a time would yield about one reward per engine
+step.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from asyncrl.rewards.protocol import Call
 
 log = logging.getLogger(__name__)
 
-_MOST_AT_ONCE = 64
+_MAX_BATCH = 64
+"""Most calls that are sent to a worker at once."""
 _QUICK_SECONDS = 0.002
-"""A worker is sent several calls at once while its last one took less than this."""
+"""A worker is sent several calls at once while each call of its last batch took less than this."""
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """A call, and who waits for its reward."""
+class _PendingCall:
+    """A call and the future that receives its reward."""
 
     call: Call
     reward: asyncio.Future[float]
     worker: WorkerProcess | None = None
-    """Set while that worker computes it."""
+    """The worker that is computing it, None while it waits."""
 
 
 class RewardPool:
@@ -60,28 +62,28 @@ class RewardPool:
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._workers = [WorkerProcess(config) for _ in range(config.workers)]
-        self._asked: deque[_Asked] = deque()
-        self._some = asyncio.Event()
+        self._queue: deque[_PendingCall] = deque()
+        self._queue_filled = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
-        self._taken = 0
+        self._sent = 0
         self.running = 0
-        """Calls that a worker computes now."""
+        """Calls that a worker is computing now."""
         self.scored = 0
         """Calls answered with a reward."""
         self.failed = 0
-        """Calls that failed, those counted as zero included."""
+        """Calls that failed, including those counted as zero."""
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a worker now, those that were sent to one included."""
-        return len(self._asked) + self._taken - self.running
+        """Calls that no worker has begun, including those already sent to one."""
+        return len(self._queue) + self._sent - self.running
 
     async def start(self) -> None:
         """Check the names and start every worker.
 
         Raises:
-            RewardError: an unknown name, a file or module that is not there, a function that
-                does not take the given arguments, or a module that fails while it is imported.
+            RewardError: an unknown name, a missing file or module, a function that does not take
+                the given arguments, or a module that fails while it is imported.
         """
         for function in self._config.functions:
             check_name(function.name)
@@ -100,15 +102,16 @@ class RewardPool:
         Raises:
             RewardTimeout: a function did not return in time.
             RewardFailed: a function raised, crashed, or returned no finite number.
-            RewardError: the pool is not running, or a worker could not be started again.
+            RewardError: the pool is not running, or a worker could not be restarted.
         """
         if not self._loops:
             raise _not_running()
-        asked = _Asked(Call(prompt, response, example), asyncio.get_running_loop().create_future())
-        self._asked.append(asked)
-        self._some.set()
+        call = Call(prompt, response, example)
+        pending = _PendingCall(call, asyncio.get_running_loop().create_future())
+        self._queue.append(pending)
+        self._queue_filled.set()
         try:
-            value = await asked.reward
+            value = await pending.reward
         except (RewardTimeout, RewardFailed) as error:
             self.failed += 1
             if self._config.on_error == "stop":
@@ -116,8 +119,9 @@ class RewardPool:
             log.warning("counted as 0 (rewards.on_error: zero): %s", error)
             return 0.0
         except asyncio.CancelledError:
-            if asked.worker is not None:
-                await asked.worker.kill()  # it may never return; calls behind it are served again
+            if pending.worker is not None:
+                # The function may never return; a new process serves the calls behind it.
+                await pending.worker.kill()
             raise
         self.scored += 1
         return value
@@ -130,65 +134,65 @@ class RewardPool:
         if loops:
             await asyncio.wait(loops)
         await asyncio.gather(*(worker.kill() for worker in self._workers))
-        for asked in self._asked:
-            if not asked.reward.done():
-                asked.reward.set_exception(_not_running())
-        self._asked.clear()
+        for pending in self._queue:
+            if not pending.reward.done():
+                pending.reward.set_exception(_not_running())
+        self._queue.clear()
 
     async def _serve(self, worker: WorkerProcess) -> None:
-        """Hand calls to one worker, for ever."""
-        at_once = 1
+        """Pass calls to one worker until the task is cancelled."""
+        limit = 1
         while True:
-            while not self._asked:
-                self._some.clear()
-                await self._some.wait()
-            share = -(-len(self._asked) // len(self._workers))
-            batch = [self._asked.popleft() for _ in range(min(share, at_once))]
-            batch = [asked for asked in batch if not asked.reward.done()]
+            while not self._queue:
+                self._queue_filled.clear()
+                await self._queue_filled.wait()
+            share = -(-len(self._queue) // len(self._workers))
+            batch = [self._queue.popleft() for _ in range(min(share, limit))]
+            batch = [pending for pending in batch if not pending.reward.done()]
             if batch:
-                seconds = await self._have_scored(worker, batch)
-                at_once = _MOST_AT_ONCE if seconds < _QUICK_SECONDS else 1
+                seconds = await self._score_batch(worker, batch)
+                limit = _MAX_BATCH if seconds < _QUICK_SECONDS else 1
 
-    async def _have_scored(self, worker: WorkerProcess, batch: list[_Asked]) -> float:
-        """Score a batch; what was not begun is queued again. Gives the longest call's seconds."""
-        left, longest = deque(batch), 0.0
-        self._taken += len(batch)
+    async def _score_batch(self, worker: WorkerProcess, batch: list[_PendingCall]) -> float:
+        """Score a batch and requeue calls that were not begun. Returns the slowest's seconds."""
+        remaining, slowest = deque(batch), 0.0
+        self._sent += len(batch)
         self.running += 1
-        left[0].worker = worker
+        remaining[0].worker = worker
         try:
-            async with aclosing(worker.score([asked.call for asked in batch])) as answers:
+            async with aclosing(worker.score([pending.call for pending in batch])) as answers:
                 async for answer in answers:
-                    asked = left.popleft()
-                    self._taken -= 1
+                    pending = remaining.popleft()
+                    self._sent -= 1
                     if isinstance(answer, RewardFailed):
-                        _settle(asked, answer)
+                        _settle(pending, answer)
                     else:
-                        _settle(asked, answer.value)
-                        longest = max(longest, answer.seconds)
-                    if left:
-                        left[0].worker = worker
+                        _settle(pending, answer.value)
+                        slowest = max(slowest, answer.seconds)
+                    if remaining:
+                        remaining[0].worker = worker
         except RewardError as error:
-            self._taken -= 1
-            _settle(left.popleft(), error)
-            longest = _QUICK_SECONDS
+            self._sent -= 1
+            _settle(remaining.popleft(), error)
+            slowest = _QUICK_SECONDS
         finally:
             self.running -= 1
-            self._taken -= len(left)
-            for asked in reversed(left):
-                asked.worker = None
-                self._asked.appendleft(asked)
-        return longest
+            self._sent -= len(remaining)
+            for pending in reversed(remaining):
+                pending.worker = None
+                self._queue.appendleft(pending)
+        return slowest
 
 
-def _settle(asked: _Asked, result: float | RewardError) -> None:
-    """Tell who waits; nobody does if the call was cancelled."""
-    asked.worker = None
+def _settle(pending: _PendingCall, result: float | RewardError) -> None:
+    """Give the caller its result. A call that was cancelled has no caller any more."""
+    pending.worker = None
     with contextlib.suppress(asyncio.InvalidStateError):
         if isinstance(result, RewardError):
-            asked.reward.set_exception(result)
+            pending.reward.set_exception(result)
         else:
-            asked.reward.set_result(result)
+            pending.reward.set_result(result)
 
 
 def _not_running() -> RewardError:
-    return RewardError("the reward pool is not running: not started yet, or closed")
+    return RewardError("the reward pool is not running: it was not started yet, or it is closed")

@@ -1,4 +1,4 @@
-"""One worker process seen from the pool: started when needed, asked, killed."""
+"""One worker process from the pool's side: started when needed, given calls, killed."""
 
 from __future__ import annotations
 
@@ -15,47 +15,32 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import RewardError, RewardFailed, RewardTimeout
+from asyncrl.rewards import protocol
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.rewards.protocol import (
-    MAX_FRAME,
-    Began,
-    Call,
-    FromWorker,
-    Raised,
-    Ready,
-    Refused,
-    Scored,
-    Setup,
-    Term,
-    ToWorker,
-    pack,
-)
+from asyncrl.rewards.protocol import Call, FromWorker, Raised, Scored
 
 log = logging.getLogger(__name__)
 
 _DECODER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 _STDERR_LINES = 20
+"""Last lines of a worker's standard error that an error message quotes."""
 _END_SECONDS = 5.0
+"""Longest wait for a process whose output has ended."""
 
 
 class WorkerProcess:
-    """A slot of the pool. Its process may be dead; the next call starts another."""
+    """A slot of the pool. If its process has ended, the next call starts another."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._terms = tuple(Term(f.name, f.weight, f.args) for f in config.functions)
+        self._terms = tuple(protocol.Term(f.name, f.weight, f.args) for f in config.functions)
         self._process: asyncio.subprocess.Process | None = None
         self._stderr: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES)
         self._stderr_reader: asyncio.Task[None] | None = None
         self._term = 0
 
-    @property
-    def pid(self) -> int | None:
-        """Process id, None while there is no process."""
-        return None if self._process is None else self._process.pid
-
     async def start(self) -> None:
-        """Start the process and load the functions; nothing to do when it runs.
+        """Start the process and load the functions. Does nothing while the process runs.
 
         Raises:
             RewardError: a function cannot be loaded, or not within `startup_seconds`.
@@ -63,32 +48,21 @@ class WorkerProcess:
         if self._process is not None and self._process.returncode is None:
             return
         await self.kill()
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "asyncrl.rewards.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-            # A session of its own: Ctrl-C is not sent to it, and killing it takes along whatever
-            # the user's function has started.
-            start_new_session=True,
-        )
+        self._process = await _spawn()
         self._stderr_reader = asyncio.create_task(self._keep_stderr(self._process))
         ready = False
         try:
             async with asyncio.timeout(self._config.startup_seconds):
-                await self._send(Setup(self._terms, str(Path.cwd())))
+                await self._send(protocol.Setup(self._terms, str(Path.cwd())))
                 answer = await self._receive()
-            if isinstance(answer, Refused):
+            if isinstance(answer, protocol.Refused):
                 raise RewardError(answer.message)
-            ready = isinstance(answer, Ready)
+            ready = isinstance(answer, protocol.Ready)
         except TimeoutError as error:
             raise RewardError(
                 f"the rewards ({self._names()}) were not loaded within "
-                f"{self._config.startup_seconds:g} s; what does their module do when it is "
-                "imported? (rewards.startup_seconds)"
+                f"{self._config.startup_seconds:g} s; check what their module does when it is "
+                "imported, or raise rewards.startup_seconds"
             ) from error
         except (EOFError, ConnectionError) as error:
             raise RewardError(
@@ -99,15 +73,16 @@ class WorkerProcess:
                 await self.kill()
 
     async def score(self, calls: Sequence[Call]) -> AsyncGenerator[Scored | RewardFailed, None]:
-        """Score responses, sent all at once and answered in turn.
+        """Score responses. They are sent all at once and answered in turn.
+
+        After an exception the process is gone, and the calls behind the one that failed were not
+        begun.
 
         Yields:
-            The answer to each call; RewardFailed where a function raised or returned no finite
-            number.
+            The answer to each call: RewardFailed if a function raised or returned no finite number.
 
         Raises:
-            RewardTimeout: no answer to the call in turn within `timeout_seconds`. Those behind it
-                were not begun, and there is no process left; so after any exception.
+            RewardTimeout: the call in turn was not answered within `timeout_seconds`.
             RewardFailed: a function ended its process.
         """
         await self.start()
@@ -139,12 +114,12 @@ class WorkerProcess:
                 f"the response {_shortened(calls[answered].response)}"
             ) from error
         finally:
-            # Also when cancelled: an answer still to come would be taken for the next call's.
+            # Also when cancelled: a late answer would be taken for the next call's.
             if answered < len(calls):
                 await self.kill()
 
     async def kill(self) -> None:
-        """End the process and whatever it has started. Idempotent."""
+        """End the process and everything it has started. Idempotent."""
         process, self._process = self._process, None
         reader, self._stderr_reader = self._stderr_reader, None
         if process is None:
@@ -163,28 +138,26 @@ class WorkerProcess:
     async def _answer(self) -> Scored | Raised:
         while True:
             answer = await self._receive()
-            if isinstance(answer, Began):
+            if isinstance(answer, protocol.Began):
                 self._term = answer.term
             elif isinstance(answer, Scored | Raised):
                 return answer
             else:
-                raise EOFError(f"unexpected {type(answer).__name__}")
+                raise EOFError(f"the worker sent {type(answer).__name__} in answer to a call")
 
-    async def _send(self, *messages: ToWorker) -> None:
+    async def _send(self, *messages: protocol.ToWorker) -> None:
         assert self._process is not None and self._process.stdin is not None  # noqa: S101, PT018
-        self._process.stdin.write(b"".join(pack(message) for message in messages))
+        self._process.stdin.write(b"".join(protocol.pack(message) for message in messages))
         await self._process.stdin.drain()
 
     async def _receive(self) -> FromWorker:
         assert self._process is not None and self._process.stdout is not None  # noqa: S101, PT018
         stdout = self._process.stdout
-        length = int.from_bytes(await stdout.readexactly(4), "little")
-        if length > MAX_FRAME:
-            raise EOFError("a frame that is too long")
+        length = protocol.body_length(await stdout.readexactly(protocol.HEAD_BYTES))
         return _DECODER.decode(await stdout.readexactly(length))
 
     async def _keep_stderr(self, process: asyncio.subprocess.Process) -> None:
-        """What the user's functions print: to the log, the last lines kept for errors."""
+        """Log what the user's functions print; keep the last lines for error messages."""
         assert process.stderr is not None  # noqa: S101
         while chunk := await process.stderr.read(4096):
             for line in chunk.decode(errors="replace").splitlines():
@@ -211,6 +184,21 @@ class WorkerProcess:
 
     def _culprit(self) -> str:
         return self._terms[self._term].name
+
+
+async def _spawn() -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "asyncrl.rewards.worker",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={"OMP_NUM_THREADS": "1", **os.environ},
+        # In a session of its own it gets no Ctrl-C, and killing the session also ends whatever
+        # the user's function has started.
+        start_new_session=True,
+    )
 
 
 def _shortened(text: str, limit: int = 80) -> str:

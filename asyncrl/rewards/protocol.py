@@ -1,8 +1,9 @@
-"""What the pool and a worker process say to each other, over the worker's standard streams.
+"""The messages between the pool and a worker process, over the worker's standard streams.
 
 Frames: four bytes of length (little-endian), then one msgspec MessagePack struct. The pool sends
-one `Setup`, then `Call`s, which may wait in the stream. The worker answers `Setup` with `Ready` or
-`Refused`, and each `Call` in turn with a `Began` per term as it starts, then `Scored` or `Raised`.
+one `Setup`, then `Call`s, which may queue up in the stream. The worker answers `Setup` with `Ready`
+or `Refused`. It answers each `Call` in turn: a `Began` as each term starts, then `Scored` or
+`Raised`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import Any
 
 import msgspec
 
-MAX_FRAME = 64 * 1024 * 1024
-"""Bytes; a longer frame means that the stream is broken."""
+HEAD_BYTES = 4
+"""Bytes of the length before each frame."""
+
+_MAX_FRAME = 64 * 1024 * 1024
 
 
 class Term(msgspec.Struct, frozen=True):
@@ -24,7 +27,7 @@ class Term(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """The functions to load."""
+    """Load these functions."""
 
     terms: tuple[Term, ...]
     search_path: str
@@ -50,21 +53,22 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
-    """Term number `term` starts now: names the culprit if nothing follows."""
+    """Term number `term` starts now. If nothing follows, it is the culprit."""
 
     term: int
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True):
-    """The weighted sum."""
+    """The reward of one response."""
 
     value: float
+    """The weighted sum."""
     seconds: float
-    """It took so long."""
+    """Time that scoring took in the worker."""
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
-    """Term number `term` failed; `message` ends with the user's last traceback lines."""
+    """Term number `term` failed; `message` holds the last lines of the user's traceback."""
 
     term: int
     message: str
@@ -75,6 +79,18 @@ FromWorker = Ready | Refused | Began | Scored | Raised
 
 
 def pack(message: ToWorker | FromWorker) -> bytes:
-    """One frame."""
+    """One frame, its length included."""
     body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(4, "little") + body
+    return len(body).to_bytes(HEAD_BYTES, "little") + body
+
+
+def body_length(head: bytes) -> int:
+    """Length in bytes of the frame that follows `head`.
+
+    Raises:
+        EOFError: `head` is cut short, or the frame is so long that the stream must be broken.
+    """
+    length = int.from_bytes(head, "little")
+    if len(head) < HEAD_BYTES or length > _MAX_FRAME:
+        raise EOFError("the stream ended, or its next frame is too long to be one")
+    return length

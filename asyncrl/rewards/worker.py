@@ -1,11 +1,9 @@
-"""A reward worker: `python -m asyncrl.rewards.worker`, started by `RewardPool`, one call at a time.
+"""A reward worker: `python -m asyncrl.rewards.worker`, started by `RewardPool`.
 
-Calls may wait in its input; each is answered in turn.
-
-The user's functions run here, so that one that hangs can be killed and one that crashes takes
-nothing with it. What they print goes to standard error; the frames have a descriptor of their
-own. Kept import-light (no torch, no pydantic): a killed worker is replaced in a fraction of a
-second.
+The user's functions run here: one that hangs can be killed, and one that crashes takes nothing
+with it. Calls queue up in the worker's input and are answered one after the other. The functions'
+own output goes to standard error; the frames have a descriptor of their own. The module is
+import-light (no torch, no pydantic), so a killed worker is replaced in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -23,24 +21,12 @@ import msgspec
 
 from asyncrl.cores import stay_on_helper_cores
 from asyncrl.errors import RewardError
+from asyncrl.rewards import protocol
 from asyncrl.rewards.functions import RewardFunction
 from asyncrl.rewards.loading import load_function
-from asyncrl.rewards.protocol import (
-    MAX_FRAME,
-    Began,
-    Call,
-    FromWorker,
-    Raised,
-    Ready,
-    Refused,
-    Scored,
-    Setup,
-    Term,
-    ToWorker,
-    pack,
-)
 
 TRACEBACK_LINES = 8
+"""Lines of the user's traceback that an error message quotes."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -49,42 +35,45 @@ def main() -> None:
     _die_with_parent()
     stay_on_helper_cores()
     inbox, outbox = _private_streams()
-    decoder = msgspec.msgpack.Decoder(ToWorker)
+    decoder = msgspec.msgpack.Decoder(protocol.ToWorker)
     setup = _read(inbox, decoder)
-    if not isinstance(setup, Setup):
+    if not isinstance(setup, protocol.Setup):
         return
     sys.path.insert(0, setup.search_path)
     try:
         functions = [load_function(term.name, term.args) for term in setup.terms]
     except RewardError as error:
-        _send(outbox, Refused(str(error)))
+        _send(outbox, protocol.Refused(str(error)))
         return
     except (Exception, SystemExit):  # noqa: BLE001 - process edge: reported to the pool
         names = ", ".join(term.name for term in setup.terms)
-        _send(outbox, Refused(f"loading the rewards ({names}) failed:\n{_last_lines()}"))
+        _send(outbox, protocol.Refused(f"loading the rewards ({names}) failed:\n{_last_lines()}"))
         return
-    _send(outbox, Ready())
+    _send(outbox, protocol.Ready())
     while (message := _read(inbox, decoder)) is not None:
-        if isinstance(message, Call):
+        if isinstance(message, protocol.Call):
             _send(outbox, _score(message, setup.terms, functions, outbox))
 
 
 def _score(
-    call: Call, terms: tuple[Term, ...], functions: list[RewardFunction], outbox: BinaryIO
-) -> Scored | Raised:
+    call: protocol.Call,
+    terms: tuple[protocol.Term, ...],
+    functions: list[RewardFunction],
+    outbox: BinaryIO,
+) -> protocol.Scored | protocol.Raised:
     total, began = 0.0, time.perf_counter()
     for index, (term, function) in enumerate(zip(terms, functions, strict=True)):
-        _send(outbox, Began(index))
+        _send(outbox, protocol.Began(index))
         try:
             result = function(call.prompt, call.response, dict(call.example), **term.args)
             total += term.weight * _finite(result)
         except (Exception, SystemExit):  # noqa: BLE001 - process edge: reported to the pool
-            return Raised(index, _last_lines())
-    return Scored(total, time.perf_counter() - began)
+            return protocol.Raised(index, _last_lines())
+    return protocol.Scored(total, time.perf_counter() - began)
 
 
 def _finite(result: Any) -> float:
-    """A plain float of a number, also numpy's or a 0-d tensor. Raises TypeError or ValueError."""
+    """Any number as a float, numpy scalars and 0-d tensors too. Raises TypeError or ValueError."""
     if isinstance(result, str | bytes) or not hasattr(result, "__float__"):
         raise TypeError(f"a reward must return a number, got {type(result).__name__}: {result!r}")
     value = float(result)
@@ -99,7 +88,7 @@ def _last_lines() -> str:
 
 
 def _private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Take the frame streams away from the user's code: its print and input must not meet them."""
+    """Move the frame streams to private descriptors, out of reach of the user's print and input."""
     inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -109,24 +98,28 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _die_with_parent() -> None:
-    """A controller killed by SIGKILL closes our input, which a hanging function never reads."""
+    """Have the kernel kill this process when its parent ends.
+
+    A parent killed by SIGKILL closes our input, but a hanging function never reads that.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _read(inbox: BinaryIO, decoder: msgspec.msgpack.Decoder[ToWorker]) -> ToWorker | None:
-    head = inbox.read(4)
-    if len(head) < 4:
-        return None
-    length = int.from_bytes(head, "little")
-    if length > MAX_FRAME:
+def _read(
+    inbox: BinaryIO, decoder: msgspec.msgpack.Decoder[protocol.ToWorker]
+) -> protocol.ToWorker | None:
+    """The next message, None at the end of the stream."""
+    try:
+        length = protocol.body_length(inbox.read(protocol.HEAD_BYTES))
+    except EOFError:
         return None
     body = inbox.read(length)
     return decoder.decode(body) if len(body) == length else None
 
 
-def _send(outbox: BinaryIO, message: FromWorker) -> None:
-    outbox.write(pack(message))
+def _send(outbox: BinaryIO, message: protocol.FromWorker) -> None:
+    outbox.write(protocol.pack(message))
     outbox.flush()
 
 

@@ -1,13 +1,13 @@
-"""The built-in task: addition with the working written out, column by column.
+"""The built-in task: addition with the working shown column by column.
 
     question   add 38 to 295.
     response   5+8+0=13,9+3+1=13,2+0+1=03:333
 
-Each column reads `digit+digit+carry=sum` from the right, the sum always with two digits; the
-answer follows after a colon. About 29 tokens for 2 to 3 digits.
+Each column, starting from the right, reads `digit+digit+carry=sum`; the sum always has two digits.
+The answer follows after a colon. With 2 to 3 digits a response has about 29 tokens.
 
-Held-out problems are chosen by a hash of the two summands (in either order), so that whatever the
-seed neither the warm start nor a training set ever holds one of them, in any phrasing.
+A hash of the two summands (in either order) decides whether a problem is held out. So neither the
+warm start nor a training set ever contains a held-out problem, whatever the seed or the phrasing.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ EVALUATION_SEED = 20261121
 """The held-out set is the same whatever the run's seed, so that runs can be compared."""
 
 _HELD_OUT_SHARE = 8
-"""One pair of summands in so many is held out."""
+"""One pair of summands in this many is held out."""
 _MAX_REPEATS = 2000
-"""So many draws in a row without a new problem: there are (nearly) no more."""
+"""After this many draws in a row without a new problem, (nearly) all have been found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Two summands and the words around them."""
+    """Two summands and the phrasing of the question."""
 
     a: int
     b: int
@@ -67,10 +67,10 @@ class Problem:
 
 
 def working(problem: Problem, rng: np.random.Generator | None = None, slip: float = 0.0) -> str:
-    """The response to imitate; with probability `slip` per column its sum is wrong.
+    """The response to imitate. With probability `slip` per column, that column's sum is wrong.
 
-    A slip is off by one or by ten (a carry lost or invented); what follows is consistent with it,
-    as in the work of somebody careless.
+    A wrong sum is off by one or by ten (a carry lost or invented). The later columns and the answer
+    are consistent with it, as in the work of a careless person.
     """
     a, b = (str(n)[::-1] for n in (problem.a, problem.b))
     columns, digits, carry = [], [], 0
@@ -92,7 +92,7 @@ def working(problem: Problem, rng: np.random.Generator | None = None, slip: floa
 def draw_problems(
     rng: np.random.Generator, digits: tuple[int, int], *, held_out: bool
 ) -> Iterator[Problem]:
-    """Problems of one side without end (repeats happen); each number of digits equally often."""
+    """Problems of one side without end, with repeats. All digit counts are equally likely."""
     low, high = digits
     while True:
         a, b = (_number(rng, int(rng.integers(low, high + 1))) for _ in range(2))
@@ -102,10 +102,10 @@ def draw_problems(
 
 
 def arithmetic_questions(config: TaskConfig, seed: int) -> tuple[list[Question], list[Question]]:
-    """Training and evaluation questions, each distinct; the same for the same seed.
+    """Training and evaluation questions, all distinct, determined by the seed.
 
     Raises:
-        DataError: there are not so many distinct problems with these digits.
+        DataError: there are not enough distinct problems with these digits.
     """
     train = _distinct(seed % 2**64, config.train_size or TRAIN_SIZE, config.digits, held_out=False)
     size = EVALUATION_SIZE if config.evaluation_size is None else config.evaluation_size

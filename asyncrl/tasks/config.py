@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MAX_DIGITS = 6
+"""Most digits of a summand of the built-in task."""
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+"""What a model or dataset id of the hub looks like, `name` or `owner/name`."""
 
 _DATASET_ONLY = ("path", "subset", "evaluation_path", "id_field")
 
@@ -17,7 +22,7 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     path: str = Field(default="builtin:arithmetic", min_length=1)
-    """`builtin:arithmetic` (made on first use), a HF model directory with its tokenizer, or a
+    """`builtin:arithmetic` (trained on first use), a HF model directory with its tokenizer, or a
     hub id such as `Qwen/Qwen3-0.6B`."""
 
 
@@ -27,43 +32,44 @@ class TaskConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: Literal["arithmetic", "dataset"] = "arithmetic"
-    """`arithmetic`: the built-in addition task. `dataset`: the user's own examples, see `path`."""
+    """`arithmetic`: the built-in addition task. `dataset`: your own examples, see `path`."""
 
     path: str | None = None
     """Dataset only: a .jsonl or .parquet file, a folder saved by `datasets`, or a hub id."""
     subset: str | None = None
     """Dataset only: configuration name of a hub dataset."""
     split: str = "train"
-    """Dataset only: split of a hub dataset or saved folder that is trained on."""
+    """Dataset only: training split of a hub dataset or saved folder."""
     prompt_field: str = "prompt"
-    """Dataset only: field with the question, a text or a list of chat messages."""
+    """Dataset only: field with the prompt, a text or a list of chat messages."""
     answer_field: str | None = "answer"
-    """Dataset only: field with the reference answer; null when rewards need none."""
+    """Dataset only: field with the reference answer; null if the rewards need none."""
     id_field: str | None = None
-    """Dataset only: field with a unique id; null numbers the examples."""
+    """Dataset only: field with a unique id; null: the examples are numbered."""
 
     train_size: int | None = Field(default=None, ge=1)
-    """Training prompts used. null: 2048 for `arithmetic`, every example for `dataset`."""
+    """Number of training prompts. null: 2048 for `arithmetic`, every example for `dataset`."""
     evaluation_path: str | None = None
-    """Dataset only: a file or hub id with the held-out examples; null holds out some of `path`."""
+    """Dataset only: file or hub id of the held-out examples; null: some of `path` are held out."""
     evaluation_split: str = "test"
-    """Dataset only: split read from `evaluation_path` when that is not a file."""
+    """Dataset only: split of `evaluation_path`, unless that is a file."""
     evaluation_size: int | None = Field(default=None, ge=0)
-    """Held-out prompts: how many are split off, or at most used of `evaluation_path`. null: 512,
-    but when split off a dataset at most a tenth of its examples."""
+    """Number of held-out prompts: split off `path`, or the most used of `evaluation_path`. null:
+    512, but at most a tenth of the examples where they are split off."""
 
     digits: tuple[int, int] = (2, 3)
-    """Arithmetic only: fewest and most digits of a summand. The built-in model knows 2 to 3."""
+    """Arithmetic only: fewest and most digits of a summand. The built-in model learned 2 to 3."""
 
     chat_template: Literal["auto", "always", "never"] = "auto"
-    """Whether prompts go through the tokenizer's chat template: when it has one, always (an error
-    when it has none), or never."""
+    """Whether prompts go through the tokenizer's chat template. `auto`: if it has one. `always`: a
+    tokenizer without one is an error. `never`."""
     system_prompt: str | None = None
-    """Put before every prompt, as a system message or, without a template, as plain text."""
+    """Put before every prompt: as a system message, or as plain text without a chat template."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Longest prompt in tokens, the template included; null: no limit of the task's own."""
+    """Longest prompt in tokens, chat template included; null: no limit."""
     too_long: Literal["refuse", "filter"] = "refuse"
-    """What happens to longer prompts: the run is refused, or they are left out and counted."""
+    """What happens to longer prompts. `refuse`: the run does not start. `filter`: they are left out
+    and counted."""
 
     @field_validator("digits")
     @classmethod

@@ -1,17 +1,13 @@
-"""The user's own questions: JSONL, parquet, a folder saved by `datasets`, or a hub id.
+"""The user's own questions: examples of a dataset, checked, and split into training and held-out.
 
-JSONL is read with the standard library, so that an error can name the line; `datasets` is only
-imported for what needs it.
+`asyncrl.tasks.sources` reads the examples.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
-import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +16,7 @@ import numpy as np
 from asyncrl.errors import DataError
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.encoding import Question
+from asyncrl.tasks.sources import read_examples
 
 log = logging.getLogger(__name__)
 
@@ -27,20 +24,17 @@ EVALUATION_SIZE = 512
 """Examples held out by default, but at most one in `_HELD_OUT_SHARE`."""
 
 _HELD_OUT_SHARE = 10
-_JSON_LINES = (".jsonl", ".ndjson", ".json")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-
-Located = tuple[str, dict[str, Any]]
-"""An example and where it stands (`file:line`)."""
+_MESSAGE_KEYS = ("role", "content")
 
 
 def dataset_questions(config: TaskConfig, seed: int) -> tuple[list[Question], list[Question]]:
-    """Training and evaluation questions; the split depends on the seed and the examples only.
+    """Training and evaluation questions. The split depends on the seed and the examples only.
 
-    Training examples whose prompt is also held out are dropped and counted in the log.
+    Training examples whose prompt is also held out are dropped; the log says how many.
 
     Raises:
-        DataError: nothing there, an example without a field, or more held out than there is.
+        DataError: the dataset is missing or empty, an example lacks a field, or the held-out
+            examples leave none to train on.
     """
     assert config.path is not None  # noqa: S101 - TaskConfig refuses kind: dataset without a path
     questions = _questions(config, config.path, config.split)
@@ -60,30 +54,6 @@ def dataset_questions(config: TaskConfig, seed: int) -> tuple[list[Question], li
             "those equal to them are dropped; lower task.evaluation_size, or give other examples"
         )
     return train[: config.train_size], evaluation
-
-
-def read_examples(path: str, split: str, subset: str | None = None) -> Iterator[Located]:
-    """Examples in order with their places.
-
-    Raises:
-        DataError: no such file or id, not readable as what its name says, or an example that is no
-            object.
-    """
-    place = Path(path).expanduser()
-    if place.is_file():
-        if place.suffix in _JSON_LINES:
-            return _json_lines(place)
-        if place.suffix == ".parquet":
-            return _parquet(place)
-        raise DataError(
-            f"{place}: a dataset file must be .jsonl (one JSON object per line) or .parquet"
-        )
-    if place.is_dir():
-        return _from_datasets(str(place), split, subset, saved=_is_saved(place))
-    looks_like_file = place.suffix in (*_JSON_LINES, ".parquet")
-    if looks_like_file or not _HUB_ID.fullmatch(path):
-        raise DataError(f"there is no dataset at {path} (looked from {Path.cwd()}).{_near(place)}")
-    return _from_datasets(path, split, subset, saved=False)
 
 
 def _questions(config: TaskConfig, path: str, split: str, prefix: str = "") -> list[Question]:
@@ -120,7 +90,7 @@ def _question(
     try:
         plain: dict[str, Any] = msgspec.to_builtins(example)
     except (TypeError, msgspec.ValidationError) as error:
-        raise DataError(f"{where}: the example cannot be written as JSON: {error}") from error
+        raise DataError(f"{where}: the example cannot be converted to JSON: {error}") from error
     plain |= {"prompt": _plain_text(content, where), "answer": answer}
     return Question(prefix + identity, content, plain, where)
 
@@ -136,7 +106,7 @@ def _field(example: dict[str, Any], name: str, setting: str, where: str) -> Any:
 
 
 def _plain_text(content: Any, where: str) -> str:
-    """The question itself: the text, or the last user message's."""
+    """The question without a template: the text itself, or the last user message."""
     if isinstance(content, str):
         if not content.strip():
             raise DataError(f"{where}: the prompt is empty")
@@ -152,9 +122,6 @@ def _plain_text(content: Any, where: str) -> str:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(k), str) for k in _MESSAGE_KEYS)
-
-
-_MESSAGE_KEYS = ("role", "content")
 
 
 def _held_out_size(config: TaskConfig, examples: int) -> int:
@@ -180,72 +147,3 @@ def _without(train: Sequence[Question], held_out: Sequence[Question]) -> list[Qu
 def _key(question: Question) -> str:
     content = question.content
     return content if isinstance(content, str) else json.dumps(content, sort_keys=True)
-
-
-def _json_lines(path: Path) -> Iterator[Located]:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", _object(line, f"{path}:{number}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from error
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        example = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error}; each line must be one JSON object") from error
-    if not isinstance(example, dict):
-        raise DataError(
-            f"{where}: each line must be one JSON object, this one is a {type(example).__name__}"
-        )
-    return example
-
-
-def _parquet(path: Path) -> Iterator[Located]:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    try:
-        file = parquet.ParquetFile(path)
-        number = 0
-        for batch in file.iter_batches():
-            for example in batch.to_pylist():
-                yield f"{path}, example {number}", example
-                number += 1
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} cannot be read as parquet: {error}") from error
-
-
-def _from_datasets(path: str, split: str, subset: str | None, *, saved: bool) -> Iterator[Located]:
-    import datasets
-
-    try:
-        if saved:
-            loaded = datasets.load_from_disk(path)
-            if isinstance(loaded, datasets.DatasetDict):
-                loaded = loaded[split]
-        else:
-            loaded = datasets.load_dataset(path, subset, split=split)
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).strip().split("\n", 1)[0]
-        raise DataError(
-            f"the dataset {path!r} (split {split!r}, subset {subset!r}) cannot be loaded: {reason}"
-        ) from error
-    for number, example in enumerate(loaded):
-        yield f"{path}[{split}], example {number}", example
-
-
-def _is_saved(folder: Path) -> bool:
-    """Whether `datasets` wrote this folder with save_to_disk."""
-    return any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
-
-
-def _near(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f" The folder {path.parent} does not exist either."
-    names = [entry.name for entry in path.parent.iterdir()]
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return f" Did you mean {path.parent / close[0]}?" if close else ""

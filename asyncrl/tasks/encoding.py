@@ -1,4 +1,4 @@
-"""From a question to tokens: the model's tokenizer, its chat template, its stop tokens."""
+"""Turn questions into tokens with the model's tokenizer, chat template and stop tokens."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ class Question:
 
     prompt_id: str
     content: str | Messages
+    """The text, or the chat messages, before system prompt and chat template."""
     example: dict[str, Any]
+    """Handed to the rewards: see `Prompt.example`."""
     where: str
     """File and line, for errors."""
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """The model's tokenizer. Raises ModelError when there is none."""
+    """The model's tokenizer. Raises ModelError if there is none."""
     from transformers import AutoTokenizer
 
     try:
@@ -39,16 +41,16 @@ def load_tokenizer(model_path: str) -> Any:
     except (OSError, ValueError) as error:
         raise ModelError(
             f"no tokenizer could be loaded from {model_path!r}: {_first_line(error)}. A model "
-            "directory needs tokenizer.json (or its older forms) and tokenizer_config.json beside "
+            "directory needs tokenizer.json (or its older forms) and tokenizer_config.json next to "
             "config.json; save both with tokenizer.save_pretrained(directory)."
         ) from error
 
 
 def model_stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a response: the generation config's, the tokenizer's, or both.
+    """Ids that end a response, from the generation config and the tokenizer.
 
     Raises:
-        ModelError: neither names one; a response could then only end at the token limit.
+        ModelError: neither names one, so that a response could only end at the token limit.
     """
     from transformers import GenerationConfig
 
@@ -72,10 +74,10 @@ def model_stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 class PromptEncoder:
-    """Turns questions into prompts, all in the same way."""
+    """Turns questions into prompts: system prompt, chat template, tokens, length limit."""
 
     def __init__(self, tokenizer: Any, config: TaskConfig) -> None:
-        """Raises DataError: `chat_template: always` and a tokenizer without one."""
+        """Raises DataError if `chat_template` is `always` and the tokenizer has none."""
         self._tokenizer = tokenizer
         self._config = config
         has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -87,16 +89,16 @@ class PromptEncoder:
         self._template = has_template and config.chat_template != "never"
 
     def encode(self, questions: Sequence[Question]) -> tuple[list[Prompt], int]:
-        """Prompts in order, and how many were left out as too long.
+        """Prompts in order, and the number of questions that were left out as too long.
 
         Raises:
-            DataError: an empty prompt, chat messages without a template, or a prompt over
-                `max_prompt_tokens` with `too_long: refuse`.
+            DataError: a prompt is empty, chat messages meet a tokenizer without a template, or a
+                prompt is longer than `max_prompt_tokens` with `too_long: refuse`.
         """
         if not questions:
             return [], 0
         texts = [self._render(question) for question in questions]
-        # A chat template writes the special tokens itself; without one the tokenizer adds its own.
+        # A chat template contains the special tokens; without one, the tokenizer adds its own.
         ids = self._tokenizer(texts, add_special_tokens=not self._template)["input_ids"]
         prompts, left_out = [], 0
         for question, text, tokens in zip(questions, texts, ids, strict=True):
@@ -149,8 +151,8 @@ class PromptEncoder:
         if self._config.too_long == "refuse":
             raise DataError(
                 f"{question.where}: the prompt has {length} tokens, more than "
-                f"task.max_prompt_tokens ({limit}); raise it, or leave such prompts out with "
-                "task.too_long: filter"
+                f"task.max_prompt_tokens ({limit}); raise the limit, or leave such prompts out "
+                "with task.too_long: filter"
             )
         return True
 

@@ -1,4 +1,4 @@
-"""From configuration to a task: questions, tokenised with the model's own tokenizer."""
+"""Load the task that the configuration describes, tokenised with the model's own tokenizer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["LoadedTask", "Prompt", "Task", "load_task", "prompt_order", "resolve
 
 
 def load_task(config: TaskConfig, model_path: str, seed: int) -> LoadedTask:
-    """Read, split and tokenise. `model_path` is what `resolve_model` returned.
+    """Read, split and tokenise the examples. `model_path` is what `resolve_model` returned.
 
     Raises:
-        DataError: examples that cannot be used; the message names file and line.
-        ModelError: a model without tokenizer or without an end-of-sequence token.
+        DataError: an example cannot be used; the message names file and line.
+        ModelError: the model has no tokenizer or no end-of-sequence token.
     """
     source = arithmetic_questions if config.kind == "arithmetic" else dataset_questions
     train_questions, evaluation_questions = source(config, seed)
@@ -29,7 +29,7 @@ def load_task(config: TaskConfig, model_path: str, seed: int) -> LoadedTask:
     if not train:
         raise DataError(
             f"all {left_out} training prompts are longer than task.max_prompt_tokens "
-            f"({config.max_prompt_tokens})"
+            f"({config.max_prompt_tokens}); raise it"
         )
     return LoadedTask(
         train=train,

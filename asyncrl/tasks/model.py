@@ -1,4 +1,4 @@
-"""Which model is trained: the built-in one, made on first use and cached, or the user's own."""
+"""Find the model to train: the built-in one, trained on first use and cached, or the user's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ModelError
-from asyncrl.tasks.config import ModelConfig
+from asyncrl.tasks.config import HUB_ID, ModelConfig
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 BUILTIN_ARITHMETIC = "builtin:arithmetic"
 
 WORDS = ("what", "is", "add", "to", "compute", "plus", "find", "the", "sum", "of", "and")
-"""Words of the built-in task's questions, a token each; any other text is read by character."""
+"""Words of the built-in task's questions, one token each. Other text is tokenised by character."""
 CHARACTERS = "0123456789+=,:?. abcdefghijklmnopqrstuvwxyz"
 PAD, END, UNKNOWN, USER, ASSISTANT = "<pad>", "<end>", "<unknown>", "<user>", "<assistant>"
 SPECIAL = (PAD, END, UNKNOWN, USER, ASSISTANT)
@@ -39,15 +38,15 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
-    """What the engines and the trainer load: a checked directory, or a hub id as it is.
+    """What the engines and the trainer load: a directory after a check, or a hub id unchanged.
 
     Raises:
-        ModelError: no such directory, no config.json or no tokenizer in it, or not an id at all.
+        ModelError: there is no such directory, the directory lacks config.json, the tokenizer or
+            the weights, or the path is no hub id either.
     """
     path = config.path
     if path == BUILTIN_ARITHMETIC:
@@ -60,7 +59,7 @@ def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
         return str(directory.resolve())
     if directory.is_file():
         raise ModelError(f"model.path {path!r} is a file; give the directory that holds it")
-    if not _HUB_ID.fullmatch(path):
+    if not HUB_ID.fullmatch(path):
         raise ModelError(
             f"model.path {path!r}: there is no such directory (looked from {Path.cwd()}); give a "
             f"HF model directory, a hub id such as Qwen/Qwen3-0.6B, or {BUILTIN_ARITHMETIC!r}"
@@ -77,10 +76,10 @@ def default_cache_dir() -> Path:
 def ensure_builtin_model(
     cache_dir: Path, progress: Progress | None = None, recipe: WarmStart | None = None
 ) -> Path:
-    """The built-in model's directory; trained first (about half a minute) if it is not cached.
+    """The built-in model's directory. If it is not cached, it is trained first (half a minute).
 
-    Written beside its place and renamed into it, so an interrupted or concurrent call leaves
-    nothing half-made.
+    The model is saved to a temporary directory and renamed, so an interrupted or concurrent call
+    leaves nothing incomplete.
 
     Raises:
         ModelError: the cache directory cannot be written.
@@ -97,7 +96,7 @@ def ensure_builtin_model(
     except OSError as error:
         raise ModelError(
             f"the built-in model cannot be cached in {cache_dir}: {error}; set XDG_CACHE_HOME to a "
-            "folder that can be written"
+            "writable folder"
         ) from error
     try:
         _make(making, recipe, progress)
@@ -109,7 +108,7 @@ def ensure_builtin_model(
 
 
 def builtin_tokenizer() -> Any:
-    """The built-in model's tokenizer: words of the task, otherwise characters, lower case."""
+    """The built-in model's tokenizer: words of the task and single characters, in lower case."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
     from tokenizers.pre_tokenizers import Split
     from transformers import PreTrainedTokenizerFast
@@ -169,7 +168,7 @@ def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None
 
 @contextlib.contextmanager
 def _no_transformers_bars() -> Iterator[None]:
-    """Saving a megabyte needs no bar of its own beside ours."""
+    """Hide the progress bar that transformers shows while it saves a model."""
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()
@@ -185,7 +184,7 @@ def _move(source: Path, place: Path) -> None:
     try:
         source.rename(place)
     except OSError:
-        # Another process was faster: a directory cannot be renamed onto one that has files.
+        # Another process was faster: a directory cannot be renamed onto one that is not empty.
         if not place.is_dir():
             raise
 

@@ -1,7 +1,7 @@
-"""What a task gives to the run: prompts to train on, prompts held out, and their order.
+"""What a task provides: prompts to train on, held-out prompts, and the order of visits.
 
 Example:
-    >>> [prompt_order(3, seed=0, position=p) for p in range(6)]  # each epoch in an order of its own
+    >>> [prompt_order(3, seed=0, position=p) for p in range(6)]  # each epoch has its own order
     [2, 0, 1, 2, 1, 0]
 """
 
@@ -27,14 +27,14 @@ class Prompt:
     tokens: IntArray
     """`[P]` token ids, chat template included; read-only."""
     text: str
-    """What was tokenised: the question with system prompt and chat template."""
+    """The text that was tokenised: the question with system prompt and chat template."""
     example: dict[str, Any]
     """Handed to the rewards, JSON-able: the fields of the dataset's example, `prompt` (the plain
     question) and `answer`."""
 
 
 class Task(Protocol):
-    """Prompts with everything that is needed to sample and score answers to them."""
+    """Prompts, and all that is needed to sample responses to them and score these."""
 
     @property
     def train(self) -> Sequence[Prompt]:
@@ -62,14 +62,14 @@ class LoadedTask:
     stop_tokens: tuple[int, ...]
     tokenizer: Any
     left_out: int = 0
-    """Prompts left out because they were longer than `max_prompt_tokens`."""
+    """Number of prompts left out because they were longer than `max_prompt_tokens`."""
 
 
 def prompt_order(n: int, seed: int, position: int) -> int:
     """Index of the prompt that the `position`-th group of a run visits.
 
-    Every epoch of n positions visits each prompt once, in an order that depends on seed and epoch
-    only, so a resumed run goes on where it was. The current epochs' orders are cached.
+    Every epoch of n positions visits each prompt once. The order depends only on the seed and the
+    epoch, so a resumed run continues where it stopped. The orders of recent epochs are cached.
 
     Raises:
         ValueError: n < 1 or position < 0.
@@ -82,6 +82,6 @@ def prompt_order(n: int, seed: int, position: int) -> int:
 
 @functools.lru_cache(maxsize=4)
 def _epoch_order(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    # Seeds of numpy's SeedSequence are not negative; a negative one of the user's is still a seed.
+    # numpy's SeedSequence refuses negative seeds; a user may choose one.
     entropy = (seed % 2**64, epoch)
     return np.random.default_rng(entropy).permutation(n)

@@ -1,21 +1,21 @@
-"""The supervised phase that gives the built-in model something to improve.
+"""The supervised training of the built-in model, which leaves RL something to improve.
 
 A 2-layer Qwen3 (0.33 M parameters, float32) imitates worked additions: first correct ones, so
-that it learns the procedure, then ones in which one column in nine holds a slip. It ends as
-somebody who knows how to add and is careless: greedy decoding is almost always right, a sample at
-temperature 1 about two times in three. Because the slips bound the accuracy from above and the
-learning is finished, that number should depend little on the machine. Reinforcement
-learning then has the right task: to stop the slips, which every group of samples shows.
+that it learns the procedure, then ones in which one column in nine has a slip. The result knows how
+to add and is careless: greedy decoding is almost always right, a sample at temperature 1 about two
+times in three. The slips bound the accuracy from above and the learning has converged, so that
+number should depend little on the machine. RL then has a suitable task: to avoid the slips, which
+appear in every group of samples.
 
-The RL run that belongs to it (examples/arithmetic.yaml): 16 prompts x 8 samples a step (about
-3,700 response tokens), temperature 1, GRPO with token-level normalisation, advantages not divided
-by their standard deviation, clip 0.2/0.28, AdamW at 2e-4 with betas (0.9, 0.95), no weight decay,
-gradients clipped at 1. Found with one step of staleness; held-out accuracy as sampled, 512 prompts:
+The matching RL run (examples/arithmetic.yaml): 16 prompts x 8 samples a step (about 3,700 response
+tokens), temperature 1, GRPO with token-level normalisation, advantages not divided by their
+standard deviation, clip 0.2/0.28, AdamW at 2e-4 with betas (0.9, 0.95), no weight decay, gradients
+clipped at 1. Tuned with one step of staleness; held-out accuracy of samples on 512 prompts:
 
     step      0      10     20     30     40
     accuracy  0.67   0.82   0.86   0.90   0.91
 
-1e-4 is slower (0.85 at step 20, 0.92 at 100), 3e-4 bears three steps of staleness (0.91 at 40).
+1e-4 is slower (0.85 at step 20, 0.92 at 100); 3e-4 tolerates three steps of staleness (0.91 at 40).
 The distribution moves by a total variation of 2e-4 to 6e-4 per token and step.
 """
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """Everything that decides what the built-in model is; a cached one is keyed by its hash."""
+    """Everything that determines the built-in model. A cached model is keyed by its hash."""
 
     hidden_size: int = 128
     intermediate_size: int = 256
@@ -61,22 +61,23 @@ class WarmStart:
     clean_share: float = 0.75
     """Share of the steps without slips."""
     slip: float = 0.11
-    """Probability of a slip per column afterwards."""
+    """Probability of a slip per column in the steps after that."""
     seed: int = 2
     dev_problems: int = 512
-    """Problems of the training side on which the sampled accuracy is measured."""
+    """Number of training-side problems on which the sampled accuracy is measured."""
     expected: tuple[float, float] = (0.58, 0.78)
-    """Sampled accuracy that the recipe ends with; below it, steps are added."""
+    """Range of the sampled accuracy at the end. Below it, steps are added."""
     extra_rounds: int = 3
-    """Rounds of `extra_steps` more, at most, while the accuracy is below `expected`."""
+    """Most rounds of `extra_steps` that are added while the accuracy is below `expected`."""
     extra_steps: int = 60
+    """Optimizer steps of one such round."""
     version: int = 1
-    """Raised when the code changes what the numbers above lead to."""
+    """Increased when a code change makes the same numbers lead to another model."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStartResult:
-    """A trained model and what it can do."""
+    """A trained model and its accuracy."""
 
     model: Any
     sampled_accuracy: float
@@ -91,9 +92,9 @@ RECIPE = WarmStart()
 def warm_start(
     tokenizer: Any, recipe: WarmStart = RECIPE, advance: Callable[[int, int], None] | None = None
 ) -> WarmStartResult:
-    """Make the model and train it. `advance(done, total)` is called after every step.
+    """Create the model and train it. `advance(done, total)` is called after every step.
 
-    Uses torch's own random state within a fork, so the caller's is untouched.
+    torch's random state is forked, so the caller's is unchanged.
     """
     started = time.monotonic()
     with _one_thread(), torch.random.fork_rng(devices=[]):
@@ -123,7 +124,7 @@ def warm_start(
 
 
 def new_model(tokenizer: Any, recipe: WarmStart) -> Any:
-    """An untrained model for the tokenizer, in float32."""
+    """An untrained float32 model with the tokenizer's vocabulary."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -146,7 +147,7 @@ def new_model(tokenizer: Any, recipe: WarmStart) -> Any:
 
 
 class _Trainer:
-    """AdamW on batches of worked examples drawn as they are needed."""
+    """Trains with AdamW on batches of worked examples, which are drawn on demand."""
 
     def __init__(self, model: Any, tokenizer: Any, recipe: WarmStart) -> None:
         self._model, self._tokenizer, self._recipe = model, tokenizer, recipe
@@ -180,7 +181,7 @@ class _Trainer:
         return recipe.learning_rate * max(0.02, min(1.0, rising, falling))
 
     def _batch(self, slip: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids `[B, T]`, padded on the right, and where the response is, `[B, T]` bool."""
+        """Token ids `[B, T]`, padded on the right, and the response mask `[B, T]`, bool."""
         problems = [next(self._problems) for _ in range(self._recipe.batch_size)]
         prompts = _prompt_ids(self._tokenizer, problems)
         texts = [working(p, self._rng, slip) + self._tokenizer.eos_token for p in problems]
@@ -197,14 +198,14 @@ class _Trainer:
 
 @torch.no_grad()
 def sampled_accuracy(model: Any, tokenizer: Any, recipe: WarmStart) -> float:
-    """Share of right answers at temperature 1, on problems of the training side."""
+    """Share of correct samples at temperature 1, on problems of the training side."""
     rng = np.random.default_rng(recipe.seed + 1)
     source = draw_problems(rng, recipe.digits, held_out=False)
     problems = [next(source) for _ in range(recipe.dev_problems)]
     prompts = _prompt_ids(tokenizer, problems)
     longest = max(map(len, prompts))
     pad = tokenizer.pad_token_id
-    # Padded on the left, so that all rows go on at the same column.
+    # Padded on the left, so that all rows continue at the same column.
     tokens = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     with _evaluating(model):
@@ -228,10 +229,11 @@ def sampled_accuracy(model: Any, tokenizer: Any, recipe: WarmStart) -> float:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Matrices this small gain little from a second thread, and lose very much on a busy machine.
+    """Run torch with one thread.
 
-    Threads that wait for each other spin: with four other processes on two cores, 600 steps took
-    over ten minutes with two threads. One thread also gives the same model wherever it runs.
+    Matrices this small gain little from a second thread and lose a lot on a busy machine, because
+    waiting threads spin: with four other processes on two cores, 600 steps took over ten minutes
+    with two threads. One thread also gives the same model on every machine.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -262,5 +264,5 @@ def _prompt_ids(tokenizer: Any, problems: list[Problem]) -> list[list[int]]:
 
 
 def recipe_fields(recipe: WarmStart) -> dict[str, Any]:
-    """The recipe as plain values, for its hash and for the record beside the model."""
+    """The recipe as plain values, for its hash and for the record saved with the model."""
     return dataclasses.asdict(recipe)

@@ -56,7 +56,7 @@ def test_overrides_reach_any_depth(tmp_path: Path) -> None:
         (
             "{scheduler: {on_update: verify}, engine: {top_k_logprobs: 0}}",
             [],
-            r"engine.top_k_logprobs must be at least 1",
+            r"engine.top_k_logprobs: 0 does not work .*at least 1",
         ),
         ("sampling: {max_tokens: 4000}", [], r"sampling.max_tokens \(4000\) leaves no room"),
         ("- a list", [], r"must be a mapping"),
