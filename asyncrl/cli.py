@@ -1,16 +1,16 @@
-"""The command line: `asyncrl run|status|stop|pause|resume|report|eval`.
+"""The command line: `asyncrl run|status|stop|pause|resume|report|eval|simulate`.
 
-Exit codes: 0 done (or stopped as asked), 1 the run failed, 2 something given must be changed.
+Exit codes: 0 done, or stopped by the user; 1 the run failed; 2 the user must change something.
+Commands import what they need when they are called, so that `--help` is quick.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,23 +18,28 @@ from rich.markup import escape
 
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.package_guard import refuse_foreign_packages
+from asyncrl.simulation.command import simulate
+
+if TYPE_CHECKING:
+    from wire.messages import control
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Asynchronous RL post-training on data that is exactly on-policy.",
+    help="Asynchronous RL post-training on exactly on-policy data.",
 )
-
-Set = Annotated[
+_Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: engine.kind=vllm"),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a setting, e.g. engine.kind=vllm. Repeatable."
+    ),
 ]
-RunName = Annotated[
-    str | None, typer.Argument(metavar="[RUN]", help="Name or folder; the newest run if left out.")
+_RunName = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="Name or folder; default: the newest run.")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Runs = Annotated[Path, typer.Option("--runs", help="Where run folders are.")]
+_Runs = Annotated[Path, typer.Option("--runs", help="The folder that holds the run folders.")]
 
 _DEFAULT_RUNS = Path("runs")
 
@@ -42,12 +47,12 @@ _DEFAULT_RUNS = Path("runs")
 @app.command()
 def run(
     config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
-    overrides: Set = None,
+    overrides: _Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint of this run.")
+        bool, typer.Option("--resume", help="Continue this run from its newest checkpoint.")
     ] = False,
     clean: Annotated[
-        bool, typer.Option("--clean", help="Throw away an earlier run of this name.")
+        bool, typer.Option("--clean", help="Delete an earlier run of this name first.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the whole configuration and exit.")
@@ -66,7 +71,7 @@ def run(
         typer.echo(explain_config(config) if explain else dump_config(config), nl=False)
         return
     if resume and clean:
-        raise UserError("--resume goes on with a run, --clean throws it away: say one of them")
+        raise UserError("--resume continues a run and --clean deletes it: give only one of them")
     console = Console()
     from asyncrl.run.execute import execute
     from asyncrl.run.prepare import prepare
@@ -76,54 +81,46 @@ def run(
 
 
 @app.command()
-def status(name: RunName = None, runs: Runs = _DEFAULT_RUNS, as_json: _Json = False) -> None:
-    """Say what a run is doing."""
-    from asyncrl.run.control import ask
-    from asyncrl.run.directory import find_run
+def status(name: _RunName = None, runs: _Runs = _DEFAULT_RUNS, as_json: _Json = False) -> None:
+    """Show what an active run is doing."""
     from wire.messages import control
 
-    reply = ask(find_run(name, runs), control.StatusRequest())
+    reply = _ask(name, runs, control.StatusRequest())
     if not isinstance(reply, control.StatusReply):
-        raise AsyncrlError(f"the controller answered {reply}")
+        raise AsyncrlError(f"the controller answered a status request with {reply}")
     if as_json:
         typer.echo(json.dumps(reply.status, indent=2))
-        return
-    for key, value in reply.status.items():
-        if key == "processes":
-            for process, about in value.items():
-                details = ", ".join(f"{k} {v}" for k, v in about.items() if v is not None)
-                typer.echo(f"  {process}: {details}")
-        elif value is not None:
-            typer.echo(f"{key.replace('_', ' ')}: {_short(value)}")
+    else:
+        _print_status(reply.status)
 
 
 @app.command()
-def stop(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
-    """Finish the step in hand, write a checkpoint, end."""
+def stop(name: _RunName = None, runs: _Runs = _DEFAULT_RUNS) -> None:
+    """Finish the current step, write a checkpoint, end the run."""
     from wire.messages import control
 
     _request(name, runs, control.StopRequest())
 
 
 @app.command()
-def pause(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
-    """Stop drawing tokens; everything is kept."""
+def pause(name: _RunName = None, runs: _Runs = _DEFAULT_RUNS) -> None:
+    """Stop generating tokens; everything is kept."""
     from wire.messages import control
 
     _request(name, runs, control.PauseRequest())
 
 
 @app.command("resume")
-def resume_run(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
-    """Go on after `pause`. (To go on with a run that ended: asyncrl run CONFIG --resume.)"""
+def resume_run(name: _RunName = None, runs: _Runs = _DEFAULT_RUNS) -> None:
+    """Continue after `pause`. (To continue a run that ended: asyncrl run CONFIG --resume.)"""
     from wire.messages import control
 
     _request(name, runs, control.ResumeRequest())
 
 
 @app.command()
-def report(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
-    """Write report.html of a run, also of one that is going on or was killed."""
+def report(name: _RunName = None, runs: _Runs = _DEFAULT_RUNS) -> None:
+    """Write report.html of a run: active, finished or killed."""
     from asyncrl.run.directory import find_run
     from monitoring.report.write import write_report
 
@@ -132,18 +129,23 @@ def report(name: RunName = None, runs: Runs = _DEFAULT_RUNS) -> None:
 
 @app.command("eval")
 def evaluate(
-    what: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run, or a model directory.")],
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="A run, or a model directory.")
+    ],
     config_file: Annotated[
-        Path | None, typer.Option("--config", help="Task and sampling, for a MODEL.")
+        Path | None, typer.Option("--config", help="Task and sampling for a MODEL.")
     ] = None,
-    overrides: Set = None,
-    runs: Runs = _DEFAULT_RUNS,
+    overrides: _Overrides = None,
+    runs: _Runs = _DEFAULT_RUNS,
 ) -> None:
-    """Held-out accuracy of a run's newest checkpoint or of a model, sampled as in training."""
+    """Measure held-out accuracy of a run's newest checkpoint or of a model.
+
+    Responses are sampled as in training.
+    """
     from asyncrl.evaluation.command import evaluate_model, resolve_target
 
     console = Console()
-    config, model = resolve_target(what, config_file, overrides or [], runs, console)
+    config, model = resolve_target(target, config_file, overrides or [], runs, console)
     accuracy = evaluate_model(config, model, console)
     console.print(
         f"{model}: accuracy {accuracy.value:.3f} ± {accuracy.margin:.3f} "
@@ -152,121 +154,63 @@ def evaluate(
     )
 
 
-@app.command()
-def simulate(
-    config_file: Annotated[
-        Path | None,
-        typer.Argument(metavar="[CONFIG]", help="A run's: its sizes and its scheduler are used."),
-    ] = None,
-    from_run: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="RUN", help="Directory of a run: its costs, its lengths."),
-    ] = None,
-    model: Annotated[str, typer.Option(help="1.5b, 7b or 32b; not with --from.")] = "7b",
-    generators: Annotated[int | None, typer.Option(min=1, max=4096, help="Default: 256.")] = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="Rows of a generator; 64.")] = None,
-    steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps; 12.")] = None,
-    median: Annotated[float | None, typer.Option(min=1, help="Tokens of an answer; 1000.")] = None,
-    sigma: Annotated[float, typer.Option(min=0, help="Of the logarithm of lengths.")] = 1.0,
-    longest: Annotated[int | None, typer.Option(min=1, help="Limit of an answer; 16384.")] = None,
-    drift: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Total variation per token and step; 3e-4.")
-    ] = None,
-    rule: Annotated[
-        Literal["token", "block"] | None,
-        typer.Option(help="What verification keeps: token (the worst case), or by block."),
-    ] = None,
-    redraft: Annotated[
-        float, typer.Option(min=0, max=1, help="Acceptance of the old rest as a draft; 0: none.")
-    ] = 0.7,
-    trainer_devices: Annotated[
-        float | None, typer.Option(help="Default: as many as balance the generators.")
-    ] = None,
-    mode: Annotated[
-        list[str] | None, typer.Option(help="Only these modes (repeat); speed is over the first.")
-    ] = None,
-    regimes: Annotated[
-        bool, typer.Option("--regimes", help="Map answer length and drift (some minutes).")
-    ] = False,
-    as_json: _Json = False,
-) -> None:
-    """Simulate every mode on a cluster: the same scheduler, costs from a roofline or from a run."""
-    from dataclasses import asdict
-
-    from asyncrl.config import load_config
-    from asyncrl.simulation import study, tables
-    from asyncrl.simulation.fit import fit_run
-
-    given: dict[str, Any] = {
-        "generators": generators, "slots": slots, "steps": steps, "median": median,
-        "longest": longest, "drift": drift, "rule": rule, "trainer_devices": trainer_devices,
-    }  # fmt: skip
-    changes = {name: value for name, value in given.items() if value is not None}
-    changes |= {"model": model.lower(), "sigma": sigma, "redraft": redraft}
-    if steps is not None:
-        changes["warm_up"] = min(4, steps - 1)
-    config = None if config_file is None else load_config(config_file)
-    fit = None if from_run is None else fit_run(from_run)
-    cluster = study.cluster(config, fit, **changes)
-    if regimes:
-        places = study.regime(cluster)
-        if as_json:
-            typer.echo(json.dumps([asdict(place) for place in places], indent=2))
-        else:
-            _wide().print(tables.regime_table(places))
-        return
-    outcomes = study.compare(cluster, mode or study.MODES)
-    if config is not None or fit is not None:
-        outcomes["as configured"] = cluster.configured()
-    if as_json:
-        typer.echo(json.dumps(study.as_json(outcomes), indent=2))
-    else:
-        _wide().print(tables.table(cluster, outcomes))
+app.command()(simulate)
 
 
-def _wide() -> Console:
-    """For tables that cannot be narrow."""
-    return Console(width=max(Console().width, 104))
-
-
-def _request(name: str | None, runs: Path, request: object) -> None:
+def _ask(name: str | None, runs: Path, request: control.Request) -> control.Reply:
     from asyncrl.run.control import ask
     from asyncrl.run.directory import find_run
+
+    return ask(find_run(name, runs), request)
+
+
+def _request(name: str | None, runs: Path, request: control.Request) -> None:
+    """Send a request and print what happens now. Raises UserError when it is refused."""
     from wire.messages import control
 
-    reply = ask(find_run(name, runs), request)  # type: ignore[arg-type]
+    reply = _ask(name, runs, request)
     if isinstance(reply, control.Refused):
         raise UserError(reply.reason)
     if isinstance(reply, control.Accepted):
         typer.echo(reply.message)
 
 
-def _print_result(console: Console, directory: Path, result: dict[str, object]) -> None:
+def _print_status(status: dict[str, Any]) -> None:
+    for key, value in status.items():
+        if key == "processes":
+            for process, details in value.items():
+                shown = ", ".join(
+                    f"{name.replace('_', ' ')} {detail}"
+                    for name, detail in details.items()
+                    if detail is not None
+                )
+                typer.echo(f"  {process}: {shown}")
+        elif value is not None:
+            text = f"{value:.3f}" if isinstance(value, float) else str(value)
+            typer.echo(f"{key.replace('_', ' ')}: {text}")
+
+
+def _print_result(console: Console, directory: Path, result: dict[str, Any]) -> None:
     before, after = result["accuracy_before"], result["accuracy_after"]
-    if isinstance(before, float) and isinstance(after, float):
+    if before is not None and after is not None:
         console.print(
             f"[bold]held-out accuracy {before:.3f} → {after:.3f}[/] "
             f"({after - before:+.3f}) after {result['steps']} steps, "
-            f"{float(str(result['wall_seconds'])):.0f} s of training",
+            f"{result['wall_seconds']:.0f} s of training",
             highlight=False,
         )
     else:
         console.print(
-            f"stopped after {result['steps']} steps; go on with --resume", highlight=False
+            f"stopped after {result['steps']} steps; continue with --resume", highlight=False
         )
     console.print(f"result: {directory / 'result.json'}", highlight=False, soft_wrap=True)
     console.print(f"report: {directory / 'report.html'}", highlight=False, soft_wrap=True)
 
 
-def _short(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
 def main() -> None:
-    """Entry point: errors become one paragraph and an exit code."""
+    """Run the command line; an expected error becomes one paragraph and an exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - so that `my_rewards:function` is found
-    console = Console(stderr=True)
+    sys.path.insert(0, str(Path.cwd()))  # so that `my_rewards:function` is found
     from engine.errors import EngineError
     from monitoring.errors import MonitoringError
     from scheduler.errors import SchedulerError
@@ -277,18 +221,17 @@ def main() -> None:
         refuse_foreign_packages()
         app()
     except AsyncrlError as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(error.exit_code)
-    except (
-        MonitoringError,
-        EngineError,
-        SchedulerError,
-        TrainerError,
-        WireError,
-        OSError,
-    ) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2 if isinstance(error, MonitoringError | OSError) else 1)
+        _exit(error, error.exit_code)
+    except (MonitoringError, OSError) as error:
+        _exit(error, UserError.exit_code)
+    except (EngineError, SchedulerError, TrainerError, WireError) as error:
+        _exit(error, AsyncrlError.exit_code)
+
+
+def _exit(error: Exception, code: int) -> None:
+    message = f"[bold red]error:[/] {escape(str(error))}"
+    Console(stderr=True).print(message, highlight=False, soft_wrap=True)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,102 @@
+"""`asyncrl simulate`: its options, and how its results are printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+_MIN_TABLE_WIDTH = 104
+"""Columns that the tables need; a narrower terminal wraps their lines."""
+
+
+def simulate(
+    config_file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="A run's YAML file: its sizes and its scheduler."),
+    ] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="A run's folder: its costs and lengths."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="1.5b, 7b or 32b; ignored with --from.")] = "7b",
+    generators: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Generators; default 256.")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Samples a generator decodes at once; default 64.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps; default 12.")] = None,
+    median: Annotated[
+        float | None, typer.Option(min=1, help="Median response length in tokens; default 1000.")
+    ] = None,
+    sigma: Annotated[
+        float, typer.Option(min=0, help="Standard deviation of the log of the lengths.")
+    ] = 1.0,
+    longest: Annotated[
+        int | None, typer.Option(min=1, help="Longest response in tokens; default 16384.")
+    ] = None,
+    drift: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Total variation per token and step; default 3e-4."),
+    ] = None,
+    rule: Annotated[
+        Literal["token", "block"] | None,
+        typer.Option(help="Verification rule: token by token (the worst case) or by block."),
+    ] = None,
+    redraft: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Acceptance of rejected continuations as drafts; 0: none."),
+    ] = 0.7,
+    trainer_devices: Annotated[
+        float | None,
+        typer.Option(help="Devices of the trainer; default: as many as balance the generators."),
+    ] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="Simulate only this mode. Repeat for more; speed is over the first."),
+    ] = None,
+    regimes: Annotated[
+        bool, typer.Option("--regimes", help="Map response length and drift (takes minutes).")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Simulate every mode on a cluster, with the scheduler of a real run.
+
+    Costs come from a roofline model, or from a run with --from.
+    """
+    from dataclasses import asdict
+
+    from asyncrl.config import load_config
+    from asyncrl.simulation import study, tables
+    from asyncrl.simulation.fit import fit_run
+
+    given: dict[str, Any] = {
+        "generators": generators, "slots": slots, "steps": steps, "median": median,
+        "longest": longest, "drift": drift, "rule": rule, "trainer_devices": trainer_devices,
+    }  # fmt: skip
+    changes = {name: value for name, value in given.items() if value is not None}
+    changes |= {"model": model.lower(), "sigma": sigma, "redraft": redraft}
+    if steps is not None:
+        changes["warm_up"] = min(4, steps - 1)
+    config = None if config_file is None else load_config(config_file)
+    fit = None if from_run is None else fit_run(from_run)
+    cluster = study.cluster(config, fit, **changes)
+    console = Console(width=max(Console().width, _MIN_TABLE_WIDTH))
+    if regimes:
+        places = study.regime(cluster)
+        if as_json:
+            typer.echo(json.dumps([asdict(place) for place in places], indent=2))
+        else:
+            console.print(tables.regime_table(places))
+        return
+    outcomes = study.compare(cluster, mode or study.MODES)
+    if config is not None or fit is not None:
+        outcomes["as configured"] = cluster.configured()
+    if as_json:
+        typer.echo(json.dumps(study.as_json(outcomes), indent=2))
+    else:
+        console.print(tables.table(cluster, outcomes))
