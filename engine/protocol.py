@@ -82,6 +82,21 @@ class TokenChunk:
     finish_reason: FinishReason | None = None
     """Set on the last chunk of a request, and only there."""
 
+    @classmethod
+    def empty_abort(cls, request: GenerateRequest, policy_version: int) -> TokenChunk:
+        """The last chunk of a request that was aborted with nothing left to report."""
+        k = request.sampling.top_k_logprobs
+        return cls(
+            request_id=request.request_id,
+            tokens=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            topk_ids=np.empty((0, k), np.int32),
+            topk_logprobs=np.empty((0, k), np.float32),
+            provenance=np.empty(0, np.uint8),
+            policy_version=policy_version,
+            finish_reason="abort",
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:

@@ -1,4 +1,4 @@
-"""What a request must satisfy before it may wait for a slot."""
+"""What a request must satisfy before it may wait for a slot, and the seed that it draws with."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 from engine.errors import RequestError
 from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest
 from rollout.trajectory import IntArray, KeptTokens
+
+_SEED_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +116,20 @@ class Limits:
                 f"request {name!r}: {what} has ids from {tokens.min()} to {tokens.max()}, the "
                 f"model's vocabulary is 0 to {self.vocab_size - 1}"
             )
+
+
+class SeedStream:
+    """Seeds of requests: their own, or the next of the engine's stream.
+
+    Args:
+        seed: of the engine's stream.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.default_rng(seed)
+
+    def seed_of(self, sampling: SamplingParams) -> int:
+        """The seed of one request, 0 to 2**64 - 1."""
+        if sampling.seed is None:
+            return int(self._generator.integers(0, 1 << 63))
+        return sampling.seed & _SEED_MASK

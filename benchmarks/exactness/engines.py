@@ -34,7 +34,7 @@ from cache.tree import RolloutCache
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.protocol import Engine, GenerateRequest, TokenChunk
-from rollout.trajectory import FloatArray, IntArray, Provenance
+from rollout.trajectory import Provenance
 from wire.records import EngineStats
 
 KINDS = ("torch", "vllm")
@@ -139,18 +139,9 @@ class TorchBench(Bench):
 
     def prepare(self, mode: str) -> None:
         """Make a new core for each mode."""
-        from engine.drafting.planner import DraftPlanner
+        from engine.drafting.fixed_budget import FixedBudget
         from engine.torch.core import CoreSettings, DecodeCore
         from engine.torch.model import load_model
-
-        class Eager(DraftPlanner):
-            """Drafts whatever the cache proposes: this measures exactness, not speed."""
-
-            def ask(self, left: IntArray, **_: int) -> tuple[IntArray, float]:
-                return np.clip(left - 1, 0, 4).astype(np.int32), 0.0
-
-            def choose(self, _: FloatArray, offsets: IntArray, **__: int) -> IntArray:
-                return np.diff(offsets).astype(np.int32)
 
         torch.set_num_threads(1)
         device = torch.device("cpu")
@@ -163,7 +154,7 @@ class TorchBench(Bench):
             top_k=TOP_K,
             draft_trees=mode.endswith("tree"),
         )
-        planner = Eager(max_step_tokens=8192, max_draft_tokens=4)
+        planner = FixedBudget(max_step_tokens=8192, max_draft_tokens=4)
         # A seed gives the same response whatever is drafted, so each mode needs seeds of its own.
         seed = len(MODES) * self._seed + MODES.index(mode)
         self._core = DecodeCore(

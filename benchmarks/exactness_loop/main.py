@@ -200,14 +200,7 @@ def pace(engine: Any, turns: int) -> None:
     long. Without this, the loop's messages would take longer than whole responses, and updates
     would find nothing being written.
     """
-    from engine.drafting.planner import DraftPlanner
-
-    class Eager(DraftPlanner):
-        def ask(self, left: Any, **_: int) -> tuple[Any, float]:
-            return np.clip(left - 1, 0, 4).astype(np.int32), 0.0
-
-        def choose(self, _: Any, offsets: Any, **__: int) -> Any:  # type: ignore[override]
-            return np.diff(offsets).astype(np.int32)
+    from engine.drafting.fixed_budget import FixedBudget
 
     core, turn = engine._core, 0  # noqa: SLF001 - there is no other way to slow it
     step = core.step
@@ -218,7 +211,7 @@ def pace(engine: Any, turns: int) -> None:
         return [] if turn % turns else list(step())
 
     core.step = rarely
-    core._planner = Eager(max_step_tokens=4096, max_draft_tokens=4)  # noqa: SLF001
+    core._drafter.planner = FixedBudget(max_step_tokens=4096, max_draft_tokens=4)  # noqa: SLF001
 
 
 async def loop_of(engine: Engine, models: Sequence[Any], setting: Setting, path: Path) -> Outcome:

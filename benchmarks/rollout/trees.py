@@ -11,38 +11,17 @@ from __future__ import annotations
 import asyncio
 from unittest import mock
 
-import numpy as np
-
 from benchmarks.rollout.contestants import CHAIN, OURS, Contestant, with_torch
 from benchmarks.rollout.passes import Bench, Plan, Workload
 from cache.config import CacheConfig
 from engine.config import EngineConfig
-from engine.drafting.planner import DraftPlanner
+from engine.drafting.fixed_budget import FixedBudget
 from engine.factory import create_engine
-from rollout.trajectory import FloatArray, IntArray
 
 ROWS = 8
 BUDGETS = (16, 32, 64, 127)
 """Nodes per row. 32 counts: with 8 rows 264 tokens a forward, about where a GPU stops waiting for
 memory (shared/FACTS.md). The others show which way it goes."""
-
-
-class FixedBudget(DraftPlanner):
-    """Feeds everything that the cache proposes, up to `max_draft_tokens` per row."""
-
-    def __init__(self, *, max_step_tokens: int, max_draft_tokens: int) -> None:
-        super().__init__(max_step_tokens=max_step_tokens, max_draft_tokens=max_draft_tokens)
-        self._each = max_draft_tokens
-
-    def ask(self, left: IntArray, **_of_the_step: int) -> tuple[IntArray, float]:
-        """As many as allowed, however improbable."""
-        return np.clip(left - 1, 0, self._each).astype(np.int32), 0.0
-
-    def choose(
-        self, _path_probabilities: FloatArray, offsets: IntArray, **_of_the_step: int
-    ) -> IntArray:
-        """All of them."""
-        return np.diff(offsets).astype(np.int32)
 
 
 def tree_and_chain(

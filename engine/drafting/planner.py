@@ -25,6 +25,7 @@ Reasons and alternatives: docs/decisions/0006.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,24 @@ _PAUSE = 6
 """Steps between two tries."""
 _GROWTH = 2
 """A step feeds at most this many times the tokens of the largest step seen (and 16 more)."""
+
+
+class Planner(Protocol):
+    """Decides how much to draft, step by step. `DraftPlanner` is the one that learns."""
+
+    def ask(self, left: IntArray, *, other_tokens: int = 0) -> tuple[IntArray, float]:
+        """Decide what to ask the cache for: budgets `[n]` and the least path probability."""
+
+    def choose(
+        self, path_probabilities: FloatArray, offsets: IntArray, *, rows: int, other_tokens: int = 0
+    ) -> IntArray:
+        """Decide how many of each row's proposed nodes to feed: `[n]`."""
+
+    def observe(self, *, tokens: int, rows: int, context: int, seconds: float) -> None:
+        """Learn what a step cost."""
+
+    def judge(self, path_probabilities: FloatArray, accepted: NDArray[np.bool_]) -> None:
+        """Learn which of the nodes that were fed were accepted."""
 
 
 @dataclass(slots=True)
@@ -153,10 +172,6 @@ class DraftPlanner:
         """What became of the nodes fed in a step: `[N]` their estimates, and whether accepted."""
         if len(path_probabilities):
             self.calibration.judge(path_probabilities, accepted)
-
-    def continuation(self, length: int) -> FloatArray:
-        """Path probabilities for a chain that continues an old text in step with the response."""
-        return np.power(np.float32(0.95), np.arange(1, length + 1, dtype=np.float32))
 
     def _best(self, ranked: Floats, rows: int, base: int) -> int:
         """How many of the ranked nodes to feed; learns what drafting is worth at this size."""

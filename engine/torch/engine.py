@@ -23,10 +23,10 @@ from typing import TypeVar
 import torch
 
 from engine.config import EngineConfig
+from engine.drafting.source import DraftSource
 from engine.errors import EngineError, EngineStartError
 from engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from engine.torch.core import CoreSettings, DecodeCore
-from engine.torch.drafting import DraftSource
 from engine.torch.kernels import warm_up
 from engine.torch.model import load_model
 from wire.records import EngineStats

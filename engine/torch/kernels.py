@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import cache.tree
-from engine.torch.trees import Proposal, plant
+from engine.torch.trees import plant
 from rollout.acceptance import TopKDistributions, accept_tree, verify_kept
 
 
@@ -19,7 +19,7 @@ def warm_up(*, drafting: bool) -> None:
         cache.tree.warm_up()
     none, two = np.array([-1, -1], np.int32), np.array([2], np.int32)
     one = np.array([0, 1], np.int32)
-    forked = Proposal(one, none, np.array([0, 2], np.int32), np.ones(2, np.float32))
+    forked = cache.tree.Drafts(one, none, np.array([0, 2], np.int32), np.ones(2, np.float32))
     trees = plant(forked, two, two, 2)
     trees.hidden()
     accept_tree(np.zeros(3, np.int64), trees.tokens, trees.parents, trees.offsets)

@@ -21,24 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.tree import Drafts
 from engine.torch.jit import kernel
 from rollout.trajectory import FloatArray, IntArray
 
 LongArray = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Drafts as they were proposed: nothing about them is trusted. N nodes, n rows."""
-
-    tokens: IntArray
-    """`[N]` row after row."""
-    parents: IntArray
-    """`[N]` counted within the row; -1: the row's last token."""
-    offsets: IntArray
-    """`[n+1]`"""
-    path_probabilities: FloatArray
-    """`[N]` estimated probability that the node and all its ancestors are accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +84,20 @@ class TokenTrees:
         return out[0, :found], out[1, :found], out[2, :found]
 
 
-def plant(proposal: Proposal, keep: IntArray, deepest: IntArray, vocab_size: int) -> TokenTrees:
+def plant(drafts: Drafts, keep: IntArray, deepest: IntArray, vocab_size: int) -> TokenTrees:
     """Trees of the first `keep[i]` nodes of each row, down to a depth of `deepest[i]`.
 
     Whatever is no part of a tree is left out with all that stands on it: tokens that the model does
     not have, parents that do not come before their node, second children of the same token. So a
     corrupt cache costs time and nothing else.
     """
-    size = len(proposal.tokens)
+    size = len(drafts.tokens)
     tokens, parents, depths = (np.empty(size, np.int32) for _ in range(3))
     probabilities = np.empty(size, np.float32)
-    offsets = np.zeros(len(proposal.offsets), np.int32)
+    offsets = np.zeros(len(drafts.offsets), np.int32)
     scratch = np.empty((6, size + 1), np.int32)
     forked = _plant(
-        proposal.tokens, proposal.parents, proposal.offsets, proposal.path_probabilities,
+        drafts.tokens, drafts.parents, drafts.offsets, drafts.path_probabilities,
         keep.astype(np.int32), deepest.astype(np.int32), vocab_size,
         tokens, parents, depths, probabilities, offsets, scratch,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from engine.errors import EngineError
 from engine.sampling import Purpose, draw, draw_outside, forked, uniforms
-from engine.torch.paths import Draws
+from engine.torch.draws import Draws, not_finite
 from engine.torch.rows import Rows
 from rollout.acceptance import TopKDistributions, accept_lenient, verify_kept
 from rollout.trajectory import FloatArray, IntArray, KeptTokens
@@ -174,11 +174,3 @@ def _rows(logprobs: torch.Tensor, index: NDArray[np.integer]) -> torch.Tensor:
 
 def _not_finite(batch: KeptBatch, rows: NDArray[np.int64], policy_version: int) -> str:
     return not_finite([batch.names[row] for row in rows], policy_version)
-
-
-def not_finite(names: Sequence[str], policy_version: int) -> str:
-    """What to say when a distribution is nan."""
-    return (
-        f"the model's probabilities are not finite for requests {sorted(set(names))[:5]} under "
-        f"policy version {policy_version}: its weights or activations overflowed"
-    )

@@ -8,7 +8,6 @@ import torch
 from scipy import stats
 
 from engine import sampling
-from engine.budget import draft_budgets
 from engine.sampling import Purpose, draw, draw_outside, forked, processed_logprobs, top_k, uniforms
 
 
@@ -76,18 +75,6 @@ def test_top_k_is_padded_where_the_vocabulary_ends() -> None:
     ids, values = top_k(torch.log_softmax(torch.tensor([[1.0, 2.0]]), -1), 3)
     assert ids.tolist() == [[1, 0, -1]]
     assert np.isneginf(values[0, 2])
-
-
-@pytest.mark.parametrize("rows", [0, 1, 3, 16, 40])
-def test_budgets_stay_within_the_step(rows: int) -> None:
-    left = np.arange(1, rows + 1).astype(np.int32)
-    budgets = draft_budgets(left, max_step_tokens=32, max_draft_tokens=5)
-    assert budgets.dtype == np.int32
-    assert (budgets >= 0).all()
-    assert (budgets <= np.minimum(left - 1, 5)).all()
-    assert budgets.sum() + rows <= max(32, rows)
-    if rows in (0, 40):
-        assert not budgets.any()
 
 
 def test_streams_of_one_seed_share_nothing() -> None:

@@ -16,12 +16,12 @@ import torch
 from scipy import stats
 from tiny_models import STOP, make_qwen3
 
-from engine.drafting.planner import DraftPlanner
+from engine.drafting.fixed_budget import FixedBudget
+from engine.drafting.source import DraftSource
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from engine.torch.core import CoreSettings, DecodeCore
-from engine.torch.drafting import DraftSource
 from engine.torch.model import SlotModel, load_model
-from rollout.trajectory import FloatArray, IntArray
+from rollout.trajectory import IntArray
 
 PROMPT = np.array([4, 0, 7], np.int32)
 LENGTH = 4
@@ -38,26 +38,6 @@ class Case:
     top_p: float = 1.0
     drift: float = 0.3
     """0: the same policy as the drafts'; 1: an unrelated one."""
-
-
-class EagerPlanner(DraftPlanner):
-    """Drafts as much as allowed, so that a test does not depend on how long a step took."""
-
-    def __init__(self, *, max_step_tokens: int, max_draft_tokens: int) -> None:
-        super().__init__(max_step_tokens=max_step_tokens, max_draft_tokens=max_draft_tokens)
-        self._room = max_step_tokens
-        self._most = max_draft_tokens
-
-    def ask(self, left: IntArray, *, other_tokens: int = 0) -> tuple[IntArray, float]:
-        share = max(0, self._room - len(left)) // max(1, len(left))
-        return np.minimum(left - 1, min(share, self._most)).astype(np.int32), 0.0
-
-    def choose(
-        self, path_probabilities: FloatArray, offsets: IntArray, *, rows: int, other_tokens: int = 0
-    ) -> IntArray:
-        assert len(offsets) == rows + 1
-        assert len(path_probabilities) == offsets[-1]
-        return np.diff(offsets).astype(np.int32)
 
 
 def policies(drift: float) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -85,7 +65,7 @@ def core_of(model: SlotModel, source: DraftSource | None, **changes: Any) -> Dec
         "chunk_tokens": 9,
         "top_k": 0,
     } | changes
-    planner = EagerPlanner(
+    planner = FixedBudget(
         max_step_tokens=settings["max_step_tokens"], max_draft_tokens=settings["max_draft_tokens"]
     )
     return DecodeCore(model, CoreSettings(**settings), source, seed=0, planner=planner)

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from cache.config import CacheConfig
 from cache.place import from_json, open_at, save_at
 from cache.tree import RolloutCache
+from engine.drafting.fixed_budget import FixedBudget
+from engine.drafting.planner import DraftPlanner, Planner
 from engine.vllm.worker.batch import SECTION, Batch
-from engine.vllm.worker.planning import planner_of
 from engine.vllm.worker.rows import NO_SLOT, RowBook
 from engine.vllm.worker.sampling import CoreSampler
 from rollout.trajectory import IntArray
@@ -54,7 +55,7 @@ class CacheDrafter:
     def __init__(self, vllm_config: Any) -> None:
         settings = vllm_config.additional_config[SECTION]
         config = CacheConfig.model_validate(settings["cache"])
-        self.planner = planner_of(settings, config.max_draft_tokens)
+        self.planner = _planner(settings, config.max_draft_tokens)
         self._place = from_json(settings["place"])
         self._cache = open_at(config, self._place)
         self._book = RowBook(self._cache, self.planner)
@@ -208,3 +209,13 @@ class CacheDrafter:
         rest = table.num_prompt_tokens[waiting] - table.num_computed_tokens_cpu[waiting]
         most: int = self._runner.scheduler_config.max_num_batched_tokens
         return min(int(rest.sum()), most)
+
+
+def _planner(settings: dict[str, Any], max_draft_tokens: int) -> Planner:
+    """The planner that the settings from `engine.vllm.client.launch` ask for."""
+    fixed: int | None = settings["max_step_tokens"]
+    if fixed is not None:
+        return FixedBudget(max_step_tokens=fixed, max_draft_tokens=max_draft_tokens)
+    return DraftPlanner(
+        max_step_tokens=settings["most_step_tokens"], max_draft_tokens=max_draft_tokens
+    )

@@ -12,13 +12,15 @@ it. A wrong draft costs time, never exactness.
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.drafting.continuation import Continuations
-from engine.drafting.planner import DraftPlanner
+from engine.drafting.planner import Planner
+from engine.drafting.proposals import Proposer, offsets_of
+from engine.drafting.source import NO_HANDLE, DraftSource
 from engine.vllm.worker.batch import Entry
 from rollout.trajectory import FloatArray, IntArray
 
@@ -28,47 +30,16 @@ _NOT_A_TOKEN = -1
 Index = NDArray[np.int64]
 
 
-class Drafts(Protocol):
-    """What the cache proposes, ragged: row i has `tokens[offsets[i]:offsets[i + 1]]`."""
-
-    @property
-    def tokens(self) -> IntArray:
-        """`[offsets[-1]]`"""
-
-    @property
-    def offsets(self) -> IntArray:
-        """`[n + 1]`"""
-
-    @property
-    def path_probabilities(self) -> FloatArray:
-        """`[offsets[-1]]`"""
-
-
-class DraftSource(Protocol):
-    """The part of `cache.tree.RolloutCache` that is used; chains only."""
-
-    def open(self, key: str, context: IntArray) -> int:
-        """Begin a response to `context`; gives its row."""
-
-    def close(self, row: int) -> None:
-        """End a response."""
-
-    def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
-        """Append each row's new tokens."""
-
-    def draft(self, rows: IntArray, budgets: IntArray, *, min_probability: float = 0.0) -> Drafts:
-        """Propose up to `budgets[i]` tokens for each row."""
-
-
 class RowBook:
     """The requests that draft, and what each has written."""
 
-    def __init__(self, source: DraftSource, planner: DraftPlanner) -> None:
+    def __init__(self, source: DraftSource, planner: Planner) -> None:
         self._source = source
         self._planner = planner
         self._slot_of: dict[str, int] = {}
         self._free: list[int] = []
         self._old = Continuations()
+        self._proposer = Proposer(source, self._old, branching=False)
         self._handle: IntArray = np.empty(0, np.int32)
         self._limit = np.empty(0, np.int64)
         self._start = np.empty(0, np.int64)
@@ -153,7 +124,7 @@ class RowBook:
         self._over[slots] |= over
         wrote = np.flatnonzero(grown)
         if len(wrote):
-            self._source.extend(self._handle[slots[wrote]], tokens, _offsets(grown[wrote]))
+            self._source.extend(self._handle[slots[wrote]], tokens, offsets_of(grown[wrote]))
 
     def draft(self, slots: Index, lengths: Index, *, other_tokens: int) -> dict[int, list[int]]:
         """What to propose for the next step.
@@ -170,43 +141,26 @@ class RowBook:
         lasting = np.flatnonzero((slots == NO_SLOT) | ~self._over[slots])
         slots, lengths = slots[lasting], lengths[lasting]
         left = np.where(slots == NO_SLOT, 1, self._limit[slots] - lengths).astype(np.int32)
-        budgets, least = self._planner.ask(left, other_tokens=other_tokens)
+        budgets, min_probability = self._planner.ask(left, other_tokens=other_tokens)
         if not budgets.any():
             return {}
-        tokens, guesses, offsets = self._proposals(slots, budgets, least)
-        if not len(tokens):
+        handles = np.where(slots == NO_SLOT, NO_HANDLE, self._handle[slots])
+        drafts = self._proposer.propose(
+            slots, handles, budgets, budgets, min_probability=min_probability
+        )
+        if not len(drafts.tokens):
             return {}
-        keep = self._planner.choose(guesses, offsets, rows=len(slots), other_tokens=other_tokens)
+        keep = self._planner.choose(
+            drafts.path_probabilities, drafts.offsets, rows=len(slots), other_tokens=other_tokens
+        )
         chosen = np.flatnonzero(keep)
-        self._remember(slots[chosen], offsets[chosen], keep[chosen], guesses)
-        texts, begins = tokens.tolist(), offsets.tolist()
-        return {int(lasting[i]): texts[begins[i] : begins[i] + keep[i]] for i in chosen.tolist()}
-
-    def _proposals(
-        self, slots: Index, budgets: IntArray, least: float
-    ) -> tuple[IntArray, FloatArray, IntArray]:
-        """Tokens, path probabilities and offsets: from old texts, else from the cache."""
-        old = np.zeros(len(slots), np.int64)
-        if self._old:
-            drafting = np.flatnonzero(slots != NO_SLOT)
-            old[drafting] = np.minimum(self._old.left(slots[drafting]), budgets[drafting])
-        ask = np.flatnonzero((old == 0) & (budgets > 0))
-        found = self._source.draft(self._handle[slots[ask]], budgets[ask], min_probability=least)
-        counts = old.copy()
-        counts[ask] = np.diff(found.offsets)
-        offsets = _offsets(counts)
-        tokens = np.empty(int(offsets[-1]), np.int32)
-        guesses = np.empty(len(tokens), np.float32)
-        from_old = np.repeat(old > 0, counts)
-        tokens[~from_old], guesses[~from_old] = found.tokens, found.path_probabilities
-        if from_old.any():
-            mine = np.flatnonzero(old)
-            width = int(old.max())
-            inside = np.arange(width) < old[mine, None]
-            tokens[from_old] = self._old.propose(slots[mine], width)[inside]
-            likely = np.broadcast_to(self._planner.continuation(width), inside.shape)
-            guesses[from_old] = likely[inside]
-        return tokens, guesses, offsets
+        begins = drafts.offsets[chosen]
+        self._remember(slots[chosen], begins, keep[chosen], drafts.path_probabilities)
+        tokens = drafts.tokens.tolist()
+        return {
+            int(lasting[i]): tokens[begin : begin + keep[i]]
+            for i, begin in zip(chosen.tolist(), begins.tolist(), strict=True)
+        }
 
     def _remember(
         self, slots: Index, begins: IntArray, keep: IntArray, guesses: FloatArray
@@ -248,9 +202,3 @@ def _new_tokens(
     row = np.repeat(np.arange(len(rows)), grown)
     place = np.arange(len(row)) - np.repeat(np.cumsum(grown) - grown, grown)
     return row, place, table[rows[row], known[row] + place]
-
-
-def _offsets(counts: NDArray[np.integer[Any]]) -> IntArray:
-    offsets = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets

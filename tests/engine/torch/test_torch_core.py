@@ -9,15 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from enumerated_policies import EagerPlanner
 from tiny_models import STOP, VOCAB, make_qwen3
 
 from cache.config import CacheConfig
 from cache.tree import RolloutCache
+from engine.drafting.fixed_budget import FixedBudget
+from engine.drafting.source import DraftSource
 from engine.errors import EngineError, RequestError, WeightsError
 from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
 from engine.torch.core import CoreSettings, DecodeCore
-from engine.torch.drafting import DraftSource
 from engine.torch.model import SlotModel, load_model
 from rollout.trajectory import IntArray, Provenance
 
@@ -41,7 +41,7 @@ def core_of(model: SlotModel, source: DraftSource | None = None, **changes: int)
         max_step_tokens=32, max_draft_tokens=6, max_prefill_tokens=64, chunk_tokens=4, top_k=4
     )
     settings = replace(settings, **changes)
-    planner = EagerPlanner(
+    planner = FixedBudget(
         max_step_tokens=settings.max_step_tokens or 0, max_draft_tokens=settings.max_draft_tokens
     )
     return DecodeCore(model, settings, source, seed=7, planner=planner)

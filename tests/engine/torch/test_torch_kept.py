@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from enumerated_policies import EagerPlanner
 from tiny_models import STOP, VOCAB, make_qwen3
 from tree_sources import RandomTrees
 
 from cache.config import CacheConfig
 from cache.tree import RolloutCache
+from engine.drafting.fixed_budget import FixedBudget
+from engine.drafting.source import DraftSource
 from engine.errors import EngineError, RequestError
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from engine.torch import core as core_module
 from engine.torch.core import CoreSettings, DecodeCore
-from engine.torch.drafting import DraftSource
 from engine.torch.model import SlotModel, load_model
 from rollout.trajectory import KeptTokens, Provenance
 
@@ -54,7 +54,7 @@ def core_of(
         max_step_tokens=100, max_draft_tokens=6, max_prefill_tokens=500, chunk_tokens=4, top_k=VOCAB
     )
     settings = replace(settings, **changes)
-    planner = EagerPlanner(max_step_tokens=100, max_draft_tokens=settings.max_draft_tokens)
+    planner = FixedBudget(max_step_tokens=100, max_draft_tokens=settings.max_draft_tokens)
     core = DecodeCore(model, settings, source, seed=7, planner=planner)
     core.policy_version = version  # of whatever weights the model has
     return core

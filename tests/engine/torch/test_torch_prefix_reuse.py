@@ -17,6 +17,7 @@ from enumerated_policies import slots_with
 from tiny_models import VOCAB, make_qwen3
 
 from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
+from engine.torch.admission import Admission
 from engine.torch.core import CoreSettings, DecodeCore
 from rollout.trajectory import KeptTokens
 
@@ -113,13 +114,13 @@ def test_requests_after_an_update_share_nothing_with_rows_of_before(tiny_qwen3: 
 
 
 def test_forgetting_the_version_is_seen(tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sibling = DecodeCore._sibling_row
+    sibling = Admission._sibling_row
 
-    def forgetful(self: DecodeCore, context: np.ndarray) -> int | None:
-        self._rows.kv_version[: self._rows.n] = self.policy_version
-        return sibling(self, context)
+    def forgetful(self: Admission, context: np.ndarray, policy_version: int) -> int | None:
+        self._rows.kv_version[: self._rows.n] = policy_version
+        return sibling(self, context, policy_version)
 
-    monkeypatch.setattr(DecodeCore, "_sibling_row", forgetful)
+    monkeypatch.setattr(Admission, "_sibling_row", forgetful)
     bench = Bench(tiny_qwen3)
     bench.add("runs")
     bench.step(3)

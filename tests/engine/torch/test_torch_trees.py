@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from enumerated_policies import EagerPlanner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import STOP, VOCAB
 from tree_sources import CorruptTrees, OracleTrees, RandomTrees
 
 from cache.config import CacheConfig
-from cache.tree import RolloutCache
+from cache.tree import Drafts, RolloutCache
+from engine.drafting.fixed_budget import FixedBudget
+from engine.drafting.source import DraftSource
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from engine.torch.core import CoreSettings, DecodeCore
-from engine.torch.drafting import DraftSource
 from engine.torch.model import SlotModel, load_model
-from engine.torch.trees import Proposal, TokenTrees, no_trees, plant
+from engine.torch.trees import TokenTrees, no_trees, plant
 from rollout.trajectory import IntArray, Provenance
 
 LONG = 90
@@ -38,7 +38,13 @@ def load(path: str, slots: int = 4) -> SlotModel:
     return load_model(path, slots=slots, max_len=128, device=cpu, dtype=torch.float32)
 
 
-def core_of(model: SlotModel, source: DraftSource | None = None, draft: int = 12) -> DecodeCore:
+def core_of(
+    model: SlotModel,
+    source: DraftSource | None = None,
+    *,
+    draft: int = 12,
+    draft_trees: bool = True,
+) -> DecodeCore:
     return DecodeCore(
         model,
         CoreSettings(
@@ -47,10 +53,11 @@ def core_of(model: SlotModel, source: DraftSource | None = None, draft: int = 12
             max_prefill_tokens=64,
             chunk_tokens=4,
             top_k=4,
+            draft_trees=draft_trees,
         ),
         source,
         seed=7,
-        planner=EagerPlanner(max_step_tokens=200, max_draft_tokens=draft),
+        planner=FixedBudget(max_step_tokens=200, max_draft_tokens=draft),
     )
 
 
@@ -164,8 +171,7 @@ def test_chains_only_when_trees_are_turned_off(tiny_qwen3: str) -> None:
             return super().draft(*args, **options)
 
     for trees in (True, False):
-        core = core_of(load(tiny_qwen3), Watched(VOCAB))
-        core._settings = replace(core._settings, draft_trees=trees)
+        core = core_of(load(tiny_qwen3), Watched(VOCAB), draft_trees=trees)
         drain(core, requests(2))
         assert set(asked_for) == {trees}
         asked_for.clear()
@@ -183,10 +189,10 @@ def test_trees_fill_a_slot_up_to_its_end(tiny_qwen3: str) -> None:
         assert texts_of(drain(core_of(model, source, draft=60), asked)) == texts
 
 
-def proposal_of(rows: list[list[tuple[int, int]]]) -> Proposal:
+def proposal_of(rows: list[list[tuple[int, int]]]) -> Drafts:
     nodes = [node for row in rows for node in row]
     offsets = np.cumsum([0, *map(len, rows)])
-    return Proposal(
+    return Drafts(
         np.array([t for t, _ in nodes], np.int32),
         np.array([p for _, p in nodes], np.int32),
         offsets.astype(np.int32),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cache.config import CacheConfig
 from cache.place import CachePlace, to_json
-from cache.tree import RolloutCache
+from cache.tree import Drafts, RolloutCache
 from engine.drafting.continuation import Continuations
 from engine.drafting.planner import DraftPlanner
 from engine.vllm.worker.batch import Entry, request_extra
@@ -47,15 +47,27 @@ class FakeSource:
         for i, row in enumerate(rows.tolist()):
             self.told[row] += tokens[offsets[i] : offsets[i + 1]].tolist()
 
-    def draft(self, rows: IntArray, budgets: IntArray, *, min_probability: float = 0.0) -> Any:
+    def advance(self, policy_version: int) -> None: ...
+
+    def draft(
+        self,
+        rows: IntArray,
+        budgets: IntArray,
+        *,
+        branching: bool = False,
+        min_probability: float = 0.0,
+    ) -> Drafts:
+        assert not branching
         assert len(rows) == len(budgets)
         offsets = np.concatenate([[0], np.cumsum(budgets)]).astype(np.int32)
         tokens = [90 + j for budget in budgets.tolist() for j in range(budget)]
         guesses = [0.5 ** (j + 1) for budget in budgets.tolist() for j in range(budget)]
-        return SimpleNamespace(
-            tokens=np.array(tokens, np.int32),
-            offsets=offsets,
-            path_probabilities=np.array(guesses, np.float32),
+        parents = [j - 1 for budget in budgets.tolist() for j in range(budget)]
+        return Drafts(
+            np.array(tokens, np.int32),
+            np.array(parents, np.int32),
+            offsets,
+            np.array(guesses, np.float32),
         )
 
 

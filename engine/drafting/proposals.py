@@ -1,0 +1,102 @@
+"""What to propose for each row of a step: its earlier continuation, otherwise the cache's drafts.
+
+Wrong proposals cost time, never exactness.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.tree import Drafts
+from engine.drafting.continuation import Continuations, path_probabilities
+from engine.drafting.source import NO_HANDLE, DraftSource
+from rollout.trajectory import IntArray
+
+Index = NDArray[np.integer[Any]]
+
+
+class Proposer:
+    """Proposes drafts for the rows of a step.
+
+    Args:
+        source: asked about rows that follow no earlier continuation; None: nobody is asked.
+        continuations: earlier continuations, by slot.
+        branching: whether the source may propose trees; otherwise it proposes chains.
+    """
+
+    def __init__(
+        self, source: DraftSource | None, continuations: Continuations, *, branching: bool
+    ) -> None:
+        self._source = source
+        self._continuations = continuations
+        self._branching = branching
+
+    def propose(
+        self,
+        slots: Index,
+        handles: Index,
+        budgets: IntArray,
+        max_depths: IntArray,
+        *,
+        min_probability: float,
+    ) -> Drafts:
+        """Propose drafts for n rows.
+
+        Args:
+            slots: `[n]` of the rows in `continuations`; -1: none.
+            handles: `[n]` of the rows in the source; `NO_HANDLE`: none.
+            budgets: `[n]` most draft tokens of each row.
+            max_depths: `[n]` most tokens of a path; only continuations are cut to it here.
+            min_probability: least estimated path probability that is worth proposing.
+        """
+        estimates = path_probabilities(int(budgets.max(initial=0)))
+        lengths = np.minimum(np.minimum(self._continuations.left(slots), budgets), max_depths)
+        lengths = lengths.clip(0, int((estimates >= min_probability).sum()))
+        following = np.flatnonzero(lengths)
+        asked = np.flatnonzero((lengths == 0) & (budgets > 0) & (handles != NO_HANDLE))
+        found: Drafts | None = None
+        if self._source is not None and len(asked):
+            found = self._source.draft(
+                handles[asked].astype(np.int32),
+                budgets[asked].astype(np.int32),
+                branching=self._branching,
+                min_probability=min_probability,
+            )
+            if len(asked) == len(slots):
+                return found
+            lengths[asked] = np.diff(found.offsets)
+        offsets = offsets_of(lengths)
+        tokens, parents = (np.empty(offsets[-1], np.int32) for _ in range(2))
+        paths = np.empty(offsets[-1], np.float32)
+        if found is not None:
+            at = _places(offsets, asked)
+            tokens[at], parents[at] = found.tokens, found.parents
+            paths[at] = found.path_probabilities
+        if len(following):
+            width = int(lengths[following].max())
+            inside = np.arange(width) < lengths[following, None]
+            at, step = _places(offsets, following), np.nonzero(inside)[1]
+            tokens[at] = self._continuations.propose(slots[following], width)[inside]
+            parents[at] = step - 1
+            paths[at] = estimates[step]
+        return Drafts(tokens, parents, offsets, paths)
+
+
+def offsets_of(lengths: Index) -> IntArray:
+    """`[n + 1]` offsets of a ragged array with rows of these lengths."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _places(offsets: IntArray, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Indices of some rows' values in a ragged array."""
+    lengths = offsets[rows + 1] - offsets[rows]
+    starts = np.cumsum(lengths) - lengths
+    places: NDArray[np.int64] = np.arange(int(lengths.sum())) + np.repeat(
+        offsets[rows] - starts, lengths
+    )
+    return places

@@ -1,0 +1,94 @@
+"""Giving slots to requests and taking them back.
+
+The order of rows in a step: rows that decode, then new ones that copy the KV of a running sibling's
+prompt (they decode as well, from the prompt's last token), then new ones whose contexts are taken
+in (leaders), then the leaders' siblings (followers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.protocol import GenerateRequest
+from engine.requests import SeedStream
+from engine.torch.drafting import Drafter
+from engine.torch.reports import Unreported
+from engine.torch.rows import NewRows, Rows
+from engine.torch.slots import SlotCache
+from engine.torch.waiting import context_of, fed_context, logits_of
+from rollout.trajectory import IntArray
+
+
+class Admission:
+    """Moves requests into slots and out of them. Siblings of a prompt share its prefill."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        cache: SlotCache,
+        drafter: Drafter,
+        unreported: Unreported,
+        seeds: SeedStream,
+    ) -> None:
+        self._rows = rows
+        self._cache = cache
+        self._drafter = drafter
+        self._unreported = unreported
+        self._seeds = seeds
+
+    def admit(self, requests: Sequence[GenerateRequest], policy_version: int) -> NewRows:
+        """Give each request a row. There must be as many free slots."""
+        fresh: list[list[GenerateRequest]] = [[r] for r in requests if r.kept is not None]
+        groups: dict[bytes, list[GenerateRequest]] = {}
+        for request in requests:
+            if request.kept is None:
+                groups.setdefault(context_of(request).tobytes(), []).append(request)
+        for group in groups.values():
+            sibling = self._sibling_row(context_of(group[0]), policy_version)
+            if sibling is None:
+                fresh.append(group)
+                continue
+            for request in group:
+                row = self._take(request, policy_version)
+                length = int(self._rows.total[row]) - 1
+                self._cache.copy_row(sibling, row, length)
+                self._rows.kv_length[row] = length
+        decoding = self._rows.n
+        fresh.sort(key=lambda group: len(fed_context(group[0])))
+        leaders = [self._take(group[0], policy_version) for group in fresh]
+        followers = [
+            (self._take(request, policy_version), leader)
+            for leader, group in enumerate(fresh)
+            for request in group[1:]
+        ]
+        lengths = np.array([len(fed_context(group[0])) for group in fresh], np.int32)
+        wanted = np.array([logits_of(group[0]) for group in fresh], np.int32)
+        return NewRows(decoding, leaders, followers, lengths, wanted)
+
+    def release(self, row: int) -> None:
+        """Free a row's slot; the last row moves into its place."""
+        self._drafter.end(row)
+        moved = self._rows.release(row)
+        if moved is not None:
+            self._cache.copy_row(moved, row, int(self._rows.kv_length[row]))
+            self._drafter.move(moved, row)
+            self._unreported.move(moved, row)
+
+    def _sibling_row(self, context: IntArray, policy_version: int) -> int | None:
+        """A running row that begins with this context, its KV from the current weights."""
+        rows, n = self._rows, self._rows.n
+        if not n or len(context) < 2:
+            return None
+        fits = (rows.kv_version[:n] == policy_version) & (rows.total[:n] >= len(context))
+        fits &= rows.kv_length[:n] >= len(context) - 1
+        fits &= (rows.tokens[:n, : len(context)] == context).all(axis=1)
+        return int(fits.argmax()) if fits.any() else None
+
+    def _take(self, request: GenerateRequest, policy_version: int) -> int:
+        seed = self._seeds.seed_of(request.sampling)
+        row = self._rows.take(request, seed=seed, policy_version=policy_version)
+        self._drafter.begin(row)
+        self._unreported.begin(row)
+        return row

@@ -1,0 +1,91 @@
+"""The draws of one step: one token for each position whose logits are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.errors import EngineError
+from engine.sampling import draw, processed_logprobs, uniforms
+from engine.torch.rows import NewRows, Rows
+from engine.torch.trees import TokenTrees
+from rollout.trajectory import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """All draws of a step, flat: N of them, row by row, one for each position with logits."""
+
+    row: NDArray[np.int64]
+    """`[N]`"""
+    offset: NDArray[np.int64]
+    """`[N]` place in the response, counted from the row's first draw. Nodes of equal depth share
+    it, and with it the random number: at most one of them is used."""
+    starts: NDArray[np.int64]
+    """`[n]` each row's first draw."""
+    logprobs: torch.Tensor
+    """`[N, V]` the processed distribution of each draw."""
+    tokens: NDArray[np.int64]
+    """`[N]`; of a row with kept tokens the accepted ones and the one behind them, otherwise -1."""
+    judged: NDArray[np.int64]
+    """Rows that came with kept tokens, which `verification.judge_rows` accepts or rejects."""
+    accepted: IntArray
+    """`[n]` accepted kept tokens; 0 for all other rows."""
+
+
+def draw_step(
+    rows: Rows, trees: TokenTrees, new: NewRows, logits: torch.Tensor, policy_version: int
+) -> Draws:
+    """Draw a token behind every token that was fed, except in rows with kept tokens.
+
+    Args:
+        rows: as they were fed.
+        trees: what decoding rows were fed besides their last token.
+        new: rows whose contexts were fed.
+        logits: `[sum(trees.counts) + sum(new.wanted), V]`; may be overwritten.
+        policy_version: of the weights.
+
+    Raises:
+        EngineError: a distribution is not finite.
+    """
+    decoding = trees.rows
+    sizes = np.concatenate([trees.counts, new.wanted])
+    if new.followers:
+        ends = np.cumsum(sizes)[decoding:] - 1
+        shared = [ends[leader] for _, leader in new.followers]
+        index = np.concatenate([np.arange(logits.shape[0]), shared])
+        logits = logits[torch.from_numpy(index).to(logits.device)]
+        sizes = np.concatenate([sizes, np.ones(len(shared), np.int32)])
+    row = np.repeat(np.arange(rows.n), sizes)
+    starts = np.cumsum(sizes) - sizes
+    offset = np.arange(len(row)) - starts[row]
+    if trees.forked:
+        nodes = trees.fed(np.zeros(decoding, np.int32), trees.depths)
+        offset[: len(nodes)] = nodes
+    logprobs = processed_logprobs(logits, rows.temperature[row], rows.top_p[row])
+    judged = [r for r, wanted in zip(new.leaders, new.wanted, strict=True) if wanted > 1]
+    tokens = np.full(len(row), -1, np.int64)
+    own = np.flatnonzero(~np.isin(row, judged)) if judged else np.arange(len(row))
+    if len(own):
+        position = (rows.total - rows.prompt)[row[own]] + offset[own]
+        mine = logprobs
+        if judged:
+            mine = logprobs[torch.from_numpy(own).to(logprobs.device)]
+        tokens[own] = draw(mine, uniforms(rows.seed[row[own]], position)).cpu().numpy()
+    if (tokens[own] < 0).any():
+        names = [rows.requests[r].request_id for r in row[own][tokens[own] < 0]]
+        raise EngineError(not_finite(names, policy_version))
+    accepted = np.zeros(rows.n, np.int32)
+    return Draws(row, offset, starts, logprobs, tokens, np.array(judged, np.int64), accepted)
+
+
+def not_finite(names: Sequence[str], policy_version: int) -> str:
+    """The error message for distributions that are not finite."""
+    return (
+        f"the model's probabilities are not finite for requests {sorted(set(names))[:5]} under "
+        f"policy version {policy_version}: its weights or activations overflowed"
+    )

@@ -1,0 +1,143 @@
+"""From what a step generates to the chunks that requests report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.protocol import GenerateRequest, TokenChunk
+from engine.sampling import top_k
+from engine.torch.draws import Draws
+from engine.torch.paths import Paths
+from engine.torch.rows import RowArrays
+from rollout.trajectory import ByteArray, FinishReason, FloatArray, IntArray, Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedTokens:
+    """M tokens with everything that is reported of them."""
+
+    tokens: IntArray
+    """`[M]`"""
+    logprobs: FloatArray
+    """`[M]`"""
+    topk_ids: IntArray
+    """`[M, K]`"""
+    topk_logprobs: FloatArray
+    """`[M, K]`"""
+    provenance: ByteArray
+    """`[M]`"""
+
+    @classmethod
+    def of(cls, draws: Draws, paths: Paths, k: int) -> GeneratedTokens:
+        """The tokens that a step chose, row after row, with the k most probable ones."""
+        chosen = paths.chosen
+        row, tokens = draws.row[chosen], draws.tokens[chosen]
+        logprobs = draws.logprobs
+        if len(chosen) < len(draws.row):
+            logprobs = logprobs[torch.from_numpy(chosen).to(logprobs.device)]
+        column = torch.from_numpy(tokens[:, None]).to(logprobs.device)
+        picked = logprobs.gather(1, column).squeeze(1).cpu().numpy()
+        ids, values = top_k(logprobs, k)
+        given = paths.step < paths.accepted[row]
+        provenance = np.where(given, Provenance.DRAFTED, Provenance.SAMPLED)
+        if len(draws.judged):
+            provenance[np.isin(row, draws.judged) & given] = Provenance.VERIFIED
+        return cls(tokens.astype(np.int32), picked, ids, values, provenance.astype(np.uint8))
+
+    def pick(self, index: NDArray[np.int64]) -> GeneratedTokens:
+        """Some of them."""
+        return GeneratedTokens(
+            self.tokens[index],
+            self.logprobs[index],
+            self.topk_ids[index],
+            self.topk_logprobs[index],
+            self.provenance[index],
+        )
+
+
+class Unreported(RowArrays):
+    """Tokens that rows have generated and not reported yet. S slots, B tokens per row, K top-K."""
+
+    def __init__(self, slots: int, buffer: int, top_k: int) -> None:
+        self.count = np.zeros(slots, np.int32)
+        """`[S]` tokens to report."""
+        self.begun = np.zeros(slots, np.bool_)
+        """`[S]` whether the row has reported anything."""
+        self._tokens = np.zeros((slots, buffer), np.int32)
+        self._logprobs = np.zeros((slots, buffer), np.float32)
+        self._ids = np.zeros((slots, buffer, top_k), np.int32)
+        self._topk = np.zeros((slots, buffer, top_k), np.float32)
+        self._provenance = np.zeros((slots, buffer), np.uint8)
+        self._long: dict[int, GeneratedTokens] = {}
+        """By row: what a step with kept tokens generated, however long; reported in that step."""
+
+    def begin(self, row: int) -> None:
+        """A request has taken the row."""
+        self.count[row] = 0
+        self.begun[row] = False
+
+    def record(
+        self,
+        judged: NDArray[np.int64],
+        row: NDArray[np.int64],
+        step: NDArray[np.int64],
+        generated: GeneratedTokens,
+    ) -> None:
+        """Append what a step generated.
+
+        Args:
+            judged: rows whose kept tokens were judged. They may have more tokens than the buffers
+                hold and must be reported (`chunk`) before the next step.
+            row: `[M]` of each token.
+            step: `[M]` its place among its row's tokens of this step.
+            generated: M tokens.
+        """
+        at = self.count[row] + step
+        sizes = np.bincount(row)
+        self.count[: len(sizes)] += sizes.astype(np.int32)
+        if len(judged):
+            for one in judged.tolist():
+                self._long[one] = generated.pick(np.flatnonzero(row == one))
+            rest = np.flatnonzero(~np.isin(row, judged))
+            row, at, generated = row[rest], at[rest], generated.pick(rest)
+        self._tokens[row, at] = generated.tokens
+        self._logprobs[row, at] = generated.logprobs
+        self._ids[row, at] = generated.topk_ids
+        self._topk[row, at] = generated.topk_logprobs
+        self._provenance[row, at] = generated.provenance
+
+    def chunk(
+        self,
+        row: int,
+        request: GenerateRequest,
+        policy_version: int,
+        reason: FinishReason | None = None,
+    ) -> TokenChunk:
+        """Report what the row's request has generated since its last chunk."""
+        n = int(self.count[row])
+        self.count[row] = 0
+        self.begun[row] = True
+        k = request.sampling.top_k_logprobs
+        generated = self._long.pop(row, None)
+        if generated is None:
+            generated = GeneratedTokens(
+                self._tokens[row, :n],
+                self._logprobs[row, :n],
+                self._ids[row, :n],
+                self._topk[row, :n],
+                self._provenance[row, :n],
+            )
+        return TokenChunk(
+            request_id=request.request_id,
+            tokens=generated.tokens.copy(),
+            logprobs=generated.logprobs.copy(),
+            topk_ids=generated.topk_ids[:, :k].copy(),
+            topk_logprobs=generated.topk_logprobs[:, :k].copy(),
+            provenance=generated.provenance.copy(),
+            policy_version=policy_version,
+            finish_reason=reason,
+        )
