@@ -1,12 +1,13 @@
-"""What decoding, scoring and training cost: from bytes and operations, or as it was measured.
+"""Costs of decoding, scoring and training: from a roofline, or as measured in a run.
 
-Roofline: a decode step of n rows reads all weights and the rows' KV, and multiplies n tokens with
-all weights; it takes the longer of the two, plus a constant. Scoring T tokens is arithmetic only.
-A training token costs three times a scored one (forward, and twice that backward).
+Roofline: a decode step of n rows reads all weights and the KV of the rows, and multiplies n tokens
+with all weights. It takes the longer of the two times, plus a constant. Scoring T tokens is
+arithmetic only. A training token costs three times a scored one: the forward pass, and twice that
+for the backward pass.
 
-Measured (`asyncrl.simulation.fit` makes it from a run's records): a step costs a constant and so
-much for each token fed, and how many tokens a row gets of a step, as it drafts from the cache,
-follows the number of rows.
+Measured (`asyncrl.simulation.fit` makes it from the records of a run): a step costs a constant plus
+a constant per token fed. The number of tokens that a row gains in a step, by drafting from the
+cache, is a function of the number of rows.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from asyncrl.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator; `efficiency` is the share of each peak that is reached."""
+    """One accelerator: the peaks of its data sheet, and the share of each that is reached."""
 
     name: str
     bytes_per_second: float
     flops_per_second: float
-    """Dense, in the type that is computed in."""
+    """Dense, in the data type of the computation."""
     memory_efficiency: float = 0.7
     compute_efficiency: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A dense transformer as its cost."""
+    """The numbers of a dense transformer that its cost depends on."""
 
     name: str
     parameters: float
     kv_bytes_per_token: float
-    """Keys and values of all layers."""
+    """Bytes of the keys and values of all layers."""
     bytes_per_parameter: float = 2.0
 
 
 H200 = Device("H200", 4.8e12, 9.89e14)
-"""Data sheet: 4.8 TB/s, 989 TFLOP/s in bfloat16 without sparsity."""
+"""From the data sheet: 4.8 TB/s, 989 TFLOP/s in bfloat16 without sparsity."""
 
 DEVICES = {"h200": H200}
 MODELS = {
@@ -55,104 +56,114 @@ MODELS = {
 
 
 class Costs(Protocol):
-    """Seconds of a generator and a trainer; what the simulator asks of either kind of cost."""
+    """Seconds of what generators and trainer do; both kinds of cost have these."""
 
     @property
     def train_token_seconds(self) -> float:
-        """Of the whole trainer, however many devices it has."""
+        """Seconds of a token in training, on all devices of the trainer together."""
 
     @property
     def optimizer_seconds(self) -> float:
-        """Of the trainer, after a step's last token."""
+        """Seconds of the trainer after the last token of a step."""
 
     @property
     def swap_seconds(self) -> float:
-        """A generator takes new weights."""
+        """Seconds in which a generator installs new weights."""
 
     @property
     def message_seconds(self) -> float:
-        """From one process to another."""
+        """Seconds of a message from one process to another."""
 
     def decode(self, rows: float, context: float, drafting: int) -> float:
-        """Seconds of a step.
+        """Seconds of a decode step.
 
         Args:
-            rows: that decode.
+            rows: number of rows that decode.
             context: tokens attended to, all rows together.
-            drafting: rows that draft from an old continuation of their own.
+            drafting: number of rows that draft from an old continuation of their own.
         """
 
     def speed(self, rows: float) -> float:
-        """Tokens that a row gets of a step with so many rows, by drafting from the cache."""
+        """Tokens that a row gains in a step of this many rows, by drafting from the cache."""
 
     def redraft(self, rows: int, drafting: int, acceptance: float) -> float:
-        """Tokens that a row gets of a step while it drafts from its old continuation."""
-
-    def score(self, tokens: float) -> float:
-        """Seconds to score so many tokens in one pass."""
-
-    def reward(self, rows: int) -> float:
-        """Seconds of one sample's reward; a generator's samples get theirs one after the other.
+        """Tokens that a row gains in a step while it drafts from its old continuation.
 
         Args:
-            rows: that the generator decodes meanwhile; it has other things to do then.
+            rows: number of rows that decode.
+            drafting: number of other rows that draft from old continuations.
+            acceptance: chance that a drafted token is accepted.
+        """
+
+    def score(self, tokens: float) -> float:
+        """Seconds to score this many tokens in one pass."""
+
+    def reward(self, rows: int) -> float:
+        """Seconds of the reward of one sample; a generator's rewards are computed one at a time.
+
+        Args:
+            rows: number of rows that the generator decodes at the same time.
         """
 
 
-MOST_DRAFTS = 16
-"""Tokens that a row drafts in one step, at most."""
+MAX_DRAFTS = 16
+"""Maximum number of tokens that a row drafts in one step."""
 
 
-def accepted(acceptance: float, drafts: int) -> float:
-    """Tokens of a step whose row drafts so many, each accepted with this chance."""
+def tokens_per_step(acceptance: float, drafts: int) -> float:
+    """Expected tokens of a row in a step in which it drafts a chain of `drafts` tokens.
+
+    Args:
+        acceptance: chance that a drafted token is accepted, given that those before it are.
+        drafts: length of the chain.
+    """
     a = acceptance
     return 1.0 + (a * (1 - a**drafts) / (1 - a) if a < 1 else drafts)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The roofline's seconds."""
+    """Costs from a roofline."""
 
     memory_seconds: float
-    """To read all weights once."""
+    """Seconds to read all weights once."""
     token_seconds: float
-    """Arithmetic of one token."""
+    """Seconds of the arithmetic of one token."""
     kv_seconds: float
-    """To read one token of context."""
+    """Seconds to read the KV of one token of context."""
     step_seconds: float
-    """What a step costs besides."""
+    """Constant seconds of a step."""
     train_token_seconds: float
-    """Of the whole trainer, however many devices it has."""
+    """Seconds of a token in training, on all devices of the trainer together."""
     swap_seconds: float
-    """A generator takes new weights."""
+    """Seconds in which a generator installs new weights."""
     optimizer_seconds: float = 0.0
-    """Of the trainer, after a step's last token."""
-
+    """Seconds of the trainer after the last token of a step."""
     message_seconds: float = 1e-3
 
     def decode(self, rows: float, context: float, drafting: int = 0) -> float:
-        """Old continuations fill what arithmetic is free; other drafts are left out."""
+        """Drafts of old continuations use the free arithmetic; no other drafts are modelled."""
         fed = rows
         if drafting:
-            fed = max(fed, min(rows + MOST_DRAFTS * drafting, int(self.free_tokens)))
+            fed = max(fed, min(rows + MAX_DRAFTS * drafting, int(self.free_tokens)))
         read = self.memory_seconds + self.kv_seconds * context
         return self.step_seconds + max(read, self.token_seconds * fed)
 
-    def speed(self, rows: float) -> float:  # noqa: ARG002 - other drafting is left out
-        """One token."""
+    def speed(self, rows: float) -> float:  # noqa: ARG002 - no other drafting is modelled
+        """One token: drafting from the cache is not modelled."""
         return 1.0
 
     def redraft(self, rows: int, drafting: int, acceptance: float) -> float:
-        """The free tokens are shared among the rows that draft."""
+        """The rows that draft share the free tokens."""
         free = max(0.0, self.free_tokens - rows) / (drafting + 1)
-        return accepted(acceptance, int(min(MOST_DRAFTS, free)))
+        return tokens_per_step(acceptance, int(min(MAX_DRAFTS, free)))
 
     def score(self, tokens: float) -> float:
-        """Arithmetic, but at least one reading of the weights."""
+        """The arithmetic, but at least the time to read the weights."""
         return max(self.memory_seconds, self.token_seconds * tokens)
 
     def reward(self, rows: int) -> float:  # noqa: ARG002
-        """Rewards are left out."""
+        """Zero: rewards are not modelled."""
         return 0.0
 
     @property
@@ -163,53 +174,57 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCost:
-    """As seen in a run."""
+    """Costs as measured in a run."""
 
     step_seconds: float
-    """A step's constant."""
+    """Constant seconds of a step."""
     token_seconds: float
-    """Of each token fed, drafts included."""
+    """Seconds of each token fed, drafts included."""
     rows: tuple[float, ...]
-    """Rows per step at which the next two were seen, rising."""
+    """Rows per step at which `speeds` and `fed` were measured, ascending."""
     speeds: tuple[float, ...]
-    """Tokens that a row got of a step."""
+    """Tokens that a row gained in a step."""
     fed: tuple[float, ...]
-    """Tokens that a step fed for each row, drafts included."""
+    """Tokens fed per row and step, drafts included."""
     train_token_seconds: float
+    """Seconds of a token in training."""
     optimizer_seconds: float
+    """Seconds of the trainer after the last token of a step, publication included."""
     swap_seconds: float
+    """Seconds in which a generator installs new weights."""
     message_seconds: float
+    """Seconds of a message from one process to another."""
     reward_seconds: float
-    """Of a sample, while the engine rests."""
+    """Seconds of one sample's reward while the engine is idle."""
     reward_steps: float
-    """Steps of the engine that go by meanwhile while it decodes: they share an event loop."""
+    """Engine steps during one reward while the engine decodes; both share an event loop."""
 
     def decode(self, rows: float, context: float, drafting: int = 0) -> float:  # noqa: ARG002
-        """Attention is in the constants: a run's contexts are what they are."""
+        """The context is ignored: attention at the run's context lengths is in the constants."""
         return self.step_seconds + self.token_seconds * rows * _between(self.rows, self.fed, rows)
 
     def speed(self, rows: float) -> float:
-        """Between what was seen."""
+        """Interpolated between the measured numbers of rows."""
         return _between(self.rows, self.speeds, rows)
 
     def redraft(self, rows: int, drafting: int, acceptance: float) -> float:  # noqa: ARG002
-        """As many drafts as rows had, of a better text."""
+        """As many drafts as rows had in the run, but with the given acceptance."""
         drafts = _between(self.rows, self.fed, rows) - 1.0
-        return max(self.speed(rows), accepted(acceptance, round(drafts)))
+        return max(self.speed(rows), tokens_per_step(acceptance, round(drafts)))
 
     def score(self, tokens: float) -> float:
-        """It rides on a step of the decoding rows."""
+        """Per token only: verification is part of a step of the decoding rows."""
         return self.token_seconds * tokens
 
     def reward(self, rows: int) -> float:
-        """As seen while samples waited for theirs."""
+        """As measured while samples waited for their rewards."""
         if not rows:
             return self.reward_seconds
         return max(self.reward_seconds, self.reward_steps * self.decode(rows, 0.0))
 
 
 def _between(at: Sequence[float], values: Sequence[float], x: float) -> float:
-    """Linear between the points, constant beyond them."""
+    """Interpolate linearly between the points; constant beyond them."""
     i = bisect_left(at, x)
     if i == 0 or i == len(at):
         return values[min(i, len(at) - 1)]
@@ -226,10 +241,18 @@ def roofline(
     step_seconds: float = 2e-3,
     swap_seconds: float = 1.0,
 ) -> Cost:
-    """The cost of a model on generators of so many devices each, and on a trainer.
+    """The costs of a model.
+
+    Args:
+        model: what is trained.
+        device: the accelerator of generators and trainer.
+        trainer_devices: number of devices of the trainer.
+        devices_per_generator: number of devices of each generator.
+        step_seconds: constant seconds of a decode step.
+        swap_seconds: seconds in which a generator installs new weights.
 
     Raises:
-        UserError: there is no trainer.
+        UserError: the trainer has no device.
     """
     if trainer_devices <= 0:
         raise UserError("the simulated trainer needs at least one device")

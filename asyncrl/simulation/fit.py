@@ -1,10 +1,10 @@
-"""The cost of a real run, from the records that it left in its directory.
+"""Fit the costs of a real run to the records in its directory.
 
-    RUN/engine/GENERATOR.jsonl    what the engine did between two lines (`processes.engine_log`)
-    RUN/metrics.jsonl             seconds of steps, of training; tokens
-    RUN/timeline/PROCESS.jsonl    seconds of weight transfers, and of a message
+    RUN/engine/GENERATOR.jsonl    counters of the engine (`processes.engine_log`)
+    RUN/metrics.jsonl             step records: seconds of steps and of training, tokens
+    RUN/timeline/PROCESS.jsonl    seconds of weight transfers and of messages
 
-What the fit assumes, and what it cannot see, is said in docs/simulation.md.
+docs/simulation.md says what the fit assumes and what it cannot know.
 """
 
 from __future__ import annotations
@@ -27,80 +27,89 @@ from monitoring.jsonl import read_jsonl
 from monitoring.spans import Span, SpanKind, read_spans
 
 WARM_UP = 3
-"""Steps of a run that are left out: caches are empty, kernels are not chosen yet."""
-_ROWS = (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 1 << 30)
-"""Bounds of the rows per step between which windows are pooled."""
+"""First steps of a run, which are left out: caches are empty and kernels are not chosen yet."""
+_ROW_BOUNDS = (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 1 << 30)
+"""Intervals are pooled by rows per step, between each two of these bounds."""
 _DECODING = {SpanKind.GENERATING, SpanKind.VERIFYING, SpanKind.RUN_AHEAD}
-_QUEUE = 16
-"""Rewards that may wait without it meaning anything: samples end, and are rewarded, in batches."""
-_LEAST_WINDOWS = 5
+_MAX_NORMAL_QUEUE = 16
+"""Rewards that may wait without being a bottleneck: samples end, and are rewarded, in batches."""
+_MIN_INTERVALS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a simulation of the same machine and task needs."""
+    """What a simulation of the same machine and task needs from a run."""
 
     name: str
+    """Of the run."""
     config: RunConfig
     cost: MeasuredCost
     lengths: tuple[int, ...]
-    """Tokens of the answers that were seen."""
+    """Response tokens of every finished sample."""
     step_seconds: float
-    """Mean of the run's steps after `WARM_UP`."""
+    """Mean over the steps after `WARM_UP`."""
     steps: int
-    """Steps of the run."""
+    """Number of steps of the run."""
     drift: float | None
-    """Total variation per token and step that explains what verification rejected, were it judged
-    token by token; None if nothing was verified."""
+    """Total variation per token and step at which the token-by-token rule would reject as many
+    tokens as verification did; None if nothing was verified."""
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """What an engine did between two lines of its record."""
+class Interval:
+    """What an engine did between two lines of its log."""
 
     seconds: float
     steps: int
+    """Engine steps."""
     busy: float
+    """Seconds inside engine steps."""
     row_steps: int
-    """Tokens fed that were not drafts: rows, summed over steps."""
+    """Number of rows, summed over steps: the tokens fed that were not drafts."""
     drafted: int
+    """Tokens fed as drafts."""
     scored: int
-    """By verification."""
+    """Tokens scored by verification."""
     generated: int
+    """Tokens generated."""
     rewarded: int
-    """Samples that got their reward."""
-    queued: bool
-    """More than `_QUEUE` samples waited for theirs at both of its ends."""
+    """Samples whose reward was computed."""
+    rewards_queued: bool
+    """Whether more than `_MAX_NORMAL_QUEUE` samples waited for their reward at both ends."""
 
     @property
     def rows(self) -> float:
-        """Per step."""
+        """Rows per step."""
         return self.row_steps / self.steps
 
 
 def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
     """Fit the costs of a run.
 
+    Args:
+        directory: of the run.
+        warm_up: number of steps to leave out at the beginning.
+
     Raises:
-        UserError: the run has no such records, or too few steps of them.
+        UserError: the run has no such records, or too few steps.
     """
     if not (directory / "metrics.jsonl").exists():
         raise UserError(f"{directory} is not the directory of a run: it has no metrics.jsonl")
-    rows: list[dict[str, Any]] = read_jsonl(directory / "metrics.jsonl", dict)
-    if len(rows) < warm_up + _LEAST_WINDOWS:
+    records: list[dict[str, Any]] = read_jsonl(directory / "metrics.jsonl", dict)
+    if len(records) < warm_up + _MIN_INTERVALS:
         raise UserError(
-            f"{directory}: {len(rows)} steps in metrics.jsonl; a fit needs "
-            f"{warm_up + _LEAST_WINDOWS} or more"
+            f"{directory}: metrics.jsonl has {len(records)} steps, but a fit needs at least "
+            f"{warm_up + _MIN_INTERVALS}; let the run do more steps"
         )
     config = load_config(directory / "config.yaml")
-    began, ended = float(rows[warm_up - 1]["time"]), float(rows[-1]["time"])
-    steady = rows[warm_up:]
-    windows, lengths = _windows(directory, began, ended)
+    began, ended = float(records[warm_up - 1]["time"]), float(records[-1]["time"])
+    steady = records[warm_up:]
+    intervals, lengths = _intervals(directory, began, ended)
     generators, trainers = _spans(directory)
-    overhead = _overhead(generators, windows, began, ended)
-    rewards = _rewards(windows, overhead)
-    constant, token = _step_cost(windows)
-    at, speeds, fed = _by_rows(windows)
+    overhead = _overhead(generators, intervals, began, ended)
+    rewards = _rewards(intervals, overhead)
+    constant, token = _step_cost(intervals)
+    at, speeds, fed = _by_rows(intervals)
     train_token, optimizer = _training(steady)
     cost = MeasuredCost(
         step_seconds=constant * overhead,
@@ -109,7 +118,7 @@ def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
         speeds=speeds,
         fed=fed,
         train_token_seconds=train_token,
-        optimizer_seconds=optimizer + fmean(row["publish_seconds"] for row in steady),
+        optimizer_seconds=optimizer + fmean(record["publish_seconds"] for record in steady),
         swap_seconds=_mean_of(generators, SpanKind.TRANSFERRING_WEIGHTS),
         reward_seconds=rewards[0],
         reward_steps=rewards[1],
@@ -120,25 +129,28 @@ def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
         config=config,
         cost=cost,
         lengths=lengths,
-        step_seconds=fmean(row["step_seconds"] for row in steady),
-        steps=len(rows),
-        drift=_drift(rows),
+        step_seconds=fmean(record["step_seconds"] for record in steady),
+        steps=len(records),
+        drift=_drift(records),
     )
 
 
-def _windows(directory: Path, began: float, ended: float) -> tuple[list[Window], tuple[int, ...]]:
-    """Of all generators, between two moments; and the lengths of what they finished."""
-    found: list[Window] = []
+def _intervals(
+    directory: Path, began: float, ended: float
+) -> tuple[list[Interval], tuple[int, ...]]:
+    """The intervals of all generators between two times, and the lengths of finished samples."""
+    found: list[Interval] = []
     lengths: list[int] = []
     for path in sorted((directory / "engine").glob("*.jsonl")):
         lines = [line for line in read_jsonl(path, EngineRecord) if began <= line.time <= ended]
         for before, after in itertools.pairwise(lines):
-            if after.engine.steps < before.engine.steps:  # the process was started again
+            if after.engine.steps < before.engine.steps:  # the process was restarted
                 continue
             lengths += after.lengths
             tokens = after.engine.tokens - before.engine.tokens
+            min_waiting = min(before.rewards_waiting, after.rewards_waiting)
             found.append(
-                Window(
+                Interval(
                     seconds=after.time - before.time,
                     steps=after.engine.steps - before.engine.steps,
                     busy=after.engine.busy_seconds - before.engine.busy_seconds,
@@ -147,22 +159,23 @@ def _windows(directory: Path, began: float, ended: float) -> tuple[list[Window],
                     scored=tokens.verified + tokens.rejected,
                     generated=tokens.generated,
                     rewarded=len(after.lengths) + before.rewards_waiting - after.rewards_waiting,
-                    queued=min(before.rewards_waiting, after.rewards_waiting) > _QUEUE,
+                    rewards_queued=min_waiting > _MAX_NORMAL_QUEUE,
                 )
             )
-    if sum(window.steps > 0 for window in found) < _LEAST_WINDOWS or not lengths:
+    if sum(interval.steps > 0 for interval in found) < _MIN_INTERVALS or not lengths:
         raise UserError(
-            f"{directory}/engine has too little about the engine's steps; run it again, for longer"
+            f"{directory}/engine has too few records of the engine's steps; repeat the run with "
+            "more steps"
         )
     return found, tuple(lengths)
 
 
-def _step_cost(windows: Iterable[Window]) -> tuple[float, float]:
-    """Seconds of a step and of a token fed: least absolute deviations, neither below 0."""
-    seen = [w for w in windows if w.steps > 0]
-    x = np.array([[w.steps, w.row_steps + w.drafted + w.scored] for w in seen], float)
-    y = np.array([w.busy for w in seen])
-    weight = np.ones(len(seen))
+def _step_cost(intervals: Iterable[Interval]) -> tuple[float, float]:
+    """(seconds of a step, seconds of a token fed) by least absolute deviations, at least 0."""
+    active = [i for i in intervals if i.steps > 0]
+    x = np.array([[i.steps, i.row_steps + i.drafted + i.scored] for i in active], float)
+    y = np.array([i.busy for i in active])
+    weight = np.ones(len(active))
     found = np.zeros(2)
     for _ in range(30):
         root = np.sqrt(weight)[:, None]
@@ -172,45 +185,46 @@ def _step_cost(windows: Iterable[Window]) -> tuple[float, float]:
         by_step = found[1] < 0
         only = float(y.sum() / x[:, 0 if by_step else 1].sum())
         return (only, 0.0) if by_step else (0.0, only)
-    # Deviations of a loaded machine go one way: the sum must come out as it was.
+    # On a loaded machine all deviations are upwards, so the fit is scaled to the measured sum.
     scale = float(y.sum() / (x @ found).sum())
     return float(found[0]) * scale, float(found[1]) * scale
 
 
 def _by_rows(
-    windows: Sequence[Window],
+    intervals: Sequence[Interval],
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-    """(rows, tokens a row gets of a step, tokens fed for it), pooled by rows per step."""
+    """(rows per step, tokens gained per row, tokens fed per row), pooled by rows per step."""
     at, speeds, fed, weights = [], [], [], []
-    for low, high in itertools.pairwise(_ROWS):
-        pool = [w for w in windows if w.steps > 0 and w.row_steps and low <= w.rows < high]
+    for low, high in itertools.pairwise(_ROW_BOUNDS):
+        pool = [i for i in intervals if i.steps > 0 and i.row_steps and low <= i.rows < high]
         if not pool:
             continue
-        row_steps = sum(w.row_steps for w in pool)
-        at.append(row_steps / sum(w.steps for w in pool))
-        speeds.append(sum(w.generated for w in pool) / row_steps)
-        fed.append(1.0 + sum(w.drafted for w in pool) / row_steps)
+        row_steps = sum(i.row_steps for i in pool)
+        at.append(row_steps / sum(i.steps for i in pool))
+        speeds.append(sum(i.generated for i in pool) / row_steps)
+        fed.append(1.0 + sum(i.drafted for i in pool) / row_steps)
         weights.append(float(row_steps))
-    # The more rows the fewer drafts: what does not fall is noise.
+    # More rows have fewer drafts each, so both curves fall; a rise is noise.
     backwards = slice(None, None, -1)
     speeds = rising(speeds[backwards], weights[backwards])[backwards]
     fed = rising(fed[backwards], weights[backwards])[backwards]
     return tuple(at), tuple(speeds), tuple(fed)
 
 
-def _training(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """(seconds of a token trained on, seconds of the optimizer's step)."""
-    seconds = np.array([row["train_seconds"] for row in rows])
-    computed = np.array([row.get("tokens_computed", row["tokens"]) for row in rows])
+def _training(records: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """(seconds of a token in training, seconds of the optimizer step)."""
+    seconds = np.array([record["train_seconds"] for record in records])
+    computed = np.array([record.get("tokens_computed", record["tokens"]) for record in records])
     spread = computed.var()
     slope = float(np.cov(computed, seconds, bias=True)[0, 1] / spread) if spread > 0 else 0.0
     constant = float(seconds.mean() - slope * computed.mean())
     constant = min(max(constant, 0.0), 0.2 * float(seconds.mean()))
-    return (float(seconds.mean()) - constant) / fmean(row["tokens"] for row in rows), constant
+    mean_tokens = fmean(record["tokens"] for record in records)
+    return (float(seconds.mean()) - constant) / mean_tokens, constant
 
 
 def _spans(directory: Path) -> tuple[dict[str, list[Span]], list[Span]]:
-    """Time lines of the generators, by name, and of the trainer."""
+    """The timelines of the generators, by name, and of the trainer."""
     generators: dict[str, list[Span]] = {}
     trainer: list[Span] = []
     for path in sorted((directory / "timeline").glob("*.jsonl")):
@@ -222,10 +236,10 @@ def _spans(directory: Path) -> tuple[dict[str, list[Span]], list[Span]]:
 
 
 def _overhead(
-    spans: dict[str, list[Span]], windows: Iterable[Window], began: float, ended: float
+    spans: dict[str, list[Span]], intervals: Iterable[Interval], began: float, ended: float
 ) -> float:
-    """Seconds in which rows decoded over seconds inside steps."""
-    busy = sum(w.busy for w in windows)
+    """Seconds of decoding over seconds inside engine steps, 1 to 1.5."""
+    busy = sum(i.busy for i in intervals)
     decoding = sum(
         max(0.0, min(span.end, ended) - max(span.start, began))
         for line in spans.values()
@@ -241,7 +255,7 @@ def _mean_of(spans: dict[str, list[Span]], kind: SpanKind) -> float:
 
 
 def _message_seconds(generators: dict[str, list[Span]], trainer: Iterable[Span]) -> float:
-    """New weights take two: trainer to controller, controller to generator."""
+    """Seconds of a message. New weights take two: trainer to controller to generator."""
     kind = SpanKind.TRANSFERRING_WEIGHTS
     published = {s.args.get("version"): s.end for s in trainer if s.kind == kind}
     taken = [
@@ -253,31 +267,31 @@ def _message_seconds(generators: dict[str, list[Span]], trainer: Iterable[Span])
     return max(1e-4, median(taken) / 2) if taken else 1e-3
 
 
-def _rewards(windows: Iterable[Window], overhead: float) -> tuple[float, float]:
-    """(seconds of a reward while the engine rests, steps of the engine that go by otherwise).
+def _rewards(intervals: Iterable[Interval], overhead: float) -> tuple[float, float]:
+    """(seconds of a reward while the engine is idle, engine steps per reward while it decodes).
 
-    From the times in which samples always waited for theirs: samples = seconds of rest / one +
-    steps / the other.
+    Fitted to the intervals in which samples always waited for their reward, where
+    samples rewarded = idle seconds / seconds of a reward + steps / steps per reward.
     """
-    queued = [w for w in windows if w.queued]
-    y = np.array([w.rewarded for w in queued], float)
+    backlogged = [i for i in intervals if i.rewards_queued]
+    y = np.array([i.rewarded for i in backlogged], float)
     if y.sum() <= 0:
         return 0.0, 0.0
-    rest = np.array([max(0.0, w.seconds - overhead * w.busy) for w in queued])
-    steps = np.array([w.steps for w in queued], float)
-    rates = np.linalg.lstsq(np.stack([rest, steps], 1), y, rcond=None)[0]
+    idle = np.array([max(0.0, i.seconds - overhead * i.busy) for i in backlogged])
+    steps = np.array([i.steps for i in backlogged], float)
+    rates = np.linalg.lstsq(np.stack([idle, steps], 1), y, rcond=None)[0]
     by_step = float(np.clip(rates[1], 0.0, y.sum() / max(1.0, steps.sum())))
-    by_rest = (y.sum() - by_step * steps.sum()) / max(1e-3, rest.sum())
-    seconds = 1.0 / max(by_rest, y.sum() / sum(w.seconds for w in queued))
+    by_idle = (y.sum() - by_step * steps.sum()) / max(1e-3, idle.sum())
+    seconds = 1.0 / max(by_idle, y.sum() / sum(i.seconds for i in backlogged))
     return float(seconds), float(1.0 / by_step) if by_step else 0.0
 
 
-def _drift(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Hazard of a verified token: rejections begin a loss of what is left of their answers."""
-    last = rows[-1]
+def _drift(records: Sequence[dict[str, Any]]) -> float | None:
+    """Hazard of a verified token; a rejection loses the rest of the answer as well."""
+    last = records[-1]
     verified, rejected = last.get("tokens_verified", 0), last.get("tokens_rejected", 0)
     if not verified + rejected:
         return None
-    # A text of L tokens with hazard h loses about h L / 2 of itself (h L small).
+    # An answer of L tokens with hazard h loses about the share h L / 2 of itself, for small h L.
     lost = rejected / (verified + rejected)
-    return min(1.0, 2.0 * float(lost) / fmean(row["response_length_mean"] for row in rows))
+    return min(1.0, 2.0 * float(lost) / fmean(record["response_length_mean"] for record in records))

@@ -1,4 +1,4 @@
-"""Modes side by side in the simulator, and the map of where each is right."""
+"""Compare modes in the simulator, and map where each one is right."""
 
 from __future__ import annotations
 
@@ -26,46 +26,51 @@ MODES: Mapping[str, tuple[Mapping[str, Any], float]] = {
     "verify, k=1": ({"on_update": "verify", "max_off_policy_steps": 1}, 2.0),
     "verify, k=2": ({"on_update": "verify", "max_off_policy_steps": 2}, 2.0),
 }
-"""Name to settings of the scheduler, and how many whole steps run-ahead may cover. `verify` is the
+"""By name: settings of the scheduler, and how many whole steps run-ahead may cover. `verify` is the
 default of a run."""
 
 BALANCE = 0.9
-"""A trainer whose size is not given is made so large that it would be busy for this share of the
-time if generators were never idle."""
+"""If the trainer's size is not given, it is chosen so that the trainer would be busy for this share
+of the time if generators were never idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What is simulated."""
+    """What is simulated: a machine, a model and its answers."""
 
     model: str = "7b"
+    """A key of `cost.MODELS`."""
     device: str = "h200"
+    """A key of `cost.DEVICES`."""
     generators: int = 256
     slots: int = 64
     """Rows that a generator decodes at once."""
     steps: int = 12
     warm_up: int = 4
-    """Steps that are left out of the sums; a quarter of the steps at least makes sense."""
+    """First steps, which the results leave out; use at least a quarter of the steps."""
     median: float = 1000.0
-    """Tokens of an answer, log-normal."""
+    """Median tokens of an answer; lengths are log-normal."""
     sigma: float = 1.0
+    """Standard deviation of the logarithm of the length."""
     longest: int = 16384
+    """Maximum tokens of an answer."""
     drift: float = 3e-4
     """Total variation per token and optimizer step."""
     rule: Rule = "token"
-    """How verification judges: the worst case, or as it really does; see `lengths.Survival`."""
+    """How verification is modelled: `token` (the worst case) or `block`; see `lengths.Survival`."""
     redraft: float = 0.7
-    """Chance that a token of the old continuation is accepted as a draft of what is written again;
-    0: it is not drafted from. Other drafting is left out, in every mode."""
+    """Chance that a token of the old continuation is accepted as a draft after a rejection; 0: the
+    old continuation is not used. No other drafting is modelled, in any mode."""
     groups_per_step: int | None = None
     """None: as many as fill every slot once."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """The bounds that no mode sets, group_size among them."""
+    """Bounds and sizes that the modes do not set, such as group_size."""
     prompt_tokens: int = 200
+    """Tokens of every prompt."""
     trainer_devices: float | None = None
-    """None: so many that generation and training would cost the same, see `BALANCE`."""
+    """None: as many as balance training with generation, see `BALANCE`."""
     fit: Fit | None = None
-    """Costs and lengths of a real run, in place of the roofline and the log-normal."""
+    """Costs and lengths of a real run, instead of the roofline and the log-normal."""
     seed: int = 0
 
     @property
@@ -75,24 +80,26 @@ class Cluster:
         return self.groups_per_step or max(1, samples // self.scheduler.group_size)
 
     def lengths(self) -> Lengths:
-        """The answers."""
+        """The distribution of answer lengths."""
         if self.fit is not None:
             return empirical(self.fit.lengths)
         return lognormal(self.median, self.sigma, self.longest)
 
     def cost(self) -> Costs:
-        """Seconds of things. Raises UserError when there is no such model or device."""
+        """Costs of the fit or the roofline. Raises UserError for an unknown model or device."""
         return self.roofline()[0] if self.fit is None else self.fit.cost
 
     def roofline(self) -> tuple[Cost, float]:
-        """Seconds of things by bytes and operations, and the trainer's devices.
+        """Costs from the roofline, and the number of devices of the trainer.
 
         Raises:
-            UserError: there is no such model or device.
+            UserError: the model or the device is unknown.
         """
         for name, known in ((self.model, MODELS), (self.device, DEVICES)):
             if name not in known:
-                raise UserError(f"the simulator knows no {name!r}; there are {', '.join(known)}")
+                raise UserError(
+                    f"the simulator does not know {name!r}; it knows {', '.join(known)}"
+                )
         model, device = MODELS[self.model], DEVICES[self.device]
         devices = self.trainer_devices
         if devices is None:
@@ -105,19 +112,19 @@ class Cluster:
         return roofline(model, device, trainer_devices=devices), devices
 
     def simulate(self, mode: str) -> Outcome:
-        """One mode. Raises UserError when there is no such mode."""
+        """Simulate one mode of `MODES`. Raises UserError for an unknown mode."""
         if mode not in MODES:
-            raise UserError(f"there is no mode {mode!r}; there are {', '.join(MODES)}")
+            raise UserError(f"there is no mode {mode!r}; the modes are {', '.join(MODES)}")
         settings, ahead = MODES[mode]
         runahead = max(1, round(ahead * self.step_groups)) if ahead else None
         return self.run(replaced(self.scheduler, **settings, max_runahead_groups=runahead))
 
     def configured(self) -> Outcome:
-        """As the configuration's own section `scheduler` says."""
+        """Simulate the settings of `scheduler` as they are."""
         return self.run(self.scheduler)
 
     def run(self, scheduler: SchedulerConfig) -> Outcome:
-        """With these bounds."""
+        """Simulate these settings of the scheduler."""
         config = replaced(scheduler, groups_per_step=self.step_groups)
         setting = Setting(
             config, self.generators, self.slots, self.steps, self.cost(), self.lengths(),
@@ -127,8 +134,8 @@ class Cluster:
         return World(setting).run(self.warm_up)
 
     def title(self) -> str:
-        """What is simulated, in words."""
-        drift = f"total variation {self.drift:.2g} per token and step, kept by {self.rule}"
+        """Describe what is simulated, in one sentence."""
+        drift = f"total variation {self.drift:.2g} per token and step, acceptance by {self.rule}"
         groups = f"{self.step_groups} groups of {self.scheduler.group_size} a step"
         if self.fit is not None:
             return (
@@ -143,12 +150,12 @@ class Cluster:
 
 
 def cluster(config: RunConfig | None, fit: Fit | None, **changes: Any) -> Cluster:
-    """The machine and the task of a run.
+    """Make a cluster from the configuration and the costs of runs.
 
     Args:
-        config: sizes and the scheduler's bounds; None: those of `fit`, or the defaults.
+        config: sizes and the scheduler's settings; None: those of `fit`, or the defaults.
         fit: costs and lengths of a real run; None: the roofline and a log-normal.
-        changes: go before what these say.
+        changes: fields of `Cluster` that override these.
     """
     fields: dict[str, Any] = {}
     if fit is not None:
@@ -157,7 +164,7 @@ def cluster(config: RunConfig | None, fit: Fit | None, **changes: Any) -> Cluste
             "fit": fit,
             "steps": max(fit.steps, WARM_UP + 9),
             "warm_up": WARM_UP,
-            "prompt_tokens": 0,  # reading prompts is in the cost of the run's steps
+            "prompt_tokens": 0,  # prefill is part of the measured cost of a step
             "rule": "block",
         }
         if fit.drift is not None:
@@ -176,7 +183,7 @@ def cluster(config: RunConfig | None, fit: Fit | None, **changes: Any) -> Cluste
 
 
 def replaced(scheduler: SchedulerConfig, **changes: Any) -> SchedulerConfig:
-    """A checked copy; run-ahead and what else one `on_update` alone has is left out for others."""
+    """A validated copy with changes; settings that the `on_update` does not have are reset."""
     fields = scheduler.model_dump() | changes
     if fields["on_update"] != "verify":
         fields["max_runahead_groups"] = None
@@ -186,17 +193,20 @@ def replaced(scheduler: SchedulerConfig, **changes: Any) -> SchedulerConfig:
 
 
 def compare(cluster: Cluster, modes: Iterable[str]) -> dict[str, Outcome]:
-    """Each mode on the same cluster."""
+    """Simulate each mode on the same cluster."""
     return {mode: cluster.simulate(mode) for mode in modes}
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One place of the regime map."""
+    """One place on the map of regimes."""
 
     median: float
+    """Median tokens of an answer."""
     drift: float
+    """Total variation per token and optimizer step."""
     outcomes: dict[str, Outcome]
+    """By mode."""
 
 
 REGIME_MODES = ("sync", "verify", "verify, k=1", "verify, k=2", "keep(4)")
@@ -209,7 +219,7 @@ def regime(
     drifts: Sequence[float] = (1e-4, 3e-4, 1e-3, 1e-2),
     modes: Sequence[str] = REGIME_MODES,
 ) -> list[Place]:
-    """Every mode over answer length and drift; `longest` is four times the median."""
+    """Simulate modes over answer length and drift; `longest` is four times the median."""
     places = []
     for median in medians:
         for drift in drifts:
@@ -221,16 +231,16 @@ def regime(
 
 
 NEAR = 0.85
-"""Of the speed of the fastest bound on staleness, what a stricter one must reach to be right."""
+"""Share of the speed of the fastest bound on staleness that a stricter bound must reach."""
 
 
 def right_choice(place: Place) -> str:
-    """The strictest of `verify` with k = 0, 1, 2 that is nearly as fast as the fastest of them."""
+    """The strictest of `verify` with k = 0, 1, 2 that has `NEAR` the speed of the fastest."""
     modes = [mode for mode in ("verify", "verify, k=1", "verify, k=2") if mode in place.outcomes]
     fastest = min(place.outcomes[mode].step_seconds for mode in modes)
     return next(m for m in modes if place.outcomes[m].step_seconds * NEAR <= fastest)
 
 
 def as_json(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
-    """Plain values."""
+    """Convert outcomes to plain values for JSON."""
     return {mode: asdict(outcome) for mode, outcome in outcomes.items()}

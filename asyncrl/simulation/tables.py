@@ -1,4 +1,4 @@
-"""What the simulator found, for people."""
+"""The simulator's results as tables."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from asyncrl.simulation.world import Outcome
 
 
 def table(cluster: Cluster, outcomes: Mapping[str, Outcome]) -> Table:
-    """Modes side by side; speed is relative to the first."""
-    out = Table(
+    """Compare modes; speed is relative to the first one."""
+    result = Table(
         title=cluster.title(),
-        caption="again: tokens that verification rejected, over tokens trained on",
+        caption="regen.: tokens rejected by verification over tokens trained on",
     )
-    columns = "mode,s/step,speed,tokens/s,gen. idle,train idle,staleness,again"
+    columns = "mode,s/step,speed,tokens/s,gen. idle,train idle,staleness,regen."
     for column in columns.split(","):
-        out.add_column(column, justify="left" if column == "mode" else "right", no_wrap=True)
+        result.add_column(column, justify="left" if column == "mode" else "right", no_wrap=True)
     first = next(iter(outcomes.values())).step_seconds
     for mode, outcome in outcomes.items():
-        out.add_row(
+        result.add_row(
             mode,
             f"{outcome.step_seconds:.3g}",
             f"{first / outcome.step_seconds:.2f}x",
@@ -31,21 +31,21 @@ def table(cluster: Cluster, outcomes: Mapping[str, Outcome]) -> Table:
             f"{outcome.staleness_mean:.2f}, max {outcome.staleness_max}",
             f"{outcome.regenerated:.0%}",
         )
-    return out
+    return result
 
 
 def regime_table(places: Sequence[Place]) -> Table:
-    """Speed over `sync`, and what is written again, for each mode."""
-    out = Table(
-        title="speed over sync / share written again, by median length and drift",
-        caption=f"right: the strictest with {NEAR:.0%} of the speed of the fastest of k = 0, 1, 2",
+    """Show the speed over `sync` and the share of regenerated tokens, for each mode and place."""
+    result = Table(
+        title="speed over sync / share regenerated, by median length and drift",
+        caption=f"right: the strictest of k = 0, 1, 2 with {NEAR:.0%} of the speed of the fastest",
     )
-    out.add_column("median", justify="right")
-    out.add_column("TV", justify="right")
+    result.add_column("median", justify="right")
+    result.add_column("TV", justify="right")
     modes = [mode for mode in places[0].outcomes if mode != "sync"]
     for mode in modes:
-        out.add_column(mode, justify="right")
-    out.add_column("right", justify="left")
+        result.add_column(mode, justify="right")
+    result.add_column("right", justify="left")
     for place in places:
         sync = place.outcomes["sync"].step_seconds
         cells = [
@@ -53,5 +53,5 @@ def regime_table(places: Sequence[Place]) -> Table:
             f"{place.outcomes[mode].regenerated:.0%}"
             for mode in modes
         ]
-        out.add_row(f"{place.median:.0f}", f"{place.drift:g}", *cells, right_choice(place))
-    return out
+        result.add_row(f"{place.median:.0f}", f"{place.drift:g}", *cells, right_choice(place))
+    return result

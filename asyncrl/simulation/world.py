@@ -1,9 +1,9 @@
-"""Events in time order around the scheduler that runs live: generators, a trainer, their delays.
+"""A discrete-event simulation around the live scheduler: generators, one trainer, and delays.
 
-    scheduler ── commands ──► generators (`fleet`), trainer ── due events ──► scheduler
+    scheduler ── commands ──► generators (`sim_generator`), trainer ── due events ──► scheduler
 
-The trainer runs a group's tokens as soon as it has the group, one after the other, and steps when
-all groups of the declared step are done.
+The trainer processes groups one after the other, each as soon as it has arrived, and does the
+optimizer step when all groups of the declared step are processed.
 """
 
 from __future__ import annotations
@@ -14,61 +14,74 @@ import random
 from dataclasses import dataclass, field
 
 from asyncrl.simulation.cost import Costs
-from asyncrl.simulation.fleet import Behaviour, Row, SimGenerator
 from asyncrl.simulation.lengths import Lengths, Survival
-from scheduler import commands as cmd
-from scheduler import events as ev
+from asyncrl.simulation.sim_generator import GeneratorSetting, SimGenerator, SimRequest
+from scheduler import commands, events
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One simulated run."""
+    """What a simulated run is given."""
 
     config: SchedulerConfig
     generators: int
     slots: int
+    """Of each generator."""
     steps: int
     cost: Costs
+    """Seconds of decoding, scoring, training and messages."""
     lengths: Lengths
+    """Draws the length of an answer."""
     prompt_tokens: int = 200
+    """Tokens of every prompt."""
     drift: float = 3e-4
     """Total variation per token and optimizer step."""
     redraft: float = 0.7
     """Chance that a token of the old continuation is accepted as a draft after a rejection."""
     survival: Survival = field(default_factory=Survival)
-    """What verification keeps."""
+    """How much of a sample verification accepts."""
     seed: int = 0
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came out, of the steps after the first `warm_up`."""
+    """Results of a simulated run, over the steps after the first `warm_up` ones."""
 
     step_seconds: float
+    """Mean seconds of a step."""
     tokens_per_second: float
+    """Response tokens trained on."""
     generator_idle: float
+    """Share of the generators' time in which they neither decode nor score, 0 to 1."""
     trainer_idle: float
+    """Share of the trainer's time in which it processes no group, 0 to 1."""
     staleness_mean: float
+    """Mean over the tokens trained on, in steps."""
     staleness_max: int
+    """Largest staleness of a token trained on, in steps."""
     regenerated: float
-    """Tokens thrown away by verification over tokens trained on."""
+    """Tokens rejected by verification over tokens trained on."""
     mean_length: float
+    """Response tokens of a sample."""
     events: int
+    """Events that the scheduler was told, in the whole run."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
-    """News of a sample that was written, void if it was begun again meanwhile."""
+class _FinishedReport:
+    """The message that a sample is finished; outdated if the sample was resumed since."""
 
     generator: str
-    row: Row
+    request: SimRequest
     finishes: int
+    """`request.finishes` when the message was sent."""
 
 
-Due = ev.Event | str | _Report
-"""What happens: an event for the scheduler; a generator whose next row is done; ..."""
+Due = events.Event | str | _FinishedReport
+"""What is due: an event for the scheduler, the name of a generator whose next request is done, or
+the message that a sample is finished."""
 
 
 @dataclass(slots=True)
@@ -76,18 +89,20 @@ class _Trainer:
     """One queue of groups."""
 
     free_at: float = 0.0
+    """Time at which the groups that it has are processed."""
     busy: float = 0.0
+    """Seconds spent on groups."""
     groups: dict[int, float] = field(default_factory=dict)
-    """When each delivered group will have been run."""
-    plans: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Members of declared steps that are not trained."""
+    """Time at which each delivered group of the current step is processed."""
+    declared: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Groups of the declared steps that are not trained yet."""
     step: int = 0
-    """In hand; groups of later ones wait."""
+    """The current step; groups of later steps wait."""
     waiting: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """By step: (group, seconds) of groups that came early."""
+    """By step: (group, seconds) of the groups that wait for it."""
 
     def take(self, group: int, step: int, seconds: float, now: float) -> None:
-        """A group has arrived."""
+        """Take a group that arrives at the time `now`."""
         if step != self.step:
             self.waiting.setdefault(step, []).append((group, seconds))
             return
@@ -96,14 +111,14 @@ class _Trainer:
         self.groups[group] = self.free_at
 
     def finish(self, step: int, now: float) -> None:
-        """A step is done: what came early for the next one can be run."""
+        """Finish a step, and take the groups that wait for the next one."""
         self.step = step + 1
         for group, seconds in self.waiting.pop(self.step, []):
             self.take(group, self.step, seconds, now)
 
 
 class World:
-    """A run from the first join to its end; use once."""
+    """One simulated run, from the first join to its end. Use once."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -111,91 +126,94 @@ class World:
         self._rng = random.Random(setting.seed)  # noqa: S311 - a simulation
         self._now = 0.0
         self._due: list[tuple[float, int, Due]] = []
+        """Heap of (time, order of scheduling, what is due)."""
         self._count = 0
         self._events = 0
         self._generators: dict[str, SimGenerator] = {}
-        self._planned: dict[str, float] = {}
+        self._wake_at: dict[str, float] = {}
+        """By generator: when its next request is done, if nothing changes."""
         self._trainer = _Trainer()
-        self._arriving: dict[int, list[tuple[int, float, int]]] = {}
-        self._trained: list[tuple[float, float, int, float, int]] = []
+        self._delivered: dict[int, list[tuple[int, float, int]]] = {}
+        """By step, one entry per group: (largest staleness, sum of staleness, response tokens)."""
         self._ended = False
         self._message = setting.cost.message_seconds
         self._rewards_cost = setting.cost.reward(0) > 0
         self._rewards_free: dict[str, float] = {}
-        """When a generator's last sample so far has its reward."""
+        """By generator: time at which all rewards requested so far are computed."""
 
     def run(self, warm_up: int = 2) -> Outcome:
-        """Simulate, and sum up the steps from `warm_up` on."""
+        """Simulate the run; the outcome covers the steps from `warm_up` on."""
         setting = self._setting
-        behaviour = Behaviour(
+        shared = GeneratorSetting(
             setting.cost, setting.lengths, setting.prompt_tokens, setting.drift, setting.redraft,
             setting.survival, setting.config.on_update == "recompute",
         )  # fmt: skip
         for index in range(setting.generators):
             name = f"g{index}"
             rng = random.Random(self._rng.random())  # noqa: S311 - a simulation
-            self._generators[name] = SimGenerator(name, setting.slots, behaviour, rng)
-            self._tell(ev.GeneratorJoined(name, setting.slots, 0))
+            self._generators[name] = SimGenerator(name, setting.slots, shared, rng)
+            self._tell(events.GeneratorJoined(name, setting.slots, 0))
         gc.collect()
-        gc.freeze()  # what is there stays; millions of objects need not be looked at again
+        gc.freeze()  # later collections do not scan the objects made so far
         try:
-            return self._follow(min(warm_up, setting.steps - 1))
+            return self._play(min(warm_up, setting.steps - 1))
         finally:
             gc.unfreeze()
 
-    def _follow(self, warm_up: int) -> Outcome:
-        """Event after event to the end of the run."""
-        self._tell(ev.TrainerJoined(0))
+    def _play(self, warm_up: int) -> Outcome:
+        """Process what is due, in time order, until the run ends."""
+        self._tell(events.TrainerJoined(0))
         marks: dict[int, tuple[float, float, float, float]] = {}
         while not self._ended:
-            self._now, _, what = heapq.heappop(self._due)
-            if isinstance(what, str):
-                self._wake(what)
-            elif isinstance(what, _Report):
-                self._report(what)
+            self._now, _, due = heapq.heappop(self._due)
+            if isinstance(due, str):
+                self._wake(due)
+            elif isinstance(due, _FinishedReport):
+                self._report(due)
             else:
-                self._tell(what)
+                self._tell(due)
             step = self._scheduler.state.step
             if step not in marks:
                 marks[step] = self._mark()
         return self._sum_up(marks, warm_up)
 
-    # Generators
+    # -------------------------------------------------------------- generators
 
     def _wake(self, name: str) -> None:
-        """A row of this generator may be done."""
-        if self._planned.get(name) != self._now:
+        """Take the finished requests of a generator, unless its plan has changed since."""
+        if self._wake_at.get(name) != self._now:
             return
         generator = self._generators[name]
-        del self._planned[name]
+        del self._wake_at[name]
         generator.advance(self._now)
-        while (row := generator.finished()) is not None:
-            self._push(self._now + self._message, _Report(name, row, row.finishes))
-            if self._rewards_cost and not row.rewarded_at:
-                # Beside the slots, one sample after the other; delivery waits for it.
+        while (request := generator.next_finished()) is not None:
+            report = _FinishedReport(name, request, request.finishes)
+            self._push(self._now + self._message, report)
+            if self._rewards_cost and not request.rewarded_at:
+                # Rewards are computed outside the slots, one at a time; delivery waits for them.
                 free = max(self._now, self._rewards_free.get(name, 0.0))
-                row.rewarded_at = free + self._setting.cost.reward(generator.decoding)
-                self._rewards_free[name] = row.rewarded_at
+                request.rewarded_at = free + self._setting.cost.reward(generator.decoding)
+                self._rewards_free[name] = request.rewarded_at
         self._plan(generator)
 
-    def _report(self, report: _Report) -> None:
-        row = report.row
-        if self._generators[report.generator].holds(row) and row.finishes == report.finishes:
-            name = report.generator
-            self._tell(ev.SampleFinished(name, row.sample, row.length, row.oldest))
+    def _report(self, report: _FinishedReport) -> None:
+        name, request = report.generator, report.request
+        if self._generators[name].holds(request) and request.finishes == report.finishes:
+            sample, length = request.sample, request.length
+            self._tell(events.SampleFinished(name, sample, length, request.oldest_version))
 
     def _plan(self, generator: SimGenerator) -> None:
-        """Look again when its next row is done."""
+        """Wake the generator when its next request is done."""
         end = generator.next_end()
         if end is not None:
             end = max(end, self._now)
-            self._planned[generator.name] = end
+            self._wake_at[generator.name] = end
             self._push(end, generator.name)
 
-    # Events and commands
+    # ----------------------------------------------------- events and commands
 
-    def _tell(self, event: ev.Event) -> None:
-        if isinstance(event, ev.WeightsInstalled):
+    def _tell(self, event: events.Event) -> None:
+        if isinstance(event, events.WeightsInstalled):
             generator = self._generators[event.generator]
             generator.advance(self._now)
             generator.install(event.policy_version)
@@ -206,73 +224,75 @@ class World:
             self._carry_out(command, touched)
         for generator in touched.values():
             self._plan(generator)
-        if isinstance(event, ev.StepFinished) and not self._ended:
+        if isinstance(event, events.StepFinished) and not self._ended:
             self._trainer.finish(event.step, self._now)
             self._train()
-            self._after(self._message, ev.WeightsPublished(event.step + 1))
+            self._after(self._message, events.WeightsPublished(event.step + 1))
 
-    def _carry_out(self, command: cmd.Command, touched: dict[str, SimGenerator]) -> None:
+    def _carry_out(self, command: commands.Command, touched: dict[str, SimGenerator]) -> None:
         match command:
-            case cmd.StartSample(generator=name, sample=sample, priority=priority):
+            case commands.StartSample(generator=name, sample=sample, priority=priority):
                 self._touch(name, touched).start(sample, priority)
-            case cmd.VerifySamples(generator=name, samples=samples, min_version=least):
-                self._touch(name, touched).verify(samples, least)
-            case cmd.InstallWeights(generator=name, policy_version=version):
-                self._after(self._message, ev.WeightsInstalled(name, version))
-            case cmd.DeliverGroup():
+            case commands.VerifySamples(generator=name, samples=samples, min_version=version):
+                self._touch(name, touched).verify(samples, version)
+            case commands.InstallWeights(generator=name, policy_version=version):
+                self._after(self._message, events.WeightsInstalled(name, version))
+            case commands.DeliverGroup():
                 self._deliver(command, touched)
-            case cmd.DeclareStep(step=step, groups=groups):
-                self._trainer.plans[step] = groups
+            case commands.DeclareStep(step=step, groups=groups):
+                self._trainer.declared[step] = groups
                 self._train()
-            case cmd.DiscardSamples(generator=name, samples=samples):
+            case commands.DiscardSamples(generator=name, samples=samples):
                 self._touch(name, touched).release(samples)
-            case cmd.FinishRun():
+            case commands.FinishRun():
                 self._ended = True
             case _:
                 pass
 
     def _touch(self, name: str, touched: dict[str, SimGenerator]) -> SimGenerator:
+        """A generator, advanced to now; its plan is made again after the event."""
         generator = touched.get(name)
         if generator is None:
             generator = touched[name] = self._generators[name]
             generator.advance(self._now)
         return generator
 
-    # The trainer
+    # ----------------------------------------------------------------- trainer
 
-    def _deliver(self, command: cmd.DeliverGroup, touched: dict[str, SimGenerator]) -> None:
+    def _deliver(self, command: commands.DeliverGroup, touched: dict[str, SimGenerator]) -> None:
+        """Give a group to the trainer once all its rewards are computed."""
         tokens, arrives = 0.0, self._now
-        versions: list[tuple[int, float]] = []
+        segments: list[tuple[int, float]] = []
         for name, sample in command.samples:
-            row = self._touch(name, touched).held(sample)
-            tokens += row.length + self._setting.prompt_tokens
-            versions += row.segments
-            arrives = max(arrives, row.rewarded_at)
+            request = self._touch(name, touched).held(sample)
+            tokens += request.length + self._setting.prompt_tokens
+            segments += request.segments
+            arrives = max(arrives, request.rewarded_at)
             touched[name].release((sample,))
         seconds = tokens * self._setting.cost.train_token_seconds
         arrives += self._message
         self._trainer.take(command.group, command.step, seconds, arrives)
         for name, sample in command.samples:
-            self._push(arrives, ev.SampleDelivered(name, sample))
-        ages = [(command.step - version, count) for version, count in versions]
+            self._push(arrives, events.SampleDelivered(name, sample))
+        ages = [(command.step - version, count) for version, count in segments]
         response = sum(count for _, count in ages)
         weighted = sum(age * count for age, count in ages)
         oldest = max(age for age, _ in ages)
-        self._arriving.setdefault(command.step, []).append((oldest, weighted, round(response)))
+        self._delivered.setdefault(command.step, []).append((oldest, weighted, round(response)))
 
     def _train(self) -> None:
-        """The step in hand, once declared, ends when its last group has been run."""
+        """Schedule the end of the current step, if the step is declared."""
         trainer = self._trainer
-        groups = trainer.plans.pop(trainer.step, None)
+        groups = trainer.declared.pop(trainer.step, None)
         if groups is not None:
             end = max(trainer.groups.pop(group) for group in groups)
             end = max(end, self._now) + self._setting.cost.optimizer_seconds
-            self._push(end, ev.StepFinished(trainer.step, groups))
+            self._push(end, events.StepFinished(trainer.step, groups))
 
-    # Books
+    # ----------------------------------------------------------------- results
 
     def _mark(self) -> tuple[float, float, float, float]:
-        """(time, generators' busy seconds, the trainer's, tokens rejected) so far."""
+        """(time, busy seconds of the generators, of the trainer, rejected tokens) so far."""
         for generator in self._generators.values():
             generator.advance(self._now)
         tallies = [generator.tally for generator in self._generators.values()]
@@ -287,24 +307,24 @@ class World:
         last = max(marks)
         began, ended = marks[first], marks[last]
         seconds = max(1e-9, ended[0] - began[0])
-        rows = [row for step in range(first, last) for row in self._arriving.get(step, [])]
-        tokens = max(1, sum(count for _, _, count in rows))
-        samples = len(rows) * self._setting.config.group_size
+        groups = [entry for step in range(first, last) for entry in self._delivered.get(step, [])]
+        tokens = max(1, sum(count for _, _, count in groups))
+        samples = len(groups) * self._setting.config.group_size
         return Outcome(
             step_seconds=seconds / (last - first),
             tokens_per_second=tokens / seconds,
             generator_idle=1 - (ended[1] - began[1]) / seconds / self._setting.generators,
             trainer_idle=1 - (ended[2] - began[2]) / seconds,
-            staleness_mean=sum(weighted for _, weighted, _ in rows) / tokens,
-            staleness_max=max((oldest for oldest, _, _ in rows), default=0),
+            staleness_mean=sum(weighted for _, weighted, _ in groups) / tokens,
+            staleness_max=max((oldest for oldest, _, _ in groups), default=0),
             regenerated=(ended[3] - began[3]) / tokens,
             mean_length=tokens / max(1, samples),
             events=self._events,
         )
 
-    def _after(self, seconds: float, event: ev.Event) -> None:
+    def _after(self, seconds: float, event: events.Event) -> None:
         self._push(self._now + seconds, event)
 
-    def _push(self, when: float, what: Due) -> None:
+    def _push(self, when: float, due: Due) -> None:
         self._count += 1
-        heapq.heappush(self._due, (when, self._count, what))
+        heapq.heappush(self._due, (when, self._count, due))

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from asyncrl.cli import app
 from asyncrl.errors import UserError
 from asyncrl.simulation.cost import H200, MODELS, Cost, roofline
-from asyncrl.simulation.fleet import Behaviour, Row, SimGenerator
 from asyncrl.simulation.lengths import Survival, empirical, lognormal
+from asyncrl.simulation.sim_generator import GeneratorSetting, SimGenerator, SimRequest
 from asyncrl.simulation.study import MODES, Cluster, compare, regime, right_choice
 from asyncrl.simulation.tables import regime_table
 from asyncrl.simulation.world import Setting, World
@@ -113,27 +113,29 @@ def test_both_rules_keep_what_was_measured_on_trained_policies(drift, token, blo
 
 def test_a_cut_answer_is_drafted_only_as_far_as_it_had_been_written():
     """Half of it was: the first half goes 3.3 times as fast, the second as any."""
-    row = Row(SampleId(0, 0), length=1000, segments=[(1, 100.0)], drafted=400.0, faster=4.0)
-    assert row.left() == 400 / 4 + 500
-    assert row.grow(50, 1) == 200
-    assert row.grow(100, 1) == 200 + 50
-    assert row.left() == 450
+    request = SimRequest(
+        SampleId(0, 0), length=1000, segments=[(1, 100.0)], drafted=400.0, speedup=4.0
+    )
+    assert request.progress_left() == 400 / 4 + 500
+    assert request.grow(50, 1) == 200
+    assert request.grow(100, 1) == 200 + 50
+    assert request.progress_left() == 450
 
 
 def test_due_work_takes_the_slot_of_what_runs_ahead():
-    behaviour = Behaviour(CHEAP, lambda _: 100, 0, 0.0, 0.0, Survival(), rebuilds=False)
-    generator = SimGenerator("g", 1, behaviour, random.Random(0))
+    shared = GeneratorSetting(CHEAP, lambda _: 100, 0, 0.0, 0.0, Survival(), rebuilds_kv=False)
+    generator = SimGenerator("g", 1, shared, random.Random(0))
     ahead, due = SampleId(9, 0), SampleId(1, 0)
     generator.start(ahead, 1)
     generator.advance(0.5)
     generator.start(due, 0)
     assert generator.tally.preempted == 1
     generator.advance(generator.next_end())
-    assert generator.finished().sample == due
+    assert generator.next_finished().sample == due
     generator.advance(generator.next_end())
-    row = generator.finished()
+    request = generator.next_finished()
     # Nothing of it was lost, and nothing written twice.
-    assert (row.sample, row.written) == (ahead, 100)
+    assert (request.sample, request.generated) == (ahead, 100)
     assert generator.tally.useful == pytest.approx(200)
 
 
@@ -191,7 +193,7 @@ def test_the_map_has_every_place():
 
 
 def test_what_is_not_there_is_named():
-    with pytest.raises(UserError, match=r"knows no '70b'; there are 1\.5b, 7b, 32b"):
+    with pytest.raises(UserError, match=r"does not know '70b'; it knows 1\.5b, 7b, 32b"):
         Cluster(model="70b").simulate("sync")
     with pytest.raises(UserError, match="no mode 'fast'"):
         Cluster().simulate("fast")
@@ -210,16 +212,16 @@ def test_the_command_prints_every_mode():
 
 def test_verification_drafts_no_more_than_had_been_written():
     """Half of 100 tokens are there; the new policy accepts none of them, drafts all of them."""
-    behaviour = Behaviour(CHEAP, lambda _: 100, 0, 1.0, 1.0, Survival(), rebuilds=False)
-    generator, sample = SimGenerator("g", 1, behaviour, random.Random(0)), SampleId(1, 0)
+    shared = GeneratorSetting(CHEAP, lambda _: 100, 0, 1.0, 1.0, Survival(), rebuilds_kv=False)
+    generator, sample = SimGenerator("g", 1, shared, random.Random(0)), SampleId(1, 0)
     generator.start(sample, 1)
     generator.advance(0.01 + 50 * 0.01)
     generator.install(1)
     generator.verify((sample,), 1)
     assert generator.tally.rejected == pytest.approx(50)
     generator.advance(generator.next_end())
-    row = generator.finished()
+    request = generator.next_finished()
     # One token from verification, 49 drafted sixteen to a step, 50 as ever; and the scoring.
     seconds = 0.51 + 0.01 + (49 / 17 + 50) * 0.01
     assert generator.tally.busy == pytest.approx(seconds, abs=0.02)
-    assert row.oldest == 1
+    assert request.oldest_version == 1
