@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from rollout.trajectory import ByteArray, FinishReason, FloatArray, IntArray, KeptTokens
+from rollout.trajectory import (
+    ByteArray,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    KeptTokens,
+    TrajectoryBuilder,
+)
 from wire.records import EngineStats
 
 if TYPE_CHECKING:
@@ -96,6 +103,21 @@ class TokenChunk:
             policy_version=policy_version,
             finish_reason="abort",
         )
+
+    def append_to(self, builder: TrajectoryBuilder) -> None:
+        """Append the tokens to a trajectory. Raises ValueError as `TrajectoryBuilder.append`."""
+        builder.append(
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            topk_ids=self.topk_ids,
+            topk_logprobs=self.topk_logprobs,
+            provenance=self.provenance,
+            policy_version=self.policy_version,
+        )
+
+    def outside_top_k(self) -> int:
+        """The number of tokens that are not among the top K reported with them."""
+        return int((self.topk_ids != self.tokens[:, None]).all(axis=1).sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
-"""What a generator does, noted on its time line, and what its slots are used for.
+"""Records what a generator does on its time line, and what its slots are used for.
 
     activity = Activity(timeline, metrics, slots_file=run / "slots" / "generator-0.jsonl")
-    activity.note(Doing(slots=64, running=9, primary=3, verifying=2, run_ahead=4))
-    activity.note(Doing(slots=64, running=64, installing=7))  # as the swap begins
-    activity.note(Doing(slots=64, delivered_step=6, policy_version=6))  # waits for "new weights"
+    activity.note(GeneratorState(slots=64, running=9, primary=3, verifying=2, run_ahead=4))
+    activity.note(GeneratorState(slots=64, running=64, installing=7))  # when the swap begins
+    activity.note(GeneratorState(slots=64, delivered_step=6, policy_version=6))  # waits for weights
 
-Each note says what is the case from now on, and closes what the note before had said. Call it
-often (it costs microseconds): every few hundredths of a second, and where something begins or ends.
+Each note gives the state from now on and ends the previous one. Call `note` every few hundredths of
+a second and whenever something begins or ends; a call takes microseconds.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from monitoring.timeline import SpanKind, Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
+class GeneratorState:
     """The state of a generator at one moment.
 
-    Numbers of samples leave out those whose tokens are all there and that wait for a reward.
+    Counts of samples exclude those whose tokens are complete and that wait for a reward.
     """
 
     slots: int = 0
@@ -31,84 +31,79 @@ class Doing:
     running: int = 0
     """Requests that hold a slot now (`EngineStats.running`)."""
     primary: int = 0
-    """Samples being written for a step that is due."""
+    """Samples in generation for a step that is due."""
     verifying: int = 0
-    """Samples of which something was kept that is not verified yet: no chunk has come."""
+    """Samples with tokens to verify, of which none has been accepted yet."""
     run_ahead: int = 0
-    """Samples being written for later steps."""
+    """Samples in generation for later steps."""
     evaluating: int = 0
-    """Held-out samples being written."""
+    """Held-out samples in generation."""
     rewarding: int = 0
-    """Samples that wait for a reward worker or are with one: `RewardPool.waiting + running`."""
+    """Samples that wait for a reward worker or are with one (`SampleRewards.pending`)."""
     installing: int | None = None
-    """Policy version whose weights are being swapped in; set it only while the engine stands."""
+    """Policy version whose weights are being swapped in, while the engine is stopped for it."""
     paused: bool = False
-    """A person has stopped the run."""
+    """The user has paused the run."""
     held: int = 0
     """Finished samples that are not delivered."""
     delivered_step: int = -1
-    """Newest step for which something was delivered from here."""
+    """Newest step for which this generator has delivered a sample."""
     policy_version: int = -1
     """Version of the weights installed here."""
-    awaited: str = ""
-    """What it waits for, where the caller knows better than `cause_of_waiting`. Few and constant
-    words: they become label values."""
 
 
-def cause_of_waiting(doing: Doing) -> str:
-    """What a generator waits for whose engine has nothing to write or to score.
+def cause_of_waiting(state: GeneratorState) -> str:
+    """Say what a generator waits for when its engine has nothing to generate or to score.
 
-    `resume`: a person paused it. `rewards`: reward workers have samples of this generator; its
-    engine stands, so this is idleness too. `new weights`: step b has its samples from here, and
-    version b+1 is not installed. `other samples`: what it holds is not asked for yet, as its group
-    or its step is not complete. `prompts`: none of these; the scheduler has admitted nothing.
+    `resume`: the user has paused it. `rewards`: reward workers have samples of this generator while
+    its engine is idle. `new weights`: step b has its samples from here, and version b+1 is not
+    installed. `other samples`: the samples held here are not needed yet, because their group or
+    their step is incomplete. `prompts`: none of these; the scheduler has admitted nothing.
     """
-    if doing.paused:
+    if state.paused:
         return "resume"
-    if doing.rewarding:
+    if state.rewarding:
         return "rewards"
-    if doing.awaited:
-        return doing.awaited
-    if doing.delivered_step >= 0 and doing.delivered_step >= doing.policy_version:
+    if state.delivered_step >= 0 and state.delivered_step >= state.policy_version:
         return "new weights"
-    return "other samples" if doing.held else "prompts"
+    return "other samples" if state.held else "prompts"
 
 
-def kind_of(doing: Doing) -> SpanKind:
-    """The one thing that is said of a generator at a moment, the most important first.
+def kind_of(state: GeneratorState) -> SpanKind:
+    """The one kind of activity that the time line shows for a state, the most important first.
 
-    Held-out samples come before others, as they are written at times of their own.
-    `VERIFYING` means that some kept tokens wait for their score; others may be written beside it.
+    Evaluation comes before training samples, because it happens only now and then. `VERIFYING`
+    means that some tokens wait for verification; other samples may be generated at the same time.
     """
-    if doing.installing is not None:
+    if state.installing is not None:
         return SpanKind.TRANSFERRING_WEIGHTS
-    if doing.running and not doing.paused:
-        if doing.evaluating:
+    if state.running and not state.paused:
+        if state.evaluating:
             return SpanKind.EVALUATING
-        if doing.verifying:
+        if state.verifying:
             return SpanKind.VERIFYING
-        if doing.run_ahead and not doing.primary:
+        if state.run_ahead and not state.primary:
             return SpanKind.RUN_AHEAD
         return SpanKind.GENERATING
     return SpanKind.WAITING
 
 
-def slots_of(doing: Doing) -> dict[str, int]:
-    """Number of slots by `SlotUse`, idle ones left out.
+def slots_of(state: GeneratorState) -> dict[str, int]:
+    """Number of slots in use by `SlotUse`; idle slots are left out.
 
-    The engine says how many requests hold a slot, not which. They are attributed in the order of
-    their priority: verification, due samples, evaluation, run-ahead; what nothing explains (a
-    request that has just ended) counts as due.
+    The engine reports how many requests hold a slot, not which. They are attributed in the order of
+    their priority: verification, due samples, evaluation, run-ahead. The remainder (requests that
+    have just ended) counts as due.
     """
-    if doing.installing is not None or doing.paused:
-        return {SlotUse.STOPPED.value: doing.slots}
-    left = min(doing.running, doing.slots)
+    if state.installing is not None or state.paused:
+        return {SlotUse.STOPPED.value: state.slots}
+    left = min(state.running, state.slots)
     used: dict[str, int] = {}
     for use, wanted in (
-        (SlotUse.VERIFYING, doing.verifying),
-        (SlotUse.PRIMARY, doing.primary),
-        (SlotUse.EVALUATING, doing.evaluating),
-        (SlotUse.RUN_AHEAD, doing.run_ahead),
+        (SlotUse.VERIFYING, state.verifying),
+        (SlotUse.PRIMARY, state.primary),
+        (SlotUse.EVALUATING, state.evaluating),
+        (SlotUse.RUN_AHEAD, state.run_ahead),
     ):
         used[use.value] = min(left, wanted)
         left -= used[use.value]
@@ -117,12 +112,12 @@ def slots_of(doing: Doing) -> dict[str, int]:
 
 
 class Activity:
-    """Keeps a generator's time line and the account of its slots. One event loop calls it.
+    """Records a generator's time line and its slot-seconds. Used from one event loop.
 
     Args:
         timeline: where spans go; its owner flushes and closes it.
         metrics: gets the slot-seconds.
-        slots_file: where the use of slots is written, None for nowhere.
+        slots_file: where the use of slots is recorded; None: nowhere.
     """
 
     def __init__(
@@ -131,31 +126,31 @@ class Activity:
         self._timeline = timeline
         self._slots = SlotLog(slots_file, metrics.observe_slots)
         self._since = timeline.now()
-        self._doing: Doing | None = None
+        self._state: GeneratorState | None = None
 
-    def note(self, doing: Doing) -> None:
-        """This is the case from now on."""
-        self._settle()
-        self._doing = doing
+    def note(self, state: GeneratorState) -> None:
+        """Set the state from now on."""
+        self._record()
+        self._state = state
 
     def close(self) -> None:
-        """Nothing is done from now on; write everything. Idempotent."""
-        self._settle()
-        self._doing = None
+        """End the last state and write everything. Idempotent."""
+        self._record()
+        self._state = None
         self._slots.close()
 
-    def _settle(self) -> None:
-        """Record what was the case until now."""
-        now, doing = self._timeline.now(), self._doing
-        if doing is not None and now > self._since:
-            kind = kind_of(doing)
+    def _record(self) -> None:
+        """Record the state that has lasted until now."""
+        now, state = self._timeline.now(), self._state
+        if state is not None and now > self._since:
+            kind = kind_of(state)
             about: dict[str, object] = {}
             if kind is SpanKind.WAITING:
-                about["for"] = cause_of_waiting(doing)
+                about["for"] = cause_of_waiting(state)
             elif kind is SpanKind.TRANSFERRING_WEIGHTS:
-                about["version"] = doing.installing
+                about["version"] = state.installing
             self._timeline.record(kind, self._since, now, **about)
-            if doing.slots:
+            if state.slots:
                 unix = self._timeline.unix
-                self._slots.add(unix(self._since), unix(now), doing.slots, slots_of(doing))
+                self._slots.add(unix(self._since), unix(now), state.slots, slots_of(state))
         self._since = now

@@ -1,7 +1,7 @@
-"""What a generator's engine did, in `RUN/engine/NAME.jsonl`: a line for each of its reports.
+"""The log of a generator's engine, `RUN/engine/NAME.jsonl`: one line for each report.
 
 The simulator fits its cost model to these lines (docs/simulation.md). Counters only grow within one
-process; a generator that was started again begins at 0.
+process; the counters of a replaced generator start again at 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EngineRecord(msgspec.Struct, frozen=True):
     rewards_waiting: int = 0
     """Samples whose reward is not computed yet."""
     lengths: list[int] = []
-    """Response lengths of the samples that were finished since the line before."""
+    """Response lengths of the samples finished since the previous line."""
 
 
 class EngineLog:
@@ -36,12 +36,12 @@ class EngineLog:
         self._writer = JsonlWriter(path)
         self._lengths: list[int] = []
 
-    def finished(self, length: int) -> None:
-        """A sample has ended with so many tokens."""
+    def add_length(self, length: int) -> None:
+        """Add the length of a finished sample to the next line."""
         self._lengths.append(length)
 
-    def note(self, report: GeneratorReport) -> None:
-        """Write a line."""
+    def append(self, report: GeneratorReport) -> None:
+        """Write a line with the counters of this report."""
         self._writer.append(
             [EngineRecord(time.time(), report.engine, report.rewards_waiting, self._lengths)]
         )

@@ -12,10 +12,14 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.activity import Activity
 from asyncrl.processes.bring_up import bring_up, timeline_file
-from asyncrl.processes.earlier import EarlierRollouts
+from asyncrl.processes.controller_line import ControllerLine
 from asyncrl.processes.engine_log import EngineLog
+from asyncrl.processes.generation import SampleGenerator
 from asyncrl.processes.generator import GeneratorProcess
-from asyncrl.processes.kept_samples import KeptSamples
+from asyncrl.processes.lenient_reuse import LenientReuse
+from asyncrl.processes.reports import GeneratorRecords
+from asyncrl.processes.sample_recorder import SampleRecorder
+from asyncrl.processes.sample_rewards import SampleRewards
 from asyncrl.processes.shared_memory import exchange_directory
 from asyncrl.processes.spec import ChildSpec
 from asyncrl.rewards.pool import RewardPool
@@ -35,6 +39,10 @@ async def run_generator(spec: ChildSpec) -> None:
         config, closing = child.config, child.closing
         with child.timeline.span(SpanKind.STARTING):
             tokenizer = AutoTokenizer.from_pretrained(spec.model_path)
+
+            def decode(tokens: list[int]) -> str:
+                return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
             engine = create_engine(
                 config.engine.model_copy(update={"threads": spec.threads}),
                 spec.model_path,
@@ -49,24 +57,26 @@ async def run_generator(spec: ChildSpec) -> None:
             await engine.start()
         log = EngineLog(child.directory / "engine" / f"{spec.name}.jsonl")
         closing.callback(log.close)
+        recorder = SampleRecorder(child.directory, tokenizer, config)
+        closing.callback(recorder.close)
+        sampling = config.sampling.params(
+            stop_tokens=spec.stop_tokens,
+            top_k_logprobs=config.engine.top_k_logprobs,
+            seed=None,
+        )
         process = GeneratorProcess(
-            spec.name,
-            engine=engine,
-            rewards=rewards,
-            decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
-            sampling=config.sampling.params(
-                stop_tokens=spec.stop_tokens,
-                top_k_logprobs=config.engine.top_k_logprobs,
-                seed=None,
+            engine,
+            SampleGenerator(engine, SampleRewards(rewards, decode, child.metrics), sampling),
+            ControllerLine(spec.name, child.control),
+            Line(spec.data_address, spec.name, data.ToGeneratorData),
+            GeneratorRecords(
+                child.metrics,
+                Activity(child.timeline, child.metrics, timeline_file(spec, config, "slots")),
+                log,
+                recorder,
             ),
-            control=child.control,
-            data_line=Line(spec.data_address, spec.name, data.ToGeneratorData),
-            samples=KeptSamples(child.directory, tokenizer, config),
-            activity=Activity(child.timeline, child.metrics, timeline_file(spec, config, "slots")),
-            metrics=child.metrics,
-            log=log,
-            earlier=EarlierRollouts.of(config.cache),
-            deadline=config.scheduler.sample_deadline_seconds,
+            lenient_reuse=LenientReuse.from_config(config.cache),
+            deadline_seconds=config.scheduler.sample_deadline_seconds,
             kv_limit=config.scheduler.runahead_kv_limit,
         )
         await process.run(metrics_port=child.metrics_port)

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
+from asyncrl.processes.activity import Activity
 from asyncrl.processes.engine_log import EngineLog
-from asyncrl.processes.writer import SampleWriter
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.processes.generation import SampleGenerator
+from asyncrl.processes.sample_recorder import SampleRecorder
 from engine.protocol import Engine
 from monitoring.metrics import GeneratorMetrics
+from rollout.trajectory import Trajectory
 from wire.messages.from_generator import GeneratorReport
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorRecords:
+    """Where a generator records what it does."""
+
+    metrics: GeneratorMetrics
+    activity: Activity
+    """Its time line and the use of its slots."""
+    engine_log: EngineLog | None = None
+    """A line for each report; None: not recorded."""
+    samples: SampleRecorder | None = None
+    """A few whole samples for people to read; None: not recorded."""
 
 
 class GeneratorReports:
@@ -18,8 +35,7 @@ class GeneratorReports:
     Args:
         name: of the generator.
         engine: its engine.
-        writer: counts the tokens that verification accepted and rejected.
-        rewards: its reward workers.
+        generator: counts verified tokens; its rewards are counted too.
         metrics: follow the counters.
         log: gets a line for each report; None: no log.
     """
@@ -27,45 +43,43 @@ class GeneratorReports:
     def __init__(
         self,
         name: str,
-        *,
         engine: Engine,
-        writer: SampleWriter,
-        rewards: RewardPool,
+        generator: SampleGenerator,
         metrics: GeneratorMetrics,
         log: EngineLog | None,
     ) -> None:
         self._name = name
         self._engine = engine
-        self._writer = writer
-        self._rewards = rewards
+        self._generator = generator
         self._metrics = metrics
         self._log = log
 
-    def sample_finished(self, finish_reason: str, length: int) -> None:
-        """Count a sample that ended for this reason with so many response tokens."""
-        self._metrics.samples_finished.of(finish_reason).inc()
+    def count_finished(self, trajectory: Trajectory) -> None:
+        """Count a finished sample and its length."""
+        length = len(trajectory.tokens)
+        self._metrics.samples_finished.of(trajectory.finish_reason).inc()
         self._metrics.response_length.observe(length)
         if self._log is not None:
-            self._log.finished(length)
+            self._log.add_length(length)
 
-    def report(self, *, held: int, undelivered: int) -> GeneratorReport:
-        """Bring the metrics up to date, log the counters and return them for the controller.
+    def report(self, *, held: int, unacknowledged: int) -> GeneratorReport:
+        """Update the metrics, log the counters and return them for the controller.
 
         Args:
             held: finished samples that were not delivered.
-            undelivered: samples that were delivered and not acknowledged yet.
+            unacknowledged: samples that were delivered and not acknowledged yet.
         """
         stats = self._engine.stats()
         report = GeneratorReport(
             self._name,
-            engine=msgspec.structs.replace(stats, tokens=stats.tokens + self._writer.tokens),
+            engine=msgspec.structs.replace(stats, tokens=stats.tokens + self._generator.tokens),
             held=held,
-            rewards_waiting=self._rewards.waiting + self._rewards.running,
-            rewards_failed=self._rewards.failed,
+            rewards_waiting=self._generator.rewards.pending,
+            rewards_failed=self._generator.rewards.failed,
         )
-        self._measure(report, samples_held=held + undelivered)
+        self._measure(report, samples_held=held + unacknowledged)
         if self._log is not None:
-            self._log.note(report)
+            self._log.append(report)
         return report
 
     def _measure(self, report: GeneratorReport, *, samples_held: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.config import RunConfig
-from asyncrl.processes.earlier import lenient_warning
+from asyncrl.processes.deadlines import deadline_warning
+from asyncrl.processes.lenient_reuse import lenient_warning
 
 MISMATCH_FLOAT32 = 1e-3
 MISMATCH_BFLOAT16 = 0.05
@@ -18,19 +19,8 @@ OUTSIDE_TOKENS = 20_000
 
 def at_start(config: RunConfig) -> list[str]:
     """What of the settings makes a run something else than most would think."""
-    said = []
-    lenient = lenient_warning(config.cache)
-    if lenient is not None:
-        said.append(lenient)
-    deadline = config.scheduler.sample_deadline_seconds
-    if deadline is not None:
-        said.append(
-            f"WARNING: scheduler.sample_deadline_seconds is {deadline:g}: samples that take longer "
-            "end in the middle, with finish reason `deadline`. Where depends on this machine's "
-            "load, so those samples do not follow the policy to their end. They are counted in "
-            "asyncrl_finished_samples_total. A limit in tokens is sampling.max_tokens."
-        )
-    return said
+    warnings = (lenient_warning(config.cache), deadline_warning(config.scheduler))
+    return [warning for warning in warnings if warning is not None]
 
 
 def engine_disagrees(config: RunConfig, fresh: float | None) -> str | None:

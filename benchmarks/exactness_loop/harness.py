@@ -26,7 +26,11 @@ from typing import Any
 import numpy as np
 
 from asyncrl.processes.activity import Activity
+from asyncrl.processes.controller_line import ControllerLine
+from asyncrl.processes.generation import SampleGenerator
 from asyncrl.processes.generator import GeneratorProcess
+from asyncrl.processes.reports import GeneratorRecords
+from asyncrl.processes.sample_rewards import SampleRewards
 from asyncrl.run.sample_requests import sample_seed
 from engine.protocol import Engine, SamplingParams
 from monitoring.metrics import GeneratorMetrics, new_registry
@@ -140,34 +144,6 @@ def reward_of(tokens: Iterator[int] | Sequence[int]) -> float:
     return value
 
 
-class Forgetful:
-    """Stands for the samples that are kept for the report."""
-
-    def consider(self, *_: Any, **__: Any) -> None:
-        """Not kept."""
-
-
-def make_generator(
-    engine: Engine, sampling: SamplingParams, control: Wire, line: Wire
-) -> GeneratorProcess:
-    """The real generator process, among stand-ins."""
-    metrics = GeneratorMetrics.register(new_registry(), NAME)
-    fakes: Any = (Rewards(), control, line, Forgetful())
-    rewards, control_line, data_line, samples = fakes
-    return GeneratorProcess(
-        NAME,
-        engine=engine,
-        rewards=rewards,
-        decode=lambda tokens: " ".join(map(str, tokens)),
-        sampling=sampling,
-        control=control_line,
-        data_line=data_line,
-        samples=samples,
-        activity=Activity(Timeline(None, NAME), metrics),
-        metrics=metrics,
-    )
-
-
 class House:
     """The loop. Use once: `await House(...).run()`.
 
@@ -204,7 +180,18 @@ class House:
         self._news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         self.control = Wire(self._hear)
         self.line = Wire(self._receive)
-        self.process = make_generator(engine, setting.sampling, self.control, self.line)
+        metrics = GeneratorMetrics.register(new_registry(), NAME)
+        fakes: Any = (Rewards(), self.control, self.line)
+        pool, control, trainer = fakes
+        rewards = SampleRewards(pool, lambda tokens: " ".join(map(str, tokens)), metrics)
+        self._generator = SampleGenerator(engine, rewards, setting.sampling)
+        self.process = GeneratorProcess(
+            engine,
+            self._generator,
+            ControllerLine(NAME, control),
+            trainer,
+            GeneratorRecords(metrics, Activity(Timeline(None, NAME), metrics)),
+        )
         self._received: dict[SampleId, Delivered] = {}
         self._work: asyncio.TaskGroup | None = None
         self._last_heard = self._reports = 0
@@ -219,7 +206,7 @@ class House:
                 serving = work.create_task(self.process.run(metrics_port=None))
                 await asyncio.wait([serving])
                 pump.cancel()
-        stats, counted = self._engine.stats(), self.process._writer.tokens  # noqa: SLF001
+        stats, counted = self._engine.stats(), self._generator.tokens
         self.outcome.steps = stats.steps
         self.outcome.accepted = stats.tokens.accepted
         self.outcome.verified = counted.verified

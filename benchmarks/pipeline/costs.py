@@ -128,14 +128,7 @@ async def _passes(config: Any, task: Any, model: str, cache: Any) -> tuple[list[
             kept=kept,
         )
         async for chunk in engine.generate(request):
-            builder.append(
-                tokens=chunk.tokens,
-                logprobs=chunk.logprobs,
-                topk_ids=chunk.topk_ids,
-                topk_logprobs=chunk.topk_logprobs,
-                provenance=chunk.provenance,
-                policy_version=chunk.policy_version,
-            )
+            chunk.append_to(builder)
         return builder
 
     async def timed(

@@ -26,7 +26,7 @@ from engine.config import EngineConfig
 from engine.factory import create_engine
 from engine.protocol import Engine, GenerateRequest, SamplingParams, Score, ScoreRequest
 from rollout.acceptance import TopKDistributions, accept_lenient, verify_kept
-from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
 
 _SAMPLES = 8
 _DRAWS = 32
@@ -119,12 +119,5 @@ async def _write(
     request = GenerateRequest(str(name), "", prompt.tokens, sampling)
     builder = TrajectoryBuilder(name, prompt.prompt_id, prompt.tokens)
     async for chunk in engine.generate(request):
-        builder.append(
-            tokens=chunk.tokens,
-            logprobs=chunk.logprobs,
-            topk_ids=chunk.topk_ids,
-            topk_logprobs=chunk.topk_logprobs,
-            provenance=np.full(len(chunk.tokens), Provenance.SAMPLED, np.uint8),
-            policy_version=chunk.policy_version,
-        )
+        chunk.append_to(builder)
     return builder.finish("stop")

@@ -1,4 +1,4 @@
-"""A few trajectories kept for the report, chosen evenly over the run."""
+"""Records a few samples for the report, spread evenly over the run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig
+from asyncrl.processes.generation import HeldSample
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
-from rollout.trajectory import Provenance, Trajectory
-from wire.messages.to_generator import PromptPayload
+from rollout.trajectory import Provenance
 
 
-class KeptSamples:
-    """Writes one sample of every n-th step to `samples.jsonl`, with each token's story."""
+class SampleRecorder:
+    """Writes one sample of every n-th step to `samples.jsonl`, with the history of each token."""
 
     def __init__(self, directory: Path, tokenizer: Any, config: RunConfig) -> None:
         self._log = SampleLog(directory / "samples.jsonl")
@@ -20,17 +20,16 @@ class KeptSamples:
         self._every = max(1, config.run.steps // max(1, 2 * config.monitoring.report_samples))
         self._newest = -1
 
-    def consider(
-        self, trajectory: Trajectory, prompt: PromptPayload, *, reward: float, step: int
-    ) -> None:
-        """Keep this trajectory if its step is due and none of that step was kept yet."""
+    def consider(self, held: HeldSample, *, reward: float, step: int) -> None:
+        """Record this sample if it is the first one of a step that is to be recorded."""
         if step % self._every or step <= self._newest:
             return
         self._newest = step
+        trajectory, example = held.trajectory, held.prompt.example
         self._log.append(
             SampleRecord(
                 step=step,
-                prompt=str(prompt.example.get("prompt", "")),
+                prompt=str(example.get("prompt", "")),
                 tokens=[str(self._tokenizer.decode([t])) for t in trajectory.tokens.tolist()],
                 provenance=[
                     Provenance(value).name.lower()  # type: ignore[misc]
@@ -40,7 +39,7 @@ class KeptSamples:
                     SampleSegment(s.policy_version, s.start, s.end) for s in trajectory.segments
                 ],
                 reward=reward,
-                answer=str(prompt.example.get("answer", "")),
+                answer=str(example.get("answer", "")),
                 logprobs=trajectory.behaviour_logprobs.tolist(),
                 sample_id=str(trajectory.id),
                 finish_reason=trajectory.finish_reason,
@@ -48,5 +47,5 @@ class KeptSamples:
         )
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. Idempotent."""
         self._log.close()

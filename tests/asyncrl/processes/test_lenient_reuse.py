@@ -1,4 +1,4 @@
-"""The store behind `cache.reuse: lenient`."""
+"""Lenient reuse: what is remembered, and how an engine verifies it."""
 
 import tracemalloc
 from collections import OrderedDict
@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import STOP, make_qwen3
 
-from asyncrl.processes.earlier import (
+from asyncrl.processes.lenient_reuse import (
     ENTRY_BYTES,
     TOKEN_BYTES,
-    EarlierRollouts,
+    LenientReuse,
     lenient_warning,
 )
 from cache.config import CacheConfig
@@ -38,50 +38,50 @@ def trajectory(prompt="p", sample=0, *, length=10, group=0, first=1, reason="sto
 
 
 def store(max_bytes=1 << 20, lenience=1.5):
-    return EarlierRollouts(lenience=lenience, max_bytes=max_bytes)
+    return LenientReuse(lenience=lenience, max_bytes=max_bytes)
 
 
-def test_a_sample_begins_with_what_it_was_last():
-    earlier = store()
-    earlier.remember(trajectory(group=0, first=1))
-    earlier.remember(trajectory(group=5, first=7))
-    earlier.remember(trajectory(sample=1, first=30))
-    kept = earlier.kept("p", 0)
+def test_a_sample_begins_with_its_last_trajectory():
+    reuse = store()
+    reuse.remember(trajectory(group=0, first=1))
+    reuse.remember(trajectory(group=5, first=7))
+    reuse.remember(trajectory(sample=1, first=30))
+    kept = reuse.tokens_to_verify("p", 0)
     assert kept is not None
     assert kept.tokens.tolist() == list(range(7, 17))
     assert kept.logprobs == pytest.approx(np.linspace(-1, -0.1, 10))
     assert (kept.topk_ids.shape, kept.topk_logprobs.shape) == ((10, 0), (10, 0))
     assert kept.lenience == 1.5
-    assert earlier.kept("p", 2) is None
-    assert earlier.kept("q", 0) is None
-    assert len(earlier) == 2
+    assert reuse.tokens_to_verify("p", 2) is None
+    assert reuse.tokens_to_verify("q", 0) is None
+    assert len(reuse) == 2
 
 
-def test_what_was_aborted_is_not_remembered():
-    earlier = store()
-    earlier.remember(trajectory(reason="abort"))
-    assert earlier.kept("p", 0) is None
+def test_an_aborted_trajectory_is_not_remembered():
+    reuse = store()
+    reuse.remember(trajectory(reason="abort"))
+    assert reuse.tokens_to_verify("p", 0) is None
 
 
-def test_the_least_recently_used_goes_first():
+def test_the_least_recently_used_trajectory_is_dropped_first():
     room = 3 * (ENTRY_BYTES + 10 * TOKEN_BYTES)
-    earlier = store(room)
+    reuse = store(room)
     for sample in range(3):
-        earlier.remember(trajectory(sample=sample))
-    earlier.kept("p", 0)
-    earlier.remember(trajectory(sample=3))
-    assert [earlier.kept("p", sample) is not None for sample in range(4)] == [
+        reuse.remember(trajectory(sample=sample))
+    reuse.tokens_to_verify("p", 0)
+    reuse.remember(trajectory(sample=3))
+    assert [reuse.tokens_to_verify("p", sample) is not None for sample in range(4)] == [
         True, False, True, True,
     ]  # fmt: skip
-    assert (earlier.dropped, earlier.nbytes) == (1, room)
+    assert (reuse.dropped, reuse.nbytes) == (1, room)
 
 
-def test_one_that_is_larger_than_everything_is_left_out_and_so_is_its_predecessor():
-    earlier = store(2000)
-    earlier.remember(trajectory(length=10))
-    earlier.remember(trajectory(length=1000))
-    assert earlier.kept("p", 0) is None
-    assert (len(earlier), earlier.nbytes, earlier.dropped) == (0, 0, 1)
+def test_a_trajectory_larger_than_the_budget_is_dropped_and_so_is_its_predecessor():
+    reuse = store(2000)
+    reuse.remember(trajectory(length=10))
+    reuse.remember(trajectory(length=1000))
+    assert reuse.tokens_to_verify("p", 0) is None
+    assert (len(reuse), reuse.nbytes, reuse.dropped) == (0, 0, 1)
 
 
 @given(
@@ -93,47 +93,47 @@ def test_one_that_is_larger_than_everything_is_left_out_and_so_is_its_predecesso
         max_size=60,
     )
 )
-def test_it_is_a_bounded_memory_whatever_comes(orders):
-    """Against the plainest model of it."""
+def test_it_behaves_as_a_bounded_lru_cache(operations):
+    """Compared with the simplest model of one."""
     room = 1500
-    earlier, model = store(room), OrderedDict()
-    for what, sample, length in orders:
+    reuse, model = store(room), OrderedDict()
+    for what, sample, length in operations:
         if what == "ask":
-            kept = earlier.kept("p", sample)
+            kept = reuse.tokens_to_verify("p", sample)
             assert (None if kept is None else len(kept)) == model.get(sample)
             if sample in model:
                 model.move_to_end(sample)
             continue
-        earlier.remember(trajectory(sample=sample, length=length))
+        reuse.remember(trajectory(sample=sample, length=length))
         model.pop(sample, None)
         model[sample] = length
         while sum(ENTRY_BYTES + TOKEN_BYTES * one for one in model.values()) > room:
             model.popitem(last=False)
-        assert earlier.nbytes <= room
-        assert len(earlier) == len(model)
+        assert reuse.nbytes <= room
+        assert len(reuse) == len(model)
 
 
-def test_the_reckoning_covers_the_memory_really_taken():
-    earlier = store(1 << 30)
+def test_the_estimate_covers_the_memory_really_used():
+    reuse = store(1 << 30)
     made = [trajectory(prompt=f"prompt-{i}", length=20) for i in range(2000)]
     tracemalloc.start()
     try:
         for one in made:
-            earlier.remember(one)
+            reuse.remember(one)
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert 0.5 * earlier.nbytes < taken < earlier.nbytes
+    assert 0.5 * reuse.nbytes < taken < reuse.nbytes
 
 
-def test_only_those_who_ask_for_it_get_it_and_they_are_told():
-    assert EarlierRollouts.of(CacheConfig()) is None
+def test_lenient_reuse_is_off_by_default_and_comes_with_a_warning():
+    assert LenientReuse.from_config(CacheConfig()) is None
     assert lenient_warning(CacheConfig()) is None
     config = CacheConfig(reuse="lenient", lenience=2.0)
-    earlier = EarlierRollouts.of(config)
-    assert earlier is not None
-    earlier.remember(trajectory())
-    kept = earlier.kept("p", 0)
+    reuse = LenientReuse.from_config(config)
+    assert reuse is not None
+    reuse.remember(trajectory())
+    kept = reuse.tokens_to_verify("p", 0)
     assert kept is not None
     assert kept.lenience == 2.0
     warning = lenient_warning(config)
@@ -144,14 +144,14 @@ def test_only_those_who_ask_for_it_get_it_and_they_are_told():
 
 def chunks_of(core, request):
     core.add(request)
-    out = []
+    chunks = []
     while core.has_work:
-        out += core.step()
-    return out
+        chunks += core.step()
+    return chunks
 
 
-def test_what_an_engine_keeps_of_it_carries_the_log_probabilities_of_the_policy_of_now(tiny_qwen3):
-    """Two epochs under policies that differ; so lenient that everything is kept."""
+def test_tokens_that_an_engine_keeps_carry_the_current_policys_log_probabilities(tiny_qwen3):
+    """Two epochs under different policies, with a lenience at which every token is kept."""
     torch.set_num_threads(1)
     model = load_model(
         tiny_qwen3, slots=2, max_len=64, device=torch.device("cpu"), dtype=torch.float32
@@ -164,20 +164,13 @@ def test_what_an_engine_keeps_of_it_carries_the_log_probabilities_of_the_policy_
     sampling = SamplingParams(max_tokens=20, stop_tokens=(STOP,), top_k_logprobs=4, seed=5)
     builder = TrajectoryBuilder(SampleId(0, 0), "p", prompt)
     for chunk in chunks_of(core, GenerateRequest("first", "p", prompt, sampling)):
-        builder.append(
-            tokens=chunk.tokens,
-            logprobs=chunk.logprobs,
-            topk_ids=chunk.topk_ids,
-            topk_logprobs=chunk.topk_logprobs,
-            provenance=chunk.provenance,
-            policy_version=0,
-        )
+        chunk.append_to(builder)
     first = builder.finish("length")
-    earlier = store(lenience=1e6)
-    earlier.remember(first)
+    reuse = store(lenience=1e6)
+    reuse.remember(first)
     now = make_qwen3(seed=1)
     core.update_weights(now.state_dict().items(), 3)
-    kept = earlier.kept("p", 0)
+    kept = reuse.tokens_to_verify("p", 0)
     assert kept is not None
     again = chunks_of(
         core, GenerateRequest("second", "p", prompt, replace(sampling, seed=6), kept=kept)
@@ -190,7 +183,7 @@ def test_what_an_engine_keeps_of_it_carries_the_log_probabilities_of_the_policy_
     assert {chunk.policy_version for chunk in again} == {3}
     whole = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
     with torch.no_grad():
-        law = now(whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    wanted = law[torch.arange(len(tokens)), whole[len(prompt) :]].numpy()
+        logprobs = now(whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    wanted = logprobs[torch.arange(len(tokens)), whole[len(prompt) :]].numpy()
     assert got == pytest.approx(wanted, abs=1e-4)
     assert np.abs(got - first.behaviour_logprobs).max() > 0.01

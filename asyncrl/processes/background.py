@@ -1,0 +1,59 @@
+"""Background tasks of a process, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+
+logger = logging.getLogger("asyncrl.generator")
+
+
+class BackgroundTasks:
+    """Tasks that run next to a process's loops. If one fails, the process ends with its error.
+
+    Errors after that, or after `end`, are ignored: they follow from closing what tasks use.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run `work` concurrently."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.ended:
+            logger.error("a task failed, so this process ends: %s", error)
+            self._failure = error
+            self._ended.set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is to end."""
+        return self._ended.is_set()
+
+    def end(self) -> None:
+        """End the process: `wait_for_end` returns."""
+        self._ended.set()
+
+    async def wait_for_end(self) -> None:
+        """Wait for `end`, or for a task that fails."""
+        await self._ended.wait()
+
+    def cancel(self) -> None:
+        """Cancel what is running."""
+        for task in self._tasks:
+            task.cancel()
+
+    def raise_failure(self) -> None:
+        """Raise the error of the task that ended the process, if one did."""
+        if self._failure is not None:
+            raise self._failure

@@ -1,0 +1,38 @@
+"""A generator's line to the controller."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from asyncrl.errors import UserError
+from rollout.trajectory import SampleId
+from wire import Line
+from wire.messages import from_generator, to_generator
+
+logger = logging.getLogger("asyncrl.generator")
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerLine:
+    """The socket to the controller, and the name under which this generator speaks."""
+
+    generator: str
+    line: Line[to_generator.ToGenerator]
+
+    async def send(self, message: from_generator.FromGenerator) -> None:
+        """Queue a message. Raises Unreachable if the queue is full."""
+        await self.line.send(message)
+
+    async def receive(self) -> to_generator.ToGenerator:
+        """Wait for the next command."""
+        return await self.line.receive()
+
+    async def report_failed_sample(self, sample: SampleId, error: Exception) -> None:
+        """Report that a sample cannot be generated or rewarded, and log why."""
+        logger.error("sample %s failed: %s", sample, error)
+        await self.send(
+            from_generator.SampleFailed(
+                self.generator, sample, str(error), user_error=isinstance(error, UserError)
+            )
+        )

@@ -1,0 +1,118 @@
+"""Deliveries: held samples go to the trainer and stay here until it has acknowledged them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.processes.controller_line import ControllerLine
+from asyncrl.processes.generation import HeldSample
+from asyncrl.processes.lenient_reuse import LenientReuse
+from asyncrl.processes.reports import GeneratorRecords
+from rollout.trajectory import SampleId
+from wire import Line
+from wire.frames import encode_trajectory
+from wire.messages import data, from_generator, to_generator
+
+logger = logging.getLogger("asyncrl.generator")
+
+RESEND_SECONDS = 10.0
+"""A delivery that is not acknowledged within this time is sent again."""
+
+
+class Deliveries:
+    """Sends samples to the trainer, again until each is acknowledged.
+
+    Args:
+        held: finished samples by id; a delivered one is removed.
+        trainer: the line to the trainer.
+        controller: is told of acknowledged and of failed samples.
+        records: count deliveries and record a few samples.
+        lenient_reuse: remembers what was delivered; None unless configured.
+    """
+
+    def __init__(
+        self,
+        held: dict[SampleId, HeldSample],
+        trainer: Line[data.ToGeneratorData],
+        controller: ControllerLine,
+        records: GeneratorRecords,
+        lenient_reuse: LenientReuse | None,
+    ) -> None:
+        self._held = held
+        self._trainer = trainer
+        self._controller = controller
+        self._metrics = records.metrics
+        self._recorder = records.samples
+        self._lenient_reuse = lenient_reuse
+        self._unacknowledged: dict[SampleId, tuple[data.TrajectoryDelivery, float]] = {}
+        self.newest_step = -1
+        """The newest step for which something was delivered; -1: none."""
+
+    @property
+    def unacknowledged(self) -> int:
+        """Samples that were delivered and not acknowledged yet."""
+        return len(self._unacknowledged)
+
+    async def deliver(self, command: to_generator.Deliver) -> None:
+        """Send samples of one group once all their rewards are computed.
+
+        If a sample cannot be delivered, the controller leaves its group out of the step.
+        """
+        ready: list[tuple[HeldSample, float]] = []
+        for sample in command.samples:
+            held = self._held.get(sample)
+            if held is None:
+                await self._controller.report_failed_sample(
+                    sample, AsyncrlError("this generator does not hold it; was it discarded?")
+                )
+                return
+            try:
+                ready.append((held, await held.reward))
+            except AsyncrlError as error:
+                await self._controller.report_failed_sample(sample, error)
+                return
+        for held, reward in ready:
+            # A sample may have been discarded during the wait for the rewards.
+            if self._held.pop(held.trajectory.id, None) is held:
+                await self._send(held, reward, command.step)
+
+    async def _send(self, held: HeldSample, reward: float, step: int) -> None:
+        delivery = encode_trajectory(held.trajectory, reward=reward, step=step)
+        self._unacknowledged[held.trajectory.id] = (delivery, time.monotonic())
+        self.newest_step = max(self.newest_step, step)
+        if self._lenient_reuse is not None:
+            self._lenient_reuse.remember(held.trajectory)
+        if self._recorder is not None:
+            self._recorder.consider(held, reward=reward, step=step)
+        self._metrics.deliveries.inc()
+        await self._trainer.send(delivery)
+
+    async def receive_acknowledgements(self) -> None:
+        """Report acknowledged samples and resend the others. Runs until it is cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RESEND_SECONDS):
+                    received = await self._trainer.receive()
+                    if self._unacknowledged.pop(received.sample, None) is not None:
+                        await self._controller.send(
+                            from_generator.SampleDelivered(
+                                self._controller.generator, received.sample
+                            )
+                        )
+            await self._resend()
+
+    async def _resend(self) -> None:
+        sent_before = time.monotonic() - RESEND_SECONDS
+        for sample, (delivery, sent) in list(self._unacknowledged.items()):
+            if sent < sent_before:
+                logger.warning(
+                    "the trainer did not acknowledge sample %s; sending it again", sample
+                )
+                self._unacknowledged[sample] = (delivery, time.monotonic())
+                self._metrics.deliveries.inc()
+                self._metrics.redeliveries.inc()
+                await self._trainer.send(delivery)

@@ -1,0 +1,120 @@
+"""Lenient reuse: rollouts of earlier epochs begin new ones by SPEC-RL's rule, biased, on request.
+
+    reuse = LenientReuse.from_config(config.cache)  # None unless cache.reuse is lenient
+    reuse.remember(trajectory)  # when it is delivered
+    kept = reuse.tokens_to_verify("add-17", sample=3)  # when that sample starts again; or None
+
+With `cache.reuse: lenient`, sample i of a prompt begins with the tokens that sample i of this
+prompt had when it was last trained on. Each token x is kept with probability min(1, l p(x)/q(x)),
+where p is the current policy and q the one that drew x. The first rejected token is replaced by a
+draw from p, and generation continues from there (arXiv 2509.23232).
+
+Kept tokens carry p's log-probability and p's version, so their staleness is 0. They still do not
+follow p: the policy was trained on these very draws, the residual is missing, and l distorts the
+rest (docs/exactness.md).
+
+Each generator remembers what it delivered itself, in memory. A sample that another generator
+generates in the next epoch, or that follows a resume, begins empty. That costs only speed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Self
+
+import numpy as np
+
+from cache.config import CacheConfig
+from rollout.trajectory import FloatArray, IntArray, KeptTokens, Trajectory
+
+TOKEN_BYTES = 8
+"""Bytes of a remembered token: its id and its log-probability. The rule needs no top-K."""
+ENTRY_BYTES = 512
+"""Python's overhead for each remembered trajectory, rounded up; a test measures it."""
+
+
+class LenientReuse:
+    """Remembers the last trajectory of each sample of each prompt, within a memory budget.
+
+    Args:
+        lenience: l of the rule, > 0.
+        max_bytes: the budget, overheads included; the least recently used trajectory goes first.
+    """
+
+    def __init__(self, *, lenience: float, max_bytes: int) -> None:
+        self._lenience = lenience
+        self._max_bytes = max_bytes
+        self._remembered: OrderedDict[tuple[str, int], tuple[IntArray, FloatArray]] = OrderedDict()
+        self.nbytes = 0
+        """Memory in use, estimated with the two constants above."""
+        self.dropped = 0
+        """Trajectories dropped to stay within the budget, those larger than the budget included."""
+
+    @classmethod
+    def from_config(cls, config: CacheConfig) -> Self | None:
+        """As configured; None by default, where earlier rollouts only serve as drafts."""
+        if config.reuse != "lenient":
+            return None
+        return cls(lenience=config.lenience, max_bytes=config.lenient_max_bytes)
+
+    def __len__(self) -> int:
+        return len(self._remembered)
+
+    def remember(self, trajectory: Trajectory) -> None:
+        """Remember a trajectory in place of the previous one of this sample."""
+        if trajectory.finish_reason == "abort":
+            return
+        key = (trajectory.prompt_id, trajectory.id.sample)
+        self._forget(key)
+        size = _size(len(trajectory.tokens))
+        if size > self._max_bytes:
+            self.dropped += 1
+            return
+        # Copied, because the arrays may be views of larger ones.
+        tokens, logprobs = trajectory.tokens.copy(), trajectory.behaviour_logprobs.copy()
+        tokens.setflags(write=False)
+        logprobs.setflags(write=False)
+        self._remembered[key] = (tokens, logprobs)
+        self.nbytes += size
+        while self.nbytes > self._max_bytes:
+            self._forget(next(iter(self._remembered)))
+            self.dropped += 1
+
+    def tokens_to_verify(self, prompt_id: str, sample: int) -> KeptTokens | None:
+        """The tokens that this sample begins with; None if none are remembered."""
+        found = self._remembered.get((prompt_id, sample))
+        if found is None:
+            return None
+        self._remembered.move_to_end((prompt_id, sample))
+        tokens, logprobs = found
+        no_top_k = (len(tokens), 0)
+        return KeptTokens(
+            tokens,
+            logprobs,
+            np.empty(no_top_k, np.int32),
+            np.empty(no_top_k, np.float32),
+            lenience=self._lenience,
+        )
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        old = self._remembered.pop(key, None)
+        if old is not None:
+            self.nbytes -= _size(len(old[0]))
+
+
+def _size(tokens: int) -> int:
+    return ENTRY_BYTES + TOKEN_BYTES * tokens
+
+
+def lenient_warning(config: CacheConfig) -> str | None:
+    """The warning that a run with lenient reuse prints at its start; None for the default."""
+    if config.reuse != "lenient":
+        return None
+    return (
+        f"WARNING: cache.reuse: lenient (lenience {config.lenience:.3g}) is BIASED. Samples begin "
+        "with tokens of earlier epochs that this policy was trained on, and keep them more often "
+        "than the policy generates them. They do not follow the policy that trains on them, "
+        "although their staleness is 0. Total variation measured where everything can be "
+        "enumerated: 0.099 at lenience 1, 0.137 at e^0.5 (docs/exactness.md). The exact default is "
+        "cache.reuse: drafts."
+    )

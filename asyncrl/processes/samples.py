@@ -1,0 +1,131 @@
+"""The samples of one generator: in generation, or finished and held until they are delivered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from asyncrl.processes.background import BackgroundTasks
+from asyncrl.processes.controller_line import ControllerLine
+from asyncrl.processes.generation import HeldSample, SampleGeneration, SampleGenerator
+from asyncrl.processes.lenient_reuse import LenientReuse
+from asyncrl.processes.reports import GeneratorReports
+from engine.errors import RequestError
+from rollout.trajectory import SampleId
+from wire.messages import from_generator, to_generator
+
+
+class Samples:
+    """Starts, verifies, interrupts and discards samples, and holds the finished ones.
+
+    Args:
+        generator: generates them.
+        controller: is told of each sample that is finished or failed.
+        reports: count the finished samples.
+        tasks: run the generation of each sample.
+        lenient_reuse: rollouts of earlier epochs to begin with; None unless configured.
+    """
+
+    def __init__(
+        self,
+        generator: SampleGenerator,
+        controller: ControllerLine,
+        reports: GeneratorReports,
+        tasks: BackgroundTasks,
+        lenient_reuse: LenientReuse | None,
+    ) -> None:
+        self._generator = generator
+        self._controller = controller
+        self._reports = reports
+        self._tasks = tasks
+        self._lenient_reuse = lenient_reuse
+        self._generating: dict[SampleId, tuple[SampleGeneration, asyncio.Task[None]]] = {}
+        self.held: dict[SampleId, HeldSample] = {}
+        """Finished and not delivered, by id."""
+
+    @property
+    def in_generation(self) -> list[SampleGeneration]:
+        """All samples that are not finished."""
+        return [generation for generation, _ in self._generating.values()]
+
+    def generate(self, command: to_generator.Generate) -> None:
+        """Start to generate a sample, unless it is known already."""
+        sample, prompt = command.sample, command.prompt
+        if sample in self._generating or sample in self.held:
+            return
+        earlier = None
+        if self._lenient_reuse is not None:
+            earlier = self._lenient_reuse.tokens_to_verify(prompt.prompt_id, sample.sample)
+        self._start(SampleGeneration(sample, prompt, command.seed, command.priority, earlier))
+
+    async def verify(self, sample: SampleId, seed: int, min_version: int) -> None:
+        """Have the tokens of a sample verified, if any is older than `min_version`."""
+        held = self.held.get(sample)
+        if held is not None:
+            if held.trajectory.oldest_version < min_version:
+                del self.held[sample]
+                self._start(
+                    SampleGeneration(
+                        sample,
+                        held.prompt,
+                        seed,
+                        tokens_to_verify=held.trajectory.kept(),
+                        min_version=min_version,
+                        previously_held=held,
+                    )
+                )
+        elif sample in self._generating:
+            generation, _ = self._generating[sample]
+            if generation.request_verification(seed, min_version):
+                await self.interrupt(generation)
+
+    async def interrupt(self, generation: SampleGeneration) -> None:
+        """End the running attempt of a sample; see `asyncrl.processes.generation`."""
+        await self._generator.interrupt(generation)
+
+    async def interrupt_all(self) -> None:
+        """Interrupt every sample; none is resumed before `resume_all`."""
+        self._generator.hold_attempts()
+        for generation in self.in_generation:
+            await self.interrupt(generation)
+
+    def resume_all(self) -> None:
+        """Resume the samples from their tokens."""
+        self._generator.allow_attempts()
+
+    def discard(self, samples: Sequence[SampleId]) -> None:
+        """Forget these samples, finished or not."""
+        for sample in samples:
+            if sample in self._generating:
+                _, task = self._generating.pop(sample)
+                task.cancel()
+            self.held.pop(sample, None)
+
+    def _start(self, generation: SampleGeneration) -> None:
+        task = self._tasks.start(self._run(generation))
+        self._generating[generation.sample] = generation, task
+
+    async def _run(self, generation: SampleGeneration) -> None:
+        """Generate one sample, hold it and report it."""
+        sample = generation.sample
+        try:
+            held = await self._generator.generate(generation)
+        except RequestError as error:
+            await self._controller.report_failed_sample(sample, error)
+        else:
+            self.held[sample] = held
+            trajectory = held.trajectory
+            if generation.previously_held is None:
+                self._reports.count_finished(trajectory)
+            await self._controller.send(
+                from_generator.SampleFinished(
+                    self._controller.generator,
+                    sample,
+                    length=len(trajectory.tokens),
+                    oldest_version=trajectory.oldest_version,
+                    finish_reason=trajectory.finish_reason,
+                )
+            )
+        finally:
+            if sample in self._generating and self._generating[sample][0] is generation:
+                del self._generating[sample]

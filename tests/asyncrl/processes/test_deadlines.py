@@ -1,0 +1,61 @@
+"""Deadlines of samples, with a fake engine."""
+
+from __future__ import annotations
+
+import numpy as np
+from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
+
+from asyncrl.processes.generation import SampleGeneration
+from wire.messages import to_generator as tg
+
+
+def test_a_sample_past_its_deadline_ends_with_the_tokens_that_it_has():
+    async def scenario(harness: GeneratorHarness) -> None:
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        await harness.process.end_overdue()
+        assert not harness.engine.interrupted, "it has no token yet"
+        harness.engine.feed("train-5.1", [3], 1)
+        harness.engine.unreported["train-5.1"] = ([4], 1)
+        await settle()
+        await harness.process.end_overdue()
+        await settle()
+        assert [(f.length, f.finish_reason) for f in harness.finished()] == [(2, "deadline")]
+
+    play(scenario, deadline_seconds=1e-9)
+
+
+def test_a_pause_does_not_count_towards_the_deadline():
+    async def scenario(harness: GeneratorHarness) -> None:
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        harness.engine.feed("train-5.1", [3], 1)
+        await settle()
+        (generation,) = harness.process.samples.in_generation
+        started = generation.first_token_at
+        await harness.send(tg.Pause())
+        await harness.process.end_overdue()
+        assert not harness.engine.interrupted
+        await harness.send(tg.Resume())
+        assert generation.first_token_at is not None
+        assert started is not None
+        assert generation.first_token_at > started
+        await harness.process.end_overdue()
+        assert harness.engine.interrupted == ["train-5.1"]
+
+    play(scenario, deadline_seconds=1e-9)
+
+
+def test_a_verification_gets_a_deadline_of_its_own():
+    generation = SampleGeneration(SAMPLE, PROMPT, 7)
+    generation.builder.append(
+        tokens=np.array([3], np.int32),
+        logprobs=np.zeros(1, np.float32),
+        topk_ids=np.array([[3]], np.int32),
+        topk_logprobs=np.zeros((1, 1), np.float32),
+        provenance=np.zeros(1, np.uint8),
+        policy_version=1,
+    )
+    generation.first_token_at, generation.expired = 1.0, True
+    assert generation.request_verification(9, 2)
+    assert generation.end_attempt("abort") is None
+    generation.begin_pending_verification()
+    assert (generation.first_token_at, generation.expired) == (None, False)

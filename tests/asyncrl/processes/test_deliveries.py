@@ -1,0 +1,56 @@
+"""Rewards and deliveries of held samples, with a fake engine."""
+
+from __future__ import annotations
+
+from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, verify
+
+from asyncrl.errors import AsyncrlError
+from wire.messages import from_generator as fg
+from wire.messages import to_generator as tg
+
+
+def test_a_delivery_waits_for_the_reward_and_a_slot_does_not():
+    async def scenario(harness: GeneratorHarness) -> None:
+        harness.rewards.gate.clear()
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        harness.engine.feed("train-5.1", [3, 4], 1, end="stop")
+        await settle()
+        assert [f.length for f in harness.finished()] == [2]
+        await harness.send(verify())
+        harness.engine.feed("train-5.1-v2", [3, 4], 2, verified=2, end="stop")
+        await settle()
+        assert await harness.delivered() == []
+        harness.rewards.gate.set()
+        await settle()
+        assert [delivery.reward for delivery in harness.data.sent] == [2.0]
+        assert harness.rewards.asked == ["3 4"]
+
+    play(scenario)
+
+
+def test_a_failed_reward_is_reported_at_delivery():
+    async def scenario(harness: GeneratorHarness) -> None:
+        harness.rewards.error = AsyncrlError("no reward function 'x'")
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        harness.engine.feed("train-5.1", [3, 4], 1, end="stop")
+        await settle()
+        assert await harness.delivered() == []
+        told = [m for m in harness.control.sent if isinstance(m, fg.SampleFailed)]
+        assert [(m.sample, m.reason) for m in told] == [(SAMPLE, "no reward function 'x'")]
+
+    play(scenario)
+
+
+def test_a_sample_that_is_discarded_while_its_reward_is_computed_is_not_delivered():
+    async def scenario(harness: GeneratorHarness) -> None:
+        harness.rewards.gate.clear()
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        harness.engine.feed("train-5.1", [3, 4], 1, end="stop")
+        await settle()
+        await harness.send(tg.Deliver(2, (SAMPLE,)))
+        await harness.send(tg.Discard((SAMPLE,)))
+        harness.rewards.gate.set()
+        await settle()
+        assert not harness.data.sent
+
+    play(scenario)

@@ -1,0 +1,213 @@
+"""A generator process with a fake engine, fake rewards and fake sockets.
+
+async def scenario(harness: GeneratorHarness) -> None:
+    await harness.send(Generate(SAMPLE, PROMPT, 7))
+    harness.engine.feed("train-5.1", [3, 4], 1, end="stop")
+    await settle()
+    assert harness.finished()
+
+play(scenario)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.processes.activity import Activity
+from asyncrl.processes.controller_line import ControllerLine
+from asyncrl.processes.generation import SampleGenerator
+from asyncrl.processes.generator import GeneratorProcess
+from asyncrl.processes.reports import GeneratorRecords
+from asyncrl.processes.sample_rewards import SampleRewards
+from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from monitoring.metrics import GeneratorMetrics, new_registry
+from monitoring.timeline import Timeline
+from rollout.trajectory import Provenance, SampleId
+from wire.messages import from_generator as fg
+from wire.messages import to_generator as tg
+from wire.records import EngineStats
+
+SAMPLE = SampleId(group=5, sample=1)
+PROMPT = tg.PromptPayload("p", np.array([1, 2], "<i4").tobytes(), {"prompt": "?"})
+
+
+class FakeEngine:
+    """Streams what the test feeds it; remembers requests and which were interrupted, or lost.
+
+    `unreported` is what the engine has drawn of a request when it is interrupted, and not told.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[GenerateRequest] = []
+        self.chunks: dict[str, asyncio.Queue[TokenChunk]] = {}
+        self.interrupted: list[str] = []
+        self.abandoned: list[str] = []
+        self.serving: set[str] = set()
+        self.unreported: dict[str, tuple[list[int], int]] = {}
+        self.version = 0
+        self.updates: list[tuple[int, set[str]]] = []
+        self.paused = False
+        self.saved = False
+
+    async def generate(self, request: GenerateRequest) -> Any:
+        assert not (self.paused and request.kept is not None)
+        self.requests.append(request)
+        queue = self.chunks.setdefault(request.request_id, asyncio.Queue())
+        ended = False
+        self.serving.add(request.request_id)
+        try:
+            while not ended:
+                chunk = await queue.get()
+                ended = chunk.finish_reason is not None
+                yield chunk
+        finally:
+            self.serving.discard(request.request_id)
+            if not ended:
+                self.abandoned.append(request.request_id)
+
+    def feed(
+        self, name: str, tokens: list[int], version: int, *, verified: int = 0, end: Any = None
+    ):
+        n = len(tokens)
+        provenance = np.full(n, Provenance.SAMPLED, np.uint8)
+        provenance[:verified] = Provenance.VERIFIED
+        chunk = TokenChunk(
+            name,
+            np.array(tokens, np.int32),
+            np.full(n, -0.5 - version, np.float32),
+            np.array(tokens, np.int32)[:, None],
+            np.full((n, 1), -0.5 - version, np.float32),
+            provenance,
+            version,
+            end,
+        )
+        self.chunks.setdefault(name, asyncio.Queue()).put_nowait(chunk)
+
+    async def interrupt(self, name: str) -> None:
+        self.interrupted.append(name)
+        self.serving.discard(name)
+        tokens, version = self.unreported.pop(name, ([], 0))
+        self.feed(name, tokens, version, end="abort")
+
+    async def update_weights(self, weights: Any, version: int) -> None:
+        self.updates.append((version, set(self.serving)))
+        self.version = version
+
+    async def pause(self) -> None:
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
+
+    async def save_cache(self) -> int:
+        self.saved = True
+        return 1
+
+    def stats(self) -> EngineStats:
+        return EngineStats(slots=2, policy_version=self.version)
+
+
+class FakeRewards:
+    """The reward is the number of tokens; counts how often it was asked."""
+
+    waiting = running = failed = 0
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.error: AsyncrlError | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def score(self, _prompt: str, text: str, _row: Any) -> float:
+        self.asked.append(text)
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return float(len(text.split()))
+
+
+class FakeLine:
+    """One end of a wire: what the test sends, what the process sent."""
+
+    def __init__(self) -> None:
+        self.inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self.sent: deque[Any] = deque()
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def receive(self) -> Any:
+        return await self.inbox.get()
+
+
+class GeneratorHarness:
+    """A generator process with two slots among fakes."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.engine, self.rewards = FakeEngine(), FakeRewards()
+        self.control, self.data = FakeLine(), FakeLine()
+        metrics = GeneratorMetrics.register(new_registry(), "g0")
+        rewards = SampleRewards(
+            self.rewards,  # type: ignore[arg-type]
+            lambda tokens: " ".join(map(str, tokens)),
+            metrics,
+        )
+        self.generator = SampleGenerator(
+            self.engine,  # type: ignore[arg-type]
+            rewards,
+            SamplingParams(max_tokens=8),
+        )
+        self.process = GeneratorProcess(
+            self.engine,  # type: ignore[arg-type]
+            self.generator,
+            ControllerLine("g0", self.control),  # type: ignore[arg-type]
+            self.data,  # type: ignore[arg-type]
+            GeneratorRecords(metrics, Activity(Timeline(None, "g0"), metrics)),
+            **settings,
+        )
+
+    async def send(self, message: tg.ToGenerator) -> None:
+        self.control.inbox.put_nowait(message)
+        await settle()
+
+    async def delivered(self) -> list[float]:
+        """The rewards of what the trainer was sent, once the sample was asked for."""
+        await self.send(tg.Deliver(2, (SAMPLE,)))
+        return [delivery.reward for delivery in self.data.sent]
+
+    def finished(self) -> list[fg.SampleFinished]:
+        return [m for m in self.control.sent if isinstance(m, fg.SampleFinished)]
+
+
+async def settle() -> None:
+    """Let every task run as far as it can; nothing here waits for a clock."""
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+async def _play(scenario: Any, settings: dict[str, Any]) -> None:
+    harness = GeneratorHarness(**settings)
+    running = asyncio.create_task(harness.process.run(metrics_port=None))
+    try:
+        async with asyncio.timeout(20):
+            await settle()
+            await scenario(harness)
+            await harness.send(tg.Shutdown())
+            await running
+            assert harness.engine.saved, "the next process has nothing to draft from"
+    finally:
+        running.cancel()
+
+
+def play(scenario: Any, **settings: Any) -> None:
+    asyncio.run(_play(scenario, settings))
+
+
+def verify(seed: int = 9, min_version: int = 2) -> tg.Verify:
+    """The command to verify SAMPLE."""
+    return tg.Verify((SAMPLE,), (seed,), min_version)
