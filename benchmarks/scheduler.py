@@ -1,17 +1,18 @@
-"""What the scheduler costs per event, from a few generators to 4,096 with 256 slots each.
+"""What the scheduler costs per event, from 2 generators to 4,096 with 256 slots each.
 
     python -m benchmarks.scheduler [--quick] [--json FILE]
 
-Only `Scheduler.on_event` is timed, in seconds of this thread's processor, so that other work on the
-machine does not count (reading that clock is in the numbers, about half a microsecond). The fake
-generators and the fake trainer around it are not timed. Every sample is finished and acknowledged,
-generators install each version, groups of a prompt come back epoch after epoch, and lengths are
-heavy-tailed, so that generators run dry at different times and take over each other's work. Modes:
-`keep`, and `verify` with a step of run-ahead, where every sample written ahead is verified when it
-is due (a third of them go on from a cut, the others are accepted as they are).
-`µs / event` is all of the scheduler's time divided by all events, so a single event that opens a
-whole step is in it. The full run (some minutes, about 1 GB) trains steps of 1,048,576 samples with
-4,096 generators; the quick one stops at 512 generators.
+Only `Scheduler.on_event` is timed, in CPU seconds of this thread, so that other work on the machine
+does not count. Reading that clock is included, about half a microsecond. The fake generators and
+the fake trainer are not timed. Every sample is finished and acknowledged, generators install each
+version, prompts come back in each epoch, and lengths are heavy-tailed, so that generators run out
+of work at different times and take over each other's groups. Modes: `keep`, and `verify` with one
+step of run-ahead, where every sample generated ahead is verified when it is due (a third of them
+resume from a rejection, the others are accepted whole).
+
+`µs / event` is all of the scheduler's time divided by the number of events, so it includes the
+single events that open a whole step. The full benchmark (some minutes, about 1 GB) trains steps of
+1,048,576 samples with 4,096 generators; `--quick` stops at 512 generators.
 """
 
 from __future__ import annotations
@@ -30,15 +31,14 @@ from rich.table import Table
 
 from benchmarks.report import write_json
 from rollout.trajectory import SampleId
-from scheduler import commands as out
-from scheduler import events as ev
+from scheduler import commands, events
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
 
 
 @dataclass
 class Result:
-    """One size."""
+    """Measurements of one size and mode."""
 
     generators: int
     slots: int
@@ -53,12 +53,12 @@ class Result:
 
     @property
     def event_us(self) -> float:
-        """Microseconds of the scheduler per event, all events alike."""
+        """Microseconds of the scheduler per event, over all kinds of events."""
         return self.seconds / max(1, self.events) * 1e6
 
 
-class Fleet:
-    """Fake generators and trainer: a clock, and the events that are due."""
+class FakeCluster:
+    """Fake generators and a fake trainer: a clock, and the events that are due."""
 
     def __init__(self, result: Result, *, steps: int, group_size: int, seed: int) -> None:
         samples = result.generators * result.slots
@@ -76,68 +76,69 @@ class Fleet:
         self.result = result
         self.rng = random.Random(seed)
         self.now = 0.0
-        self.due: list[tuple[float, int, ev.Event]] = []
+        self.due: list[tuple[float, int, events.Event]] = []
         self.count = 0
         self.version: dict[str, int] = {}
         self.free: dict[str, int] = {}
-        self.waiting: dict[str, deque[out.StartSample]] = {}
-        self.finished: out.RunOutcome | None = None
-        self.begun: dict[SampleId, int] = {}
-        """`verify`: lowest version of the tokens of what is being written."""
+        self.waiting: dict[str, deque[commands.StartSample]] = {}
+        self.finished: commands.RunOutcome | None = None
+        self.oldest_version: dict[SampleId, int] = {}
+        """`verify` only: lowest version among the tokens of each running sample."""
         self.spent: dict[str, list[float]] = {}
+        """By type of event: (seconds, number of events)."""
 
     def run(self) -> None:
-        """From the first join to `FinishRun`."""
+        """Run from the first join to `FinishRun`."""
         for i in range(self.result.generators):
             name = f"generator-{i}"
             self.version[name], self.free[name] = 0, self.result.slots
             self.waiting[name] = deque()
-            self.tell(ev.GeneratorJoined(name, self.result.slots, 0))
-        self.tell(ev.TrainerJoined(0))
+            self.tell(events.GeneratorJoined(name, self.result.slots, 0))
+        self.tell(events.TrainerJoined(0))
         while self.finished is None:
             self.now, _, event = heapq.heappop(self.due)
-            if isinstance(event, ev.SampleFinished) and event.sample in self.begun:
-                oldest = self.begun.pop(event.sample)
-                event = ev.SampleFinished(event.generator, event.sample, event.length, oldest)
-            if isinstance(event, ev.WeightsInstalled):
+            if isinstance(event, events.SampleFinished) and event.sample in self.oldest_version:
+                oldest = self.oldest_version.pop(event.sample)
+                event = events.SampleFinished(event.generator, event.sample, event.length, oldest)
+            if isinstance(event, events.WeightsInstalled):
                 self.version[event.generator] = event.policy_version
             self.tell(event)
-            if isinstance(event, ev.SampleFinished) and event.length:
+            if isinstance(event, events.SampleFinished) and event.length:
                 self.free[event.generator] += 1
                 self.decode(event.generator)
 
-    def tell(self, event: ev.Event) -> None:
-        """Time one event and do as it says."""
+    def tell(self, event: events.Event) -> None:
+        """Time one event and carry out its commands."""
         start = time.thread_time()
-        commands = self.scheduler.on_event(event)
+        issued = self.scheduler.on_event(event)
         elapsed = time.thread_time() - start
         result = self.result
         result.events += 1
-        result.commands += len(commands)
+        result.commands += len(issued)
         result.seconds += elapsed
         result.longest_ms = max(result.longest_ms, elapsed * 1e3)
         entry = self.spent.setdefault(type(event).__name__, [0.0, 0.0])
         entry[0] += elapsed
         entry[1] += 1
-        for command in commands:
+        for command in issued:
             self.carry_out(command)
 
-    def carry_out(self, command: out.Command) -> None:
+    def carry_out(self, command: commands.Command) -> None:
         """Schedule the events that a command leads to."""
-        if isinstance(command, out.StartSample):
+        if isinstance(command, commands.StartSample):
             self.waiting[command.generator].append(command)
             self.decode(command.generator)
-        elif isinstance(command, out.VerifySamples):
+        elif isinstance(command, commands.VerifySamples):
             self.verify(command)
-        elif isinstance(command, out.DeliverGroup):
+        elif isinstance(command, commands.DeliverGroup):
             for name, sample in command.samples:
-                self.after(0.01, ev.SampleDelivered(name, sample))
-        elif isinstance(command, out.DeclareStep):
-            self.after(0.5, ev.StepFinished(command.step, command.groups))
-            self.after(0.6, ev.WeightsPublished(command.step + 1))
-        elif isinstance(command, out.InstallWeights):
-            self.after(0.05, ev.WeightsInstalled(command.generator, command.policy_version))
-        elif isinstance(command, out.FinishRun):
+                self.after(0.01, events.SampleDelivered(name, sample))
+        elif isinstance(command, commands.DeclareStep):
+            self.after(0.5, events.StepFinished(command.step, command.groups))
+            self.after(0.6, events.WeightsPublished(command.step + 1))
+        elif isinstance(command, commands.InstallWeights):
+            self.after(0.05, events.WeightsInstalled(command.generator, command.policy_version))
+        elif isinstance(command, commands.FinishRun):
             self.finished = command.outcome
 
     def decode(self, name: str) -> None:
@@ -147,67 +148,67 @@ class Fleet:
             self.free[name] -= 1
             sample = waiting.popleft().sample
             length = self.rng.lognormvariate(0.0, 1.0)
-            event = ev.SampleFinished(name, sample, 1 + int(length * 1000), self.version[name])
+            event = events.SampleFinished(name, sample, 1 + int(length * 1000), self.version[name])
             if self.config.on_update == "verify":
-                self.begun[sample] = self.version[name]
+                self.oldest_version[sample] = self.version[name]
             self.after(length, event)
 
-    def verify(self, command: out.VerifySamples) -> None:
-        """What is held is reported again, soon or after more writing; what runs just goes on."""
+    def verify(self, command: commands.VerifySamples) -> None:
+        """Finish held samples again, at once or after more decoding; running ones just continue."""
         for sample in command.samples:
-            if sample in self.begun:
-                self.begun[sample] = command.min_version
+            if sample in self.oldest_version:
+                self.oldest_version[sample] = command.min_version
             else:
                 seconds = self.rng.lognormvariate(0.0, 1.0) if self.rng.random() < 0.33 else 0.02
-                # Length 0: it takes no slot here.
-                event = ev.SampleFinished(command.generator, sample, 0, command.min_version)
+                # Length 0 marks a sample that takes no slot here.
+                event = events.SampleFinished(command.generator, sample, 0, command.min_version)
                 self.after(seconds, event)
 
-    def after(self, seconds: float, event: ev.Event) -> None:
-        """Let an event be due so much later."""
+    def after(self, seconds: float, event: events.Event) -> None:
+        """Schedule an event."""
         self.count += 1
         heapq.heappush(self.due, (self.now + seconds, self.count, event))
 
 
 def measure(generators: int, slots: int, mode: str, bound: int, *, steps: int) -> Result:
     result = Result(generators, slots, mode, bound)
-    fleet = Fleet(result, steps=steps, group_size=8, seed=0)
+    cluster = FakeCluster(result, steps=steps, group_size=8, seed=0)
     gc.collect()
     gc.freeze()
-    fleet.run()
-    assert fleet.finished is out.RunOutcome.DONE, fleet.finished
-    result.peak_in_flight = fleet.scheduler.state.admission.max_groups_in_flight * 8
-    result.by_event_us = {k: 1e6 * a / n for k, (a, n) in sorted(fleet.spent.items())}
+    cluster.run()
+    assert cluster.finished is commands.RunOutcome.DONE, cluster.finished
+    result.peak_in_flight = cluster.scheduler.state.admission.max_groups_in_flight * 8
+    result.by_event_us = {k: 1e6 * a / n for k, (a, n) in sorted(cluster.spent.items())}
     gc.unfreeze()
     return result
 
 
 def memory(generators: int, slots: int, mode: str, *, steps: int) -> tuple[float, float]:
-    """Bytes of the scheduler per sample that may be in flight: the first window open, and the last.
+    """Bytes of the scheduler per sample that may be in flight, at the first opening and the last.
 
-    The second is no greater than the first if nothing piles up.
+    The second is no greater than the first if nothing accumulates.
     """
     result = Result(generators, slots, mode, 0)
-    fleet = Fleet(result, steps=steps, group_size=8, seed=0)
+    cluster = FakeCluster(result, steps=steps, group_size=8, seed=0)
     only = tracemalloc.Filter(inclusive=True, filename_pattern="*/scheduler/*.py")
     bench = tracemalloc.Filter(inclusive=False, filename_pattern="*/benchmarks/*.py")
     tracemalloc.start()
     sizes: list[float] = []
-    original = fleet.tell
+    original = cluster.tell
 
-    def tell(event: ev.Event) -> None:
+    def tell(event: events.Event) -> None:
         original(event)
-        opened = isinstance(event, ev.TrainerJoined) or (
-            isinstance(event, ev.WeightsPublished) and event.policy_version == steps - 1
+        opened = isinstance(event, events.TrainerJoined) or (
+            isinstance(event, events.WeightsPublished) and event.policy_version == steps - 1
         )
         if opened:
             taken = tracemalloc.take_snapshot().filter_traces([only, bench])
             sizes.append(sum(s.size for s in taken.statistics("filename")))
 
-    fleet.tell = tell  # type: ignore[method-assign]
-    fleet.run()
+    cluster.tell = tell  # type: ignore[method-assign]
+    cluster.run()
     tracemalloc.stop()
-    samples = fleet.scheduler.state.admission.max_groups_in_flight * fleet.config.group_size
+    samples = cluster.scheduler.state.admission.max_groups_in_flight * cluster.config.group_size
     return sizes[0] / samples, sizes[-1] / samples
 
 
@@ -242,7 +243,7 @@ def main() -> None:
             "the end"
         )
     ratios = {
-        # The dearer of the two modes with the most generators.
+        # The slower of the two modes with the most generators.
         "scheduler_event_us": max(r.event_us for r in results[-2:]),
         "scheduler_event_us_keep": results[-2].event_us,
         "scheduler_event_us_verify": results[-1].event_us,

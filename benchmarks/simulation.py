@@ -1,16 +1,16 @@
-"""The simulator against real runs on this machine, and its numbers for a large cluster.
+"""Compare the simulator with real runs on this machine, and simulate a large cluster.
 
     python -m benchmarks.simulation [--quick] [--json FILE] [--runs DIR]
 
-Real runs of examples/arithmetic.yaml that differ in the scheduler's settings only (synchronous,
-keep(1), verify), one after the other. The costs are fitted to ONE of them, `verify`, since that is
-the run in which everything occurs: decoding, scoring, training beside both. From that fit all
-three step times are predicted: the machine's speed is taken from one run, what the modes make of
-it is not. Steps after the first three count. A machine that others use meanwhile is not
-one machine for the three runs: then a ratio says little; the load is printed.
+Makes real runs of examples/arithmetic.yaml, one after the other, that differ only in the settings
+of the scheduler: synchronous, keep(1), verify. The costs are fitted to ONE of them, `verify`,
+because in that run everything occurs: decoding, scoring, and training at the same time. All three
+step times are predicted from that fit, so the machine's speed comes from one run, and the
+differences between modes are predictions. The first three steps do not count. If other programs
+load the machine while the runs follow each other, the ratios say little; the load is printed.
 
-Then 256 generators (H200, 7B), every mode, by both models of what verification keeps. `--quick`
-makes runs of 20 steps and simulates 32 generators in place of 256.
+Then simulates every mode with 256 generators (H200, 7B), by both models of what verification
+accepts. `--quick` makes runs of 20 steps and simulates 32 generators.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.table import Table
 
 from asyncrl.simulation.fit import Fit, fit_run
 from asyncrl.simulation.study import MODES, Cluster, as_json, cluster, compare
-from asyncrl.simulation.tables import table as modes_table
+from asyncrl.simulation.tables import mode_table
 from benchmarks.report import write_json
 
 EXAMPLE = "examples/arithmetic.yaml"
@@ -42,7 +42,7 @@ SEEDS = range(3)
 
 
 def real_run(name: str, settings: dict[str, Any], steps: int, directory: Path) -> Path:
-    """Run the example with these settings; gives the run's directory."""
+    """Run the example with these settings; returns the run's directory."""
     overrides = {f"scheduler.{key}": value for key, value in settings.items()} | {
         "run.name": name,
         "run.directory": directory,
@@ -60,31 +60,31 @@ def real_run(name: str, settings: dict[str, Any], steps: int, directory: Path) -
 
 
 def predicted(fit: Fit, like: Fit) -> float:
-    """Seconds of a step of `like`'s settings at the costs of `fit`."""
+    """Predict the seconds of a step with the settings of `like` and the costs of `fit`."""
     outcomes = [cluster(like.config, fit, seed=seed).configured() for seed in SEEDS]
     return sum(outcome.step_seconds for outcome in outcomes) / len(outcomes)
 
 
 def validate(fits: dict[str, Fit], console: Console) -> dict[str, Any]:
-    """Measured and simulated step times; prints them."""
-    out = Table(title=f"a step, fitted to the run {FITTED!r}")
+    """Print and return measured and simulated step times."""
+    table = Table(title=f"seconds of a step, fitted to the run {FITTED!r}")
     for column in ("run", "measured s", "simulated s", "ratio", "fitted to itself"):
-        out.add_column(column, justify="left" if column == "run" else "right")
-    rows: dict[str, Any] = {}
+        table.add_column(column, justify="left" if column == "run" else "right")
+    found: dict[str, Any] = {}
     for name, fit in fits.items():
         simulated, own = predicted(fits[FITTED], fit), predicted(fit, fit)
-        rows[name] = {
+        found[name] = {
             "measured": fit.step_seconds,
             "simulated": simulated,
             "ratio": simulated / fit.step_seconds,
             "own_ratio": own / fit.step_seconds,
         }
-        out.add_row(
+        table.add_row(
             name, f"{fit.step_seconds:.3f}", f"{simulated:.3f}",
             f"{simulated / fit.step_seconds:.2f}", f"{own / fit.step_seconds:.2f}",
         )  # fmt: skip
-    console.print(out)
-    return rows
+    console.print(table)
+    return found
 
 
 def main() -> None:
@@ -109,12 +109,12 @@ def main() -> None:
         raw["load_before"] = load
         console.print(f"load before: {load:.1f} of {os.cpu_count()} cores")
         ratios["simulated_over_measured_worst"] = max(
-            (row["ratio"] for row in raw["validation"].values()), key=lambda r: abs(r - 1)
+            (found["ratio"] for found in raw["validation"].values()), key=lambda r: abs(r - 1)
         )
     for rule in ("token", "block"):
         large = Cluster(generators=32 if args.quick else 256, rule=rule)
         outcomes = compare(large, MODES)
-        console.print(modes_table(large, outcomes))
+        console.print(mode_table(large, outcomes))
         raw[rule] = as_json(outcomes)
         suffix = "" if rule == "token" else "_block"
         sync = outcomes["sync"].step_seconds

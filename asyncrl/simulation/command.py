@@ -99,4 +99,4 @@ def simulate(
     if as_json:
         typer.echo(json.dumps(study.as_json(outcomes), indent=2))
     else:
-        console.print(tables.table(cluster, outcomes))
+        console.print(tables.mode_table(cluster, outcomes))

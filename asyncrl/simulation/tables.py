@@ -10,7 +10,7 @@ from asyncrl.simulation.study import NEAR, Cluster, Place, right_choice
 from asyncrl.simulation.world import Outcome
 
 
-def table(cluster: Cluster, outcomes: Mapping[str, Outcome]) -> Table:
+def mode_table(cluster: Cluster, outcomes: Mapping[str, Outcome]) -> Table:
     """Compare modes; speed is relative to the first one."""
     result = Table(
         title=cluster.title(),
