@@ -1,4 +1,4 @@
-"""What metrics are made of: their description, and counters and labels that are easy to use."""
+"""The building blocks of metrics: their declaration, counters and labels."""
 
 from __future__ import annotations
 
@@ -17,32 +17,35 @@ TOKENS = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 81
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """What one metric is. `label` is one more label beside `process`, `values` what it may be."""
+    """The declaration of one metric."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
+    """One sentence, shown by Prometheus."""
     label: str | None = None
+    """A label in addition to `process`."""
     values: tuple[str, ...] | None = None
-    """None with a label: any value (keep them few)."""
+    """What the label may be; None with a label: any value (keep them few)."""
     buckets: tuple[float, ...] = SECONDS
-    key: str | None = None
-    """Name of this number in a line of metrics.jsonl, for `publish`."""
+    """Upper bounds of a histogram's buckets, in its unit."""
+    value: Callable[[Any], float | None] | None = None
+    """Reads a gauge's value from the step record that the role publishes."""
 
 
 class Total:
-    """A counter that can also follow a total kept elsewhere."""
+    """A counter that can also follow a total that is kept elsewhere."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
         self._last = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
-        """Count; amounts below 0 raise ValueError."""
+        """Add to the counter. Raises ValueError for an amount below 0."""
         self._counter.inc(amount)
 
     def follow(self, total: float) -> None:
-        """Count what `total` grew by since the last call; a smaller one began again from 0."""
+        """Count what `total` grew by since the last call; a smaller total restarted from 0."""
         self._counter.inc(total - self._last if total >= self._last else total)
         self._last = total
 
@@ -56,7 +59,7 @@ class By(Generic[T]):
         self._made: dict[str, T] = {value: make(value) for value in spec.values or ()}
 
     def of(self, value: str) -> T:
-        """The metric with this value. Raises ValueError when the value is not a declared one."""
+        """The metric with this label value. Raises ValueError for a value not declared."""
         if value not in self._made:
             if self._spec.values is not None:
                 known = ", ".join(self._spec.values)
@@ -68,10 +71,10 @@ class By(Generic[T]):
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry of this process alone, with the process's own CPU, memory and file numbers.
+    """A registry for this process, with its CPU time, memory and open files.
 
     The client library's `_created` series are turned off for the whole process: they double the
-    number of series and nobody reads them.
+    number of series, and nothing here reads them.
     """
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()

@@ -1,7 +1,7 @@
 """The view of a run while it goes on: a panel in a terminal, lines anywhere else.
 
     with LiveView(config.monitoring, total_steps=60, run_name="demo") as live:
-        live.update(RunView(phase="training", step=3, reward_mean=0.7))
+        live.update(RunView(phase="training", step=3, last=record))
         live.log("checkpoint written")
 
 Nothing but text ever reaches a stream that is not a terminal: no colours, no cursor movements, no

@@ -79,6 +79,8 @@ def _progress(view: RunView, total_steps: int) -> RenderableType:
 
 
 def _numbers(view: RunView, wide: bool) -> RenderableType:
+    last = view.last
+    rate = None if last is None else last.tokens_per_second
     outcome = [
         ("reward", _reward(view)),
         ("accuracy before", Text(percent(view.accuracy_before, 1))),
@@ -86,10 +88,10 @@ def _numbers(view: RunView, wide: bool) -> RenderableType:
         ("drafts accepted", _drafts(view)),
     ]
     flow = [
-        ("tokens/s", Text(count(view.tokens_per_second), style="bold")),
+        ("tokens/s", Text(count(rate), style="bold")),
         ("samples", _samples(view)),
-        ("generator idle", _idle(view.generator_idle)),
-        ("trainer idle", _idle(view.trainer_idle)),
+        ("generator idle", _idle(None if last is None else last.idle.generator)),
+        ("trainer idle", _idle(None if last is None else last.idle.trainer)),
     ]
     grid = Table.grid(expand=True, padding=(0, 2))
     if wide:
@@ -107,19 +109,19 @@ def _numbers(view: RunView, wide: bool) -> RenderableType:
 
 
 def _reward(view: RunView) -> Text:
+    reward = None if view.last is None else view.last.learning.reward_mean
     return Text.assemble(
-        (number(view.reward_mean), "bold green" if view.reward_mean is not None else ""),
+        (number(reward), "" if reward is None else "bold green"),
         "  ",
         (sparkline(view.recent_rewards, 20), "green"),
     )
 
 
 def _staleness(view: RunView) -> Text:
-    if view.staleness_mean is None:
+    if view.last is None:
         return Text(UNKNOWN)
-    return Text.assemble(
-        number(view.staleness_mean), ("  at most ", "dim"), f"{view.staleness_max or 0:.0f}"
-    )
+    staleness = view.last.staleness
+    return Text.assemble(number(staleness.mean), ("  at most ", "dim"), f"{staleness.max}")
 
 
 def _drafts(view: RunView) -> Text:
@@ -161,21 +163,20 @@ def _foot(view: RunView) -> list[RenderableType]:
 
 def plain_line(view: RunView, total_steps: int) -> str:
     """One finished step as a line for a log file."""
-    parts = [f"step {view.step}/{total_steps}"]
-    if view.reward_mean is not None:
-        parts.append(f"reward {view.reward_mean:.3f}")
-    if view.tokens_per_second is not None:
-        parts.append(f"{count(view.tokens_per_second)} tokens/s")
-    if view.staleness_mean is not None:
-        parts.append(f"staleness {view.staleness_mean:.2f} (max {view.staleness_max or 0:.0f})")
+    parts, last = [f"step {view.step}/{total_steps}"], view.last
+    if last is not None:
+        parts += [
+            f"reward {last.learning.reward_mean:.3f}",
+            f"{count(last.tokens_per_second)} tokens/s",
+            f"staleness {last.staleness.mean:.2f} (max {last.staleness.max})",
+        ]
     if view.draft_acceptance is not None:
         parts.append(f"drafts accepted {percent(view.draft_acceptance)}")
     if view.drafted_share is not None:
         parts.append(f"reused {percent(view.drafted_share)}")
-    if view.generator_idle is not None or view.trainer_idle is not None:
-        parts.append(
-            f"idle generator {percent(view.generator_idle)} trainer {percent(view.trainer_idle)}"
-        )
+    if last is not None:
+        idle = last.idle
+        parts.append(f"idle generator {percent(idle.generator)} trainer {percent(idle.trainer)}")
     if view.eta_seconds is not None:
         parts.append(f"{duration(view.eta_seconds)} left")
     return " | ".join(parts)

@@ -1,22 +1,24 @@
-"""Every metric of asyncrl, declared once, here.
+"""Every Prometheus metric of asyncrl, declared once.
 
-Each process of a run has one role and exports that role's class plus `ProcessMetrics`, every
-series labelled with the process's name. Names begin with `asyncrl_`, units are base units
-(seconds, bytes, tokens, ratio from 0 to 1), counters end in `_total`. Series with a fixed set of
-label values exist from the start, so that a rate over them is never missing; other values are
-refused.
+Each process of a run has one role and exports that role's class, every series labelled with the
+process's name. Names begin with `asyncrl_`, units are base units (seconds, bytes, tokens, ratio
+from 0 to 1), counters end in `_total`. Series with a fixed set of label values exist from the
+start, so that a rate over them is never missing; other values are refused.
+
+Gauges of a step read their value from the step's record (`wire.records`), so that a name that does
+not exist there is a type error and not a series that is never set.
 
     registry = new_registry()
     metrics = GeneratorMetrics.register(registry, process="generator-0")
     metrics.generated_tokens.follow(engine.stats().tokens.generated)
     metrics.samples_finished.of("stop").inc()
 
-To add a metric, add a field; docs, dashboards and alert rules are checked against `all_specs`.
+To add a metric, add a field and a line to docs/monitoring.md, which is tested against `all_specs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
@@ -25,6 +27,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from monitoring.instruments import TOKENS, By, MetricSpec, Total, build, new_registry
 from monitoring.occupancy import SlotPiece, SlotUse
 from monitoring.spans import IdleWindow, Span, SpanKind
+from wire.records import LearnerMetrics, Measured, StepMetrics
 
 __all__ = [
     "ROLES",
@@ -47,6 +50,14 @@ def _gauge(name: str, text: str, **more: Any) -> Any:
     return field(metadata={"spec": MetricSpec(name, "gauge", text, **more)})
 
 
+def _step_gauge(name: str, text: str, value: Callable[[StepMetrics], Measured]) -> Any:
+    return _gauge(name, text, value=value)
+
+
+def _learner_gauge(name: str, text: str, value: Callable[[LearnerMetrics], Measured]) -> Any:
+    return _gauge(name, text, value=value)
+
+
 def _histogram(name: str, text: str, **more: Any) -> Any:
     return field(metadata={"spec": MetricSpec(name, "histogram", text, **more)})
 
@@ -56,7 +67,7 @@ class ProcessMetrics:
     """What every process exports."""
 
     policy_version: Gauge = _gauge(
-        "asyncrl_policy_version", "Optimizer steps behind the weights that this process uses."
+        "asyncrl_policy_version", "Optimizer steps in the weights that this process uses."
     )
     activity: By[Total] = _total(
         "asyncrl_activity_seconds_total",
@@ -65,15 +76,15 @@ class ProcessMetrics:
         values=tuple(kind.value for kind in SpanKind),
     )
     idle: By[Total] = _total(
-        "asyncrl_idle_seconds_total", "Time spent waiting, by what for.", label="cause"
+        "asyncrl_idle_seconds_total", "Time spent waiting, by cause.", label="cause"
     )
     idle_ratio: By[Gauge] = _gauge(
         "asyncrl_idle_ratio",
-        "Share of the last minute that was spent waiting, by what for; causes add up.",
+        "Share of the last minute spent waiting, by cause; causes add up.",
         label="cause",
     )
     recent: IdleWindow = field(default_factory=IdleWindow, kw_only=True, repr=False)
-    """The last minute of the time line; no metric."""
+    """The last minute of the time line. Not a metric."""
 
     @classmethod
     def register(cls, registry: CollectorRegistry, process: str) -> Self:
@@ -87,15 +98,15 @@ class ProcessMetrics:
             made[name] = build(spec, registry, process)
         return cls(**made)
 
-    def publish(self, row: Mapping[str, float | None]) -> None:
-        """Set every gauge that has a name in metrics.jsonl from such a line; others stay."""
+    def _publish(self, record: LearnerMetrics) -> None:
+        """Set the gauges of a step; one whose value is None keeps its last."""
         for name, spec in _specs(type(self)):
-            value = row.get(spec.key or "")
+            value = None if spec.value is None else spec.value(record)
             if value is not None:
                 getattr(self, name).set(value)
 
     def observe_span(self, span: Span) -> None:
-        """Count a piece of the time line: pass this to `Timeline(observe=...)`."""
+        """Count a piece of the time line; pass this to `Timeline(observe=...)`."""
         if span.kind in _KINDS:
             self.activity.of(span.kind).inc(span.seconds)
         if span.kind == SpanKind.WAITING:
@@ -105,7 +116,7 @@ class ProcessMetrics:
 
 
 def _specs(role: type[ProcessMetrics]) -> Iterator[tuple[str, MetricSpec]]:
-    """Field and description of each metric of a role."""
+    """Field name and declaration of each metric of a role."""
     for one in fields(role):
         if "spec" in one.metadata:
             yield one.name, one.metadata["spec"]
@@ -116,7 +127,7 @@ _KINDS = frozenset(kind.value for kind in SpanKind)
 
 @dataclass(frozen=True, slots=True)
 class ControllerMetrics(ProcessMetrics):
-    """The run as a whole, seen by its conductor."""
+    """The run as a whole, as the controller sees it."""
 
     run: By[Gauge] = _gauge("asyncrl_run_info", "1 for the name of the run.", label="run")
     started: Gauge = _gauge("asyncrl_run_start_time_seconds", "Unix time of the run's start.")
@@ -124,34 +135,40 @@ class ControllerMetrics(ProcessMetrics):
     steps_planned: Gauge = _gauge("asyncrl_planned_steps", "Optimizer steps that the run will do.")
     eta: Gauge = _gauge("asyncrl_eta_seconds", "Estimated time until the last step.")
     step_time: Histogram = _histogram("asyncrl_step_seconds", "From one finished step to the next.")
-    reward_mean: Gauge = _gauge(
-        "asyncrl_reward_mean", "Mean reward of the last step's samples.", key="reward_mean"
+    reward_mean: Gauge = _step_gauge(
+        "asyncrl_reward_mean",
+        "Mean reward of the last step's samples.",
+        lambda step: step.learning.reward_mean,
     )
-    reward_std: Gauge = _gauge(
-        "asyncrl_reward_std", "Standard deviation of these rewards.", key="reward_std"
+    reward_std: Gauge = _step_gauge(
+        "asyncrl_reward_std",
+        "Standard deviation of the rewards of the last step's samples.",
+        lambda step: step.learning.reward_std,
     )
-    staleness_mean: Gauge = _gauge(
+    staleness_mean: Gauge = _step_gauge(
         "asyncrl_staleness_mean_steps",
-        "Mean over the last step's tokens of the steps between drawing and training.",
-        key="staleness_mean",
+        "Mean age of the last step's tokens, in steps between drawing and training.",
+        lambda step: step.staleness.mean,
     )
-    staleness_max: Gauge = _gauge(
-        "asyncrl_staleness_max_steps", "The largest of these.", key="staleness_max"
+    staleness_max: Gauge = _step_gauge(
+        "asyncrl_staleness_max_steps",
+        "Age of the last step's oldest token, in steps between drawing and training.",
+        lambda step: step.staleness.max,
     )
-    throughput: Gauge = _gauge(
+    throughput: Gauge = _step_gauge(
         "asyncrl_generation_tokens_per_second",
-        "Response tokens finished per second over the last step, all generators together.",
-        key="tokens_per_second",
+        "Response tokens generated per second over the last seconds, all generators together.",
+        lambda step: step.tokens_per_second,
     )
-    generator_idle: Gauge = _gauge(
+    generator_idle: Gauge = _step_gauge(
         "asyncrl_generator_idle_ratio",
-        "Share of the last step's time in which generators did nothing, their mean.",
-        key="generator_idle",
+        "Share of the last seconds in which generators did nothing, mean over generators.",
+        lambda step: step.idle.generator,
     )
-    trainer_idle: Gauge = _gauge(
+    trainer_idle: Gauge = _step_gauge(
         "asyncrl_trainer_idle_ratio",
-        "Share of the last step's time in which the trainer did nothing.",
-        key="trainer_idle",
+        "Share of the last step's time in which the trainer waited.",
+        lambda step: step.idle.trainer,
     )
     accuracy: By[Gauge] = _gauge(
         "asyncrl_evaluation_accuracy_ratio",
@@ -161,13 +178,13 @@ class ControllerMetrics(ProcessMetrics):
     )
     samples: By[Gauge] = _gauge(
         "asyncrl_samples_in_flight",
-        "Samples between issue and training, by where they are.",
+        "Samples between their start and training, by where they are.",
         label="state",
         values=("running", "held", "queued"),
     )
     samples_ended: By[Total] = _total(
         "asyncrl_samples_total",
-        "Samples that left the pipeline, by how.",
+        "Samples that left the pipeline, by outcome.",
         label="outcome",
         values=("trained", "failed", "discarded"),
     )
@@ -190,6 +207,10 @@ class ControllerMetrics(ProcessMetrics):
         values=("generator", "trainer", "reward"),
     )
 
+    def publish(self, step: StepMetrics) -> None:
+        """Set the gauges of a step; one whose value is None keeps its last."""
+        self._publish(step)
+
 
 @dataclass(frozen=True, slots=True)
 class GeneratorMetrics(ProcessMetrics):
@@ -210,7 +231,7 @@ class GeneratorMetrics(ProcessMetrics):
     )
     rejected_tokens: Total = _total(
         "asyncrl_rejected_tokens_total",
-        "Tokens of an older policy version that verification rejected; written again.",
+        "Tokens of an older policy version that verification rejected; they are regenerated.",
     )
     engine_steps: Total = _total(
         "asyncrl_engine_steps_total", "Forward passes of the decoding loop."
@@ -221,7 +242,7 @@ class GeneratorMetrics(ProcessMetrics):
     slots: Gauge = _gauge("asyncrl_engine_slots", "Requests that can run at once.")
     slot_seconds: By[Total] = _total(
         "asyncrl_slot_seconds_total",
-        "Time of the engine's slots, by what they were used for; idle ones included.",
+        "Time of the engine's slots, by use; empty slots are idle.",
         label="kind",
         values=tuple(use.value for use in SlotUse),
     )
@@ -229,11 +250,11 @@ class GeneratorMetrics(ProcessMetrics):
     waiting: Gauge = _gauge("asyncrl_engine_waiting_requests", "Requests that wait for a slot.")
     kv_used: Gauge = _gauge("asyncrl_engine_kv_used_ratio", "Share of the KV space in use.")
     samples_held: Gauge = _gauge(
-        "asyncrl_held_samples", "Finished samples that are not acknowledged by the trainer yet."
+        "asyncrl_held_samples", "Finished samples that the trainer has not acknowledged yet."
     )
     samples_finished: By[Total] = _total(
         "asyncrl_finished_samples_total",
-        "Samples written to their end, by why they ended.",
+        "Samples generated to their end, by finish reason.",
         label="reason",
         values=("stop", "length", "abort", "deadline"),
     )
@@ -242,17 +263,18 @@ class GeneratorMetrics(ProcessMetrics):
     )
     preempted: Total = _total(
         "asyncrl_preempted_samples_total",
-        "Samples of later steps that gave their slot to due ones; what they had is kept.",
+        "Samples of later steps that gave their slot to due ones; their tokens are kept.",
     )
     deliveries: Total = _total(
         "asyncrl_deliveries_total", "Trajectories sent to the trainer, repetitions included."
     )
     redeliveries: Total = _total(
-        "asyncrl_redeliveries_total", "Of these, sent again for want of an acknowledgement."
+        "asyncrl_redeliveries_total",
+        "Trajectories sent to the trainer again because it had not acknowledged them.",
     )
     weights_time: Histogram = _histogram(
         "asyncrl_weights_install_seconds",
-        "From the order to swap weights to the first step on them.",
+        "From the command to swap weights to the first engine step on them.",
     )
     rewards_waiting: Gauge = _gauge(
         "asyncrl_rewards_waiting_samples", "Samples whose reward is not computed yet."
@@ -265,14 +287,14 @@ class GeneratorMetrics(ProcessMetrics):
     )
 
     def observe_slots(self, piece: SlotPiece) -> None:
-        """Count how slots were used: pass this to `SlotLog(observe=...)`."""
+        """Count how slots were used; pass this to `SlotLog(observe=...)`."""
         for use, seconds in piece.slot_seconds().items():
             self.slot_seconds.of(use).inc(seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerMetrics(ProcessMetrics):
-    """One trainer: what came in, what the last step was like."""
+    """One trainer: what it received, and its last step."""
 
     steps: Total = _total("asyncrl_optimizer_steps_total", "Optimizer steps done.")
     tokens: Total = _total("asyncrl_trained_tokens_total", "Response tokens trained on.")
@@ -291,36 +313,54 @@ class TrainerMetrics(ProcessMetrics):
     )
     weights_size: Gauge = _gauge("asyncrl_weights_bytes", "Size of one version of the weights.")
     checkpoint_time: Histogram = _histogram("asyncrl_checkpoint_seconds", "Writing one checkpoint.")
-    loss: Gauge = _gauge("asyncrl_loss", "Loss of the last step.", key="loss")
-    grad_norm: Gauge = _gauge(
-        "asyncrl_gradient_norm", "Norm of its gradient before clipping.", key="grad_norm"
+    loss: Gauge = _learner_gauge(
+        "asyncrl_loss", "Loss of the last step.", lambda step: step.learning.loss
     )
-    entropy: Gauge = _gauge(
-        "asyncrl_policy_entropy_nats", "Mean entropy of the policy per token.", key="entropy"
+    grad_norm: Gauge = _learner_gauge(
+        "asyncrl_gradient_norm",
+        "Norm of the last step's gradient before clipping.",
+        lambda step: step.learning.grad_norm,
     )
-    clipped: Gauge = _gauge(
-        "asyncrl_clipped_tokens_ratio", "Share of tokens whose ratio was clipped.", key="clip_ratio"
+    entropy: Gauge = _learner_gauge(
+        "asyncrl_policy_entropy_nats",
+        "Mean entropy of the policy per token.",
+        lambda step: step.learning.entropy,
     )
-    kl: Gauge = _gauge(
+    behaviour_kl: Gauge = _learner_gauge(
         "asyncrl_behaviour_kl_nats",
-        "Estimated divergence of the trained policy from the one that drew the tokens.",
-        key="kl",
+        "Estimated KL of the trained policy from the one that drew the tokens, per token.",
+        lambda step: step.mismatch.kl,
     )
-    mismatch: Gauge = _gauge(
+    mismatch: Gauge = _learner_gauge(
         "asyncrl_logprob_mismatch_nats",
-        "Mean absolute difference between the engine's log-probabilities and the trainer's.",
-        key="mismatch_abs_mean",
+        "Mean absolute difference between the engine's log-probabilities and the trainer's, "
+        "over tokens of staleness 0.",
+        lambda step: step.mismatch.fresh_abs_mean,
     )
-    learning_rate: Gauge = _gauge(
-        "asyncrl_learning_rate", "Learning rate of the last step.", key="learning_rate"
+    learning_rate: Gauge = _learner_gauge(
+        "asyncrl_learning_rate",
+        "Learning rate of the last step.",
+        lambda step: step.learning.learning_rate,
     )
+    algorithm: By[Gauge] = _gauge(
+        "asyncrl_algorithm_signal",
+        "What the algorithm reports of the last step, by the signals that it declares.",
+        label="signal",
+    )
+
+    def publish(self, metrics: LearnerMetrics) -> None:
+        """Set the gauges of a step; one whose value is None keeps its last."""
+        self._publish(metrics)
+        for signal, value in metrics.algorithm.items():
+            if value is not None:
+                self.algorithm.of(signal).set(value)
 
 
 ROLES: tuple[type[ProcessMetrics], ...] = (ControllerMetrics, GeneratorMetrics, TrainerMetrics)
 
 
 def all_specs() -> Iterator[tuple[type[ProcessMetrics], MetricSpec]]:
-    """Every declared metric with its role; what all roles export comes with each."""
+    """Every declared metric with its role; those of `ProcessMetrics` come with each role."""
     for role in ROLES:
         for _, spec in _specs(role):
             yield role, spec

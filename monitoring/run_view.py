@@ -2,44 +2,67 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from wire.records import StepMetrics, TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A snapshot of a run; None where a number is not known (yet)."""
+    """A snapshot of a run; None where a value is not known (yet)."""
 
     phase: str = "starting"
-    """What the run does as a whole: "starting", "evaluating 120/256", "training", "stopping"."""
+    """What the run is doing: "starting", "evaluating 120/256", "training", "stopping"."""
     step: int = 0
-    """Optimizer steps done."""
-    reward_mean: float | None = None
-    """Mean reward of the last step's samples."""
+    """Optimizer steps finished."""
+    last: StepMetrics | None = None
+    """Record of the last finished step."""
     recent_rewards: tuple[float, ...] = ()
-    """The same of the steps before, oldest first, the last one included."""
-    tokens_per_second: float | None = None
-    """Response tokens of all generators."""
-    staleness_mean: float | None = None
-    """In steps, over the last step's tokens."""
-    staleness_max: float | None = None
-    """The largest of these."""
-    draft_acceptance: float | None = None
-    """Accepted share of the proposed tokens, 0 to 1."""
-    drafted_share: float | None = None
-    """Share of the response tokens that came from accepted drafts, 0 to 1."""
+    """Mean reward of the last steps, oldest first."""
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+    """Of all generators, since training began in this process."""
     samples_running: int | None = None
-    """Samples that generators write."""
+    """Samples that generators are generating."""
     samples_held: int | None = None
     """Finished samples that generators hold."""
     samples_queued: int | None = None
-    """Samples that the trainer has and has not trained on."""
-    generator_idle: float | None = None
-    """Share of the last step's time, 0 to 1, mean over generators."""
-    trainer_idle: float | None = None
-    """Share of the last step's time, 0 to 1."""
+    """Samples that the trainer has received and not yet trained on."""
     eta_seconds: float | None = None
     """Estimated time to the end of the run."""
     accuracy_before: float | None = None
     """Held-out accuracy before the first step, 0 to 1."""
     waiting_for: str | None = None
-    """What the run cannot go on without, if it stands."""
+    """What the run needs before it can continue; None while nothing holds it up."""
+
+    @property
+    def draft_acceptance(self) -> float | None:
+        """Accepted share of the drafted tokens, 0 to 1."""
+        return self.tokens.accepted / self.tokens.drafted if self.tokens.drafted else None
+
+    @property
+    def drafted_share(self) -> float | None:
+        """Share of the generated tokens that came from accepted drafts, 0 to 1."""
+        return self.tokens.accepted / self.tokens.generated if self.tokens.generated else None
+
+    def as_status(self) -> dict[str, Any]:
+        """The values as `asyncrl status` shows them, by name."""
+        last = self.last
+        return {
+            "phase": self.phase,
+            "step": self.step,
+            "reward_mean": None if last is None else last.learning.reward_mean,
+            "tokens_per_second": None if last is None else last.tokens_per_second,
+            "staleness_mean": None if last is None else last.staleness.mean,
+            "staleness_max": None if last is None else last.staleness.max,
+            "draft_acceptance": self.draft_acceptance,
+            "drafted_share": self.drafted_share,
+            "samples_running": self.samples_running,
+            "samples_held": self.samples_held,
+            "samples_queued": self.samples_queued,
+            "generator_idle": None if last is None else last.idle.generator,
+            "trainer_idle": None if last is None else last.idle.trainer,
+            "eta_seconds": self.eta_seconds,
+            "accuracy_before": self.accuracy_before,
+            "waiting_for": self.waiting_for,
+        }

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from trainer.algorithms import known_algorithms
+from trainer.algorithms.registry import known_algorithms
 
 
 class TrainerConfig(BaseModel):

@@ -28,14 +28,15 @@ from torch import Tensor
 
 from rollout.trajectory import FloatArray, Trajectory
 from trainer import checkpoint, checkpoint_files
-from trainer.algorithms import make
 from trainer.algorithms.base import Rewards, TokenBatch
+from trainer.algorithms.factory import make
 from trainer.config import TrainerConfig
 from trainer.errors import BatchError, NonFiniteError, TrainerError
 from trainer.optimizer import learning_rate, make_adamw, scale_and_clip
 from trainer.packing import split_by_tokens
 from trainer.policy import PackedBatch, Policy
 from trainer.totals import StepTotals
+from wire.records import LearnerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -98,12 +99,17 @@ class Learner:
             model_path, gradient_checkpointing=config.gradient_checkpointing, **common
         )
         self._reference: Policy | None = None
-        if config.kl_coefficient > 0:
+        if self._algorithm.needs_reference:
             self._reference = Policy(model_path, **common)
             self._reference.model.requires_grad_(requires_grad=False)
         self._optimizer = make_adamw(self._policy.model, config)
         self._version = 0
         self._reset()
+
+    @property
+    def _skips_zero_variance(self) -> bool:
+        """A loss that reads the reference has a gradient without advantages too."""
+        return self._config.skip_zero_variance_groups and not self._algorithm.needs_reference
 
     @property
     def policy_version(self) -> int:
@@ -130,7 +136,7 @@ class Learner:
         group = self._checked(trajectories, values)
         advantages = self._algorithm.advantages(values)
         silent = not advantages.any()
-        if not (silent and self._config.skip_zero_variance_groups and self._reference is None):
+        if not (silent and self._skips_zero_variance):
             for indices in split_by_tokens(
                 [len(t.prompt_tokens) + len(t.tokens) for t in trajectories],
                 self._config.micro_batch_tokens,
@@ -141,7 +147,7 @@ class Learner:
             trajectories, values, policy_version=self._version, zero_variance=silent
         )
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> LearnerMetrics:
         """Divide, clip, AdamW; `policy_version` grows by one. Returns the step's metrics.
 
         Without any group the weights stay as they are (no decay, no momentum) and only the
@@ -165,7 +171,7 @@ class Learner:
                 raise NonFiniteError(f"step {self._version}: {error}") from error
         self._version += 1
         self._reset()
-        return {**totals.metrics(denominator), "grad_norm": norm, "learning_rate": rate}
+        return totals.metrics(denominator, grad_norm=norm, learning_rate=rate)
 
     def discard(self) -> None:
         """Drop the step's gradient sums and forget its groups: they may be added again."""
@@ -243,20 +249,30 @@ class Learner:
             [(t.prompt_tokens, t.tokens) for t in trajectories], self._policy.device
         )
         scores = self._policy.score(packed)
-        batch = self._token_batch(scores.logprobs, trajectories, advantages)
+        batch = self._token_batch(
+            scores.logprobs, trajectories, advantages, self._reference_logprobs(packed)
+        )
         sums = self._algorithm.loss(batch)
-        loss = sums.loss
-        if self._reference is not None:
-            loss = loss + self._penalty(self._reference, packed, batch)
-        if not bool(torch.isfinite(loss)):
-            raise NonFiniteError(f"group {group}: the loss is {float(loss.detach())}")
-        loss.backward()
+        if not bool(torch.isfinite(sums.loss)):
+            raise NonFiniteError(f"group {group}: the loss is {float(sums.loss.detach())}")
+        sums.loss.backward()
         stale = np.concatenate([t.staleness(self._version) for t in trajectories])
         fresh = torch.from_numpy(stale == 0).to(self._policy.device)
         self._totals.add_tokens(batch, scores, sums, fresh)
 
+    def _reference_logprobs(self, packed: PackedBatch) -> Tensor | None:
+        """`[N]` under the initial model, where the algorithm asks for it."""
+        if self._reference is None:
+            return None
+        with torch.no_grad():
+            return self._reference.score(packed).logprobs
+
     def _token_batch(
-        self, logprobs: Tensor, trajectories: Sequence[Trajectory], advantages: Rewards
+        self,
+        logprobs: Tensor,
+        trajectories: Sequence[Trajectory],
+        advantages: Rewards,
+        reference_logprobs: Tensor | None,
     ) -> TokenBatch:
         lengths = np.array([len(t.tokens) for t in trajectories])
         by_token = self._config.loss_normalization == "token"
@@ -270,18 +286,8 @@ class Learner:
             behaviour_logprobs=put(np.concatenate([t.behaviour_logprobs for t in trajectories])),
             advantages=put(np.repeat(advantages, lengths)),
             weights=put(np.repeat(weights, lengths)),
+            reference_logprobs=reference_logprobs,
         )
-
-    def _penalty(self, reference: Policy, packed: PackedBatch, batch: TokenBatch) -> Tensor:
-        """Summed k3 penalty towards the initial model (GRPO, arXiv 2402.03300, eq. 4)."""
-        with torch.no_grad():
-            initial = reference.score(packed).logprobs
-        gap = initial - batch.logprobs
-        per_token = gap.exp() - 1 - gap
-        loss = self._config.kl_coefficient * (batch.weights * per_token).sum()
-        self._totals.sums["kl"] += float(per_token.detach().sum())
-        self._totals.sums["kl_loss"] += float(loss.detach())
-        return loss
 
     def _apply(self, rate: float, denominator: float) -> float:
         parameters = [p for p in self._policy.model.parameters() if p.requires_grad]
@@ -297,7 +303,7 @@ class Learner:
 
     def _reset(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        self._totals = StepTotals()
+        self._totals = StepTotals(self._algorithm.signals)
         self._seen: set[int] = set()
 
     def _described(self) -> dict[str, Any]:

@@ -1,9 +1,12 @@
-"""The sums of one optimizer step while its groups stream in, and the metrics made of them."""
+"""The sums of one optimizer step while its groups stream in, and the record made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,45 +14,56 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.trajectory import Trajectory
-from trainer.algorithms.base import LossSums, TokenBatch
+from trainer.algorithms.base import LossSums, Signal, TokenBatch
+from trainer.errors import TrainerError
 from trainer.policy import TokenScores
-
-SUMS = (
-    "policy_loss",
-    "kl_loss",
-    "kl",
-    "entropy",
-    "clipped",
-    "capped",
-    "outside",
-    "ratio",
-    "mismatch",
-    "mismatch_kl",
-    "fresh",
-    "fresh_mismatch",
-    "fresh_mismatch_kl",
-    "scored",
+from wire.records import (
+    BatchMetrics,
+    LearnerMetrics,
+    LearningMetrics,
+    Measured,
+    MismatchMetrics,
+    StalenessMetrics,
 )
+
+
+class TokenSums(NamedTuple):
+    """Sums over computed tokens. `gap` is current minus behaviour log-probability, in nats."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    outside_nucleus: float = 0.0
+    ratio: float = 0.0
+    abs_gap: float = 0.0
+    kl: float = 0.0
+    fresh: float = 0.0
+    """Tokens of staleness 0; the two below are over these."""
+    fresh_abs_gap: float = 0.0
+    fresh_kl: float = 0.0
 
 
 @dataclass(slots=True)
 class StepTotals:
-    """Sums over what arrived since the last step. Order of arrival changes rounding only."""
+    """Sums over the groups since the last step. Their order changes rounding only."""
 
+    signals: Mapping[str, Signal]
+    """What the algorithm declares."""
     groups: int = 0
     zero_variance_groups: int = 0
     samples: int = 0
     tokens: int = 0
     """Response tokens, skipped groups included: the token-level denominator."""
     truncated: int = 0
-    """Samples that ended at the token limit."""
+    """Samples that ended at the token limit or a deadline."""
     rewards: list[float] = field(default_factory=list)
     staleness_sum: float = 0.0
     staleness_max: int = 0
+    computed: int = 0
+    """Response tokens that went through the model."""
+    sums: TokenSums = field(default_factory=TokenSums)
+    signal_sums: dict[str, float] = field(default_factory=dict)
     ratio_max: float = 0.0
-    mismatch_max: float = 0.0
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
-    """Over the tokens that were computed (`scored` of them), by the names in `SUMS`."""
+    abs_gap_max: float = 0.0
 
     def add_group(
         self,
@@ -75,64 +89,101 @@ class StepTotals:
     def add_tokens(
         self, batch: TokenBatch, scores: TokenScores, loss: LossSums, fresh: Tensor
     ) -> None:
-        """Add one computed micro-batch; `fresh` is `[N]` bool, staleness 0."""
+        """Add one computed micro-batch; `fresh` is `[N]` bool, staleness 0.
+
+        Raises:
+            TrainerError: the loss did not report exactly the signals that its algorithm declares.
+        """
+        if loss.sums.keys() != self.signals.keys():
+            raise TrainerError(
+                f"the algorithm declares the signals {sorted(self.signals)}, but its loss returned "
+                f"{sorted(loss.sums)}; make `signals` and the sums of `loss` the same"
+            )
         gap = batch.logprobs.detach().double() - batch.behaviour_logprobs.double()
         ratio = gap.exp()
         # k3 of Schulman's "Approximating KL divergence": unbiased for KL(behaviour || current).
-        divergence = ratio - 1 - gap
-        values = {
-            "policy_loss": loss.loss,
-            "entropy": scores.entropy.double().sum(),
-            "clipped": loss.clipped,
-            "capped": loss.capped,
-            "outside": scores.outside.sum(),
-            "ratio": ratio.sum(),
-            "mismatch": gap.abs().sum(),
-            "mismatch_kl": divergence.sum(),
-            "fresh": fresh.sum(),
-            "fresh_mismatch": (gap.abs() * fresh).sum(),
-            "fresh_mismatch_kl": (divergence * fresh).sum(),
-        }
+        kl = ratio - 1 - gap
+        sums = (
+            loss.loss,
+            scores.entropy.double().sum(),
+            scores.outside.sum(),
+            ratio.sum(),
+            gap.abs().sum(),
+            kl.sum(),
+            fresh.sum(),
+            (gap.abs() * fresh).sum(),
+            (kl * fresh).sum(),
+        )
+        peaks = (ratio.max(), gap.abs().max())
+        names = sorted(self.signals)
         # One transfer from the device for all of them.
-        columns = torch.stack([v.detach().double() for v in values.values()])
-        peaks = torch.stack([ratio.max(), gap.abs().max()])
-        numbers = torch.cat([columns, peaks]).tolist()
-        for name, value in zip(values, numbers, strict=False):
-            self.sums[name] += value
-        self.sums["scored"] += len(gap)
-        self.ratio_max = max(self.ratio_max, numbers[-2])
-        self.mismatch_max = max(self.mismatch_max, numbers[-1])
+        scalars = (*sums, *peaks, *(loss.sums[name] for name in names))
+        values = torch.stack([scalar.detach().double() for scalar in scalars]).tolist()
+        self.computed += len(gap)
+        self.sums = TokenSums(*map(operator.add, self.sums, values[: len(sums)]))
+        self.ratio_max = max(self.ratio_max, values[len(sums)])
+        self.abs_gap_max = max(self.abs_gap_max, values[len(sums) + 1])
+        for name, value in zip(names, values[len(sums) + len(peaks) :], strict=True):
+            self.signal_sums[name] = self.signal_sums.get(name, 0.0) + value
 
-    def metrics(self, denominator: float) -> dict[str, float]:
-        """Means and counts, all float; means over no tokens are 0."""
-        sums = self.sums
-        scored = max(sums["scored"], 1.0)
-        fresh = max(sums["fresh"], 1.0)
+    def metrics(
+        self, denominator: float, *, grad_norm: float, learning_rate: float
+    ) -> LearnerMetrics:
+        """The step's record; `denominator` is that of the loss."""
         rewards = np.asarray(self.rewards or [0.0])
         samples = max(self.samples, 1)
+        return LearnerMetrics(
+            learning=LearningMetrics(
+                reward_mean=float(rewards.mean()),
+                reward_std=float(rewards.std()),
+                loss=self.sums.loss / denominator,
+                grad_norm=grad_norm,
+                learning_rate=learning_rate,
+                entropy=_mean(self.sums.entropy, self.computed),
+            ),
+            batch=BatchMetrics(
+                groups=self.groups,
+                zero_variance_groups=self.zero_variance_groups,
+                samples=self.samples,
+                tokens=self.tokens,
+                tokens_computed=self.computed,
+                response_length_mean=self.tokens / samples,
+                truncated_share=self.truncated / samples,
+            ),
+            staleness=StalenessMetrics(
+                mean=self.staleness_sum / max(self.tokens, 1), max=self.staleness_max
+            ),
+            mismatch=self._mismatch(),
+            algorithm=self._signals(denominator),
+        )
+
+    def _signals(self, denominator: float) -> dict[str, Measured]:
+        """Every declared signal; None on a step without computed tokens."""
+        counts = {"token": self.computed, "loss": denominator}
         return {
-            "reward_mean": float(rewards.mean()),
-            "reward_std": float(rewards.std()),
-            "loss": (sums["policy_loss"] + sums["kl_loss"]) / denominator,
-            "policy_loss": sums["policy_loss"] / denominator,
-            "kl": sums["kl"] / scored,
-            "entropy": sums["entropy"] / scored,
-            "clip_ratio": sums["clipped"] / scored,
-            "importance_capped": sums["capped"] / scored,
-            "importance_ratio_mean": sums["ratio"] / scored if sums["scored"] else 1.0,
-            "importance_ratio_max": self.ratio_max if sums["scored"] else 1.0,
-            "outside_nucleus": sums["outside"] / scored,
-            "mismatch": sums["mismatch"] / scored,
-            "mismatch_max": self.mismatch_max,
-            "mismatch_kl": sums["mismatch_kl"] / scored,
-            "mismatch_fresh": sums["fresh_mismatch"] / fresh,
-            "mismatch_fresh_kl": sums["fresh_mismatch_kl"] / fresh,
-            "response_length_mean": self.tokens / samples,
-            "truncated_share": self.truncated / samples,
-            "staleness_mean": self.staleness_sum / max(self.tokens, 1),
-            "staleness_max": float(self.staleness_max),
-            "tokens": float(self.tokens),
-            "tokens_computed": sums["scored"],
-            "groups": float(self.groups),
-            "zero_variance_groups": float(self.zero_variance_groups),
+            name: _mean(self.signal_sums[name], counts[signal.per]) if self.computed else None
+            for name, signal in self.signals.items()
         }
+
+    def _mismatch(self) -> MismatchMetrics:
+        sums, computed = self.sums, self.computed
+        return MismatchMetrics(
+            abs_mean=_mean(sums.abs_gap, computed),
+            abs_max=_measured(self.abs_gap_max, computed),
+            kl=_mean(sums.kl, computed),
+            fresh_abs_mean=_mean(sums.fresh_abs_gap, sums.fresh),
+            fresh_kl=_mean(sums.fresh_kl, sums.fresh),
+            ratio_mean=_mean(sums.ratio, computed),
+            ratio_max=_measured(self.ratio_max, computed),
+            outside_nucleus=_mean(sums.outside_nucleus, computed),
+        )
+
+
+def _measured(value: float, count: float) -> Measured:
+    """The value; None where nothing was counted or it is not finite."""
+    return value if count and math.isfinite(value) else None
+
+
+def _mean(total: float, count: float) -> Measured:
+    """`total / count`; None where nothing was counted or the result is not finite."""
+    return _measured(total / count, count) if count else None

@@ -1,12 +1,20 @@
 """The numbers that leave one process and reach a user: one typed record each, on its whole way.
 
-The engine fills an `EngineStats`, the generator adds what it counts itself and puts it into its
-report, and the controller adds up the reports of all generators. Nobody copies single counters:
+```
+engine ── EngineStats ─► generator ── GeneratorReport ─┐
+learner ── LearnerMetrics ─► trainer ── StepFinished ──┴─► controller ── StepMetrics ─► everyone
+```
 
-    >>> yesterday, today = TokenCounts(generated=100, drafted=40), TokenCounts(generated=30)
-    >>> (yesterday + today).generated
+An engine fills `EngineStats`, its generator adds what only it can count, and the controller adds
+up the reports of all generators. `StepMetrics` is the record of one optimizer step: a line of
+metrics.jsonl, and what Prometheus metrics, the live view and the report read.
+
+Counts add and subtract as a whole:
+
+    >>> before, resumed = TokenCounts(generated=100, drafted=40), TokenCounts(generated=30)
+    >>> (before + resumed).generated
     130
-    >>> yesterday + today - yesterday == today
+    >>> before + resumed - before == resumed
     True
 """
 
@@ -15,6 +23,9 @@ from __future__ import annotations
 from typing import Self
 
 import msgspec
+
+Measured = float | None
+"""A measurement; None where there was nothing to measure or the result was not finite."""
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -67,3 +78,154 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the KV space in use now, 0 to 1."""
     policy_version: int = 0
     """Version of the weights that the engine samples from."""
+
+
+class LearningMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Rewards of the samples trained on, and the update made from them."""
+
+    reward_mean: float = 0.0
+    """Mean reward of the samples."""
+    reward_std: float = 0.0
+    """Standard deviation of these rewards."""
+    loss: float = 0.0
+    """Loss before the optimizer's step, penalties included."""
+    grad_norm: float = 0.0
+    """Global norm of the gradient before clipping."""
+    learning_rate: float = 0.0
+    """Learning rate of the step."""
+    entropy: Measured = None
+    """Mean entropy of the policy per token, in nats."""
+
+
+class BatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """How much was trained on."""
+
+    groups: int = 0
+    """Groups of the step."""
+    zero_variance_groups: int = 0
+    """Groups whose advantages are all 0."""
+    samples: int = 0
+    """Samples of all groups."""
+    tokens: int = 0
+    """Their response tokens."""
+    tokens_computed: int = 0
+    """Response tokens that went through the model; skipped groups are left out."""
+    response_length_mean: float = 0.0
+    """Mean response tokens per sample."""
+    truncated_share: float = 0.0
+    """Share of samples cut off by the token limit or a deadline, 0 to 1."""
+
+
+class StalenessMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Age of the trained tokens.
+
+    In optimizer steps, from the policy that a token follows to the policy trained on it.
+    """
+
+    mean: float = 0.0
+    """Mean over the step's response tokens."""
+    max: int = 0
+    """Largest of all tokens."""
+
+
+class MismatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer's log-probabilities against the recorded behaviour log-probabilities.
+
+    The `fresh_*` fields are over tokens of staleness 0. Engine and trainer compute the same
+    distribution for these, so what is left is numerical (or the engine reads KV that older weights
+    computed). All others also measure how far the policy has moved since the tokens were drawn.
+    None: no such token was computed.
+    """
+
+    abs_mean: Measured = None
+    """Mean absolute difference of the log-probabilities, in nats."""
+    abs_max: Measured = None
+    """Largest absolute difference, in nats."""
+    kl: Measured = None
+    """KL(behaviour || current) per token, in nats, by the unbiased k3 estimator."""
+    fresh_abs_mean: Measured = None
+    """`abs_mean` over tokens of staleness 0: engine against trainer."""
+    fresh_kl: Measured = None
+    """`kl` over tokens of staleness 0."""
+    ratio_mean: Measured = None
+    """Mean importance ratio, current over behaviour probability."""
+    ratio_max: Measured = None
+    """Largest importance ratio."""
+    outside_nucleus: Measured = None
+    """Share of tokens outside the trainer's own top-p set, 0 to 1."""
+
+
+class LearnerMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """What the learner measures of one optimizer step.
+
+    The defaults describe a step on which nothing was trained.
+    """
+
+    learning: LearningMetrics = LearningMetrics()
+    batch: BatchMetrics = BatchMetrics()
+    staleness: StalenessMetrics = StalenessMetrics()
+    mismatch: MismatchMetrics = MismatchMetrics()
+    algorithm: dict[str, Measured] = {}
+    """The signals that the algorithm declares (`trainer.algorithms.base.Signal`), by name."""
+
+
+class TrainerTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the trainer's time of one step went, in seconds."""
+
+    train_seconds: float = 0.0
+    """Forward, backward and optimizer."""
+    publish_seconds: float = 0.0
+    """Writing the new weights for the generators."""
+    wait_seconds: float = 0.0
+    """Waiting for groups or for the step's plan."""
+    wait_first_seconds: float = 0.0
+    """Of `wait_seconds`: until the step's first group was complete."""
+    wait_last_seconds: float = 0.0
+    """Of `wait_seconds`: for the step's last group, the one with the slowest sample."""
+
+    def within(self, step_seconds: float) -> TrainerTimes:
+        """The waits that lie within a step of this length.
+
+        The trainer's first wait begins when its process starts, before the training phase.
+        """
+        worked = self.train_seconds + self.publish_seconds
+        waited = min(self.wait_seconds, max(0.0, step_seconds - worked))
+        last = min(self.wait_last_seconds, waited)
+        first = min(self.wait_first_seconds, waited - last)
+        return msgspec.structs.replace(
+            self, wait_seconds=waited, wait_first_seconds=first, wait_last_seconds=last
+        )
+
+
+class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
+    """Share of time in which processes did nothing, 0 to 1."""
+
+    generator: float = 0.0
+    """By the engines' own clocks over the last seconds, mean over generators."""
+    trainer: float = 0.0
+    """Waiting share of the step."""
+
+
+class StepMetrics(LearnerMetrics, frozen=True):
+    """One optimizer step: a line of metrics.jsonl.
+
+    The trainer sends its part (`LearnerMetrics`, `TrainerTimes`) in `StepFinished`; the controller
+    adds the rest. Metrics, live view and report read this record and nothing else.
+    """
+
+    step: int
+    """Index of the step, from 0."""
+    time: float
+    """Unix time of its end, in seconds."""
+    wall_seconds: float = 0.0
+    """Training time so far, that before a resume included."""
+    step_seconds: float = 0.0
+    """Time since the previous step ended."""
+    tokens_per_second: float = 0.0
+    """Response tokens generated per second over the last seconds, all generators together."""
+    engine_busy_seconds: float = 0.0
+    """Time inside engine steps, all generators together, since this process began to train."""
+    tokens: TokenCounts = TokenCounts()
+    """Of all generators, since the run began."""
+    idle: IdleShares = IdleShares()
+    times: TrainerTimes = TrainerTimes()

@@ -34,7 +34,7 @@ from trainer.learner import Learner
 from trainer.publish import WeightPublisher
 from wire import Hub, Line, Unreachable
 from wire.messages import data, from_trainer, to_trainer
-from wire.weights.layout import WeightManifest
+from wire.records import TrainerTimes
 
 logger = logging.getLogger("asyncrl.trainer")
 
@@ -166,30 +166,29 @@ class TrainerProcess:
             manifest = await asyncio.to_thread(
                 self._publisher.publish, self._learner.tensors(), version
             )
-        metrics |= {
-            "train_seconds": trained,
-            "wait_seconds": sum(waited.values()),
-            "wait_first_seconds": waited.get("first group", 0.0),
-            "wait_last_seconds": waited.get("last group", 0.0),
-            "publish_seconds": time.monotonic() - began,
-        }
-        self._measure(metrics, samples=len(plan) * self._queue.group_size, manifest=manifest)
+        times = TrainerTimes(
+            train_seconds=trained,
+            publish_seconds=time.monotonic() - began,
+            wait_seconds=sum(waited.values()),
+            wait_first_seconds=waited.get("first group", 0.0),
+            wait_last_seconds=waited.get("last group", 0.0),
+        )
+        finished = from_trainer.StepFinished(step, tuple(sorted(plan)), manifest, metrics, times)
+        self._measure(finished)
         self._plans.pop(step, None)
         self._queue.forget_before(version)
-        await self._control.send(
-            from_trainer.StepFinished(step, tuple(sorted(plan)), manifest, metrics)
-        )
+        await self._control.send(finished)
         if version % self._config.checkpoint_every == 0:
             await self._save()
 
-    def _measure(self, row: dict[str, float], *, samples: int, manifest: WeightManifest) -> None:
-        metrics = self._metrics
-        metrics.publish(row)
+    def _measure(self, finished: from_trainer.StepFinished) -> None:
+        metrics, manifest = self._metrics, finished.manifest
+        metrics.publish(finished.metrics)
         metrics.steps.inc()
-        metrics.tokens.inc(row.get("tokens", 0.0))
-        metrics.samples.inc(samples)
-        metrics.train_time.observe(row["train_seconds"])
-        metrics.publish_time.observe(row["publish_seconds"])
+        metrics.tokens.inc(finished.metrics.batch.tokens)
+        metrics.samples.inc(len(finished.groups) * self._queue.group_size)
+        metrics.train_time.observe(finished.times.train_seconds)
+        metrics.publish_time.observe(finished.times.publish_seconds)
         metrics.weights_size.set(manifest.nbytes)
         metrics.policy_version.set(manifest.policy_version)
         metrics.duplicates.follow(self._queue.duplicates)

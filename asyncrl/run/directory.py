@@ -135,8 +135,9 @@ class RunDirectory:
         """Drop the metrics and samples of steps that a resumed run will repeat."""
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
-            rows = [row for row in read_metrics(metrics) if row.get("step", 0) < before_step]
-            write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in rows))
+            steps = [one for one in read_metrics(metrics) if one.step < before_step]
+            lines = [msgspec.json.encode(one).decode() + "\n" for one in steps]
+            write_atomically(metrics, "".join(lines))
         samples = self.path / "samples.jsonl"
         if samples.exists():
             records = [record for record in read_samples(samples) if record.step < before_step]

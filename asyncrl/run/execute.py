@@ -133,13 +133,13 @@ def _open_progress(
     newest = latest(directory.path / "checkpoints")
     directory.truncate_records(before_step=0 if newest is None else version_of(newest))
     path = directory.path / "metrics.jsonl"
-    rows = read_metrics(path)
+    earlier = read_metrics(path)
     with contextlib.ExitStack() as closing:
         log = MetricsLog(path)
         closing.callback(log.close)
         view = LiveView(config.monitoring, config.run.steps, config.run.name, console)
         closing.callback(view.close)
-        yield Progress(config, view=view, log=log, metrics=metrics, rows=rows)
+        yield Progress(config, view=view, log=log, metrics=metrics, earlier=earlier)
 
 
 def _trainer_spec(

@@ -1,112 +1,38 @@
-"""What a run has done so far, in numbers: for the live view, metrics.jsonl, metrics and status."""
+"""What a run has done so far: for the live view, metrics.jsonl, Prometheus and `asyncrl status`."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
-from asyncrl.run import warnings as advice
+from asyncrl.run import warnings
 from asyncrl.run.fleet import Fleet
+from asyncrl.run.generation_totals import GenerationTotals
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics
 from monitoring.metrics_log import MetricsLog
 from monitoring.run_view import RunView
 from scheduler.scheduler import Scheduler
 from wire.messages.from_trainer import StepFinished
-
-RATE_SECONDS = 3.0
-"""Shortest time over which rates are taken."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Sums over all generators that ever were, since this process began."""
-
-    generated: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    verified: int = 0
-    """Tokens of older versions that verification kept."""
-    rejected: int = 0
-    """Tokens of older versions that were written again."""
-    busy_seconds: float = 0.0
-    """Engine time inside steps, summed over generators."""
-    outside: int = 0
-    """Tokens that were not among the top K stored with them."""
-
-    def since(self, other: Counters) -> Counters:
-        """What was added after `other`."""
-        return Counters(
-            self.generated - other.generated,
-            self.drafted - other.drafted,
-            self.accepted - other.accepted,
-            self.verified - other.verified,
-            self.rejected - other.rejected,
-            self.busy_seconds - other.busy_seconds,
-            self.outside - other.outside,
-        )
-
-
-def count(fleet: Fleet) -> Counters:
-    """Add up the last report of every generator."""
-    reports = [w.generator_report for w in fleet.everyone() if w.generator_report is not None]
-    return Counters(
-        sum(report.engine.tokens.generated for report in reports),
-        sum(report.engine.tokens.drafted for report in reports),
-        sum(report.engine.tokens.accepted for report in reports),
-        sum(report.engine.tokens.verified for report in reports),
-        sum(report.engine.tokens.rejected for report in reports),
-        sum(report.engine.busy_seconds for report in reports),
-        sum(report.engine.tokens.outside_top_k for report in reports),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """What the processes before a resume had done."""
-
-    generated: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    verified: int = 0
-    rejected: int = 0
-    seconds: float = 0.0
-
-    @classmethod
-    def of(cls, rows: list[dict[str, Any]]) -> Earlier:
-        """From the last line of metrics.jsonl."""
-        if not rows:
-            return cls()
-        last = rows[-1]
-        return cls(
-            int(last.get("tokens_generated", 0)),
-            int(last.get("tokens_drafted", 0)),
-            int(last.get("tokens_accepted", 0)),
-            int(last.get("tokens_verified", 0)),
-            int(last.get("tokens_rejected", 0)),
-            float(last.get("wall_seconds", 0.0)),
-        )
-
-
-def _waits(metrics: dict[str, float], seconds: float) -> dict[str, float]:
-    """The trainer's waits within a step of so many seconds.
-
-    Its first one began with its start, before the training phase, of which it is no part.
-    """
-    worked = metrics.get("train_seconds", 0.0) + metrics.get("publish_seconds", 0.0)
-    waited = min(metrics.get("wait_seconds", 0.0), max(0.0, seconds - worked))
-    last = min(metrics.get("wait_last_seconds", 0.0), waited)
-    first = min(metrics.get("wait_first_seconds", 0.0), waited - last)
-    return {"wait_seconds": waited, "wait_first_seconds": first, "wait_last_seconds": last}
+from wire.records import IdleShares, Measured, StepMetrics, TokenCounts
 
 
 class Progress:
-    """Follows a run. Only the controller's event loop calls it."""
+    """Follows a run. Only the controller's event loop calls it.
+
+    Args:
+        config: of the run.
+        view: is shown what happens.
+        log: gets a line per optimizer step.
+        metrics: the controller's.
+        earlier: the steps that this run did before it was resumed.
+    """
 
     def __init__(
         self,
@@ -115,58 +41,52 @@ class Progress:
         view: LiveView,
         log: MetricsLog,
         metrics: ControllerMetrics,
-        rows: list[dict[str, Any]],
+        earlier: list[StepMetrics],
     ) -> None:
         self._config = config
         self._view = view
         self._log = log
         self._metrics = metrics
-        self._earlier = Earlier.of(rows)
-        self._rewards = deque(
-            (float(row["reward_mean"]) for row in rows if "reward_mean" in row), maxlen=200
-        )
-        self._staleness = [
-            (float(row["staleness_mean"]), float(row["staleness_max"]))
-            for row in rows
-            if "staleness_mean" in row and "staleness_max" in row
-        ]
+        self._tokens_before = earlier[-1].tokens if earlier else TokenCounts()
+        self._seconds_before = earlier[-1].wall_seconds if earlier else 0.0
+        self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
+        self._staleness = [one.staleness for one in earlier]
         self._scheduler: Scheduler | None = None
         self._phase = "starting"
-        self._before: float | None = None
+        self._accuracy_before: float | None = None
         self._fleet: Fleet | None = None
-        self._began = time.monotonic()
-        self._base = Counters()
+        now = time.monotonic()
+        self._totals = GenerationTotals(now)
+        self._last_step_at = now
+        self._last_step: StepMetrics | None = None
         self._trained_seconds = 0.0
-        self._final: Counters | None = None
-        self._last_step_at = self._began
-        self._history = deque([(self._began, self._base)])
-        self._last_row: dict[str, Any] = {}
+        self._trained_tokens = TokenCounts()
         self._steps_here = 0
-        self._step = len(rows)
+        self._step = len(earlier)
         self.stopping = False
-        self._said_outside = self._said_mismatch = False
-        for warning in advice.at_start(config):
+        self._warned_outside = self._warned_mismatch = False
+        for warning in warnings.at_start(config):
             self.say(warning)
 
     # ------------------------------------------------------------ what happened
 
     def say(self, text: str) -> None:
-        """A message for the person who watches."""
+        """Show a message to the person who watches."""
         self._view.log(text)
 
     def decided(self, event: str, seconds: float) -> None:
-        """The scheduler dealt with one event of this type."""
+        """The scheduler handled one event of this type."""
         self._metrics.events.of(event).inc()
         self._metrics.event_time.inc(seconds)
 
     def died(self, role: str) -> None:
-        """A process ended by itself."""
+        """A process of this role ended before it was told to."""
         self._metrics.process_failures.of(role).inc()
 
     def evaluated(self, when: str, accuracy: Accuracy) -> None:
-        """An evaluation round is done."""
+        """An evaluation round is complete; `when` is "before" or "after" training."""
         if when == "before":
-            self._before = accuracy.value
+            self._accuracy_before = accuracy.value
         self._metrics.accuracy.of(when).set(accuracy.value)
         self._view.log(
             f"held-out accuracy {when} training: {accuracy.value:.3f} ± {accuracy.margin:.3f} "
@@ -174,89 +94,86 @@ class Progress:
         )
 
     def training_begins(self, scheduler: Scheduler, first_step: int) -> None:
-        """From here on the clock of the training phase runs."""
+        """Start the clock and the counters of the training phase."""
         self._scheduler = scheduler
         self._phase = "training"
         self._step = first_step
         self._metrics.run.of(self._config.run.name).set(1)
         self._metrics.started.set(time.time())
         self._metrics.steps_planned.set(self._config.run.steps)
-        self._began = self._last_step_at = time.monotonic()
-        if self._fleet is not None:
-            self._base = count(self._fleet)
-        self._history = deque([(self._began, self._base)])
+        self._last_step_at = time.monotonic()
+        self._count()
+        self._totals.begin(self._last_step_at)
 
     def training_ends(self) -> None:
         """Freeze the totals: what follows is evaluation."""
-        self._trained_seconds = time.monotonic() - self._began
-        if self._fleet is not None:
-            self._final = count(self._fleet).since(self._base)
+        self._trained_seconds = time.monotonic() - self._totals.began
+        self._count()
+        self._trained_tokens = self._totals.tokens
         self._phase = "training is over"
 
     def step_finished(self, message: StepFinished) -> None:
-        """An optimizer step is done: write its line."""
+        """Record an optimizer step: in metrics.jsonl, in Prometheus and for the live view."""
         now = time.monotonic()
-        seconds = max(1e-9, now - self._last_step_at)
-        counters = count(self._fleet) if self._fleet is not None else Counters()
-        new, window = self._recent(now, counters)
-        total = counters.since(self._base)
-        generators = max(1, len(self._fleet.generators()) if self._fleet is not None else 1)
+        self._count()
+        step = self._record(message, now)
         self._step, self._steps_here = message.step + 1, self._steps_here + 1
-        row: dict[str, Any] = {
-            "step": message.step,
-            "time": time.time(),
-            "wall_seconds": self._earlier.seconds + now - self._began,
-            "step_seconds": seconds,
-            **message.metrics,
-            **_waits(message.metrics, seconds),
-            # Of tokens drawn under the very policy that trains on them; a step may have none.
-            "mismatch_abs_mean": message.metrics.get("mismatch_fresh") or None,
-            "tokens_generated": self._earlier.generated + total.generated,
-            "tokens_drafted": self._earlier.drafted + total.drafted,
-            "tokens_accepted": self._earlier.accepted + total.accepted,
-            "tokens_verified": self._earlier.verified + total.verified,
-            "tokens_rejected": self._earlier.rejected + total.rejected,
-            "engine_busy_seconds": total.busy_seconds,
-            "tokens_per_second": new.generated / window,
-            "generator_idle": min(1.0, max(0.0, 1 - new.busy_seconds / window / generators)),
-        }
-        row["trainer_idle"] = row["wait_seconds"] / seconds
-        self._advise(counters, row["mismatch_abs_mean"])
-        self._last_step_at, self._last_row = now, row
-        self._log.append(row)
-        self._rewards.append(float(row.get("reward_mean", 0.0)))
-        self._staleness.append((row.get("staleness_mean", 0.0), row.get("staleness_max", 0.0)))
-        self._metrics.publish(row)
+        self._last_step_at, self._last_step = now, step
+        self._warn(step.mismatch.fresh_abs_mean)
+        self._log.append(step)
+        self._rewards.append(step.learning.reward_mean)
+        self._staleness.append(step.staleness)
+        self._metrics.publish(step)
         self._metrics.steps.inc()
         self._metrics.samples_ended.of("trained").inc(
             len(message.groups) * self._config.scheduler.group_size
         )
-        self._metrics.step_time.observe(seconds)
+        self._metrics.step_time.observe(step.step_seconds)
         self._metrics.policy_version.set(message.manifest.policy_version)
 
-    def _advise(self, counters: Counters, fresh: float | None) -> None:
-        disagrees = advice.engine_disagrees(self._config, fresh)
-        if disagrees is not None and not self._said_mismatch:
-            self._said_mismatch = True
+    def _record(self, message: StepFinished, now: float) -> StepMetrics:
+        """The trainer's part of a step's record, completed."""
+        seconds = max(1e-9, now - self._last_step_at)
+        recent = self._totals.recent(now)
+        times = message.times.within(seconds)
+        generators = max(1, len(self._fleet.generators()) if self._fleet is not None else 1)
+        return StepMetrics(
+            step=message.step,
+            time=time.time(),
+            wall_seconds=self._seconds_before + now - self._totals.began,
+            step_seconds=seconds,
+            tokens_per_second=recent.tokens_per_second,
+            engine_busy_seconds=self._totals.busy_seconds,
+            tokens=self._tokens_before + self._totals.tokens,
+            idle=IdleShares(
+                generator=min(1.0, max(0.0, 1 - recent.busy_share / generators)),
+                trainer=times.wait_seconds / seconds,
+            ),
+            times=times,
+            **msgspec.structs.asdict(message.metrics),
+        )
+
+    def _count(self) -> None:
+        """Add up the last report of every generator."""
+        if self._fleet is not None:
+            reports = (worker.generator_report for worker in self._fleet.everyone())
+            self._totals.update(report.engine for report in reports if report is not None)
+
+    def _warn(self, mismatch: Measured) -> None:
+        disagrees = warnings.engine_disagrees(self._config, mismatch)
+        if disagrees is not None and not self._warned_mismatch:
+            self._warned_mismatch = True
             self.say(disagrees)
-        if not self._said_outside:
-            drawn = counters.generated + counters.verified
-            text = advice.outside_top_k(self._config, drawn=drawn, outside=counters.outside)
+        if not self._warned_outside:
+            tokens = self._totals.tokens_of_processes
+            text = warnings.outside_top_k(
+                self._config,
+                drawn=tokens.generated + tokens.verified,
+                outside=tokens.outside_top_k,
+            )
             if text is not None:
-                self._said_outside = True
+                self._warned_outside = True
                 self.say(text)
-
-    def _recent(self, now: float, counters: Counters) -> tuple[Counters, float]:
-        """What the generators did lately, and in how many seconds.
-
-        Generators report twice a second and a step may take less: rates are taken over the last
-        RATE_SECONDS at least.
-        """
-        self._history.append((now, counters))
-        while len(self._history) > 2 and self._history[1][0] <= now - RATE_SECONDS:
-            self._history.popleft()
-        began, before = self._history[0]
-        return counters.since(before), max(1e-9, now - began)
 
     # ---------------------------------------------------------------- to be seen
 
@@ -282,10 +199,9 @@ class Progress:
         return self._phase if fleet.all_ready or self._scheduler is not None else "starting"
 
     def _run_view(self, fleet: Fleet, evaluation: EvaluationRound | None) -> RunView:
-        row = self._last_row
-        new = count(fleet).since(self._base)
+        self._count()
         left = self._config.run.steps - self._step
-        elapsed = time.monotonic() - self._began
+        elapsed = time.monotonic() - self._totals.began
         trainer = fleet.trainer.trainer_report
         view = None if self._scheduler is None else self._scheduler.snapshot()
         waiting_for = view.waits[0] if view is not None and view.waits else None
@@ -294,31 +210,20 @@ class Progress:
         return RunView(
             phase=self._phase_text(fleet, evaluation),
             step=self._step,
-            reward_mean=row.get("reward_mean"),
+            last=self._last_step,
             recent_rewards=tuple(self._rewards),
-            tokens_per_second=row.get("tokens_per_second"),
-            staleness_mean=row.get("staleness_mean"),
-            staleness_max=row.get("staleness_max"),
-            draft_acceptance=new.accepted / new.drafted if new.drafted else None,
-            drafted_share=new.accepted / new.generated if new.generated else None,
+            tokens=self._totals.tokens,
             samples_running=None if view is None else view.samples_running,
             samples_held=None if view is None else view.samples_held,
             samples_queued=None if trainer is None else trainer.queued_trajectories,
-            generator_idle=row.get("generator_idle"),
-            trainer_idle=row.get("trainer_idle"),
             eta_seconds=elapsed / self._steps_here * left if self._steps_here else None,
-            accuracy_before=self._before,
+            accuracy_before=self._accuracy_before,
             waiting_for=waiting_for,
         )
 
     def status(self, fleet: Fleet, evaluation: EvaluationRound | None) -> dict[str, Any]:
-        """The same for `asyncrl status`, as plain values."""
+        """The answer to `asyncrl status`, as plain values."""
         view = self._run_view(fleet, evaluation)
-        shown = {
-            name: getattr(view, name)
-            for name in RunView.__dataclass_fields__
-            if name != "recent_rewards"
-        }
         processes = {
             worker.name: {
                 "state": worker.state,
@@ -331,24 +236,24 @@ class Progress:
             "run": self._config.run.name,
             "steps": self._config.run.steps,
             "engine": self._config.engine.kind,
-            **shown,
+            **view.as_status(),
             "processes": processes,
         }
 
     def result(self) -> dict[str, Any]:
         """Totals of the training phase for result.json."""
-        total = self._final or Counters()
-        means = [mean for mean, _ in self._staleness]
-        stalest = max((most for _, most in self._staleness), default=0.0)
+        tokens = self._tokens_before + self._trained_tokens
+        stalest = max((one.max for one in self._staleness), default=0)
+        means = [one.mean for one in self._staleness]
         return {
             "steps": self._step,
-            "wall_seconds": self._earlier.seconds + self._trained_seconds,
-            "tokens_generated": self._earlier.generated + total.generated,
-            "tokens_drafted": self._earlier.drafted + total.drafted,
-            "tokens_reused": self._earlier.accepted + total.accepted,
-            "tokens_verified": self._earlier.verified + total.verified,
-            "tokens_rejected": self._earlier.rejected + total.rejected,
+            "wall_seconds": self._seconds_before + self._trained_seconds,
+            "tokens_generated": tokens.generated,
+            "tokens_drafted": tokens.drafted,
+            "tokens_reused": tokens.accepted,
+            "tokens_verified": tokens.verified,
+            "tokens_rejected": tokens.rejected,
             "staleness_mean": statistics.fmean(means) if means else 0.0,
             "staleness_max": stalest,
-            "exactly_on_policy": stalest == 0 and advice.follows_the_policy(self._config),
+            "exactly_on_policy": stalest == 0 and warnings.follows_the_policy(self._config),
         }

@@ -41,7 +41,7 @@ def engine_disagrees(config: RunConfig, fresh: float | None) -> str | None:
         "WARNING: engine and trainer disagree: log-probabilities of the same tokens under the same "
         f"policy differ by {fresh:.2g} on average. Either their arithmetic differs much, or the "
         "engine does not use the weights that it was sent. Training is then not on-policy, "
-        "whatever the staleness says. Compare engine.kind: torch, and see mismatch_* in "
+        "whatever the staleness says. Compare engine.kind: torch, and see `mismatch` in "
         "metrics.jsonl."
     )
 

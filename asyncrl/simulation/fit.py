@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,9 @@ from asyncrl.processes.engine_log import EngineRecord
 from asyncrl.simulation.cost import MeasuredCost
 from engine.drafting.calibration import rising
 from monitoring.jsonl import read_jsonl
+from monitoring.metrics_log import read_metrics
 from monitoring.spans import Span, SpanKind, read_spans
+from wire.records import StepMetrics
 
 WARM_UP = 3
 """First steps of a run, which are left out: caches are empty and kernels are not chosen yet."""
@@ -95,15 +96,15 @@ def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
     """
     if not (directory / "metrics.jsonl").exists():
         raise UserError(f"{directory} is not the directory of a run: it has no metrics.jsonl")
-    records: list[dict[str, Any]] = read_jsonl(directory / "metrics.jsonl", dict)
-    if len(records) < warm_up + _MIN_INTERVALS:
+    steps = read_metrics(directory / "metrics.jsonl")
+    if len(steps) < warm_up + _MIN_INTERVALS:
         raise UserError(
-            f"{directory}: metrics.jsonl has {len(records)} steps, but a fit needs at least "
+            f"{directory}: metrics.jsonl has {len(steps)} steps, but a fit needs at least "
             f"{warm_up + _MIN_INTERVALS}; let the run do more steps"
         )
     config = load_config(directory / "config.yaml")
-    began, ended = float(records[warm_up - 1]["time"]), float(records[-1]["time"])
-    steady = records[warm_up:]
+    began, ended = steps[warm_up - 1].time, steps[-1].time
+    steady = steps[warm_up:]
     intervals, lengths = _intervals(directory, began, ended)
     generators, trainers = _spans(directory)
     overhead = _overhead(generators, intervals, began, ended)
@@ -118,7 +119,7 @@ def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
         speeds=speeds,
         fed=fed,
         train_token_seconds=train_token,
-        optimizer_seconds=optimizer + fmean(record["publish_seconds"] for record in steady),
+        optimizer_seconds=optimizer + fmean(step.times.publish_seconds for step in steady),
         swap_seconds=_mean_of(generators, SpanKind.TRANSFERRING_WEIGHTS),
         reward_seconds=rewards[0],
         reward_steps=rewards[1],
@@ -129,9 +130,9 @@ def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
         config=config,
         cost=cost,
         lengths=lengths,
-        step_seconds=fmean(record["step_seconds"] for record in steady),
-        steps=len(records),
-        drift=_drift(records),
+        step_seconds=fmean(step.step_seconds for step in steady),
+        steps=len(steps),
+        drift=_drift(steps),
     )
 
 
@@ -211,15 +212,15 @@ def _by_rows(
     return tuple(at), tuple(speeds), tuple(fed)
 
 
-def _training(records: Sequence[dict[str, Any]]) -> tuple[float, float]:
+def _training(steps: Sequence[StepMetrics]) -> tuple[float, float]:
     """(seconds of a token in training, seconds of the optimizer step)."""
-    seconds = np.array([record["train_seconds"] for record in records])
-    computed = np.array([record.get("tokens_computed", record["tokens"]) for record in records])
+    seconds = np.array([step.times.train_seconds for step in steps])
+    computed = np.array([step.batch.tokens_computed for step in steps], float)
     spread = computed.var()
     slope = float(np.cov(computed, seconds, bias=True)[0, 1] / spread) if spread > 0 else 0.0
     constant = float(seconds.mean() - slope * computed.mean())
     constant = min(max(constant, 0.0), 0.2 * float(seconds.mean()))
-    mean_tokens = fmean(record["tokens"] for record in records)
+    mean_tokens = fmean(step.batch.tokens for step in steps)
     return (float(seconds.mean()) - constant) / mean_tokens, constant
 
 
@@ -286,12 +287,11 @@ def _rewards(intervals: Iterable[Interval], overhead: float) -> tuple[float, flo
     return float(seconds), float(1.0 / by_step) if by_step else 0.0
 
 
-def _drift(records: Sequence[dict[str, Any]]) -> float | None:
+def _drift(steps: Sequence[StepMetrics]) -> float | None:
     """Hazard of a verified token; a rejection loses the rest of the answer as well."""
-    last = records[-1]
-    verified, rejected = last.get("tokens_verified", 0), last.get("tokens_rejected", 0)
+    verified, rejected = steps[-1].tokens.verified, steps[-1].tokens.rejected
     if not verified + rejected:
         return None
     # An answer of L tokens with hazard h loses about the share h L / 2 of itself, for small h L.
     lost = rejected / (verified + rejected)
-    return min(1.0, 2.0 * float(lost) / fmean(record["response_length_mean"] for record in records))
+    return min(1.0, 2.0 * float(lost) / fmean(step.batch.response_length_mean for step in steps))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks.pipeline.modes import CONFIG, Effort, Mode
 from monitoring.metrics_log import read_metrics
@@ -102,18 +101,15 @@ def read_run(run: Path, mode: str, seed: int, window: tuple[int, int]) -> RunNum
     Raises:
         RunError: it has not so many steps, or no time line of a process.
     """
-    rows = read_metrics(run / "metrics.jsonl")
+    steps = read_metrics(run / "metrics.jsonl")
     first, end = window
-    if not 1 <= first < end <= len(rows):
-        raise RunError(f"{run.name} has {len(rows)} steps; {first} to {end} were to be timed")
-    before, timed = rows[first - 1], rows[first:end]
-    begins, ends = float(before["time"]), float(timed[-1]["time"])
+    if not 1 <= first < end <= len(steps):
+        raise RunError(f"{run.name} has {len(steps)} steps; {first} to {end} were to be timed")
+    before, timed = steps[first - 1], steps[first:end]
+    begins, ends = before.time, timed[-1].time
     count = len(timed)
-
-    def grew(name: str) -> float:
-        return (float(timed[-1].get(name, 0)) - float(before.get(name, 0))) / count
-
-    tokens = statistics.fmean(_number(row, "tokens") for row in timed)
+    grown = timed[-1].tokens - before.tokens
+    tokens = statistics.fmean(step.batch.tokens for step in timed)
     timelines = read_timelines(run / "timeline")
     missing = {GENERATOR, TRAINER} - timelines.keys()
     if missing:
@@ -125,14 +121,14 @@ def read_run(run: Path, mode: str, seed: int, window: tuple[int, int]) -> RunNum
         step_seconds=(ends - begins) / count,
         tokens_per_second=tokens * count / (ends - begins),
         tokens_per_step=tokens,
-        generated_per_step=grew("tokens_generated"),
-        staleness_mean=statistics.fmean(_number(row, "staleness_mean") for row in timed),
-        staleness_max=max(_number(row, "staleness_max") for row in timed),
-        verified=grew("tokens_verified"),
-        rejected=grew("tokens_rejected"),
+        generated_per_step=grown.generated / count,
+        staleness_mean=statistics.fmean(step.staleness.mean for step in timed),
+        staleness_max=max(step.staleness.max for step in timed),
+        verified=grown.verified / count,
+        rejected=grown.rejected / count,
         busy={p: busy_by_kind(spans, begins, ends, count) for p, spans in watched.items()},
         idle={p: idle_by_cause(spans, begins, ends) for p, spans in watched.items()},
-        rewards=_rewards(rows),
+        rewards=[(step.wall_seconds, step.learning.reward_mean) for step in steps],
     )
 
 
@@ -143,14 +139,3 @@ def busy_by_kind(spans: Sequence[Span], start: float, end: float, steps: int) ->
         if span.kind != SpanKind.WAITING:
             seconds[span.kind] = seconds.get(span.kind, 0.0) + span.seconds / steps
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
-
-
-def _rewards(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    return [(_number(row, "wall_seconds"), _number(row, "reward_mean")) for row in rows]
-
-
-def _number(row: Mapping[str, Any], name: str) -> float:
-    value = row.get(name)
-    if value is None:
-        raise RunError(f"step {row.get('step')} has no {name}")
-    return float(value)

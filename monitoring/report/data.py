@@ -13,11 +13,12 @@ import yaml
 
 from monitoring.config import MonitoringConfig
 from monitoring.errors import RecordError, ReportError
-from monitoring.metrics_log import MetricsRow, read_metrics
+from monitoring.metrics_log import read_metrics
 from monitoring.occupancy import SlotPiece, read_slots
 from monitoring.report.series import finite
 from monitoring.samples import SampleRecord, read_samples
 from monitoring.spans import Span, read_spans
+from wire.records import Measured, StepMetrics, TokenCounts
 
 T = TypeVar("T")
 
@@ -27,8 +28,8 @@ class RunData:
     """One run directory, in memory."""
 
     name: str
-    rows: list[MetricsRow] = field(default_factory=list)
-    """Lines of metrics.jsonl, one per step, in order."""
+    steps: list[StepMetrics] = field(default_factory=list)
+    """The records of metrics.jsonl, one per optimizer step, in order."""
     timelines: dict[str, list[Span]] = field(default_factory=dict)
     """Process name to its spans, in the order in which they are drawn."""
     slots: dict[str, list[SlotPiece]] = field(default_factory=dict)
@@ -41,17 +42,17 @@ class RunData:
     notes: list[str] = field(default_factory=list)
     """What could not be read, in words for the reader of the report."""
 
-    def column(self, name: str) -> list[float | None]:
-        """One number of each step; None where it is missing or not finite."""
-        return [finite(row.get(name)) for row in self.rows]
+    def column(self, value: Callable[[StepMetrics], Measured]) -> list[float | None]:
+        """`[S]` one number of each step; None where it was not measured."""
+        return [finite(value(step)) for step in self.steps]
 
-    def steps(self) -> list[float]:
-        """`[S]` the step numbers."""
-        return [float(row["step"]) for row in self.rows]
+    def step_numbers(self) -> list[float]:
+        """`[S]` the indices of the steps."""
+        return [float(step.step) for step in self.steps]
 
-    def last(self, name: str) -> float | None:
-        """The newest known value of a number."""
-        return next((value for value in reversed(self.column(name)) if value is not None), None)
+    def tokens(self) -> TokenCounts:
+        """Token counts of all generators since the run began, as of the last step."""
+        return self.steps[-1].tokens if self.steps else TokenCounts()
 
     def outcome(self, name: str) -> float | None:
         """A number of result.json, None if the run is not finished or it is not there."""
@@ -101,7 +102,7 @@ def load_run(run_dir: Path) -> RunData:
     data = RunData(name=run_dir.resolve().name)
     _load_config(run_dir / "config.yaml", data)
     data.result = _attempt(data, lambda: _load_result(run_dir / "result.json"), None)
-    data.rows = _attempt(data, lambda: read_metrics(run_dir / "metrics.jsonl"), [])
+    data.steps = _attempt(data, lambda: read_metrics(run_dir / "metrics.jsonl"), [])
     data.samples = _attempt(data, lambda: read_samples(run_dir / "samples.jsonl"), [])
     for path in sorted((run_dir / "timeline").glob("*.jsonl"), key=lambda path: _rank(path.stem)):
         spans: list[Span] = _attempt(data, partial(read_spans, path), [])

@@ -69,12 +69,14 @@ def _steps_done(data: RunData) -> int:
     steps = data.outcome("steps")
     if steps is not None:
         return int(steps)
-    return int(data.rows[-1]["step"]) + 1 if data.rows else 0
+    return data.steps[-1].step + 1 if data.steps else 0
 
 
 def _wall_seconds(data: RunData) -> float | None:
     wall = data.outcome("wall_seconds")
-    return data.last("wall_seconds") if wall is None else wall
+    if wall is None and data.steps:
+        return data.steps[-1].wall_seconds
+    return wall
 
 
 def _tile(name: str, value: Child, more: str, *, hero: bool = False) -> Markup:
@@ -90,8 +92,8 @@ def _tile(name: str, value: Child, more: str, *, hero: bool = False) -> Markup:
 def _tiles(data: RunData) -> list[Markup]:
     steps, wall = _steps_done(data), _wall_seconds(data)
     generated, reused = _tokens(data)
-    step_seconds = mean(data.column("step_seconds"))
-    rate = mean(data.column("tokens_per_second"))
+    step_seconds = mean(data.column(lambda step: step.step_seconds))
+    rate = mean(data.column(lambda step: step.tokens_per_second))
     if rate is None and generated is not None and wall:
         rate = generated / wall
     planned = data.setting("run.steps")
@@ -125,14 +127,16 @@ def staleness(data: RunData) -> tuple[float | None, float | None]:
     """Mean and largest over the run's trained tokens, in optimizer steps; None: not known."""
     stale, worst = data.outcome("staleness_mean"), data.outcome("staleness_max")
     if stale is None:
-        stale = mean(data.column("staleness_mean"))
+        stale = mean(data.column(lambda step: step.staleness.mean))
     if worst is None:
-        worst = max((v for v in data.column("staleness_max") if v is not None), default=None)
+        worst = max(
+            (v for v in data.column(lambda step: step.staleness.max) if v is not None), default=None
+        )
     return stale, worst
 
 
 def _verified_tile(data: RunData, generated: float | None) -> Markup:
-    kept, again = data.last("tokens_verified") or 0.0, data.last("tokens_rejected") or 0.0
+    kept, again = data.tokens().verified, data.tokens().rejected
     name = "of older policies, kept"
     if not kept + again:
         return _tile(name, UNKNOWN, "nothing of an older policy was verified")
@@ -143,8 +147,8 @@ def _verified_tile(data: RunData, generated: float | None) -> Markup:
 
 
 def _idle_tile(data: RunData) -> Markup:
-    generators = percent(mean(data.column("generator_idle")))
-    trainer = percent(mean(data.column("trainer_idle")))
+    generators = percent(mean(data.column(lambda step: step.idle.generator)))
+    trainer = percent(mean(data.column(lambda step: step.idle.trainer)))
     more = "of their time"
     empty = empty_slots(data)
     if empty is not None:
@@ -166,8 +170,8 @@ def empty_slots(data: RunData) -> float | None:
 def _tokens(data: RunData) -> tuple[float | None, float | None]:
     generated, reused = data.outcome("tokens_generated"), data.outcome("tokens_reused")
     return (
-        data.last("tokens_generated") if generated is None else generated,
-        data.last("tokens_accepted") if reused is None else reused,
+        data.tokens().generated if generated is None else generated,
+        data.tokens().accepted if reused is None else reused,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from monitoring.report.data import RunData
@@ -13,6 +13,7 @@ from monitoring.report.samples import sample_card, samples_legend
 from monitoring.report.series import growth, smooth, ticks, wilson
 from monitoring.samples import choose_samples
 from monitoring.wording import percent
+from wire.records import Measured, StepMetrics
 
 OPEN_SAMPLES = 4
 """This many sample trajectories are shown at once; the others unfold."""
@@ -25,7 +26,7 @@ def section(title: str, about: str, *content: Child) -> Markup:
 
 def learning(data: RunData) -> Markup:
     """Reward and evaluation."""
-    rewards = data.column("reward_mean")
+    rewards = data.column(lambda step: step.learning.reward_mean)
     return section(
         "Learning",
         "Rewards are those of the samples that each step trained on. Accuracy is measured on "
@@ -34,7 +35,7 @@ def learning(data: RunData) -> Markup:
             "div",
             line_plot(
                 "Reward",
-                data.steps(),
+                data.step_numbers(),
                 [
                     Series("smoothed", smooth(rewards), "c1"),
                     Series("mean of the step", rewards, "c1", faint=True),
@@ -42,7 +43,7 @@ def learning(data: RunData) -> Markup:
                 note="Mean over each step's samples (thin) and its moving average (bold).",
                 y_label="reward",
             )
-            if data.rows
+            if data.steps
             else empty("Reward", "No step is finished yet."),
             _evaluation(data),
             class_="grid",
@@ -101,20 +102,25 @@ def _intervals(points: Sequence[tuple[str, str, float, tuple[float, float]]]) ->
 
 def work(data: RunData) -> Markup:
     """Tokens, staleness, time per step, throughput."""
-    steps = data.steps()
-    generated = growth(data.column("tokens_generated"))
-    accepted = growth(data.column("tokens_accepted"))
+    steps = data.step_numbers()
+    generated = growth(data.column(lambda step: step.tokens.generated))
+    accepted = growth(data.column(lambda step: step.tokens.accepted))
     drawn = [
         None if all_ is None else max(0.0, all_ - (kept or 0.0))
         for all_, kept in zip(generated, accepted, strict=True)
     ]
-    train, wait = data.column("train_seconds"), data.column("wait_seconds")
+    train, wait = (
+        data.column(lambda step: step.times.train_seconds),
+        data.column(lambda step: step.times.wait_seconds),
+    )
     other = [
         None if whole is None else max(0.0, whole - (a or 0.0) - (b or 0.0))
-        for whole, a, b in zip(data.column("step_seconds"), train, wait, strict=True)
+        for whole, a, b in zip(
+            data.column(lambda step: step.step_seconds), train, wait, strict=True
+        )
     ]
-    verified = growth(data.column("tokens_verified"))
-    rejected = growth(data.column("tokens_rejected"))
+    verified = growth(data.column(lambda step: step.tokens.verified))
+    rejected = growth(data.column(lambda step: step.tokens.rejected))
     plots = [
         bar_plot(
             "Rollout tokens, reused and generated",
@@ -127,8 +133,8 @@ def work(data: RunData) -> Markup:
             "Staleness",
             steps,
             [
-                Series("mean", data.column("staleness_mean"), "c1"),
-                Series("largest", data.column("staleness_max"), "c2"),
+                Series("mean", data.column(lambda step: step.staleness.mean), "c1"),
+                Series("largest", data.column(lambda step: step.staleness.max), "c2"),
             ],
             note="Optimizer steps between the policy that a token follows and the one trained.",
             y_label="steps",
@@ -148,7 +154,7 @@ def work(data: RunData) -> Markup:
         line_plot(
             "Throughput",
             steps,
-            [Series("tokens per second", data.column("tokens_per_second"), "c1")],
+            [Series("tokens per second", data.column(lambda step: step.tokens_per_second), "c1")],
             note="Response tokens per second, all generators together.",
             y_label="tokens per second",
             y_limits=(0.0, None),
@@ -177,7 +183,7 @@ def work(data: RunData) -> Markup:
 class _Internal:
     """One plot of a number that says how healthy the training is."""
 
-    key: str
+    value: Callable[[StepMetrics], Measured]
     title: str
     style: str
     unit: str
@@ -187,26 +193,38 @@ class _Internal:
 
 _INTERNALS = (
     _Internal(
-        "mismatch_abs_mean",
+        lambda step: step.mismatch.fresh_abs_mean,
         "Engine against trainer",
         "c5",
         "nats",
         "Mean absolute difference of the two log-probabilities of the same token.",
     ),
     _Internal(
-        "response_length_mean",
+        lambda step: step.batch.response_length_mean,
         "Response length",
         "c4",
         "tokens",
         "Mean over the step's samples.",
         from_zero=False,
     ),
-    _Internal("entropy", "Entropy", "c3", "nats", "Mean over tokens, of the policy in training."),
-    _Internal("loss", "Loss", "c1", "", "Before the optimizer's step.", from_zero=False),
-    _Internal("grad_norm", "Gradient norm", "c1", "", "Before clipping."),
-    _Internal("clip_ratio", "Clipped tokens", "c2", "share", "Their importance ratio was clipped."),
     _Internal(
-        "kl",
+        lambda step: step.learning.entropy,
+        "Entropy",
+        "c3",
+        "nats",
+        "Mean over tokens, of the policy in training.",
+    ),
+    _Internal(
+        lambda step: step.learning.loss,
+        "Loss",
+        "c1",
+        "",
+        "Before the optimizer's step.",
+        from_zero=False,
+    ),
+    _Internal(lambda step: step.learning.grad_norm, "Gradient norm", "c1", "", "Before clipping."),
+    _Internal(
+        lambda step: step.mismatch.kl,
         "Distance from the behaviour policy",
         "c2",
         "nats",
@@ -214,22 +232,52 @@ _INTERNALS = (
         from_zero=False,
     ),
     _Internal(
-        "reward_std", "Spread of rewards", "c4", "", "Standard deviation of a step's samples."
+        lambda step: step.learning.reward_std,
+        "Spread of rewards",
+        "c4",
+        "",
+        "Standard deviation of a step's samples.",
     ),
-    _Internal("learning_rate", "Learning rate", "c6", "", "Of the optimizer's step."),
+    _Internal(
+        lambda step: step.learning.learning_rate,
+        "Learning rate",
+        "c6",
+        "",
+        "Of the optimizer's step.",
+    ),
 )
+
+
+def _signal(name: str) -> Callable[[StepMetrics], Measured]:
+    return lambda step: step.algorithm.get(name)
+
+
+def _signals(data: RunData) -> list[_Internal]:
+    """A plot for each signal that the algorithm reports."""
+    names = {name: None for step in data.steps for name in step.algorithm}
+    return [
+        _Internal(
+            _signal(name),
+            name.replace("_", " ").capitalize(),
+            "c2",
+            "",
+            "Reported by the algorithm.",
+            from_zero=False,
+        )
+        for name in names
+    ]
 
 
 def internals(data: RunData) -> Markup | None:
     """How healthy the training is; only what was recorded."""
     plots = []
-    for one in _INTERNALS:
-        values = data.column(one.key)
+    for one in (*_INTERNALS, *_signals(data)):
+        values = data.column(one.value)
         if any(value is not None for value in values):
             plots.append(
                 line_plot(
                     one.title,
-                    data.steps(),
+                    data.step_numbers(),
                     [Series(one.title.lower(), values, one.style)],
                     note=one.note,
                     y_label=one.unit,

@@ -7,7 +7,6 @@ from monitoring.report.idle import idle_card, slots_card
 from monitoring.report.lanes import kinds_legend, lanes_drawing
 from monitoring.report.markup import Markup, element
 from monitoring.report.sections import section
-from monitoring.report.series import finite
 from monitoring.report.windows import middle_window, training_window, whole_window
 
 MOST_LANES = 24
@@ -31,11 +30,7 @@ def time_line(data: RunData) -> Markup | None:
     if hidden:
         about += f" {hidden} more processes are in the table only."
     zoom = middle_window(data, whole)
-    moments = [
-        (int(row["step"]), time)
-        for row in data.rows
-        if (time := finite(row.get("time"))) is not None
-    ]
+    moments = [(step.step, step.time) for step in data.steps]
     return section(
         "Who was busy when",
         about,

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from monitoring.report.data import RunData
 from monitoring.report.lanes import Window
-from monitoring.report.series import finite
 from monitoring.spans import Span
 
 ZOOM_STEPS = 3
@@ -22,11 +21,7 @@ def whole_window(lanes: Mapping[str, Sequence[Span]]) -> Window:
 
 def middle_window(data: RunData, whole: Window) -> Window:
     """A few steps in the middle of the run, or a twentieth of it where steps have no times."""
-    times = [
-        time
-        for row in data.rows
-        if (time := finite(row.get("time"))) is not None and whole.start <= time <= whole.end
-    ]
+    times = [step.time for step in data.steps if whole.start <= step.time <= whole.end]
     if len(times) >= 2:
         middle = len(times) // 2
         first = max(0, middle - (ZOOM_STEPS + 1) // 2)
@@ -44,14 +39,10 @@ def middle_window(data: RunData, whole: Window) -> Window:
 
 def training_window(data: RunData, whole: Window) -> tuple[float, float]:
     """From the beginning of the first recorded step to the end of the last, else everything."""
-    times = [
-        (time, finite(row.get("step_seconds")) or 0.0)
-        for row in data.rows
-        if (time := finite(row.get("time"))) is not None
-    ]
-    if times:
-        start = max(whole.start, times[0][0] - times[0][1])
-        end = min(whole.end, times[-1][0])
+    if data.steps:
+        first, last = data.steps[0], data.steps[-1]
+        start = max(whole.start, first.time - first.step_seconds)
+        end = min(whole.end, last.time)
         if end > start:
             return start, end
     return whole.start, whole.end

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -40,6 +41,7 @@ from benchmarks.pipeline.plot import curves, draw, write_plot
 from benchmarks.pipeline.run import GENERATOR, TRAINER, RunError, RunNumbers, read_run
 from benchmarks.pipeline.tables import tables
 from benchmarks.policies_variety import Variety
+from wire.records import BatchMetrics, LearningMetrics, StalenessMetrics, StepMetrics, TokenCounts
 
 COSTS = Costs(4, 100.0, 150.0, 450.0, (30.0, 60.0, 140.0))
 EFFORT = Effort(steps=4, seeds=(0,), intermediate_size=512, evaluated=100)
@@ -67,7 +69,7 @@ def a_run(mode: str, seed: int = 0, **values: object) -> RunNumbers:
 
 def lines(path: Path, rows: Iterable[object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(msgspec.json.encode(row).decode() + "\n" for row in rows))
 
 
 @pytest.fixture
@@ -76,18 +78,17 @@ def run_folder(tmp_path: Path) -> Path:
     lines(
         tmp_path / "metrics.jsonl",
         [
-            {
-                "step": step,
-                "time": 1002.0 + 2 * step,
-                "wall_seconds": 2.0 + 2 * step,
-                "reward_mean": 0.1 * step,
-                "tokens": 50.0 if step == 0 else 100.0,
-                "staleness_mean": 0.5,
-                "staleness_max": float(step == 3),
-                "tokens_generated": 999 + 110 * step,
-                "tokens_verified": 40 * step,
-                "tokens_rejected": 10 * step,
-            }
+            StepMetrics(
+                step=step,
+                time=1002.0 + 2 * step,
+                wall_seconds=2.0 + 2 * step,
+                tokens=TokenCounts(
+                    generated=999 + 110 * step, verified=40 * step, rejected=10 * step
+                ),
+                learning=LearningMetrics(reward_mean=0.1 * step),
+                batch=BatchMetrics(tokens=50 if step == 0 else 100),
+                staleness=StalenessMetrics(mean=0.5, max=int(step == 3)),
+            )
             for step in range(6)
         ],
     )

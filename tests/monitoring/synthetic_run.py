@@ -17,6 +17,16 @@ from monitoring.occupancy import SlotLog
 from monitoring.report.write import write_report
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
 from monitoring.timeline import Clock, Timeline
+from wire.records import (
+    BatchMetrics,
+    IdleShares,
+    LearningMetrics,
+    MismatchMetrics,
+    StalenessMetrics,
+    StepMetrics,
+    TokenCounts,
+    TrainerTimes,
+)
 
 START = 1_795_000_000.0
 CONFIG = """\
@@ -153,38 +163,65 @@ def _metrics(path: Path, ends: list[float], random_: random.Random) -> tuple[int
         accepted += round(tokens * share)
         drafted += round(tokens * share * 1.25)
         seconds = end - (ends[step - 1] if step else START + 19.0)
+        growth = 1 - math.exp(-step / 25)
         log.append(
-            {
-                "step": step,
-                "time": end,
-                "wall_seconds": end - START,
-                "reward_mean": min(
-                    1.0, 0.66 + 0.2 * (1 - math.exp(-step / 25)) + 0.03 * random_.gauss(0, 1)
+            StepMetrics(
+                step=step,
+                time=end,
+                wall_seconds=end - START,
+                step_seconds=seconds,
+                tokens_per_second=tokens / seconds,
+                engine_busy_seconds=0.9 * (end - START),
+                tokens=TokenCounts(
+                    generated=generated,
+                    drafted=drafted,
+                    accepted=accepted,
+                    verified=accepted // 2,
+                    rejected=accepted // 20,
                 ),
-                "reward_std": 0.42 - 0.001 * step,
-                "loss": 0.02 * random_.gauss(0, 1),
-                "grad_norm": 0.6 + 0.1 * random_.gauss(0, 1),
-                "entropy": 0.31 - 0.001 * step + 0.004 * random_.gauss(0, 1),
-                "clip_ratio": 0.003 + 0.001 * random_.random(),
-                "kl": 0.0006 + 0.0002 * random_.random(),
-                "staleness_mean": 0.6 + 0.1 * random_.gauss(0, 1) if step else 0.0,
-                "staleness_max": 1 if step else 0,
-                "tokens": tokens,
-                "response_length_mean": 67 + 2 * random_.gauss(0, 1),
-                "tokens_generated": generated,
-                "tokens_drafted": drafted,
-                "tokens_accepted": accepted,
-                "tokens_verified": accepted // 2,
-                "tokens_rejected": accepted // 20,
-                "mismatch_abs_mean": 1.2e-6 * (1 + 0.1 * random_.random()),
-                "learning_rate": 3e-5,
-                "step_seconds": seconds,
-                "train_seconds": seconds * 0.68,
-                "wait_seconds": seconds * 0.27,
-                "generator_idle": 0.05 + 0.02 * random_.random(),
-                "trainer_idle": 0.27 + 0.03 * random_.random(),
-                "tokens_per_second": tokens / seconds,
-            }
+                idle=IdleShares(
+                    generator=0.05 + 0.02 * random_.random(), trainer=0.27 + 0.03 * random_.random()
+                ),
+                times=TrainerTimes(
+                    train_seconds=seconds * 0.68,
+                    publish_seconds=0.08,
+                    wait_seconds=seconds * 0.27,
+                    wait_first_seconds=seconds * 0.2,
+                    wait_last_seconds=seconds * 0.05,
+                ),
+                learning=LearningMetrics(
+                    reward_mean=min(1.0, 0.66 + 0.2 * growth + 0.03 * random_.gauss(0, 1)),
+                    reward_std=0.42 - 0.001 * step,
+                    loss=0.02 * random_.gauss(0, 1),
+                    grad_norm=0.6 + 0.1 * random_.gauss(0, 1),
+                    learning_rate=3e-5,
+                    entropy=0.31 - 0.001 * step + 0.004 * random_.gauss(0, 1),
+                ),
+                batch=BatchMetrics(
+                    groups=16,
+                    samples=128,
+                    tokens=tokens,
+                    tokens_computed=tokens,
+                    response_length_mean=67 + 2 * random_.gauss(0, 1),
+                ),
+                staleness=StalenessMetrics(
+                    mean=0.6 + 0.1 * random_.gauss(0, 1) if step else 0.0, max=1 if step else 0
+                ),
+                mismatch=MismatchMetrics(
+                    abs_mean=2e-2,
+                    abs_max=0.4,
+                    kl=0.0006 + 0.0002 * random_.random(),
+                    fresh_abs_mean=1.2e-6 * (1 + 0.1 * random_.random()),
+                    fresh_kl=1e-11,
+                    ratio_mean=1.0,
+                    ratio_max=1.5,
+                    outside_nucleus=0.0,
+                ),
+                algorithm={
+                    "clip_ratio": 0.003 + 0.001 * random_.random(),
+                    "importance_capped": 0.0,
+                },
+            )
         )
     log.close()
     return generated, accepted

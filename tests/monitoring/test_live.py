@@ -6,27 +6,30 @@ from rich.console import Console
 from monitoring.config import MonitoringConfig
 from monitoring.live import LiveView, RunView
 from monitoring.live_panel import panel
+from wire.records import IdleShares, LearningMetrics, StalenessMetrics, StepMetrics, TokenCounts
 
 FULL = RunView(
     phase="training",
     step=30,
-    reward_mean=0.72,
+    last=StepMetrics(
+        step=29,
+        time=0.0,
+        tokens_per_second=7512.0,
+        idle=IdleShares(generator=0.04, trainer=0.37),
+        learning=LearningMetrics(reward_mean=0.72),
+        staleness=StalenessMetrics(mean=0.62, max=1),
+    ),
     recent_rewards=(0.6, 0.7, 0.72),
-    tokens_per_second=7512.0,
-    staleness_mean=0.62,
-    staleness_max=1,
-    draft_acceptance=0.81,
-    drafted_share=0.44,
+    tokens=TokenCounts(generated=2025, drafted=1100, accepted=891),
     samples_running=64,
     samples_held=12,
     samples_queued=8,
-    generator_idle=0.04,
-    trainer_idle=0.37,
     eta_seconds=132,
     accuracy_before=0.664,
     waiting_for="3 of 16 groups of step 30",
 )
 
+NOT_A_NUMBER = StepMetrics(step=98, time=0.0, learning=LearningMetrics(reward_mean=float("nan")))
 LINE = (
     "demo: step 30/60 | reward 0.720 | 7,512 tokens/s | staleness 0.62 (max 1) | "
     "drafts accepted 81% | reused 44% | idle generator 4% trainer 37% | 2 min 12 s left"
@@ -135,7 +138,7 @@ def test_a_terminal_gets_a_panel_with_everything_in_it():
 
 @pytest.mark.parametrize("width", [20, 40, 80, 91, 92, 200])
 def test_the_panel_fits_any_width_and_missing_numbers(width):
-    for view in (RunView(), FULL, RunView(step=99, reward_mean=float("nan"))):
+    for view in (RunView(), FULL, RunView(step=99, last=NOT_A_NUMBER)):
         out = Console(width=width, file=io.StringIO(), record=True)
         out.print(panel(view, run_name="x" * 300, total_steps=0, wide=width >= 92))
         assert max(len(line) for line in out.export_text().splitlines()) <= width

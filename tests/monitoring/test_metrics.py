@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 from prometheus_client import generate_latest
+from step_records import full_step
 
 from monitoring.metrics import (
     ROLES,
@@ -14,6 +15,7 @@ from monitoring.metrics import (
     new_registry,
 )
 from monitoring.spans import Span, waiting_span
+from wire.records import LearnerMetrics, LearningMetrics, MismatchMetrics
 
 PROMTOOL = shutil.which("promtool")
 
@@ -83,11 +85,34 @@ def test_label_values_exist_from_the_start_and_others_are_refused():
         metrics.samples_finished.of("lenght")
 
 
-def test_publish_sets_the_gauges_that_a_line_of_metrics_names():
+def test_a_step_sets_gauges_and_leaves_what_was_not_measured():
     metrics, text = exposition(TrainerMetrics)
-    metrics.publish({"loss": 0.25, "grad_norm": None, "unknown": 3.0})
-    assert 'asyncrl_loss{process="p-0"} 0.25' in text()
-    assert 'asyncrl_gradient_norm{process="p-0"} 0.0' in text()
+    metrics.publish(
+        LearnerMetrics(
+            learning=LearningMetrics(loss=0.25, entropy=0.5),
+            mismatch=MismatchMetrics(kl=0.125, fresh_abs_mean=1e-6),
+            algorithm={"clip_ratio": 0.75, "other": None},
+        )
+    )
+    metrics.publish(LearnerMetrics(learning=LearningMetrics(loss=0.75)))
+    shown = text()
+    assert 'asyncrl_loss{process="p-0"} 0.75' in shown
+    assert 'asyncrl_policy_entropy_nats{process="p-0"} 0.5' in shown
+    assert 'asyncrl_behaviour_kl_nats{process="p-0"} 0.125' in shown
+    assert 'asyncrl_logprob_mismatch_nats{process="p-0"} 1e-06' in shown
+    assert 'asyncrl_algorithm_signal{process="p-0",signal="clip_ratio"} 0.75' in shown
+    assert "other" not in shown
+
+
+@pytest.mark.parametrize("role", [ControllerMetrics, TrainerMetrics])
+def test_a_step_with_every_number_sets_every_gauge_of_a_step(role):
+    metrics, text = exposition(role)
+    metrics.publish(full_step())
+    values = dict(re.findall(r'^(\w+)\{process="p-0"\} (\S+)$', text(), re.MULTILINE))
+    of_a_step = [spec for each, spec in all_specs() if each is role and spec.value is not None]
+    assert len(of_a_step) > 5
+    for spec in of_a_step:
+        assert float(values[spec.name]) == spec.value(full_step()) > 0
 
 
 def test_spans_become_busy_and_idle_seconds():

@@ -2,73 +2,93 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_records import full_step
 
 from monitoring.errors import RecordError
 from monitoring.jsonl import JsonlWriter, read_jsonl
-from monitoring.metrics_log import MetricsLog, keep_last_account, read_metrics
+from monitoring.metrics_log import MetricsLog, drop_superseded, read_metrics
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment, choose_samples, read_samples
+from wire.records import LearningMetrics, MismatchMetrics, StepMetrics, TokenCounts
 
 
-def write(path, rows):
+def a_step(step, time=0.0):
+    return StepMetrics(step=step, time=time, learning=LearningMetrics(loss=step / 7))
+
+
+def write(path, steps):
     log = MetricsLog(path)
-    for row in rows:
-        log.append(row)
+    for step in steps:
+        log.append(step)
     log.close()
 
 
 def test_a_line_is_there_as_soon_as_it_is_written(tmp_path):
     log = MetricsLog(tmp_path / "m.jsonl")
     assert read_metrics(tmp_path / "m.jsonl") == []
-    log.append({"step": 0, "loss": 0.5})
-    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 0, "loss": 0.5}]
+    log.append(a_step(0))
+    assert read_metrics(tmp_path / "m.jsonl") == [a_step(0)]
     log.close()
 
 
+def test_every_number_of_a_step_comes_back(tmp_path):
+    write(tmp_path / "m.jsonl", [full_step()])
+    assert read_metrics(tmp_path / "m.jsonl") == [full_step()]
+
+
+def test_keys_of_another_version_are_ignored(tmp_path):
+    path = tmp_path / "m.jsonl"
+    line = msgspec.json.decode(msgspec.json.encode(a_step(3)))
+    line |= {"new": 1.0, "learning": line["learning"] | {"new": {"deep": 2}}}
+    path.write_bytes(msgspec.json.encode(line) + b"\n")
+    assert read_metrics(path) == [a_step(3)]
+
+
 def test_numbers_of_numpy_and_numbers_that_json_has_not(tmp_path):
-    row = {"step": 3, "a": np.float32(0.5), "b": np.int64(7), "c": float("nan"), "d": float("inf")}
-    write(tmp_path / "m.jsonl", [row])
-    assert read_metrics(tmp_path / "m.jsonl") == [
-        {"step": 3, "a": 0.5, "b": 7, "c": None, "d": None}
+    path = tmp_path / "m.jsonl"
+    step = {"step": 3, "time": np.float32(0.5), "tokens": {"generated": np.int64(7)}}
+    with JsonlWriter(path) as writer:
+        writer.append([step | {"mismatch": {"kl": float("nan"), "abs_mean": float("inf")}}])
+    assert read_metrics(path) == [
+        StepMetrics(step=3, time=0.5, tokens=TokenCounts(generated=7), mismatch=MismatchMetrics())
     ]
 
 
 def test_what_is_no_number_is_refused_before_anything_is_written(tmp_path):
-    log = MetricsLog(tmp_path / "m.jsonl")
+    writer = JsonlWriter(tmp_path / "m.jsonl")
     with pytest.raises(TypeError, match="object"):
-        log.append({"step": 0, "x": object()})
-    with pytest.raises(ValueError, match="step"):
-        log.append({"loss": 1.0})
-    log.close()
+        writer.append([{"step": 0}, {"step": 1, "x": object()}])
+    writer.close()
     assert (tmp_path / "m.jsonl").read_bytes() == b""
 
 
 @settings(max_examples=60, deadline=None)
-@given(cut=st.integers(0, 200))
+@given(cut=st.integers(0, 2_000))
 def test_a_file_cut_anywhere_reads_and_continues(tmp_path_factory, cut):
     path = tmp_path_factory.mktemp("cut") / "m.jsonl"
-    write(path, [{"step": i, "loss": i / 7} for i in range(5)])
+    write(path, [a_step(i) for i in range(5)])
     data = path.read_bytes()[:cut]
     path.write_bytes(data)
     whole = data.count(b"\n")
-    assert [row["step"] for row in read_metrics(path)][:whole] == list(range(whole))
-    write(path, [{"step": whole}])
-    assert [row["step"] for row in read_metrics(path)] == list(range(whole + 1))
+    assert [one.step for one in read_metrics(path)][:whole] == list(range(whole))
+    write(path, [a_step(whole)])
+    assert [one.step for one in read_metrics(path)] == list(range(whole + 1))
 
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "m.jsonl"
-    path.write_text('{"step":0}\n{"st\n{"step":2}\n')
+    path.write_text('{"step":0,"time":1}\n{"st\n{"step":2,"time":3}\n')
     with pytest.raises(RecordError, match="line 2"):
         read_metrics(path)
 
 
-def test_a_resumed_run_overwrites_its_abandoned_future():
-    rows = [{"step": i, "run": 1} for i in range(6)] + [{"step": i, "run": 2} for i in (3, 4)]
-    assert [(row["step"], row["run"]) for row in keep_last_account(rows)] == [
+def test_a_resumed_run_supersedes_the_steps_it_trains_again():
+    steps = [a_step(i, time=1.0) for i in range(6)] + [a_step(i, time=2.0) for i in (3, 4)]
+    assert [(one.step, one.time) for one in drop_superseded(steps)] == [
         (0, 1), (1, 1), (2, 1), (3, 2), (4, 2),
     ]  # fmt: skip
 
@@ -77,9 +97,10 @@ def test_sigkill_leaves_whole_lines(tmp_path):
     path = tmp_path / "m.jsonl"
     code = (
         "import sys; from pathlib import Path; from monitoring.metrics_log import MetricsLog\n"
+        "from wire.records import StepMetrics\n"
         "log = MetricsLog(Path(sys.argv[1]))\n"
         "for step in range(10**9):\n"
-        "    log.append({'step': step, 'loss': 1 / (step + 1)})\n"
+        "    log.append(StepMetrics(step=step, time=1 / (step + 1)))\n"
         "    if step == 50: print('go', flush=True)\n"
     )
     child = subprocess.Popen(
@@ -90,7 +111,7 @@ def test_sigkill_leaves_whole_lines(tmp_path):
         assert child.stdout.readline() == "go\n"
         child.send_signal(signal.SIGKILL)
         assert child.wait(10) == -signal.SIGKILL
-    steps = [row["step"] for row in read_metrics(path)]
+    steps = [one.step for one in read_metrics(path)]
     assert steps == list(range(len(steps)))
     assert len(steps) > 50
 

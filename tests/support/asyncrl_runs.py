@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from monitoring.metrics_log import read_metrics
+from wire.records import StepMetrics
+
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "your_own"
 
@@ -58,11 +61,8 @@ class CommandLine:
                 process.kill()
                 process.communicate(timeout=30)
 
-    def metrics(self) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    def metrics(self) -> list[StepMetrics]:
+        return read_metrics(self.folder / "metrics.jsonl")
 
     def result(self) -> dict[str, Any]:
         return dict(json.loads((self.folder / "result.json").read_text()))

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -139,15 +140,18 @@ def test_kl_penalty_pulls_back_to_the_initial_model(
     for learner in (plain, pulled):
         for trajectories, rewards in batch:
             learner.add_group(trajectories, rewards)
-        first = learner.step()
-        assert first["kl"] == pytest.approx(0.0, abs=1e-12)
+        first = learner.step().algorithm
+        assert first.get("reference_kl", 0.0) == pytest.approx(0.0, abs=1e-12)
     again = _batch(group_of, seed=5)
     before = _gradient(pulled, again)
     without = _gradient(plain, again)
     assert max(float((before[n] - without[n]).abs().max()) for n in before) > 1e-6
     metrics = pulled.step()
-    assert metrics["kl"] > 0
-    assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + 0.5 * metrics["kl"])
+    policy_loss, kl = metrics.algorithm["policy_loss"], metrics.algorithm["reference_kl"]
+    assert policy_loss is not None
+    assert kl is not None
+    assert kl > 0
+    assert metrics.learning.loss == pytest.approx(policy_loss + 0.5 * kl)
 
 
 def test_step_applies_the_exact_denominator_and_clips(
@@ -171,7 +175,7 @@ def test_step_applies_the_exact_denominator_and_clips(
             lr=1e-3,
         ).step()
         metrics = learner.step()
-        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-9)
+        assert metrics.learning.grad_norm == pytest.approx(norm, rel=1e-9)
         for name, parameter in model.named_parameters():
             got = dict(learner.tensors())[name]
             torch.testing.assert_close(got, parameter.detach(), atol=1e-9, rtol=0)
@@ -189,20 +193,22 @@ def test_metrics_of_a_step(model_path: ModelPath, group_of: GroupOf) -> None:
     everything = [t for group, _ in (fresh, silent, stale) for t in group]
     tokens = sum(len(t.tokens) for t in everything)
     rewards = np.concatenate([fresh[1], silent[1], stale[1]])
-    assert metrics["groups"] == 3
-    assert metrics["zero_variance_groups"] == 1
-    assert metrics["tokens"] == tokens
-    assert metrics["tokens_computed"] == tokens - sum(len(t.tokens) for t in silent[0])
-    assert metrics["reward_mean"] == pytest.approx(float(rewards.mean()), rel=1e-6)
-    assert metrics["response_length_mean"] == pytest.approx(tokens / 12)
-    assert metrics["staleness_mean"] == pytest.approx(sum(len(t.tokens) for t in stale[0]) / tokens)
-    assert metrics["staleness_max"] == 1
-    assert metrics["mismatch"] > 0
-    assert 0 < metrics["mismatch_fresh"] < metrics["mismatch_max"]
-    assert 0 < metrics["entropy"] <= np.log(32)
-    assert metrics["importance_ratio_max"] > metrics["importance_ratio_mean"] > 0
+    assert metrics.batch.groups == 3
+    assert metrics.batch.zero_variance_groups == 1
+    assert metrics.batch.tokens == tokens
+    assert metrics.batch.tokens_computed == tokens - sum(len(t.tokens) for t in silent[0])
+    assert metrics.learning.reward_mean == pytest.approx(float(rewards.mean()), rel=1e-6)
+    assert metrics.batch.response_length_mean == pytest.approx(tokens / 12)
+    assert metrics.staleness.mean == pytest.approx(sum(len(t.tokens) for t in stale[0]) / tokens)
+    assert metrics.staleness.max == 1
+    measured = metrics.mismatch
+    assert None not in msgspec.structs.astuple(measured)
+    assert measured.abs_mean > 0
+    assert 0 < measured.fresh_abs_mean < measured.abs_max
+    assert 0 < metrics.learning.entropy <= np.log(32)
+    assert measured.ratio_max > measured.ratio_mean > 0
+    assert metrics.algorithm.keys() == {"clip_ratio", "importance_capped"}
     assert learner.policy_version == 3
-    assert all(isinstance(value, float) for value in metrics.values())
 
 
 def test_on_policy_data_has_ratio_one(model_path: ModelPath, group_of: GroupOf) -> None:
@@ -219,9 +225,9 @@ def test_on_policy_data_has_ratio_one(model_path: ModelPath, group_of: GroupOf) 
     group = group_of(0, np.random.default_rng(0), logprobs=exact)
     learner.add_group(group, np.arange(4, dtype=np.float32))
     metrics = learner.step()
-    assert metrics["mismatch_max"] < 1e-5
-    assert metrics["importance_ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-    assert metrics["mismatch_fresh_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert metrics.mismatch.abs_max < 1e-5
+    assert metrics.mismatch.ratio_mean == pytest.approx(1.0, abs=1e-5)
+    assert metrics.mismatch.fresh_kl == pytest.approx(0.0, abs=1e-9)
 
 
 def test_steps_raise_the_likelihood_of_rewarded_tokens(
@@ -250,11 +256,14 @@ def test_empty_and_silent_steps(model_path: ModelPath, group_of: GroupOf) -> Non
     learner = _learner(model_path("qwen3"), dtype="float32", weight_decay=0.1)
     before = {n: t.clone() for n, t in learner.tensors()}
     metrics = learner.step()
-    assert (metrics["groups"], metrics["grad_norm"], learner.policy_version) == (0, 0, 1)
+    assert (metrics.batch.groups, metrics.learning.grad_norm, learner.policy_version) == (0, 0, 1)
     assert all(torch.equal(t, before[n]) for n, t in learner.tensors())
     learner.add_group(group_of(0, np.random.default_rng(0)), np.ones(4, np.float32))
     metrics = learner.step()
-    assert (metrics["groups"], metrics["grad_norm"], metrics["tokens_computed"]) == (1, 0, 0)
+    assert (metrics.batch.groups, metrics.batch.tokens_computed) == (1, 0)
+    assert metrics.learning.grad_norm == 0
+    assert metrics.learning.entropy is None, "no token was computed"
+    assert metrics.algorithm == {"clip_ratio": None, "importance_capped": None}
     # An ordinary step with gradient 0: weight decay acts.
     name = "model.embed_tokens.weight"
     assert not torch.equal(dict(learner.tensors())[name], before[name])
@@ -295,7 +304,7 @@ def test_bad_groups_are_refused_and_leave_no_trace(
     learner.add_group(group, rewards)
     with pytest.raises(BatchError, match="already"):
         learner.add_group(group, rewards)
-    assert learner.step()["groups"] == 1
+    assert learner.step().batch.groups == 1
 
 
 def test_a_gradient_that_is_not_a_number_changes_nothing(
@@ -309,7 +318,7 @@ def test_a_gradient_that_is_not_a_number_changes_nothing(
         learner.step()
     assert learner.policy_version == 0
     assert all(torch.equal(t, before[n]) for n, t in learner.tensors())
-    assert learner.step()["groups"] == 0
+    assert learner.step().batch.groups == 0
 
 
 def test_groups_of_one_and_endless_schedules_are_refused(model_path: ModelPath) -> None:

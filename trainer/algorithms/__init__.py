@@ -1,43 +1,12 @@
-"""Algorithms by name. One algorithm, one small file; looked up lazily, so this imports no torch.
+"""Algorithms: one small file each, registered by name.
 
-Add one with `register("mine", "my_package.my_module:Mine")`, where `Mine.from_config(config)`
-returns a `trainer.algorithms.base.Algorithm`.
+base          what an algorithm is: advantages, a loss, and the signals it reports
+registry      names and where their classes lie; imports no torch
+factory       the configured algorithm, with its penalty
+grpo, reinforce
+reference_kl  the KL penalty towards the initial model, for any algorithm
+
+To add one, write a class with the members of `trainer.algorithms.base.Algorithm` and a
+`from_config(config)`, and call `registry.register("mine", "my_package.my_module:Mine")`. The
+signals that it declares reach metrics.jsonl, Prometheus and the report without further changes.
 """
-
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, cast
-
-if TYPE_CHECKING:
-    from trainer.algorithms.base import Algorithm
-    from trainer.config import TrainerConfig
-
-_TARGETS = {
-    "grpo": "trainer.algorithms.grpo:Grpo",
-    "reinforce": "trainer.algorithms.reinforce:Reinforce",
-}
-
-
-def known_algorithms() -> tuple[str, ...]:
-    """Names that `trainer.algorithm` may take, sorted."""
-    return tuple(sorted(_TARGETS))
-
-
-def register(name: str, target: str) -> None:
-    """Make `target` ("module:Class") known as `name`.
-
-    Raises:
-        ValueError: the name is taken by another target, or the target has no class part.
-    """
-    if _TARGETS.get(name, target) != target:
-        raise ValueError(f"algorithm {name!r} is already registered as {_TARGETS[name]}")
-    if target.count(":") != 1:
-        raise ValueError(f"algorithm target {target!r} is not of the form module:Class")
-    _TARGETS[name] = target
-
-
-def make(config: TrainerConfig) -> Algorithm:
-    """The configured algorithm. Raises ImportError or AttributeError for a broken target."""
-    module, _, name = _TARGETS[config.algorithm].partition(":")
-    return cast("Algorithm", getattr(importlib.import_module(module), name).from_config(config))

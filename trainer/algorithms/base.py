@@ -1,23 +1,29 @@
-"""What an algorithm is: two pure functions, and the tensors that they take.
+"""What an algorithm is: two pure functions, the tensors they take, and the signals they report.
 
 Shapes: G samples in a group; N response tokens of one micro-batch, packed one after another.
 
-Denominators are never the algorithm's business. `loss` returns **sums**; the learner divides by
-the step's denominator, which is only known when the step's last group has arrived:
+An algorithm never divides. `loss` returns **sums**, and the learner divides by the step's loss
+denominator, which is known only when the step's last group has arrived:
 
 - `loss_normalization: token`: every weight is 1, denominator = response tokens of the step
   (DAPO, arXiv 2503.14476, eq. 8);
 - `loss_normalization: sequence`: weights are 1 / L of their sample, denominator = samples of the
   step (GRPO, arXiv 2402.03300, eq. 3).
 
-Groups without signal (all advantages 0) count in both denominators whether computed or not.
-An empty batch (N = 0) has loss 0 and all sums 0; the learner does not run a model for it.
+Groups whose advantages are all 0 count in both denominators, whether they are computed or not.
+An empty batch (N = 0) has loss 0 and all sums 0; the learner does not run the model for it.
+
+Signals are what an algorithm measures of its own: the share of clipped tokens, a penalty. It
+declares each once in `signals` and returns its sum with every loss. A signal's value of a step is
+found under its name in `algorithm` of metrics.jsonl, in `asyncrl_algorithm_signal{signal}` and in
+the report.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -39,22 +45,45 @@ class TokenBatch:
     """`[N]` the advantage of the token's sample."""
     weights: Tensor
     """`[N]` 1 or 1 / L (see the module); 0 leaves a token out of loss and statistics."""
+    reference_logprobs: Tensor | None = None
+    """`[N]` under the initial model, without a gradient; None unless the algorithm needs them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """A number that an algorithm reports of each step."""
+
+    help: str
+    """What it says, one sentence."""
+    per: Literal["token", "loss"] = "token"
+    """What its sum is divided by: the computed response tokens, or the step's loss denominator."""
+    unit: str = "ratio"
+    """"ratio" for a share of tokens, "nats", or "" for a number without a unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """Sums over the tokens of one micro-batch, without denominators."""
+    """Sums over the tokens of one micro-batch, not divided by anything."""
 
     loss: Tensor
     """Scalar, to be minimised: sum of weight times per-token loss."""
-    clipped: Tensor
-    """Scalar: how many tokens have no gradient because the ratio was clipped."""
-    capped: Tensor
-    """Scalar: how many tokens reached the importance cap."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """Signal name to its scalar sum: all that the algorithm declares, and no others."""
 
 
 class Algorithm(Protocol):
     """Advantages of a group, and the loss of tokens. Pure: no state, no randomness."""
+
+    @property
+    def signals(self) -> Mapping[str, Signal]:
+        """What `loss` reports besides the loss, by name (letters, digits and `_`)."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads `TokenBatch.reference_logprobs`.
+
+        The learner then keeps the initial model, and computes groups without advantages too.
+        """
 
     def advantages(self, rewards: Rewards) -> Rewards:
         """`[G]` rewards to `[G]` advantages; all exactly 0 when all rewards are equal.

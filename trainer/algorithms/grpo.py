@@ -26,16 +26,22 @@ Both agree to first order when p and b are close. Empty batch: loss 0.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 import torch
 
-from trainer.algorithms.base import LossSums, Rewards, TokenBatch, centred, importance_weights
-
-if TYPE_CHECKING:
-    from trainer.config import TrainerConfig
+from trainer.algorithms.base import (
+    LossSums,
+    Rewards,
+    Signal,
+    TokenBatch,
+    centred,
+    importance_weights,
+)
+from trainer.config import TrainerConfig
 
 STD_EPSILON = 1e-6
 """Keeps the division finite; rewards that differ by less than this are noise."""
@@ -44,6 +50,12 @@ STD_EPSILON = 1e-6
 @dataclass(frozen=True, slots=True)
 class Grpo:
     """Group-relative advantages and the decoupled clipped loss."""
+
+    signals: ClassVar[Mapping[str, Signal]] = {
+        "clip_ratio": Signal("Share of tokens that have no gradient as their ratio was clipped."),
+        "importance_capped": Signal("Share of tokens that reached the importance cap."),
+    }
+    needs_reference: ClassVar[bool] = False
 
     normalize_std: bool
     proximal_policy: Literal["current", "behaviour"]
@@ -82,8 +94,10 @@ class Grpo:
         kept = batch.weights != 0
         return LossSums(
             loss=-(batch.weights * weight * batch.advantages * ratio).sum(),
-            clipped=torch.zeros_like(weight).sum(),
-            capped=((weight >= self.importance_cap) & kept).sum(),
+            sums={
+                "clip_ratio": torch.zeros_like(weight).sum(),
+                "importance_capped": ((weight >= self.importance_cap) & kept).sum(),
+            },
         )
 
     def _clipped(self, batch: TokenBatch) -> LossSums:
@@ -98,6 +112,8 @@ class Grpo:
         low = (advantages < 0) & (ratio < 1 - self.clip_ratio_low)
         return LossSums(
             loss=-(batch.weights * torch.maximum(surrogate, floor)).sum(),
-            clipped=((high | low | capped) & kept).sum(),
-            capped=capped.sum(),
+            sums={
+                "clip_ratio": ((high | low | capped) & kept).sum(),
+                "importance_capped": capped.sum(),
+            },
         )

@@ -10,20 +10,29 @@ refused. Denominators: see `trainer.algorithms.base`. Empty batch: loss 0.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import ClassVar, Self
 
-import torch
-
-from trainer.algorithms.base import LossSums, Rewards, TokenBatch, centred, importance_weights
-
-if TYPE_CHECKING:
-    from trainer.config import TrainerConfig
+from trainer.algorithms.base import (
+    LossSums,
+    Rewards,
+    Signal,
+    TokenBatch,
+    centred,
+    importance_weights,
+)
+from trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Reinforce:
     """Leave-one-out advantages and the importance-weighted score function."""
+
+    signals: ClassVar[Mapping[str, Signal]] = {
+        "importance_capped": Signal("Share of tokens that reached the importance cap."),
+    }
+    needs_reference: ClassVar[bool] = False
 
     importance_cap: float
 
@@ -42,6 +51,7 @@ class Reinforce:
         weight = importance_weights(batch.logprobs, batch.behaviour_logprobs, self.importance_cap)
         return LossSums(
             loss=-(batch.weights * weight * batch.advantages * batch.logprobs).sum(),
-            clipped=torch.zeros_like(weight).sum(),
-            capped=((weight >= self.importance_cap) & (batch.weights != 0)).sum(),
+            sums={
+                "importance_capped": ((weight >= self.importance_cap) & (batch.weights != 0)).sum()
+            },
         )

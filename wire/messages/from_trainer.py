@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from wire.records import LearnerMetrics, TrainerTimes
 from wire.weights.layout import WeightManifest
 
 
@@ -29,7 +30,8 @@ class StepFinished(Message, frozen=True):
     groups: tuple[int, ...]
     """The groups it consumed, each exactly once."""
     manifest: WeightManifest
-    metrics: dict[str, float]
+    metrics: LearnerMetrics
+    times: TrainerTimes
 
 
 class CheckpointWritten(Message, frozen=True):

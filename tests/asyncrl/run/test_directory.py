@@ -3,11 +3,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import UserError
 from asyncrl.run.directory import RunDirectory, find_run, is_alive
+from wire.records import StepMetrics
 
 
 def config_in(path: Path, **sections: object) -> RunConfig:
@@ -91,9 +93,11 @@ def test_runs_are_found_by_name_path_or_age(tmp_path: Path) -> None:
 def test_records_of_steps_that_will_be_repeated_are_dropped(tmp_path: Path) -> None:
     made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
     metrics = made.path / "metrics.jsonl"
-    metrics.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"ste')
+    steps = [StepMetrics(step=step, time=1.0 + step) for step in range(3)]
+    lines = [msgspec.json.encode(step) + b"\n" for step in steps]
+    metrics.write_bytes(b"".join(lines) + lines[0][:20])
     made.truncate_records(before_step=2)
-    assert metrics.read_text() == '{"step": 0}\n{"step": 1}\n'
+    assert metrics.read_bytes() == b"".join(lines[:2])
 
 
 def test_a_mistake_before_the_first_checkpoint_leaves_no_folder(tmp_path: Path) -> None:

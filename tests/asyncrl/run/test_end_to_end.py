@@ -15,11 +15,18 @@ from typing import Any
 import pytest
 from asyncrl_runs import CommandLine, call, until
 
+from wire.records import StepMetrics
+
 pytestmark = pytest.mark.slow
 
 STEPS = 60
 KEEP: dict[str, object] = {"on_update": "keep", "max_off_policy_steps": 1}
 VERIFY_ONE: dict[str, object] = {"on_update": "verify", "max_off_policy_steps": 1}
+
+
+def worst_mismatch(steps: list[StepMetrics]) -> float:
+    """The largest difference between engine and trainer, in nats; steps without signal aside."""
+    return max(step.mismatch.abs_max or 0.0 for step in steps)
 
 
 def test_a_users_own_model_data_and_reward(command_line: CommandLine) -> None:
@@ -34,10 +41,12 @@ def test_a_users_own_model_data_and_reward(command_line: CommandLine) -> None:
     assert result["exactly_on_policy"]
     assert 0 <= result["accuracy_before"] <= 1
     assert 0 <= result["accuracy_after"] <= 1
-    rows = command_line.metrics()
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert rows[0]["mismatch_abs_mean"] < 1e-4, "version 0 wrote what version 0 trains on"
-    assert all(row["mismatch_max"] < 1e-3 for row in rows)
+    steps = command_line.metrics()
+    assert [step.step for step in steps] == [0, 1, 2]
+    first = steps[0].mismatch.fresh_abs_mean
+    assert first is not None
+    assert first < 1e-4, "version 0 wrote what version 0 trains on"
+    assert worst_mismatch(steps) < 1e-3
     page = (command_line.folder / "report.html").read_text()
     assert "<svg" in page
     assert "http://" not in page.replace("http://www.w3.org/", "")
@@ -72,10 +81,10 @@ def test_every_mode_keeps_its_bound_and_uses_it(
     assert command_line.result()["exactly_on_policy"] == (staleness == 0)
     if settings in (KEEP, VERIFY_ONE):
         return  # tokens of new weights on the KV of old ones: no policy says what those say
-    rows = command_line.metrics()
-    fresh = [row["mismatch_abs_mean"] for row in rows if row["mismatch_abs_mean"] is not None]
-    assert fresh
-    assert max(fresh) < 1e-4, "what the engine says of its own tokens is not what the trainer says"
+    steps = command_line.metrics()
+    fresh = [step.mismatch.fresh_abs_mean for step in steps]
+    assert any(value is not None for value in fresh)
+    assert max(value or 0.0 for value in fresh) < 1e-4, "engine and trainer disagree"
 
 
 def test_verified_work_is_exactly_of_the_policy_that_trains_on_it(
@@ -87,11 +96,11 @@ def test_verified_work_is_exactly_of_the_policy_that_trains_on_it(
         trainer__learning_rate=3e-3,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    rows = command_line.metrics()
-    assert [row["staleness_max"] for row in rows] == [0] * 8
-    assert all(row["mismatch_max"] < 1e-3 for row in rows)
-    assert rows[-1]["tokens_verified"] > 0, "nothing was written ahead"
-    assert rows[-1]["tokens_rejected"] > 0, "the policy hardly moved: nothing was put to the test"
+    steps = command_line.metrics()
+    assert [step.staleness.max for step in steps] == [0] * 8
+    assert worst_mismatch(steps) < 1e-3
+    assert steps[-1].tokens.verified > 0, "nothing was written ahead"
+    assert steps[-1].tokens.rejected > 0, "the policy hardly moved: nothing was put to the test"
 
 
 def test_a_killed_generator_is_replaced_and_nothing_is_lost(command_line: CommandLine) -> None:
@@ -103,8 +112,8 @@ def test_a_killed_generator_is_replaced_and_nothing_is_lost(command_line: Comman
     assert process.returncode == 0, output
     assert "generator-0 was killed by SIGKILL" in output
     assert "started generator-0.1 in place of generator-0" in output
-    assert [row["step"] for row in command_line.metrics()] == list(range(STEPS))
-    assert all(row["groups"] == 4 for row in command_line.metrics())
+    assert [step.step for step in command_line.metrics()] == list(range(STEPS))
+    assert all(step.batch.groups == 4 for step in command_line.metrics())
 
 
 def test_a_killed_trainer_ends_the_run_with_its_last_words(command_line: CommandLine) -> None:
@@ -134,7 +143,7 @@ def test_a_killed_run_takes_its_processes_along_and_resumes(command_line: Comman
     done = command_line.run("--resume", run__steps=STEPS + 2, trainer__checkpoint_every=2)
     assert done.returncode == 0, done.stdout
     kept = int(saved[-1].name.removeprefix("step-"))
-    steps = [row["step"] for row in command_line.metrics()]
+    steps = [step.step for step in command_line.metrics()]
     # The trainer may have saved a step whose line the controller did not live to write.
     unwritten = set(range(len(before), kept))
     assert [s for s in range(STEPS + 2) if s not in unwritten] == steps
@@ -167,7 +176,7 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
     assert (command_line.folder / "checkpoints" / f"step-{steps:06d}").is_dir()
     done = command_line.run("--resume", run__steps=steps + 2)
     assert done.returncode == 0, done.stdout
-    assert [row["step"] for row in command_line.metrics()] == list(range(steps + 2))
+    assert [step.step for step in command_line.metrics()] == list(range(steps + 2))
     log = (command_line.folder / "logs" / "generator-0.log").read_text()
     assert "of an earlier process are drafted from" in log
 
@@ -189,7 +198,7 @@ def test_the_same_run_on_real_vllm(command_line: CommandLine) -> None:
     result = command_line.result()
     assert result["engine"] == "vllm"
     assert result["steps"] == 3
-    assert all(row["mismatch_max"] < 1e-3 for row in command_line.metrics())
+    assert worst_mismatch(command_line.metrics()) < 1e-3
     assert result["staleness_max"] == 0
 
 
@@ -206,11 +215,11 @@ def test_on_vllm_run_ahead_gives_way_and_what_is_verified_is_exact(
     preempted = most_seen(process, command_line.folder, "asyncrl_preempted_samples_total")
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0, output
-    rows = command_line.metrics()
-    assert [row["staleness_max"] for row in rows] == [0] * 8
-    assert all(row["mismatch_max"] < 1e-3 for row in rows), "not the trainer's policy wrote it"
-    assert rows[-1]["tokens_verified"] > 0, "nothing was written ahead"
-    assert rows[-1]["tokens_rejected"] > 0, "the policy hardly moved: nothing was put to the test"
+    steps = command_line.metrics()
+    assert [step.staleness.max for step in steps] == [0] * 8
+    assert worst_mismatch(steps) < 1e-3, "not the trainer's policy wrote it"
+    assert steps[-1].tokens.verified > 0, "nothing was written ahead"
+    assert steps[-1].tokens.rejected > 0, "the policy hardly moved: nothing was put to the test"
     assert preempted > 0, "no run-ahead was in the way"
 
 

@@ -12,6 +12,7 @@ from monitoring.report.write import write_report
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
 from monitoring.spans import Span
 from monitoring.timeline import Timeline
+from wire.records import StepMetrics
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -82,6 +83,8 @@ def test_a_finished_run_on_one_page(run):
         "waiting for trajectories",
         "generator-1",
         "step 31 done",
+        "Distance from the behaviour policy",
+        "Importance capped",
         "drafted from the cache and accepted",
         "max_off_policy_steps",
         "share of slot time",
@@ -178,7 +181,7 @@ def hostile_run(folder, nasty):
         msgspec.json.encode({"engine": nasty, "accuracy_before": nasty, "steps": 1})
     )
     log = MetricsLog(folder / "metrics.jsonl")
-    log.append({"step": 0, "reward_mean": nasty, "time": nasty, nasty: 1})
+    log.append(StepMetrics(step=0, time=1.0, algorithm={nasty: 1.0}))
     log.close()
     with Timeline(folder / "timeline" / "trainer.jsonl", "trainer") as line:
         line.record("training", 0.0, 1.0, note=nasty)

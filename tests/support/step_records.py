@@ -1,0 +1,28 @@
+"""Step records for tests, made of the production type itself."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+
+from wire.records import StepMetrics
+
+
+def full_step() -> StepMetrics:
+    """A record in which every number is greater than 0 and different from all others."""
+    counter = itertools.count(1)
+
+    def filled(kind: type[msgspec.Struct]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for field in msgspec.structs.fields(kind):
+            if field.name == "algorithm":
+                values[field.name] = {"one_signal": 0.5, "not_measured": None}
+            elif isinstance(field.default, msgspec.Struct):
+                values[field.name] = filled(type(field.default))
+            else:
+                values[field.name] = next(counter)
+        return values
+
+    return msgspec.convert(filled(StepMetrics), StepMetrics)
