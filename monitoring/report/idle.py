@@ -1,4 +1,4 @@
-"""The report's account of bubbles: who waited for what, and how full the engines' slots were."""
+"""Idle time in the report: what each process waited for, and how full the engines' slots were."""
 
 from __future__ import annotations
 
@@ -19,57 +19,48 @@ def idle_card(lanes: Mapping[str, Sequence[Span]], start: float, end: float) -> 
     """Each process's idle share of `[start, end)` by cause."""
     shares = {name: idle_by_cause(spans, start, end) for name, spans in lanes.items()}
     totals: dict[str, float] = {}
-    for one in shares.values():
-        for cause, share in one.items():
+    for causes in shares.values():
+        for cause, share in causes.items():
             totals[cause] = totals.get(cause, 0.0) + share
     named = sorted((cause for cause in totals if cause != UNACCOUNTED), key=lambda c: -totals[c])
     styles = dict(zip(named, _CAUSE_STYLES, strict=False))
-    rows = [
-        (
-            name,
-            min(1.0, sum(one.values())),
-            _bar([("busy", max(0.0, 1.0 - sum(one.values())), _BUSY), *_parts(one, styles)]),
-            _words(one, {}) or "never",
-        )
-        for name, one in shares.items()
-    ]
+    lines = []
+    for name, causes in shares.items():
+        idle = min(1.0, sum(causes.values()))
+        bar = _bar([("busy", 1.0 - idle, _BUSY), *_parts(causes, styles)])
+        lines.append((name, idle, bar, _in_words(causes, {}) or "never idle"))
     legend = {"busy": _BUSY, **styles}
     if len(named) > len(styles) or UNACCOUNTED in totals:
         legend["other or unaccounted"] = _OTHER
     return _card(
         "Idle shares",
-        "From the beginning of the first step to the end of the last, by what each process "
-        "waited for. Unaccounted is time that its record does not explain.",
+        "From the start of the first step to the end of the last step, by what each process waited "
+        "for. Unaccounted time is time without a record.",
         legend,
         ("process", "idle", "busy and idle", "waiting for"),
-        rows,
+        lines,
     )
 
 
 def slots_card(slots: Mapping[str, Sequence[SlotPiece]], start: float, end: float) -> Markup | None:
-    """How each generator's slots were used in `[start, end)`; None where nothing is recorded."""
+    """How each generator's slots were used in `[start, end)`; None if nothing is recorded."""
     shares = {name: slot_shares(pieces, start, end) for name, pieces in slots.items()}
-    shares = {name: one for name, one in shares.items() if one}
-    if not shares:
-        return None
     idle = SlotUse.IDLE.value
-    rows = [
-        (
-            name,
-            1.0 - one.get(idle, 0.0),
-            _bar([part for part in _parts(one, STYLES) if part[0] != idle]),
-            _words(one, NAMES),
-        )
-        for name, one in shares.items()
-    ]
+    lines = []
+    for name, uses in shares.items():
+        if uses:
+            bar = _bar([part for part in _parts(uses, STYLES) if part[0] != idle])
+            lines.append((name, 1.0 - uses.get(idle, 0.0), bar, _in_words(uses, NAMES)))
+    if not lines:
+        return None
     legend = {NAMES[use]: style for use, style in STYLES.items()}
     return _card(
         "Slots",
-        "A generator that writes two samples is busy however many it could write at once. Of the "
-        "time of all its slots, over the same steps: the share in use, and for what.",
+        "A generator counts as busy even if only two of its slots generate. So this is the share "
+        "of slot time in use over the same steps, and what the slots were used for.",
         legend,
         ("process", "in use", "use of the slots", "share of slot time"),
-        rows,
+        lines,
     )
 
 
@@ -78,7 +69,7 @@ def _card(
     about: str,
     legend: Mapping[str, str],
     head: Sequence[str],
-    rows: Sequence[tuple[str, float, Markup, str]],
+    lines: Sequence[tuple[str, float, Markup, str]],
 ) -> Markup:
     colours = [
         element("span", element("i", class_=f"swatch {style}"), name)
@@ -90,9 +81,9 @@ def _card(
             element("td", name),
             element("td", percent(share, 1), class_="num"),
             element("td", bar, class_="bar"),
-            element("td", words, class_="soft"),
+            element("td", details, class_="soft"),
         )
-        for name, share, bar, words in rows
+        for name, share, bar, details in lines
     ]
     titles = element("tr", [element("th", text) for text in head])
     return element(
@@ -109,22 +100,21 @@ def _parts(shares: Mapping[str, float], styles: Mapping[str, str]) -> list[tuple
     return [(name, share, styles.get(name, _OTHER)) for name, share in shares.items()]
 
 
-def _words(shares: Mapping[str, float], names: Mapping[str, str]) -> str:
-    words = [
+def _in_words(shares: Mapping[str, float], names: Mapping[str, str]) -> str:
+    return ", ".join(
         f"{names.get(name, name)} {percent(share, 1)}"
         for name, share in shares.items()
         if share >= 0.0005
-    ]
-    return ", ".join(words)
+    )
 
 
 def _bar(parts: Sequence[tuple[str, float, str]]) -> Markup:
-    """Parts of 1, from the left; the rest stays empty."""
+    """Shares of 1 next to each other, from the left. The rest stays empty."""
     left = 0.0
     marks: list[Child] = [element("rect", x=0, y=0, width=300, height=12, class_="track")]
     for name, share, style in parts:
-        told = element("title", f"{NAMES.get(name, name)} {percent(share, 1)}")
-        rect = element("rect", told, x=left, y=0, width=300 * share, height=12, class_="area")
+        title = element("title", f"{NAMES.get(name, name)} {percent(share, 1)}")
+        rect = element("rect", title, x=left, y=0, width=300 * share, height=12, class_="area")
         marks.append(element("g", rect, class_=style))
         left += 300 * share
     return element("svg", marks, viewBox="0 0 300 12", role="img", aria_label="shares")

@@ -1,7 +1,7 @@
 """Write HTML and SVG so that text cannot become markup.
 
-Everything that is not already `Markup` is escaped where it is put in; there is no way to add raw
-text by accident. The result is also well-formed XML.
+Every child that is not already `Markup` is escaped, so raw text cannot be added by accident. The
+result is also well-formed XML.
 
 Example:
     >>> element("p", "1 < 2 ", element("b", "& true"), class_="note")
@@ -20,7 +20,7 @@ _WITHOUT_END = frozenset(
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that already is HTML."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ Child: TypeAlias = "str | int | float | Iterable[Child] | None"
 
 
 def escape(text: str) -> Markup:
-    """The text as HTML that shows it; characters that XML forbids become visible signs."""
+    """The text as HTML. Characters that XML forbids become visible symbols."""
     plain = "".join(_allowed(char) for char in text)
     return Markup(html.escape(plain, quote=True))
 
@@ -46,7 +46,7 @@ def _allowed(char: str) -> str:
 
 
 def element(tag: str, *children: Child, **attributes: str | float | None) -> Markup:
-    """One element. `class_` is `class`, `stroke_width` is `stroke-width`; None leaves out."""
+    """One element. `class_` means `class`, `stroke_width` `stroke-width`; None is left out."""
     opening = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{_value(value)}"'
         for name, value in attributes.items()
@@ -58,7 +58,7 @@ def element(tag: str, *children: Child, **attributes: str | float | None) -> Mar
 
 
 def join(children: Iterable[Child]) -> Markup:
-    """The children one after the other."""
+    """The children, concatenated."""
     return Markup("".join(_rendered(child) for child in children))
 
 

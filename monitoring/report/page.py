@@ -1,7 +1,7 @@
-"""The page that the report's sections are put into.
+"""The HTML document around the report's sections.
 
-It holds no script, its style comes from report.css, and its content policy forbids loading
-anything from anywhere.
+It contains no script, and its content security policy forbids loading anything. The style is that
+of report.css.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-a
 
 
 def page(title: str, body: Child) -> str:
-    """A whole document."""
+    """A complete document."""
     style = resources.files("monitoring.report").joinpath("report.css").read_text(encoding="utf-8")
     document = element(
         "html",

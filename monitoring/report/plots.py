@@ -1,28 +1,29 @@
-"""Plots as inline SVG, drawn here: lines over steps, stacked bars over steps.
+"""Plots as inline SVG: lines over steps and stacked bars over steps.
 
-Colours are CSS classes (`c1`... and those of the page's style), so a plot follows the reader's
-light or dark setting. Hovering over a step shows its numbers through `<title>`; no script.
+Colours are CSS classes (`c1`, `c2`, ...), so a plot follows the reader's light or dark setting.
+Hovering over a step shows its numbers through `<title>`, without a script.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from monitoring.report.markup import Child, Markup, element, join
 from monitoring.report.series import Values, thin, ticks
+from monitoring.report.stacks import bar_path
 
 WIDTH = 520
 HEIGHT = 236
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 38
-MOST_POINTS = 260
-"""Longer runs are drawn as means over neighbouring steps."""
+MAX_POINTS = 260
+"""Longer runs are drawn as means over neighbouring steps, at most this many."""
 
 Format = Callable[[float], str]
 
 
 def compact(value: float) -> str:
-    """`0.25`, `1.5k`, `2M`, `3e-05`: short enough for a tick."""
+    """A number short enough for a tick: `0.25`, `1.5k`, `2M`, `3e-5`."""
     size = abs(value)
     if size >= 1e6:
         return f"{value / 1e6:.3g}M"
@@ -36,19 +37,19 @@ def compact(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line or one layer: `values[i]` belongs to the plot's `x[i]`, None is a gap."""
+    """One line, or one layer of bars. `values[i]` belongs to the plot's `x[i]`; None is a gap."""
 
     name: str
     values: Values
     style: str = "c1"
-    """CSS class of its colour."""
+    """CSS class of the colour."""
     faint: bool = False
-    """Drawn thin and pale: the raw numbers behind a smoothed line."""
+    """Whether it is drawn thin and pale, as the raw numbers behind a smoothed line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From numbers to pixels of the plot's inside."""
+    """Maps numbers to pixels inside the plot's frame."""
 
     x_low: float
     x_high: float
@@ -67,11 +68,11 @@ class Scale:
 
 
 def figure(title: str, note: str, drawing: Child, series: Sequence[Series] = ()) -> Markup:
-    """A drawing with its title, a sentence on what it shows, and a legend for several series."""
+    """A drawing with its title, an explanation, and a legend if there are several series."""
     legend = [
-        element("span", element("i", class_=f"swatch {one.style}"), one.name)
-        for one in series
-        if not one.faint
+        element("span", element("i", class_=f"swatch {line.style}"), line.name)
+        for line in series
+        if not line.faint
     ]
     return element(
         "figure",
@@ -82,7 +83,7 @@ def figure(title: str, note: str, drawing: Child, series: Sequence[Series] = ())
 
 
 def empty(title: str, reason: str) -> Markup:
-    """What stands where a plot has nothing to show."""
+    """A figure for a plot that has no data; `reason` says why."""
     return figure(title, "", element("div", reason, class_="empty"))
 
 
@@ -97,14 +98,14 @@ def line_plot(
     y_limits: tuple[float | None, float | None] = (None, None),
     form: Format = compact,
 ) -> Markup:
-    """Lines over `x`; limits that are None follow the values."""
+    """Lines over `x`. A limit of the y axis that is None follows the values."""
     x_thin, drawn = _thinned(x, series)
-    known = [v for one in drawn for v in one.values if v is not None]
+    known = [value for line in drawn for value in line.values if value is not None]
     if not known:
         return empty(title, "Nothing recorded.")
     low, high = _limits(min(known), max(known), y_limits)
     scale = Scale(x_thin[0], max(x_thin[-1], x_thin[0] + 1), low, high)
-    marks = [_line(scale, x_thin, one) for one in drawn]
+    marks = [_line(scale, x_thin, line) for line in drawn]
     hover = _hover(scale, x_thin, drawn, form, points=True)
     return figure(title, note, _svg(scale, title, x_label, y_label, form, [*marks, hover]), series)
 
@@ -119,27 +120,25 @@ def bar_plot(
     y_label: str = "",
     form: Format = compact,
 ) -> Markup:
-    """Layers stacked upon each other, one bar per `x`; gaps count as 0."""
+    """Stacked layers, one bar per `x`. Gaps count as 0."""
     x_thin, drawn = _thinned(x, layers)
-    totals = [sum(one.values[i] or 0.0 for one in drawn) for i in range(len(x_thin))]
+    totals = [sum(layer.values[i] or 0.0 for layer in drawn) for i in range(len(x_thin))]
     if not totals or max(totals) <= 0:
         return empty(title, "Nothing recorded.")
     spacing = (x_thin[-1] - x_thin[0]) / max(1, len(x_thin) - 1) or 1.0
     scale = Scale(x_thin[0] - spacing / 2, x_thin[-1] + spacing / 2, 0.0, max(totals) * 1.05)
     bases = [0.0] * len(x_thin)
     marks = []
-    for one in drawn:
-        marks.append(_layer(scale, x_thin, one, bases, spacing))
-        bases = [base + (value or 0.0) for base, value in zip(bases, one.values, strict=True)]
+    for layer in drawn:
+        marks.append(_layer(scale, x_thin, layer, bases, spacing))
+        bases = [base + (value or 0.0) for base, value in zip(bases, layer.values, strict=True)]
     hover = _hover(scale, x_thin, drawn, form, points=False)
     return figure(title, note, _svg(scale, title, x_label, y_label, form, [*marks, hover]), layers)
 
 
 def _thinned(x: Sequence[float], series: Sequence[Series]) -> tuple[list[float], list[Series]]:
-    x_thin = [value for value in thin(list(x), MOST_POINTS) if value is not None]
-    drawn = [
-        Series(one.name, thin(one.values, MOST_POINTS), one.style, one.faint) for one in series
-    ]
+    x_thin = [value for value in thin(list(x), MAX_POINTS) if value is not None]
+    drawn = [replace(line, values=thin(line.values, MAX_POINTS)) for line in series]
     return x_thin, drawn
 
 
@@ -154,57 +153,55 @@ def _limits(
     return bottom, max(top, bottom + 1e-12)
 
 
-def _line(scale: Scale, x: Sequence[float], one: Series) -> Markup:
+def _line(scale: Scale, x: Sequence[float], line: Series) -> Markup:
     pieces: list[str] = []
     dots: list[Markup] = []
     pen_down = False
-    for index, (at, value) in enumerate(zip(x, one.values, strict=True)):
+    for index, (at, value) in enumerate(zip(x, line.values, strict=True)):
         if value is None:
             pen_down = False
             continue
         pieces.append(f"{'L' if pen_down else 'M'}{scale.x(at):.1f} {scale.y(value):.1f}")
-        following = one.values[index + 1] if index + 1 < len(x) else None
+        following = line.values[index + 1] if index + 1 < len(x) else None
         if not pen_down and following is None:
             dots.append(element("circle", cx=scale.x(at), cy=scale.y(value), r=2.5))
         pen_down = True
-    style = f"line {one.style}" + (" faint" if one.faint else "")
+    style = f"line {line.style}" + (" faint" if line.faint else "")
     return element("g", element("path", d="".join(pieces)), dots, class_=style)
 
 
 def _layer(
-    scale: Scale, x: Sequence[float], one: Series, bases: Sequence[float], spacing: float
+    scale: Scale, x: Sequence[float], layer: Series, bases: Sequence[float], spacing: float
 ) -> Markup:
     width = scale.x(spacing) - scale.x(0.0)
     gap = min(2.0, width * 0.18) if width >= 4.0 else 0.0
     floor = scale.y(0.0)
     pieces = []
-    for at, value, base in zip(x, one.values, bases, strict=True):
+    for at, value, base in zip(x, layer.values, bases, strict=True):
         if value is None or value <= 0:
             continue
         height = floor - scale.y(value)
         left = scale.x(at - spacing / 2) + gap / 2
-        pieces.append(
-            f"M{left:.1f} {scale.y(base):.1f}h{width - gap:.2f}v{-height:.2f}h{gap - width:.2f}z"
-        )
-    return element("path", class_=f"area {one.style}", d="".join(pieces))
+        pieces.append(bar_path(left, scale.y(base), width - gap, height))
+    return element("path", class_=f"area {layer.style}", d="".join(pieces))
 
 
 def _hover(
     scale: Scale, x: Sequence[float], series: Sequence[Series], form: Format, *, points: bool
 ) -> Markup:
-    """An invisible band per x that shows a guide, points and the numbers when pointed at."""
+    """An invisible band per x. Pointing at it shows a guide, the points and the numbers."""
     bands = []
     bottom = HEIGHT - BOTTOM
     for index, at in enumerate(x):
         left = scale.x((x[index - 1] + at) / 2) if index else LEFT
         right = scale.x((at + x[index + 1]) / 2) if index + 1 < len(x) else WIDTH - RIGHT
-        known = [(one, one.values[index]) for one in series]
-        text = f"step {compact_step(at)}" + "".join(
-            f"\n{one.name}: {form(value)}" for one, value in known if value is not None
+        known = [(line, line.values[index]) for line in series]
+        text = f"step {step_label(at)}" + "".join(
+            f"\n{line.name}: {form(value)}" for line, value in known if value is not None
         )
         dots = [
-            element("circle", cx=scale.x(at), cy=scale.y(value), r=3, class_=f"dot {one.style}")
-            for one, value in known
+            element("circle", cx=scale.x(at), cy=scale.y(value), r=3, class_=f"dot {line.style}")
+            for line, value in known
             if points and value is not None
         ]
         bands.append(
@@ -218,45 +215,46 @@ def _hover(
     return element("g", bands, class_="hover")
 
 
-def compact_step(value: float) -> str:
-    """A step as people write it; means over several steps keep one digit."""
+def step_label(value: float) -> str:
+    """The number of a step; a mean over several steps keeps one decimal."""
     return f"{value:.0f}" if abs(value - round(value)) < 1e-6 else f"{value:.1f}"
 
 
 def _svg(
     scale: Scale, title: str, x_label: str, y_label: str, form: Format, marks: Sequence[Child]
 ) -> Markup:
-    bottom = HEIGHT - BOTTOM
-    grid: list[Child] = []
-    for value in ticks(scale.y_low, scale.y_high, 5):
-        y = scale.y(value)
-        grid.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
-        grid.append(element("text", form(value), x=LEFT - 7, y=y + 3.5, class_="tick end"))
-    for value in ticks(scale.x_low, scale.x_high, 8):
-        if abs(value - round(value)) < 1e-9:
-            x = scale.x(value)
-            grid.append(element("text", f"{value:.0f}", x=x, y=bottom + 15, class_="tick mid"))
-    grid.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=bottom, y2=bottom, class_="axis"))
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    labels = [element("text", x_label, x=middle, y=HEIGHT - 5, class_="label mid")]
-    if y_label:
-        centre = (TOP + bottom) / 2
-        labels.append(
-            element(
-                "text",
-                y_label,
-                x=11,
-                y=centre,
-                class_="label mid",
-                transform=f"rotate(-90 11 {centre:.1f})",
-            )
-        )
     return element(
         "svg",
-        join(grid),
+        _grid(scale, form),
         join(marks),
-        join(labels),
+        _axis_labels(x_label, y_label),
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         role="img",
         aria_label=title,
     )
+
+
+def _grid(scale: Scale, form: Format) -> Markup:
+    bottom = HEIGHT - BOTTOM
+    marks: list[Child] = []
+    for value in ticks(scale.y_low, scale.y_high, 5):
+        y = scale.y(value)
+        marks.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
+        marks.append(element("text", form(value), x=LEFT - 7, y=y + 3.5, class_="tick end"))
+    for value in ticks(scale.x_low, scale.x_high, 8):
+        if abs(value - round(value)) < 1e-9:
+            x = scale.x(value)
+            marks.append(element("text", f"{value:.0f}", x=x, y=bottom + 15, class_="tick mid"))
+    marks.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=bottom, y2=bottom, class_="axis"))
+    return join(marks)
+
+
+def _axis_labels(x_label: str, y_label: str) -> Markup:
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    below = element("text", x_label, x=middle, y=HEIGHT - 5, class_="label mid")
+    if not y_label:
+        return below
+    y = (TOP + HEIGHT - BOTTOM) / 2
+    turned = f"rotate(-90 11 {y:.1f})"
+    left = element("text", y_label, x=11, y=y, class_="label mid", transform=turned)
+    return join([below, left])

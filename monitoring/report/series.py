@@ -1,4 +1,4 @@
-"""Small sums behind the report's plots. Pure functions over lists that may have gaps (None)."""
+"""The arithmetic behind the report's plots: pure functions of lists that may have gaps (None)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Values = Sequence[float | None]
 
 
 def finite(value: object) -> float | None:
-    """The number, or None for anything that is not a finite one."""
+    """The value as a float if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
 
 
 def smooth(values: Values, span: float | None = None) -> list[float | None]:
-    """Exponential moving average, corrected for its start; gaps stay gaps.
+    """Exponential moving average, corrected for its start. Gaps stay gaps.
 
-    `span` is the number of points that it looks back over; by default a tenth, at least 5.
+    `span` is the number of points that it looks back over: by default a tenth of them, at least 5.
     """
     decay = 1.0 - 1.0 / (span or max(5.0, len(values) / 10.0))
     total = weight = 0.0
@@ -35,10 +35,10 @@ def smooth(values: Values, span: float | None = None) -> list[float | None]:
 
 
 def growth(values: Values) -> list[float | None]:
-    """What a cumulative number grew by at each step.
+    """By how much a cumulative number grew at each step.
 
-    A smaller number than before means that counting began again (a resumed run): then it counts
-    from 0. A gap gives gaps for itself and its successor.
+    A number that falls means that counting restarted from 0 (in a resumed run). A gap leads to
+    gaps for its own step and the next.
     """
     out: list[float | None] = []
     before: float | None = 0.0
@@ -52,21 +52,21 @@ def growth(values: Values) -> list[float | None]:
 
 
 def mean(values: Values) -> float | None:
-    """Mean of what is known, None if nothing is."""
+    """Mean of the known values, None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
-def thin(values: Values, most: int) -> list[float | None]:
-    """At most `most` points: means over equal neighbourhoods (use on x and y alike)."""
-    if len(values) <= most:
+def thin(values: Values, limit: int) -> list[float | None]:
+    """At most `limit` points: means over equal groups of neighbours (apply it to x and y alike)."""
+    if len(values) <= limit:
         return list(values)
-    edges = [i * len(values) // most for i in range(most + 1)]
+    edges = [i * len(values) // limit for i in range(limit + 1)]
     return [mean(values[a:b]) for a, b in itertools.pairwise(edges)]
 
 
 def wilson(share: float, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's interval for a proportion: 95% with the default z. Raises ValueError at 0 trials."""
+    """Wilson's interval for a proportion, 95% by default. Raises ValueError for 0 trials."""
     if trials < 1:
         raise ValueError("an interval needs at least one trial")
     scale = 1.0 + z * z / trials
@@ -78,7 +78,7 @@ def wilson(share: float, trials: int, z: float = 1.96) -> tuple[float, float]:
 def difference_interval(
     before: float, after: float, trials: int, z: float = 1.96
 ) -> tuple[float, float]:
-    """Newcombe's interval for after - before, as if the two samples were independent."""
+    """Newcombe's interval (method 10) for after - before, for independent samples of equal size."""
     low_b, high_b = wilson(before, trials, z)
     low_a, high_a = wilson(after, trials, z)
     change = after - before
@@ -87,11 +87,11 @@ def difference_interval(
     return change - below, change + above
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`, about that many."""
+def ticks(low: float, high: float, target: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`, about `target` of them."""
     if not high > low:
         return [low]
-    raw = (high - low) / max(1, about)
+    raw = (high - low) / max(1, target)
     size = 10.0 ** math.floor(math.log10(raw))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.85)
     first = math.ceil(low / step - 1e-9)

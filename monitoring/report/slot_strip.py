@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from monitoring.occupancy import SlotPiece, SlotUse
-from monitoring.report.markup import Markup, element
+from monitoring.report.markup import Markup
+from monitoring.report.stacks import SLICES, Box, stacked_slices
 from monitoring.wording import duration, number, percent
 
 STYLES = {
@@ -15,15 +16,16 @@ STYLES = {
     SlotUse.EVALUATING.value: "k-evaluating",
     SlotUse.STOPPED.value: "k-transferring_weights",
 }
+"""CSS class of each use, in the order from the bottom. Empty slots are not drawn."""
+
 NAMES = {
     SlotUse.PRIMARY.value: "due samples",
-    SlotUse.VERIFYING.value: "verifying",
-    SlotUse.RUN_AHEAD.value: "running ahead",
-    SlotUse.EVALUATING.value: "evaluating",
-    SlotUse.STOPPED.value: "stopped for new weights or by a person",
+    SlotUse.VERIFYING.value: "verification",
+    SlotUse.RUN_AHEAD.value: "run-ahead",
+    SlotUse.EVALUATING.value: "evaluation",
+    SlotUse.STOPPED.value: "stopped (new weights or paused)",
     SlotUse.IDLE.value: "empty",
 }
-SLICES = 238
 
 
 def use_in_slices(
@@ -31,7 +33,7 @@ def use_in_slices(
 ) -> list[dict[str, float]]:
     """For each of `slices` equal parts of `[start, end)`: use to mean share of all slots.
 
-    Empty where nothing is recorded; idle is what is missing to 1.
+    A part without any record is empty. Otherwise the shares add up to 1 minus the idle share.
     """
     size = (end - start) / slices
     used: list[dict[str, float]] = [{} for _ in range(slices)]
@@ -50,46 +52,35 @@ def use_in_slices(
                     share = slots / piece.slots * seconds
                     used[index][use] = used[index].get(use, 0.0) + share
     return [
-        {use: share / seconds for use, share in one.items()} if seconds else {}
-        for one, seconds in zip(used, recorded, strict=True)
+        {use: share / seconds for use, share in uses.items()} if seconds else {}
+        for uses, seconds in zip(used, recorded, strict=True)
     ]
 
 
 def slot_strip(
-    pieces: Sequence[SlotPiece],
-    span: tuple[float, float],
-    box: tuple[float, float, float, float],
-    origin: float,
+    pieces: Sequence[SlotPiece], span: tuple[float, float], box: Box, origin: float
 ) -> Markup:
-    """One path per use, and over each slice an invisible band with its numbers.
+    """The use of one generator's slots over time.
 
     Args:
-        pieces: of one process.
+        pieces: the generator's records.
         span: first and last moment drawn, in seconds since 1970.
-        box: left, top, width and height, in pixels.
-        origin: the moment that the axis counts from.
+        box: where to draw.
+        origin: the moment from which the axis counts.
     """
     start, end = span
-    left, top, width, height = box
     slots = max((piece.slots for piece in pieces), default=0)
-    paths: dict[str, list[str]] = {}
-    bands = []
-    step = width / SLICES
-    for index, uses in enumerate(use_in_slices(pieces, start, end, SLICES)):
-        x, floor, words = left + index * step, top + height, []
-        for use in STYLES:
-            share = uses.get(use, 0.0)
-            if share > 0:
-                tall = share * height
-                shape = f"M{x:.2f} {floor:.2f}h{step:.2f}v{-tall:.2f}h{-step:.2f}z"
-                paths.setdefault(use, []).append(shape)
-                floor -= tall
-                words.append(f"{NAMES[use]}: {number(share * slots, 1)} of {slots} slots")
-        if not words:
-            continue
+    slices = use_in_slices(pieces, start, end, SLICES)
+
+    def describe(index: int) -> str:
+        uses = slices[index]
+        lines = [
+            f"{NAMES[use]}: {number(uses[use] * slots, 1)} of {slots} slots"
+            for use in STYLES
+            if uses.get(use, 0.0) > 0
+        ]
         at = duration(start - origin + (end - start) * index / SLICES)
-        words.append(f"empty: {percent(max(0.0, 1 - sum(uses.values())))}, at {at}")
-        told = element("title", "\n".join(words))
-        bands.append(element("g", told, element("rect", x=x, y=top, width=step, height=height)))
-    marks = [element("path", d="".join(d), class_=STYLES[use]) for use, d in paths.items()]
-    return element("g", marks, element("g", bands, class_="hover"))
+        empty = percent(max(0.0, 1 - sum(uses.values())))
+        return "\n".join([*lines, f"empty: {empty}, at {at}"])
+
+    return stacked_slices(slices, STYLES, box, describe)

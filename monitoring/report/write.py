@@ -1,9 +1,9 @@
-"""Write `report.html`: a run on one page that needs nothing else, not even a network.
+"""Write `report.html`: a run on one self-contained page.
 
-What the run left behind is read by `report_data`, drawn by `plots` and `lanes`, put into words by
-`report_headline`, `report_sections`, `report_time` and `report_samples`, and framed by
-`report_page`. A run that is still going on, or that ended early, gets a report as of now that
-says so.
+`data` reads the run's files. `headline`, `sections`, `samples` and `time_line` turn them into the
+parts of the page; they draw with `plots`, `lanes` and `slot_strip`. `page` wraps the result in a
+document. The report of a run that is still running, or that ended early, shows the records so far
+and says so.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FILE_NAME = "report.html"
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html`, replacing an older one, and return its path.
+    """Write `run_dir/report.html` and return its path. An older report is replaced.
 
     Raises:
         ReportError: `run_dir` is not the directory of a run.
-        OSError: it cannot be written to.
+        OSError: `run_dir` cannot be written to.
     """
     text = render(load_run(run_dir), written=datetime.now(UTC))
     path = run_dir / FILE_NAME
@@ -41,7 +41,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render(data: RunData, written: datetime) -> str:
-    """The page as text."""
+    """The HTML of the report. `written` is the time that its last line gives."""
     body = [
         headline(data),
         learning(data),

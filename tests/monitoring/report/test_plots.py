@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from monitoring.report.lanes import clock_label, slice_shares
 from monitoring.report.markup import Markup, element, escape
-from monitoring.report.plots import MOST_POINTS, Series, bar_plot, compact, line_plot
+from monitoring.report.plots import MAX_POINTS, Series, bar_plot, compact, line_plot
 from monitoring.report.series import difference_interval, growth, smooth, thin, ticks, wilson
 from monitoring.spans import Span
 from monitoring.wording import UNKNOWN, count, duration, number, percent, sparkline
@@ -49,7 +49,7 @@ def test_nothing_to_plot_says_so():
 def test_long_runs_are_thinned():
     n = 10_000
     plot = line_plot("t", list(range(n)), [Series("a", [0.5] * n)])
-    assert plot.count("<title>") == MOST_POINTS
+    assert plot.count("<title>") == MAX_POINTS
 
 
 def test_markup_escapes_everything_that_is_not_markup():

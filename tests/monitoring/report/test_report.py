@@ -124,7 +124,7 @@ def test_slots_and_causes_are_told_apart(tmp_path, synthetic):
     read = words(write_report(run).read_text())
     due = sum(64 - 7 * part for part in range(1, 10)) / 640
     ahead = sum((7 * part) // 2 for part in range(1, 10)) / 640
-    found = re.search(r"due samples ([\d.]+)%, verifying ([\d.]+)%, running ahead ([\d.]+)%", read)
+    found = re.search(r"due samples ([\d.]+)%, verification ([\d.]+)%, run-ahead ([\d.]+)%", read)
     assert found is not None
     got = [float(share) / 100 for share in found.groups()]
     assert got == pytest.approx([due, 60 / 640, ahead], abs=0.03)

@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monitoring.occupancy import SlotPiece, slot_shares
-from monitoring.report.slot_strip import SLICES, slot_strip, use_in_slices
+from monitoring.report.slot_strip import slot_strip, use_in_slices
+from monitoring.report.stacks import SLICES, Box
 
 
 def test_each_slice_has_the_mean_of_its_own_time():
@@ -36,9 +37,9 @@ def test_slices_add_up_to_the_shares_of_the_whole(some):
 
 def test_a_strip_says_its_numbers_and_draws_nothing_where_nothing_is_known():
     pieces = [SlotPiece(10.0, 20.0, 4, {"primary": 3.0})]
-    drawn = slot_strip(pieces, (0.0, 20.0), (100.0, 0.0, 900.0, 20.0), origin=0.0)
+    drawn = slot_strip(pieces, (0.0, 20.0), Box(100.0, 0.0, 900.0, 20.0), origin=0.0)
     assert drawn.count("due samples: 3.0 of 4 slots") == SLICES // 2
     assert "empty: 25%" in drawn
     assert 'class="k-generating"' in drawn
-    nothing = slot_strip([], (0.0, 20.0), (100.0, 0.0, 900.0, 20.0), origin=0.0)
+    nothing = slot_strip([], (0.0, 20.0), Box(100.0, 0.0, 900.0, 20.0), origin=0.0)
     assert "path" not in nothing
