@@ -126,13 +126,22 @@ class RunConfig(BaseModel):
         return Path(self.run.directory) / self.run.name
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, apply `key.path=value` overrides and validate the result.
+
+    Without a file the overrides apply to the defaults.
 
     Raises:
         ConfigError: the file is missing or not a mapping, a key is unknown, or a value is
             impossible.
     """
+    values = {} if path is None else _read(path)
+    for override in overrides:
+        _apply(values, override)
+    return parse_config(values, source="the defaults" if path is None else str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -146,9 +155,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must be a mapping of sections (run:, engine:, ...) to settings")
-    for override in overrides:
-        _apply(values, override)
-    return parse_config(values, source=str(path))
+    return values
 
 
 def parse_config(values: dict[str, Any], *, source: str) -> RunConfig:

@@ -1,1 +1,1 @@
-"""Held-out accuracy: one round of a run, and the `asyncrl eval` command."""
+"""Held-out accuracy: during a run on its generators, and with `asyncrl eval`."""

@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from asyncrl.config import RunConfig, load_config, parse_config
+from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import AsyncrlError, UserError, first_error
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
 from asyncrl.rewards.pool import RewardPool
@@ -27,32 +26,29 @@ from trainer.checkpoint_files import latest
 
 
 def resolve_target(
-    what: str, config_file: Path | None, overrides: Sequence[str], runs: Path, console: Console
+    target: str, config_file: Path | None, overrides: Sequence[str], runs: Path, console: Console
 ) -> tuple[RunConfig, str]:
     """The configuration and the model directory that RUN|MODEL names.
+
+    A run is evaluated with its own configuration, a model with `config_file` or the defaults.
 
     Raises:
         UserError: it is neither a run nor a model, or a run without a checkpoint.
     """
-    is_run = (runs / what / "config.yaml").exists() or (Path(what) / "config.yaml").exists()
+    is_run = (runs / target / "config.yaml").exists() or (Path(target) / "config.yaml").exists()
     if is_run:
-        run = find_run(what, runs)
-        values = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-        config = parse_config(values, source=str(run / "config.yaml"))
+        run = find_run(target, runs)
         newest = latest(run / "checkpoints")
         if newest is None:
             raise UserError(f"the run {run} has no checkpoint yet; evaluate its model instead")
-        return config, str(newest / "model")
-    if config_file is None:
-        config = parse_config({}, source="the defaults")
-    else:
-        config = load_config(config_file, overrides)
+        return load_config(run / "config.yaml", overrides), str(newest / "model")
+    config = load_config(config_file, overrides)
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
-        return config, resolve_model(ModelConfig(path=what), bar)
+        return config, resolve_model(ModelConfig(path=target), bar)
 
 
 def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Accuracy:
-    """Sample every held-out prompt as in training and count what is right.
+    """Sample every held-out prompt as in training and count the right responses.
 
     Raises:
         UserError: the model, the data or the rewards cannot be used.
@@ -79,7 +75,7 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
         with ProgressBar(console=console, transient=True) as bar:
             line = bar.add_task("evaluating", total=total)
 
-            async def one(index: int) -> None:
+            async def evaluate(index: int) -> None:
                 prompt = task.evaluation[index // config.evaluation.samples]
                 async with slots:
                     text = await _respond(config, task, engine, prompt, index)
@@ -89,7 +85,7 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
 
             async with asyncio.TaskGroup() as group:
                 for index in range(total):
-                    group.create_task(one(index))
+                    group.create_task(evaluate(index))
     except BaseExceptionGroup as group:
         raise first_error(group) from group
     finally:

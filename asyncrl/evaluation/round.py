@@ -1,4 +1,4 @@
-"""One round of held-out evaluation, as a pure ledger: what to ask whom, what came back."""
+"""The bookkeeping of one evaluation round: which generator has which sample, and the rewards."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """How many held-out samples were right."""
+    """The result of a round of held-out samples."""
 
     right: int
+    """Samples whose reward was above the threshold."""
     samples: int
 
     @property
     def value(self) -> float:
-        """Share of right samples, 0 to 1; 0 when there were none."""
+        """Share of right samples, 0 to 1; 0 without samples."""
         return self.right / self.samples if self.samples else 0.0
 
     @property
@@ -28,57 +29,63 @@ class Accuracy:
 
 
 class EvaluationRound:
-    """`total` samples spread over generators, each asked for until it came back once."""
+    """Spreads the samples of a round over generators and collects each of them once.
+
+    Args:
+        number: of the round in its run; late answers of another round carry another number.
+        total: samples of the round. Their indices are 0 to total - 1.
+        threshold: a sample is right if its reward is above this.
+    """
 
     def __init__(self, number: int, total: int, *, threshold: float) -> None:
         self.number = number
         self.total = total
         self._threshold = threshold
         self._waiting = deque(range(total))
-        self._asked: dict[int, str] = {}
+        self._assigned: dict[int, str] = {}
         self._busy: Counter[str] = Counter()
         self._rewards: dict[int, float] = {}
 
     @property
     def finished(self) -> int:
-        """Samples that came back."""
+        """How many samples came back."""
         return len(self._rewards)
 
     @property
     def complete(self) -> bool:
-        """Whether all came back."""
+        """Whether every sample came back."""
         return len(self._rewards) == self.total
 
     def next_for(self, generator: str, slots: int) -> list[int]:
-        """Indices to ask of a generator now, so that its slots are full."""
+        """Assign waiting samples to a generator until its slots are full; returns their indices."""
         free = min(slots - self._busy[generator], len(self._waiting))
         chosen = [self._waiting.popleft() for _ in range(free)]
-        self._asked.update(dict.fromkeys(chosen, generator))
+        self._assigned.update(dict.fromkeys(chosen, generator))
         self._busy[generator] += len(chosen)
         return chosen
 
     def came_back(self, index: int, reward: float) -> None:
-        """A sample came back; a second time changes nothing."""
-        asked = self._asked.pop(index, None)
-        if asked is not None:
-            self._busy[asked] -= 1
+        """A sample came back. Later copies of it change nothing."""
+        generator = self._assigned.pop(index, None)
+        if generator is not None:
+            self._busy[generator] -= 1
         self._rewards.setdefault(index, reward)
 
     def again(self, index: int) -> None:
-        """A sample came back that does not count (drawn under older weights): ask once more."""
-        asked = self._asked.pop(index, None)
-        if asked is not None:
-            self._busy[asked] -= 1
+        """A sample came back that does not count, as its weights are too old: assign it again."""
+        generator = self._assigned.pop(index, None)
+        if generator is not None:
+            self._busy[generator] -= 1
             self._waiting.append(index)
 
     def lost(self, generator: str) -> None:
-        """A generator is gone: what it was asked for is asked again elsewhere."""
-        for index in [i for i, asked in self._asked.items() if asked == generator]:
-            del self._asked[index]
+        """A generator is gone: its samples wait for another one."""
+        for index in [i for i, name in self._assigned.items() if name == generator]:
+            del self._assigned[index]
             self._waiting.append(index)
         del self._busy[generator]
 
     def accuracy(self) -> Accuracy:
-        """The outcome so far."""
+        """The accuracy over the samples that came back."""
         right = sum(reward > self._threshold for reward in self._rewards.values())
         return Accuracy(right, len(self._rewards))

@@ -1,1 +1,1 @@
-"""One run, from its configuration to its result: the controller's process."""
+"""The controller's process: one run, from its configuration to its result."""

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
-import yaml
 
-from asyncrl.config import RunConfig, dump_config, parse_config
+from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import UserError
 from monitoring.metrics_log import read_metrics
 from monitoring.samples import read_samples
@@ -225,11 +224,10 @@ def _refuse_active(path: Path) -> NoReturn:
 
 
 def _refuse_if_different(path: Path, config: RunConfig) -> None:
-    values = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-    old = parse_config(values, source=str(path / "config.yaml")).model_dump(mode="json")
-    new = config.model_dump(mode="json")
+    previous = load_config(path / "config.yaml").model_dump(mode="json")
+    current = config.model_dump(mode="json")
     for keys in _UNCHANGEABLE:
-        before, now = old, new
+        before, now = previous, current
         for key in keys:
             before, now = before[key], now[key]
         if before != now:

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_processes import generator, run_config, started_fleet
+
+from asyncrl.errors import RunFailed
+from asyncrl.evaluation.fleet import FleetEvaluation
+from asyncrl.run.watchdog import Watchdog
+from wire.messages import to_generator, to_trainer
+
+CONFIG = run_config(launcher={"generators": 2, "max_restarts": 1})
+
+
+def test_every_process_has_an_index_of_its_own() -> None:
+    fleet, hub = started_fleet(CONFIG)
+    specs = [handle.spec for handle in hub.launcher.handles.values()]
+    assert [(s.name, s.role, s.process_index) for s in specs] == [
+        ("trainer", "trainer", 1), ("generator-0", "generator", 2), ("generator-1", "generator", 3),
+    ]  # fmt: skip
+    replacement = fleet.restart(generator(fleet))
+    assert replacement == "generator-0.1"
+    spec = hub.launcher.handles[replacement].spec
+    assert (spec.process_index, spec.first) == (4, False)
+    assert fleet.restart(generator(fleet)) is None, "launcher.max_restarts is 1"
+
+
+def test_a_death_is_reported_once_with_its_cause() -> None:
+    fleet, hub = started_fleet(CONFIG)
+    worker = generator(fleet)
+    assert fleet.deaths() == []
+    worker.reason = "out of memory"
+    hub.launcher.handles["generator-0"].code = -9
+    assert fleet.deaths() == [(worker, "was killed by SIGKILL: out of memory")]
+    assert fleet.deaths() == []
+    assert worker.state == "lost"
+
+
+def test_a_silent_process_is_killed() -> None:
+    fleet, hub = started_fleet(CONFIG)
+    worker = generator(fleet)
+    worker.heard -= CONFIG.launcher.silence_seconds + 1
+    [(lost, reason)] = fleet.deaths()
+    assert lost is worker
+    assert reason == "sent nothing for 121 s (launcher.silence_seconds) and was killed"
+    assert hub.launcher.handles["generator-0"].ended == ["kill"]
+
+
+def test_shutting_down_ends_every_process() -> None:
+    fleet, hub = started_fleet(CONFIG)
+    generator(fleet, 1).is_ready = False  # it cannot receive messages yet
+    asyncio.run(fleet.shut_down())
+    assert hub.sent == [
+        ("trainer", to_trainer.Shutdown(checkpoint=True)),
+        ("generator-0", to_generator.Shutdown()),
+    ]
+    assert hub.launcher.handles["generator-1"].ended == ["term"]
+    assert all(handle.code is not None for handle in hub.launcher.handles.values())
+
+
+class Deaths:
+    """A watchdog whose training and progress only take notes."""
+
+    def __init__(self) -> None:
+        self.fleet, self.hub = started_fleet(CONFIG)
+        self.events: list[object] = []
+        self.said: list[str] = []
+        evaluation = FleetEvaluation(CONFIG.evaluation, None, fleet=self.fleet, waiter=None)  # type: ignore[arg-type]
+        self.watchdog = Watchdog(self.fleet, training=self, evaluation=evaluation, progress=self)  # type: ignore[arg-type]
+
+    async def apply(self, event: object) -> None:
+        self.events.append(event)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def died(self, role: str) -> None:
+        self.said.append(role)
+
+    def kill(self, name: str) -> bool:
+        self.hub.launcher.handles[name].code = -9
+        return asyncio.run(self.watchdog.check())
+
+
+def test_the_watchdog_replaces_a_generator() -> None:
+    run = Deaths()
+    assert not asyncio.run(run.watchdog.check())
+    assert run.kill("generator-1")
+    assert [type(event).__name__ for event in run.events] == ["GeneratorLost"]
+    assert run.said == [
+        "generator-1 was killed by SIGKILL\nthe log of generator-1",
+        "generator",
+        "started generator-1.1 in place of generator-1",
+    ]
+
+
+def test_a_run_ends_with_its_trainer_and_with_its_last_generator() -> None:
+    with pytest.raises(RunFailed, match=r"the trainer was killed by SIGKILL; its last words:"):
+        Deaths().kill("trainer")
+    run = Deaths()
+    run.kill("generator-0")  # replaced
+    run.kill("generator-1")  # not replaced, but another is left
+    with pytest.raises(RunFailed, match=r"no generator is left and launcher.max_restarts \(1\)"):
+        run.kill("generator-0.1")
+
+
+def test_a_message_to_a_dead_process_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    fleet, hub = started_fleet(CONFIG)
+    hub.launcher.handles["generator-0"].code = 1
+    asyncio.run(fleet.send("generator-0", to_generator.Pause()))
+    assert hub.sent == []
+    assert "Pause could not be sent to generator-0" in caplog.text

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncrl.errors import RunFailed, WaitTimeout
+from asyncrl.run.waiting import Waiter
+
+
+def test_a_condition_is_evaluated_after_every_notification() -> None:
+    async def wait() -> int:
+        waiter, evaluated, done = Waiter(), [], [False]
+
+        def condition() -> bool:
+            evaluated.append(done[0])
+            return done[0]
+
+        waiting = asyncio.create_task(waiter.until(condition, seconds=60, what=lambda: "the test"))
+        await asyncio.sleep(0)
+        waiter.notify()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        done[0] = True
+        waiter.notify()
+        await waiting
+        return len(evaluated)
+
+    assert asyncio.run(wait()) == 3
+
+
+def test_a_wait_that_is_too_long_says_what_it_waited_for() -> None:
+    async def wait() -> None:
+        await Waiter().until(lambda: False, seconds=0.01, what=lambda: "Godot")
+
+    with pytest.raises(WaitTimeout, match="waited 0 s for Godot"):
+        asyncio.run(wait())
+
+
+def test_progress_starts_the_time_limit_again() -> None:
+    async def wait() -> int:
+        waiter, finished = Waiter(), [0]
+
+        async def work() -> None:
+            while finished[0] < 6:
+                await asyncio.sleep(0.05)
+                finished[0] += 1
+                waiter.notify()
+
+        working = asyncio.create_task(work())
+        await waiter.until(
+            lambda: finished[0] == 6,
+            seconds=0.2,
+            what=lambda: "six samples",
+            progress=lambda: finished[0],
+        )
+        await working
+        return finished[0]
+
+    assert asyncio.run(wait()) == 6
+
+
+def test_the_first_error_ends_every_later_wait() -> None:
+    async def wait() -> None:
+        waiter = Waiter()
+        waiter.fail(RunFailed("first"))
+        waiter.fail(RunFailed("second"))
+        for _ in range(2):
+            with pytest.raises(RunFailed, match="first"):
+                await waiter.until(lambda: False, seconds=60, what=lambda: "nothing")
+        await waiter.until(lambda: True, seconds=60, what=lambda: "what holds already")
+
+    asyncio.run(wait())

@@ -1,0 +1,119 @@
+"""Processes of a run that are not started: a launcher, handles and a hub that only take notes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config import RunConfig, parse_config
+from asyncrl.processes.spec import ChildSpec
+from asyncrl.run.fleet import Fleet, Worker
+from asyncrl.tasks.prompts import LoadedTask, Prompt
+from wire import Unreachable
+from wire.messages.from_trainer import TrainerReport
+from wire.weights.layout import WeightManifest
+
+
+@dataclass
+class FakeHandle:
+    spec: ChildSpec
+    code: int | None = None
+    ended: list[str] = field(default_factory=list)
+
+    def exit_code(self) -> int | None:
+        return self.code
+
+    def end(self, *, by_force: bool) -> None:
+        self.ended.append("kill" if by_force else "term")
+        self.code = -9 if by_force else 0
+
+    def last_words(self, lines: int = 12) -> str:
+        return f"the log of {self.spec.name}"
+
+
+@dataclass
+class FakeLauncher:
+    handles: dict[str, FakeHandle] = field(default_factory=dict)
+
+    def start(self, spec: ChildSpec) -> FakeHandle:
+        self.handles[spec.name] = FakeHandle(spec)
+        return self.handles[spec.name]
+
+    def threads_for(self, role: str) -> int:
+        return 1
+
+
+@dataclass
+class FakeHub:
+    """Takes note of what is sent; a process that was told to shut down ends."""
+
+    launcher: FakeLauncher
+    sent: list[tuple[str, Any]] = field(default_factory=list)
+
+    async def send(self, peer: str, message: Any) -> None:
+        handle = self.launcher.handles[peer]
+        if handle.code is not None:
+            raise Unreachable(f"{type(message).__name__} could not be sent to {peer}")
+        self.sent.append((peer, message))
+        if type(message).__name__ == "Shutdown":
+            handle.code = 0
+
+    def take(self) -> list[tuple[str, Any]]:
+        """What was sent since the last call."""
+        taken, self.sent = self.sent, []
+        return taken
+
+
+class FakeProgress:
+    """Takes note of what the user is told, and of the calls without an answer."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.calls: list[tuple[str, Any]] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def __getattr__(self, name: str) -> Any:
+        def note(*values: Any) -> None:
+            self.calls.append((name, values))
+
+        return note
+
+
+def run_config(**sections: object) -> RunConfig:
+    return parse_config(sections, source="the test")
+
+
+def spec() -> ChildSpec:
+    return ChildSpec("trainer", "trainer", "runs/test", "model", "ipc://a", "ipc://b", 1, 1)
+
+
+def task(train: int = 6, evaluation: int = 4) -> LoadedTask:
+    def prompts(kind: str, n: int) -> list[Prompt]:
+        return [Prompt(f"{kind}-{i}", np.array([i, 7], np.int32), "", {}) for i in range(n)]
+
+    return LoadedTask(prompts("train", train), prompts("held-out", evaluation), (0,), None)
+
+
+def weights(version: int) -> WeightManifest:
+    return WeightManifest(version, "/dev/shm/none", 0, ())  # noqa: S108 - never opened
+
+
+def started_fleet(config: RunConfig, version: int = 0) -> tuple[Fleet, FakeHub]:
+    """A fleet whose processes are all ready with these weights."""
+    launcher = FakeLauncher()
+    hub = FakeHub(launcher)
+    fleet = Fleet(config.launcher, launcher, spec(), hub)  # type: ignore[arg-type]
+    fleet.start_all()
+    for worker in fleet.everyone():
+        worker.ready(version, 0 if worker.is_trainer else 2, None)
+    fleet.trainer.weights = weights(version)
+    fleet.trainer.trainer_report = TrainerReport(version, 0, 0.0)
+    return fleet, hub
+
+
+def generator(fleet: Fleet, index: int = 0) -> Worker:
+    return fleet.generators()[index]
