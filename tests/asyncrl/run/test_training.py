@@ -28,6 +28,11 @@ from wire.records import EngineStats
 G = "generator-0"
 
 
+def step_finished(version: int) -> ft.StepFinished:
+    numbers: Any = None  # nothing here reads them
+    return ft.StepFinished(0, (0,), weights(version), numbers, numbers)
+
+
 class Run:
     """A run of one step of two samples, with everything but its processes."""
 
@@ -88,7 +93,7 @@ def test_one_step_from_the_first_request_to_the_end(tmp_path: Path) -> None:
         assert await run.hear(G, fg.SampleDelivered(G, samples[0])) == []
         sent = await run.hear(G, fg.SampleDelivered(G, samples[1]))
         assert sent == [("trainer", tt.StepPlan(0, (0,)))]
-        step: Any = ft.StepFinished(0, (0,), weights(1), {})
+        step = step_finished(1)
         sent = await run.hear("trainer", step)
         assert sent == [(G, tg.InstallWeights(weights(1)))]
         assert run.training.is_complete
@@ -142,7 +147,7 @@ def test_unknown_senders_and_messages_change_nothing(
     async def confuse() -> None:
         run = Run(tmp_path)
         assert await run.hear("stranger", fg.Goodbye(G)) == []
-        step: Any = ft.StepFinished(0, (0,), weights(9), {})
+        step = step_finished(9)
         assert await run.hear(G, step) == []
         assert run.fleet.weights == weights(0), "a generator publishes no weights"
 
