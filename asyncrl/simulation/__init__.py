@@ -7,4 +7,5 @@ lengths         how long answers are, and how much of them survives a policy upd
 fit             the costs of a real run, from its records
 study           modes compared, sweeps, the map of regimes
 tables          the results as tables
+command         `asyncrl simulate`: options and output
 """
