@@ -3,8 +3,8 @@
 EngineError
 ├── EngineStartError     the model or the backend could not be brought up: fix the configuration
 ├── RequestError         one request is impossible (too long, bad sampling): fix that request
-└── WeightsError         new weights do not fit the model: nothing was changed
-    └── WeightsSupersededError  the trainer published newer ones meanwhile: install those
+└── WeightsError         new weights were refused or are not staged: nothing was changed
+    └── WeightsSupersededError  newer ones were published meanwhile: stage those
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class RequestError(EngineError):
 
 
 class WeightsError(EngineError):
-    """New weights were refused; the engine still serves the old ones."""
+    """New weights were refused or are not staged; the engine keeps the ones that it has."""
 
 
 class WeightsSupersededError(WeightsError):
-    """The version asked for was overwritten in shared memory; a newer one is on its way."""
+    """The version to stage was overwritten in shared memory by a newer one."""

@@ -8,9 +8,9 @@ Errors: an engine raises `engine.errors.EngineError` and its children, with the 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -23,9 +23,7 @@ from rollout.trajectory import (
     TrajectoryBuilder,
 )
 from wire.records import EngineStats
-
-if TYPE_CHECKING:
-    import torch
+from wire.weights.layout import WeightManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +177,27 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Go on after `pause`. Idempotent."""
 
-    async def update_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
-    ) -> None:
-        """Swap the weights between two steps; running requests go on under the new version.
+    async def stage_weights(self, manifest: WeightManifest) -> None:
+        """Copy published weights into the engine's staging memory; generation continues.
 
-        Tensors are named as in the HF state dict and only valid during the call. No token is
-        ever drawn from a mixture of two versions of the weights.
+        Nothing that is served changes. Names, shapes and data types are checked, and that the copy
+        is one whole version. A version that is never installed costs nothing more; the next one
+        replaces it. Staging memory is one more copy of the weights per engine, see
+        `engine.weights.StagedWeights`.
+
+        Raises:
+            WeightsSupersededError: newer weights were published over these; nothing is staged.
+            WeightsError: the weights do not fit the model or cannot be read; nothing is staged.
+        """
+
+    async def install_weights(self, policy_version: int) -> None:
+        """Replace the weights by the staged ones between two steps.
+
+        Running requests continue under the new version with the KV that they have. No token is ever
+        drawn from a mixture of two versions of the weights. A staged version can be installed once.
+
+        Raises:
+            WeightsError: this version is not staged; the engine keeps its weights.
         """
 
     async def save_cache(self) -> int:

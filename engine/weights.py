@@ -1,125 +1,148 @@
-"""Reading the weights that a trainer on this machine published in shared memory.
-
-The file's first 8 bytes name the policy version in it, or -1 while the trainer writes (see
-`wire.weights.layout`). Two files take turns, so a version stays readable until the one
-after the next is begun; a reader that is slower than that learns it here, by an exception.
-
-Example:
-    ```python
-    with read_weights(manifest) as tensors:
-        staged = {name: tensor.clone() for name, tensor in tensors}
-    install(staged)  # only here it is certain that no tensor was torn
-    ```
-"""
+"""New weights in an engine: what fits a model, and the staging memory that every engine has."""
 
 from __future__ import annotations
 
-import errno
-import math
-import mmap
-import os
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from engine.errors import WeightsError, WeightsSupersededError
-from wire.weights.layout import HEADER_BYTES, TensorSpec, WeightManifest
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from engine.errors import EngineStartError, WeightsError, WeightsSupersededError
+from wire import errors as wire
+from wire.weights.layout import WeightManifest
+from wire.weights.reader import WeightBuffer
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+"""Names as in the HF state dict."""
+
+_SHOWN = 5
 
 
-MADV_POPULATE_READ = 22
-"""Linux's number; Python's mmap has no name for it yet."""
+class ModelShapes:
+    """Names and shapes of a model's HF state dict, tied names included."""
+
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], needed: frozenset[str], tied: dict[str, str]
+    ) -> None:
+        self.shapes = shapes
+        self.needed = needed
+        """One name of each parameter; of tied names the first."""
+        self.tied = tied
+        """Further names of tied tensors, each with the first name of its tensor."""
+
+    @classmethod
+    def of_module(cls, module: torch.nn.Module) -> ModelShapes:
+        """The shapes of a loaded model."""
+        state = module.state_dict(keep_vars=True)
+        first = {id(tensor): name for name, tensor in reversed(state.items())}
+        parameters = {id(parameter) for parameter in module.parameters()}
+        return cls(
+            {name: tuple(tensor.shape) for name, tensor in state.items()},
+            frozenset(name for key, name in first.items() if key in parameters),
+            {name: first[id(t)] for name, t in state.items() if first[id(t)] != name},
+        )
+
+    @classmethod
+    def of_path(cls, model_path: str) -> ModelShapes:
+        """The shapes that a model directory's configuration describes; loads no weights.
+
+        Raises:
+            EngineStartError: there is no such model, or transformers cannot build it.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            config = AutoConfig.from_pretrained(model_path)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+        except (OSError, ValueError, KeyError) as error:
+            raise EngineStartError(f"model {model_path!r}: {error}") from error
+        return cls.of_module(model)
+
+    def check(self, manifest: WeightManifest) -> None:
+        """Raise WeightsError unless the manifest has every tensor once, in its shape."""
+        given = {spec.name: spec.shape for spec in manifest.tensors}
+        times = Counter(spec.name for spec in manifest.tensors)
+        _refuse("weights given twice", [name for name, n in times.items() if n > 1])
+        _refuse("unexpected weights (not in the model)", [n for n in given if n not in self.shapes])
+        _refuse(
+            "weights of a wrong shape",
+            [
+                f"{name}: {shape} given, {self.shapes[name]} needed"
+                for name, shape in given.items()
+                if shape != self.shapes[name]
+            ],
+        )
+        _refuse("missing weights", sorted(self.needed - given.keys()))
 
 
-@contextmanager
-def read_weights(
-    manifest: WeightManifest,
-) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Map a published version; yields (name, tensor) pairs, as in the HF state dict.
+def _refuse(what: str, wrong: list[str]) -> None:
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise WeightsError(
+            f"{what}: {', '.join(wrong[:_SHOWN])}{more}; the engine keeps its weights"
+        )
 
-    Tensors are views of the mapping, not copies: valid inside the block only, and to be read
-    only (writing to one changes a private page and nothing else). What was taken from them may be
-    used once the block has ended without an exception.
 
-    Raises (WeightsError also while iterating, for an impossible tensor in the manifest):
-        WeightsSupersededError: at the start or the end of the block, or after the last tensor:
-            the file no longer holds this version, what was read must be thrown away.
-        WeightsError: the file is gone, not ours, or the manifest does not describe it.
+class StagedWeights:
+    """An engine's own copy of one published version, from `stage` to `install`. Thread-safe.
+
+    It takes as much host memory as the published file, from the first `stage` on: one more copy of
+    the weights per engine. Copying from the published file straight into the parameters would
+    save that memory. But a version that is overwritten during the copy would leave the parameters
+    with a mixture of two versions, and generation would have to stop for the whole of it.
+
+    Args:
+        check: called with the tensors that were read; raises WeightsError to refuse them.
     """
-    descriptor = _open(manifest)
-    try:
-        _check_version(descriptor, manifest)
-        # Private: a reader's mistake can never reach the trainer's file.
-        memory = mmap.mmap(descriptor, manifest.nbytes, access=mmap.ACCESS_COPY)
-        _map_pages(memory)
-        yield _views(descriptor, manifest, memory)
-        _check_version(descriptor, manifest)
-    finally:
-        os.close(descriptor)
+
+    def __init__(self, check: Callable[[NamedTensors], None]) -> None:
+        self._check = check
+        self._buffer = WeightBuffer()
+        self._version: int | None = None
+        self._lock = threading.Lock()
+
+    def stage(self, manifest: WeightManifest) -> None:
+        """Copy a published version and check it. It replaces a version that was not installed.
+
+        If it raises, nothing is staged.
+
+        Raises:
+            WeightsSupersededError: the trainer overwrote this version with a newer one.
+            WeightsError: the file cannot be read, or `check` refused its tensors.
+        """
+        with self._lock:
+            self._version = None
+            try:
+                self._buffer.read(manifest)
+                tensors = list(self._buffer.tensors())
+            except wire.WeightsSupersededError as error:
+                raise WeightsSupersededError(str(error)) from error
+            except wire.WeightsReadError as error:
+                raise WeightsError(str(error)) from error
+            self._check(tensors)
+            self._version = manifest.policy_version
+
+    @contextmanager
+    def install(self, policy_version: int) -> Iterator[NamedTensors]:
+        """The staged tensors, valid inside the block. A version can be installed once.
+
+        Raises:
+            WeightsError: this version is not staged.
+        """
+        with self._lock:
+            if self._version != policy_version:
+                raise not_staged(policy_version, self._version)
+            self._version = None
+            yield list(self._buffer.tensors())
 
 
-def _views(
-    descriptor: int, manifest: WeightManifest, memory: mmap.mmap
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for spec in manifest.tensors:
-        yield spec.name, _view(memory, spec, manifest.nbytes)
-    # Here already, so that whoever copies all of them hears of it before putting them to use.
-    _check_version(descriptor, manifest)
-
-
-def _map_pages(memory: mmap.mmap) -> None:
-    """Map all pages at once, without copying them: faulting them in one by one takes longer."""
-    try:
-        memory.madvise(MADV_POPULATE_READ)
-    except OSError as error:
-        # Linux before 5.14 does not know the advice; reading works all the same.
-        if error.errno != errno.EINVAL:
-            raise WeightsError(f"cannot map the weights: {error}") from error
-
-
-def _open(manifest: WeightManifest) -> int:
-    try:
-        descriptor = os.open(manifest.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise WeightsError(
-            f"weights of version {manifest.policy_version} cannot be opened ({error}): "
-            "is the trainer on this machine, under this user, with the same /dev/shm?"
-        ) from error
-    found = os.fstat(descriptor)
-    if found.st_size != manifest.nbytes or found.st_uid != os.geteuid():
-        os.close(descriptor)
-        raise WeightsError(
-            f"{manifest.path} is not what the manifest of version {manifest.policy_version} "
-            f"describes: {found.st_size} bytes of user {found.st_uid}, expected "
-            f"{manifest.nbytes} bytes of user {os.geteuid()}"
-        )
-    return descriptor
-
-
-def _check_version(descriptor: int, manifest: WeightManifest) -> None:
-    header = int.from_bytes(os.pread(descriptor, 8, 0), "little", signed=True)
-    if header != manifest.policy_version:
-        now = "newer weights are being written" if header < 0 else f"it holds version {header}"
-        raise WeightsSupersededError(
-            f"weights of version {manifest.policy_version} in {manifest.path} are superseded: {now}"
-        )
-
-
-def _view(memory: mmap.mmap, spec: TensorSpec, end: int) -> torch.Tensor:
-    import torch
-
-    dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise WeightsError(f"tensor {spec.name}: unknown type {spec.dtype!r}")
-    count = math.prod(spec.shape)
-    inside = spec.offset >= HEADER_BYTES and spec.offset + spec.nbytes <= end
-    if not inside or min(spec.shape, default=0) < 0 or count * dtype.itemsize != spec.nbytes:
-        raise WeightsError(
-            f"tensor {spec.name}: {spec.shape} {spec.dtype} does not fill {spec.nbytes} bytes "
-            f"at {spec.offset} of {end}"
-        )
-    if not count:
-        return torch.empty(spec.shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=spec.offset).view(spec.shape)
+def not_staged(policy_version: int, staged: int | None) -> WeightsError:
+    """The error of an installation without its staging."""
+    found = "no version is" if staged is None else f"version {staged} is"
+    return WeightsError(
+        f"weights of version {policy_version} cannot be installed: {found} staged; "
+        "call stage_weights first"
+    )

@@ -4,8 +4,7 @@ TrainerError
 ├── UnsupportedModelError        the trainer cannot train this model
 ├── BatchError        a group does not fit (size, tokens, version, twice): nothing was accumulated
 ├── NonFiniteError    a gradient or loss is not a number: the weights were not touched
-├── CheckpointError   a checkpoint cannot be written, read or resumed from
-└── PublishError      weights cannot be put into shared memory
+└── CheckpointError   a checkpoint cannot be written, read or resumed from
 
 `BatchError` and `NonFiniteError` name the group or the step.
 """
@@ -31,7 +30,3 @@ class NonFiniteError(TrainerError):
 
 class CheckpointError(TrainerError):
     """A checkpoint could not be written, read or resumed from; the message names the file."""
-
-
-class PublishError(TrainerError):
-    """Weights could not be published; the message says what is missing."""

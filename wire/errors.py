@@ -1,9 +1,12 @@
 """Errors of the communication between processes.
 
-WireError               a socket or its address cannot be used
-├── Unreachable         a message was sent to a peer that is not connected
-├── NoReply             a peer did not answer in time; says what was waited for
-└── AddressTooLong      the path of the socket folder is too long; says which variable to set
+WireError                   a socket or shared memory cannot be used
+├── Unreachable             a message was sent to a peer that is not connected
+├── NoReply                 a peer did not answer in time; says what was waited for
+├── AddressTooLong          the path of the socket folder is too long; says which variable to set
+├── PublishError            weights cannot be written to shared memory
+└── WeightsReadError        published weights cannot be read
+    └── WeightsSupersededError  the trainer overwrote them with newer ones
 """
 
 from __future__ import annotations
@@ -23,3 +26,15 @@ class NoReply(WireError):  # noqa: N818 - says what happened
 
 class AddressTooLong(WireError):  # noqa: N818 - says what is wrong
     """The folder for sockets has a path that is too long for Unix sockets."""
+
+
+class PublishError(WireError):
+    """Weights could not be published; the message says what is missing."""
+
+
+class WeightsReadError(WireError):
+    """Published weights are gone, or are not what their manifest describes."""
+
+
+class WeightsSupersededError(WeightsReadError):
+    """The file holds another version by now: newer weights were published."""

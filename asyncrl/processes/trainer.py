@@ -31,10 +31,10 @@ from monitoring.metrics import TrainerMetrics
 from monitoring.timeline import SpanKind, Timeline
 from trainer.config import TrainerConfig
 from trainer.learner import Learner
-from trainer.publish import WeightPublisher
 from wire import Hub, Line, Unreachable
 from wire.messages import data, from_trainer, to_trainer
 from wire.records import TrainerTimes
+from wire.weights.writer import WeightPublisher
 
 logger = logging.getLogger("asyncrl.trainer")
 

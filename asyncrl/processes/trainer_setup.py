@@ -12,11 +12,12 @@ from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
 from monitoring.timeline import SpanKind
 from trainer.checkpoint_files import latest
-from trainer.errors import BatchError, NonFiniteError, PublishError, TrainerError
+from trainer.errors import BatchError, NonFiniteError, TrainerError
 from trainer.learner import Learner
-from trainer.publish import WeightPublisher
 from wire import Hub
+from wire.errors import PublishError
 from wire.messages import data, from_trainer, to_trainer
+from wire.weights.writer import WeightPublisher
 
 
 async def run_trainer(spec: ChildSpec) -> None:
@@ -64,7 +65,7 @@ def _load_learner(child: Child[TrainerMetrics]) -> Learner:
 
 def _failure(_spec: ChildSpec, error: BaseException) -> from_trainer.Failure | None:
     """What the controller is told about an error; None if nobody expected it."""
-    if not isinstance(error, AsyncrlError | TrainerError | MonitoringError):
+    if not isinstance(error, AsyncrlError | TrainerError | MonitoringError | PublishError):
         return None
     by_user = isinstance(error, UserError | TrainerError | MonitoringError)
     internal = isinstance(error, BatchError | NonFiniteError | PublishError)

@@ -11,7 +11,6 @@ from asyncrl.processes.controller_line import ControllerLine
 from asyncrl.processes.samples import Samples
 from engine.errors import WeightsSupersededError
 from engine.protocol import Engine
-from engine.weights import read_weights
 from monitoring.metrics import GeneratorMetrics
 from wire.messages import from_generator, to_generator
 
@@ -19,7 +18,7 @@ logger = logging.getLogger("asyncrl.generator")
 
 
 class WeightInstalls:
-    """Copies published weights from shared memory and swaps them into the engine.
+    """Stages published weights while the engine generates, then swaps them in.
 
     Args:
         engine: gets the weights.
@@ -60,15 +59,12 @@ class WeightInstalls:
         version = command.manifest.policy_version
         async with self._lock:
             try:
-                # Copy first: the trainer may overwrite the weights at any moment. Leaving the
-                # block raises WeightsSupersededError if it did so during the copy.
-                with read_weights(command.manifest) as weights:
-                    whole = [(name, tensor.clone()) for name, tensor in weights]
+                await self._engine.stage_weights(command.manifest)
                 self.installing = version
                 self._on_change()
                 if command.rebuild_kv:
                     await self._samples.interrupt_all()
-                await self._engine.update_weights(whole, version)
+                await self._engine.install_weights(version)
             except WeightsSupersededError:
                 logger.info("weights of version %d were overwritten by newer ones", version)
             finally:

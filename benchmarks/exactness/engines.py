@@ -36,6 +36,7 @@ from engine.errors import EngineError
 from engine.protocol import Engine, GenerateRequest, TokenChunk
 from rollout.trajectory import Provenance
 from wire.records import EngineStats
+from wire.weights.writer import published
 
 KINDS = ("torch", "vllm")
 MODES = ("torch-chain", "torch-tree", "torch-verify", "vllm-chain", "vllm-verify")
@@ -165,7 +166,9 @@ class TorchBench(Bench):
     def install(self, model: Any) -> None:
         """Update the weights by name, with the next version."""
         self._version += 1
-        self._core.update_weights(model.state_dict().items(), self._version)
+        with published(model.state_dict().items(), self._version) as manifest:
+            self._core.stage_weights(manifest)
+        self._core.install_weights(self._version)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[TokenChunk]]:
         """Run decode steps until every request has finished."""
@@ -199,8 +202,9 @@ class EngineBench(Bench):
     def install(self, model: Any) -> None:
         """Update the weights as the controller does."""
         self._version += 1
-        weights = {name: value.clone() for name, value in model.state_dict().items()}
-        self._run(self._engine.update_weights(weights.items(), self._version))
+        with published(model.state_dict().items(), self._version) as manifest:
+            self._run(self._engine.stage_weights(manifest))
+        self._run(self._engine.install_weights(self._version))
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[TokenChunk]]:
         """Send all requests at once; the engine queues those that do not fit."""

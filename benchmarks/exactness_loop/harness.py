@@ -40,12 +40,12 @@ from scheduler import commands as cmd
 from scheduler import events as ev
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
-from trainer.publish import WeightPublisher
 from wire.frames import decode_trajectory
 from wire.messages import data
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
 from wire.weights.layout import WeightManifest
+from wire.weights.writer import WeightPublisher
 
 NAME = "g0"
 DEADLINE = 600.0

@@ -27,6 +27,7 @@ from engine.factory import create_engine
 from engine.protocol import Engine, GenerateRequest, SamplingParams, Score, ScoreRequest
 from rollout.acceptance import TopKDistributions, accept_lenient, verify_kept
 from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
+from wire.weights.writer import published
 
 _SAMPLES = 8
 _DRAWS = 32
@@ -58,7 +59,9 @@ async def kept_tokens(
             )
         )
         weights = load_file(later / "model.safetensors")
-        await engine.update_weights(weights.items(), 1)
+        with published(weights.items(), 1) as manifest:
+            await engine.stage_weights(manifest)
+        await engine.install_weights(1)
         scores = await engine.score(
             [ScoreRequest(str(t.id), t.prompt_tokens, t.tokens, sampling) for t in texts]
         )

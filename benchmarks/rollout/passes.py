@@ -30,6 +30,7 @@ from benchmarks.rollout.contestants import OURS, PLAIN, SUFFIX, Contestant
 from benchmarks.rollout.findings import Kind, Pass, Rows
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams
+from wire.weights.writer import published
 
 GROUP = 8
 """Samples of one prompt, as in training."""
@@ -117,8 +118,11 @@ class Bench:
                     *([warm, crowd] if one.name != SUFFIX else [warm]),
                 ]
                 await self._fill(one, [p for group in wanted for p in group])
+        with published(_weights(self._work.later), 1) as manifest:
+            for one in self._contestants:
+                await one.engine.stage_weights(manifest)
         for one in self._contestants:
-            await one.engine.update_weights(_weights(self._work.later), 1)
+            await one.engine.install_weights(1)
         for rows in plan.rows:
             self._say(f"epoch 2, {rows} rows")
             self._found.rows[rows] = at = await self._epoch_two(rows, prompts[rows], warm)

@@ -15,7 +15,7 @@ One step is one forward pass (`step`):
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,9 +39,10 @@ from engine.torch.scoring import score_all
 from engine.torch.trees import TokenTrees
 from engine.torch.verification import judge_rows
 from engine.torch.waiting import Waiting
-from engine.torch.weights import check_weights, copy_weights
+from engine.torch.weights import ModuleWeights
 from rollout.trajectory import FinishReason
 from wire.records import EngineStats, TokenCounts
+from wire.weights.layout import WeightManifest
 
 _STEP_TOKENS = 4096
 """Most tokens of a decoding step where the planner decides, if their logits fit into memory."""
@@ -81,6 +82,7 @@ class DecodeCore:
         planner: Planner | None = None,
     ) -> None:
         self._model = model
+        self._weights = ModuleWeights(model.module)
         self._settings = settings
         cache = model.cache
         affordable = min(_STEP_TOKENS, max(MAX_LOGITS // model.vocab_size, cache.slots))
@@ -166,20 +168,26 @@ class DecodeCore:
             policy_version=self.policy_version,
         )
 
-    def update_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
-    ) -> list[TokenChunk]:
-        """Swap the weights under the running requests; their KV stays.
+    def stage_weights(self, manifest: WeightManifest) -> None:
+        """Copy published weights into staging memory. May run in another thread during a step.
+
+        Raises:
+            WeightsSupersededError: newer weights were published over these; nothing is staged.
+            WeightsError: the weights do not fit the model or cannot be read; nothing is staged.
+        """
+        self._weights.stage(manifest)
+
+    def install_weights(self, policy_version: int) -> list[TokenChunk]:
+        """Replace the weights under the running requests, which keep their KV.
 
         Returns:
             What was drawn under the old version and not reported yet.
 
         Raises:
-            WeightsError: the weights do not fit; nothing was changed.
+            WeightsError: this version is not staged; nothing was changed.
         """
-        pairs = check_weights(self._model.module, weights)
+        self._weights.install(policy_version)
         chunks = self.flush()
-        copy_weights(pairs)
         self.policy_version = policy_version
         self._drafter.advance(policy_version)
         return chunks

@@ -15,7 +15,7 @@ If the loop dies, every waiting consumer is woken with the reason, and later cal
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -30,6 +30,7 @@ from engine.torch.core import CoreSettings, DecodeCore
 from engine.torch.kernels import warm_up
 from engine.torch.model import load_model
 from wire.records import EngineStats
+from wire.weights.layout import WeightManifest
 
 Delivery = TokenChunk | EngineError
 T = TypeVar("T")
@@ -151,12 +152,19 @@ class TorchEngine:
         self._paused = False
         self._wake.set()
 
-    async def update_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
-    ) -> None:
-        """Swap weights between two steps. Raises WeightsError, and then nothing was changed."""
+    async def stage_weights(self, manifest: WeightManifest) -> None:
+        """Copy published weights into staging memory, in a thread of its own; steps continue.
+
+        Raises:
+            WeightsSupersededError: newer weights were published over these; nothing is staged.
+            WeightsError: the weights do not fit the model or cannot be read; nothing is staged.
+        """
+        await asyncio.to_thread(self._running().stage_weights, manifest)
+
+    async def install_weights(self, policy_version: int) -> None:
+        """Replace the weights between two steps. Raises WeightsError if they are not staged."""
         async with self._between_steps() as core:
-            self._deliver(await self._compute(lambda: core.update_weights(weights, policy_version)))
+            self._deliver(await self._compute(lambda: core.install_weights(policy_version)))
 
     async def save_cache(self) -> int:
         """Write the snapshot of the cache, if it has a place for one; returns its bytes."""

@@ -1,67 +1,48 @@
-"""New weights for a model that is serving: all checks first, then the copy."""
+"""New weights for a model that is serving: staged while it runs, copied in between two steps."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 
 from engine.errors import WeightsError
+from engine.weights import ModelShapes, NamedTensors, StagedWeights
+from wire.weights.layout import WeightManifest
 
-_SHOWN = 5
 
+class ModuleWeights:
+    """Replaces the parameters of a loaded module in place.
 
-def check_weights(
-    model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs (own tensor, new values) that cover every parameter once.
-
-    Of tied parameters one name is enough; if several are given they must agree.
-
-    Raises:
-        WeightsError: names or shapes do not fit. Nothing was changed.
+    Args:
+        module: whose state dict names the tensors.
     """
-    own: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
-    given: dict[str, torch.Tensor] = {}
-    for name, tensor in weights:
-        if name in given:
-            raise WeightsError(f"weight {name!r} was given twice")
-        given[name] = tensor
-    _refuse("unexpected weights (not in the model)", [n for n in given if n not in own])
-    _refuse(
-        "weights of a wrong shape",
-        [
-            f"{n}: {tuple(t.shape)} given, {tuple(own[n].shape)} needed"
-            for n, t in given.items()
-            if t.shape != own[n].shape
-        ],
-    )
-    chosen: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
-    for name, tensor in given.items():
-        target = own[name]
-        first = chosen.setdefault(target.data_ptr(), (name, target, tensor))
-        same = first[2].data_ptr() == tensor.data_ptr() or torch.equal(first[2], tensor)
-        if not same:
-            raise WeightsError(f"{first[0]!r} and {name!r} are one tied weight but differ")
-    _refuse(
-        "missing weights",
-        [
-            n
-            for n, t in own.items()
-            if isinstance(t, torch.nn.Parameter) and t.data_ptr() not in chosen
-        ],
-    )
-    return [(target, tensor) for _, target, tensor in chosen.values()]
 
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._own = dict(module.state_dict(keep_vars=True))
+        self._shapes = ModelShapes.of_module(module)
+        self._staged = StagedWeights(self._check_tied)
 
-def copy_weights(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Overwrite in place what `check_weights` paired, converting dtype and device."""
-    with torch.no_grad():
-        for target, tensor in pairs:
-            target.copy_(tensor)
+    def stage(self, manifest: WeightManifest) -> None:
+        """Copy a published version into staging memory; safe while the module computes.
 
+        Raises:
+            WeightsSupersededError: the trainer overwrote this version with a newer one.
+            WeightsError: the weights do not fit the module, or cannot be read.
+        """
+        self._shapes.check(manifest)
+        self._staged.stage(manifest)
 
-def _refuse(what: str, wrong: list[str]) -> None:
-    if wrong:
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise WeightsError(f"{what}: {', '.join(wrong[:_SHOWN])}{more}; the weights stay as before")
+    def install(self, policy_version: int) -> None:
+        """Overwrite the parameters with the staged version, converting data type and device.
+
+        Raises:
+            WeightsError: this version is not staged; nothing was changed.
+        """
+        with self._staged.install(policy_version) as tensors, torch.no_grad():
+            for name, tensor in tensors:
+                self._own[name].copy_(tensor)
+
+    def _check_tied(self, tensors: NamedTensors) -> None:
+        given = dict(tensors)
+        for name, first in self._shapes.tied.items():
+            if name in given and not torch.equal(given[name], given[first]):
+                raise WeightsError(f"{first!r} and {name!r} are one tied weight but differ")

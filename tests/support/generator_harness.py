@@ -31,6 +31,7 @@ from rollout.trajectory import Provenance, SampleId
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
 from wire.records import EngineStats
+from wire.weights.layout import WeightManifest
 
 SAMPLE = SampleId(group=5, sample=1)
 PROMPT = tg.PromptPayload("p", np.array([1, 2], "<i4").tobytes(), {"prompt": "?"})
@@ -50,6 +51,7 @@ class FakeEngine:
         self.serving: set[str] = set()
         self.unreported: dict[str, tuple[list[int], int]] = {}
         self.version = 0
+        self.staged: list[int] = []
         self.updates: list[tuple[int, set[str]]] = []
         self.paused = False
         self.saved = False
@@ -94,7 +96,11 @@ class FakeEngine:
         tokens, version = self.unreported.pop(name, ([], 0))
         self.feed(name, tokens, version, end="abort")
 
-    async def update_weights(self, weights: Any, version: int) -> None:
+    async def stage_weights(self, manifest: WeightManifest) -> None:
+        self.staged.append(manifest.policy_version)
+
+    async def install_weights(self, version: int) -> None:
+        assert self.staged[-1] == version
         self.updates.append((version, set(self.serving)))
         self.version = version
 

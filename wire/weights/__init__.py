@@ -1,1 +1,11 @@
-"""One version of all weights in shared memory: its layout, its writer, its reader."""
+"""Policy weights in shared memory: their layout, the one writer and the one reader.
+
+    writer.py   the trainer publishes a version into a file under /dev/shm
+    layout.py   what such a file looks like, and the manifest that travels on sockets
+    reader.py   an engine copies a version into memory of its own and checks that it is whole
+    views.py    tensors over a file's bytes, for both sides
+
+An engine uses the copy in two steps: `stage_weights` reads it while tokens are being generated,
+`install_weights` swaps it in (`engine.protocol`). Another transport, such as NCCL between machines,
+implements the same two steps behind the same manifest.
+"""

@@ -1,8 +1,7 @@
-"""Where a version of the weights lies in shared memory.
+"""The layout of published weights. Imports no torch: every process loads the messages.
 
-The file begins with an 8-byte little-endian signed integer: the policy version that it holds, or
--1 while the trainer writes. A reader copies, then checks that the header still names its version;
-otherwise newer weights are on their way and the copy is thrown away.
+bytes 0-7   int64, little-endian: the policy version in the file, or -1 while it is written
+bytes 64-   tensors, row-major, each at a 64-byte boundary, as listed in the manifest
 """
 
 from __future__ import annotations
@@ -10,7 +9,11 @@ from __future__ import annotations
 import msgspec
 
 HEADER_BYTES = 64
-"""Tensors begin here, so that the first one is aligned; the version is in the first 8 bytes."""
+"""Tensors begin here, so that the first one is aligned. The version is in the first 8 bytes."""
+ALIGNMENT = 64
+"""Bytes; a cache line."""
+WRITING = -1
+"""The version in the header while the tensors after it belong to no version."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -31,6 +34,7 @@ class WeightManifest(msgspec.Struct, frozen=True):
 
     policy_version: int
     path: str
-    """A file in memory (under /dev/shm), mode 0600, mapped by every process of this machine."""
+    """A file in memory (under /dev/shm), mode 0600, readable by this user's processes."""
     nbytes: int
+    """Size of the file."""
     tensors: tuple[TensorSpec, ...]

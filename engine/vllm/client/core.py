@@ -9,15 +9,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import msgspec
 
 from cache.config import CacheConfig
 from cache.place import CachePlace
 from engine.config import EngineConfig
-from engine.errors import EngineError, EngineStartError
+from engine.errors import EngineError, EngineStartError, WeightsError, WeightsSupersededError
 from engine.vllm.client.environment import prepare, process_log
 from engine.vllm.client.steps import StepQueue
+from engine.vllm.remote import RemoteWorker, StagingReport
+from wire.weights.layout import WeightManifest
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -25,9 +30,12 @@ if TYPE_CHECKING:
     from engine.vllm.client.launch import Launched
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _SHUTDOWN_SECONDS = 10.0
 """Then its process is killed. It needs 2 to 4, and complains of what it left open when killed."""
+_FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.05
+"""Between two questions whether weights are staged; each is answered between two steps."""
 _OUTPUTS_AT_ONCE = 128
 """vLLM's output task lets others run after so many (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)."""
 _SOCKETS = (
@@ -59,8 +67,7 @@ class Core:
         await asyncio.to_thread(self._launch, model_path, cache_config, seed, place)
         llm = self.vllm.llm
         self._watch()
-        attached = llm.collective_rpc("asyncrl_attach", args=(os.getpid(),))
-        await self.ask(attached, "attach to its worker")
+        await self._call("attach to its worker", RemoteWorker.asyncrl_attach, os.getpid())
         await self.ask(llm.update_weight_version("0"), "set its weight version")
         await self.ask(llm.get_supported_tasks(), "name its tasks")
 
@@ -142,17 +149,53 @@ class Core:
         """Go on drawing."""
         await self.ask(self.vllm.llm.resume_generation(), "resume")
 
-    async def install(self, manifest: dict[str, Any], policy_version: int) -> None:
-        """Load weights and stamp what is drawn from now on; only while paused."""
-        llm = self.vllm.llm
-        call = llm.collective_rpc("asyncrl_install", args=(manifest,))
-        await self.ask(call, "take new weights")
-        await self.ask(llm.update_weight_version(str(policy_version)), "set its weight version")
+    async def stage(self, manifest: WeightManifest) -> None:
+        """Have the worker copy published weights into its staging memory; generation continues.
+
+        Raises:
+            WeightsSupersededError: newer weights were published over these; nothing is staged.
+            WeightsError: they cannot be read, or have values that are not finite.
+            EngineError: vLLM failed or did not finish within `call_timeout_seconds`.
+        """
+        what = "stage new weights"
+        builtins = msgspec.to_builtins(manifest)
+        await self._call(what, RemoteWorker.asyncrl_begin_staging, builtins)
+        limit = self._config.vllm.call_timeout_seconds
+        deadline, pause = time.monotonic() + limit, _FIRST_POLL_SECONDS
+        while True:
+            (found,) = await self._call(what, RemoteWorker.asyncrl_staging)
+            report = msgspec.convert(found, StagingReport)
+            if report.state == "staged":
+                return
+            if report.state == "superseded":
+                raise WeightsSupersededError(report.message)
+            if report.state == "refused":
+                raise WeightsError(report.message)
+            if time.monotonic() > deadline:
+                raise self.failure(f"vLLM did not {what} within {limit:g} s")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _MAX_POLL_SECONDS)
+
+    async def install(self, policy_version: int) -> None:
+        """Load the staged weights and stamp what is drawn from now on; only while paused."""
+        await self._call("install new weights", RemoteWorker.asyncrl_install, policy_version)
+        version = self.vllm.llm.update_weight_version(str(policy_version))
+        await self.ask(version, "set its weight version")
 
     async def save_cache(self) -> int:
         """Write the snapshot of the cache inside the core; returns its bytes."""
-        call = self.vllm.llm.collective_rpc("asyncrl_save_cache")
-        return sum(await self.ask(call, "save its cache"))
+        return sum(await self._call("save its cache", RemoteWorker.asyncrl_save_cache))
+
+    async def _call(
+        self,
+        what: str,
+        method: Callable[Concatenate[RemoteWorker, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
+        """Call a method of the worker extension; one result for each worker."""
+        call = self.vllm.llm.collective_rpc(method.__name__, args=args, kwargs=kwargs)
+        return await self.ask(call, what)
 
     async def ask(self, call: Awaitable[T], what: str) -> T:
         """Await a call to the core, but not past its death or the time limit.

@@ -3,7 +3,8 @@
     this process                                         vLLM's engine-core process
     generate ──► AsyncLLM ── requests ──────────────────► scheduler, model, CacheDrafter
     StepQueue ◄─ StepProcessor ◄── steps, each stamped ◄── with the version that drew it
-    update_weights ─► shared memory, manifest by rpc ──► WorkerExtension.asyncrl_install
+    stage_weights ─► manifest by rpc ───────────────────► WorkerWeights reads the published file
+    install_weights ─► version by rpc, while paused ────► and loads its copy
 
     output task (AsyncLLM's)  consumes: messages of the core · produces: steps, one queue a request
                               waits for: the core · unblocked by: its death too
@@ -19,12 +20,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from cache.config import CacheConfig
@@ -52,12 +52,10 @@ from engine.vllm.client.requests import (
     verify_arguments,
 )
 from engine.vllm.client.steps import AbortedError, ChunkBuilder, Step, StepQueue
-from engine.vllm.weights import ModelShapes, WeightsFile
+from engine.weights import ModelShapes, not_staged
 from rollout.trajectory import KeptTokens, Provenance
 from wire.records import EngineStats, TokenCounts
-
-if TYPE_CHECKING:
-    import torch
+from wire.weights.layout import WeightManifest
 
 T = TypeVar("T")
 
@@ -110,12 +108,13 @@ class VllmEngine:
         self._seeds = np.random.default_rng(seed)
         self._core: Core | None = None
         self._ended: EngineError | None = None
-        self._shapes = ModelShapes({}, frozenset())
-        self._file = WeightsFile()
+        self._shapes = ModelShapes({}, frozenset(), {})
+        self._staged: int | None = None
         self._limits = Limits(config.max_model_len, 1, config.top_k_logprobs)
         self._streams: dict[str, _Stream] = {}
         self._serving: dict[str, _Serving] = {}
         self._numbers = itertools.count()
+        self._staging = asyncio.Lock()
         self._control = asyncio.Lock()
         self._paused = False
         self._version = 0
@@ -127,7 +126,7 @@ class VllmEngine:
             raise EngineStartError("the engine was started before; make a new one")
         self._core = core = Core(self._config, self._end)
         try:
-            self._shapes = await asyncio.to_thread(ModelShapes.of, self._model_path)
+            self._shapes = await asyncio.to_thread(ModelShapes.of_path, self._model_path)
             await asyncio.gather(
                 core.start(self._model_path, self._cache_config, self._seed, self._place),
                 asyncio.to_thread(warm_up),
@@ -342,25 +341,37 @@ class VllmEngine:
                 await self._draw_on(core)
                 self._paused = False
 
-    async def update_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
-    ) -> None:
-        """Swap the weights between two steps; running requests go on, with the KV they have.
+    async def stage_weights(self, manifest: WeightManifest) -> None:
+        """Have vLLM's worker copy published weights into its staging memory; generation continues.
 
         Raises:
-            WeightsError: names, shapes or values do not fit; nothing was changed.
-            EngineError: vLLM failed in between; the engine is over.
+            WeightsSupersededError: newer weights were published over these; nothing is staged.
+            WeightsError: the weights do not fit the model, cannot be read or have values that are
+                not finite; nothing is staged.
+            EngineError: vLLM failed.
         """
-        async with self._control:
+        async with self._staging:
+            core, self._staged = self._running(), None
+            self._shapes.check(manifest)
+            await core.stage(manifest)
+            self._staged = manifest.policy_version
+
+    async def install_weights(self, policy_version: int) -> None:
+        """Replace the weights between two steps; running requests continue with the KV they have.
+
+        Raises:
+            WeightsError: this version is not staged; nothing was changed.
+            EngineError: vLLM failed during the installation; the engine has ended.
+        """
+        async with self._staging, self._control:
             core = self._running()
-            manifest = await asyncio.to_thread(
-                self._file.write, weights, policy_version, self._shapes
-            )
+            if self._staged != policy_version:
+                raise not_staged(policy_version, self._staged)
             try:
                 if not self._paused:
                     await self._stop_drawing(core)
-                await core.install(msgspec.to_builtins(manifest), policy_version)
-                self._version = policy_version
+                await core.install(policy_version)
+                self._version, self._staged = policy_version, None
                 await self._begin_again(core)
                 if not self._paused:
                     await self._draw_on(core)
@@ -419,7 +430,6 @@ class VllmEngine:
     async def _free(self) -> None:
         if self._core is not None:
             await self._core.stop()
-        self._file.close()
 
     def _end(self, error: EngineError) -> None:
         """The engine is over; everybody who waits is told why."""

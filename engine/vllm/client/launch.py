@@ -18,8 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineStartError
 from engine.vllm.client.meter import Meter
 from engine.vllm.client.outputs import StepProcessor
-from engine.vllm.worker import drafter
-from engine.vllm.worker import extension as worker
+from engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH
 from engine.vllm.worker.batch import SECTION
 
 _CPU_KV_GIB = 0.5
@@ -102,7 +101,7 @@ def engine_args(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "enable_log_requests": False,
-        "worker_extension_cls": worker.CLASS_PATH,
+        "worker_extension_cls": EXTENSION_PATH,
     }
     if kv_gib is None:
         args["gpu_memory_utilization"] = ours.gpu_memory_utilization
@@ -111,7 +110,7 @@ def engine_args(
     if drafts:
         args["speculative_config"] = {
             "method": "custom_class",
-            "model": drafter.CLASS_PATH,
+            "model": DRAFTER_PATH,
             "num_speculative_tokens": drafts,
         }
         args["additional_config"] = {

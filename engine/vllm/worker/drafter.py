@@ -28,9 +28,6 @@ from engine.vllm.worker.rows import NO_SLOT, RowBook
 from engine.vllm.worker.sampling import CoreSampler
 from rollout.trajectory import IntArray
 
-CLASS_PATH = f"{__name__}.CacheDrafter"
-"""What `speculative_config["model"]` names."""
-
 _GAP = 0.002
 """Seconds between two steps that are the scheduler's work, whatever the step took."""
 

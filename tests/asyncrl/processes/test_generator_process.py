@@ -7,8 +7,8 @@ import torch
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
 from rollout.trajectory import KeptTokens
-from trainer.publish import WeightPublisher
 from wire.messages import to_generator as tg
+from wire.weights.writer import WeightPublisher
 
 
 def test_recompute_resumes_every_sample_from_its_tokens_under_the_new_weights(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from new_weights import swap_weights
 from tiny_models import STOP, make_qwen3
 
 from asyncrl.processes.lenient_reuse import (
@@ -169,7 +170,7 @@ def test_tokens_that_an_engine_keeps_carry_the_current_policys_log_probabilities
     reuse = store(lenience=1e6)
     reuse.remember(first)
     now = make_qwen3(seed=1)
-    core.update_weights(now.state_dict().items(), 3)
+    swap_weights(core, now.state_dict().items(), 3)
     kept = reuse.tokens_to_verify("p", 0)
     assert kept is not None
     again = chunks_of(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from new_weights import give_weights
 
 from benchmarks.exactness_loop import main as loop
 from benchmarks.exactness_loop.distributions import Laws
@@ -53,7 +54,7 @@ def play(
     mode, models = loop.MODES[name], loop.policies()
     served, path = engine
     # Each run begins with version 0; a version has the same weights in all of them.
-    runner.run(served.update_weights(models[0].state_dict().items(), 0))
+    runner.run(give_weights(served, models[0].state_dict().items(), 0))
     setting = loop.setting_of(mode, samples, 0)
     outcome: Outcome = runner.run(loop.loop_of(served, models, setting, path))
     laws = Laws(models, loop.PROMPTS, loop.way())

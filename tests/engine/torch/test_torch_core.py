@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from new_weights import swap_weights
 from tiny_models import STOP, VOCAB, make_qwen3
 
 from cache.config import CacheConfig
@@ -266,7 +267,7 @@ def test_a_swap_in_flight_keeps_kv_and_never_mixes_versions(tiny_qwen3: str) -> 
     for _ in range(4):
         assert core.step() == []
     other = make_qwen3(seed=1)
-    before = core.update_weights(other.state_dict().items(), 3)
+    before = swap_weights(core, other.state_dict().items(), 3)
     assert [(len(c.tokens), c.policy_version) for c in before] == [(4, 0)]
     after = drain(core)["a"]
     assert {c.policy_version for c in after} == {3}
@@ -283,7 +284,7 @@ def test_kv_of_old_weights_is_not_shared_with_new_requests(tiny_qwen3: str) -> N
     core.add(request("old", seed=2, stop_tokens=()))
     core.step()
     other = make_qwen3(seed=1)
-    core.update_weights(other.state_dict().items(), 1)
+    swap_weights(core, other.state_dict().items(), 1)
     core.add(request("new", seed=3, stop_tokens=()))
     chunks = drain(core)["new"]
     written = tokens_of(chunks)
@@ -306,11 +307,11 @@ def test_wrong_weights_change_nothing(tiny_qwen3: str, tiny_llama: str) -> None:
     }
     for what, weights in cases.items():
         with pytest.raises(WeightsError, match=what):
-            core.update_weights(weights.items(), 1)
+            swap_weights(core, weights.items(), 1)
     assert core.policy_version == 0
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     # One name of a tied pair is enough.
-    core.update_weights(((n, t) for n, t in good.items() if n != "lm_head.weight"), 1)
+    swap_weights(core, ((n, t) for n, t in good.items() if n != "lm_head.weight"), 1)
     assert torch.equal(model.lm_head.weight, good["lm_head.weight"])
 
 
@@ -412,7 +413,7 @@ def test_weights_that_are_not_finite_are_reported(tiny_qwen3: str) -> None:
     core = core_of(load(tiny_qwen3))
     broken = dict(make_qwen3().state_dict())
     broken["model.norm.weight"] = torch.full_like(broken["model.norm.weight"], torch.nan)
-    core.update_weights(broken.items(), 1)
+    swap_weights(core, broken.items(), 1)
     core.add(request("a"))
     with pytest.raises(EngineError, match="not finite for requests"):
         drain(core)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from new_weights import give_weights
 from tiny_models import STOP, make_llama, make_qwen3, save
 
 from cache.config import CacheConfig
@@ -17,6 +18,7 @@ from engine.errors import EngineError, EngineStartError, RequestError, WeightsEr
 from engine.factory import create_engine
 from engine.protocol import Engine, GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
 from engine.torch.engine import TorchEngine
+from wire.weights.writer import published
 
 PROMPT = np.array([1, 2, 3], np.int32)
 DEADLINE = 60.0
@@ -123,11 +125,14 @@ def test_new_weights_in_flight(tiny_qwen3: str) -> None:
     async def main() -> None:
         engine = engine_of(tiny_qwen3)
         await engine.start()
+        with pytest.raises(WeightsError, match="missing"):
+            await give_weights(engine, [], 9)
+        # Staged before: the response would end while weights are copied.
+        with published(make_qwen3(seed=1).state_dict().items(), 4) as manifest:
+            await engine.stage_weights(manifest)
         stream = engine.generate(request("a", max_tokens=40, seed=1))
         versions = [(await anext(stream)).policy_version]
-        with pytest.raises(WeightsError, match="missing"):
-            await engine.update_weights([], 9)
-        await engine.update_weights(make_qwen3(seed=1).state_dict().items(), 4)
+        await engine.install_weights(4)
         versions += [chunk.policy_version async for chunk in stream]
         assert versions == sorted(versions)
         assert set(versions) == {0, 4}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from new_weights import swap_weights
 from tiny_models import STOP, VOCAB, make_qwen3
 from tree_sources import RandomTrees
 
@@ -146,7 +147,7 @@ def test_a_drifted_policy_reports_its_own_numbers(tiny_qwen3: str, source: str) 
         "random trees": RandomTrees(VOCAB),
     }[source]
     core = core_of(model, drafts)
-    core.update_weights(new.state_dict().items(), 3)
+    swap_weights(core, new.state_dict().items(), 3)
     asked = [
         request(f"{i}", NEW_SEED + i, kept=k, temperature=(1.0, 0.8)[i % 2])
         for i, k in enumerate(texts)
@@ -174,7 +175,7 @@ def test_what_follows_depends_on_the_text_and_the_seed_alone(tiny_qwen3: str) ->
     model, new = load(tiny_qwen3), drifted()
     texts = old_texts(model, 12, stop_tokens=())
     core = core_of(model)
-    core.update_weights(new.state_dict().items(), 1)
+    swap_weights(core, new.state_dict().items(), 1)
     asked = [
         request(f"{i}", NEW_SEED + i, kept=first(k, 20), stop_tokens=())
         for i, k in enumerate(texts)
@@ -199,7 +200,7 @@ def test_a_batch_changes_nothing(tiny_qwen3: str) -> None:
     model, new = load(tiny_qwen3, slots=5), drifted()
     texts = old_texts(model, 10)
     core = core_of(model, RolloutCache(CacheConfig(max_bytes=1 << 20)), max_prefill_tokens=90)
-    core.update_weights(new.state_dict().items(), 1)
+    swap_weights(core, new.state_dict().items(), 1)
     asked = [request(f"{i}", NEW_SEED + i, kept=k if i % 3 else None) for i, k in enumerate(texts)]
     done = drain(core, asked)
     for one in asked:
@@ -238,7 +239,7 @@ def test_judgements_are_fresh_under_every_version(tiny_qwen3: str) -> None:
     verdicts = []
     for version in (1, 1, 2):
         core = core_of(model)
-        core.update_weights(new.state_dict().items(), version)
+        swap_weights(core, new.state_dict().items(), version)
         asked = [request(f"{i}", NEW_SEED + i, kept=k) for i, k in enumerate(texts)]
         done = drain(core, asked)
         verdicts.append([int((joined(done[r.request_id], "provenance") == 2).sum()) for r in asked])
@@ -254,7 +255,7 @@ def test_weights_may_change_while_a_request_waits(tiny_qwen3: str) -> None:
     core.step()
     waits = request("waits", NEW_SEED, kept=old)
     core.add(waits)
-    core.update_weights(new.state_dict().items(), 4)
+    swap_weights(core, new.state_dict().items(), 4)
     chunks = drain(core, [])["waits"]
     assert {c.policy_version for c in chunks} == {4}
     check_against_hf(new, waits, chunks)
@@ -283,7 +284,7 @@ def test_lenience_keeps_more(tiny_qwen3: str) -> None:
     model, new = load(tiny_qwen3), drifted(0.3)
     texts = old_texts(model, 40)
     core = core_of(model)
-    core.update_weights(new.state_dict().items(), 1)
+    swap_weights(core, new.state_dict().items(), 1)
     kept = {}
     for lenience in (None, 1.0, 3.0, 1e9):
         asked = [
@@ -375,7 +376,7 @@ def test_weights_that_are_not_finite_are_reported(tiny_qwen3: str) -> None:
     core = core_of(model)
     broken = dict(make_qwen3().state_dict())
     broken["model.norm.weight"] = torch.full_like(broken["model.norm.weight"], torch.nan)
-    core.update_weights(broken.items(), 1)
+    swap_weights(core, broken.items(), 1)
     core.add(request("a", NEW_SEED, kept=old))
     with pytest.raises(EngineError, match="not finite for requests"):
         core.step()

@@ -27,6 +27,7 @@ from enumerated_policies import (
     text_of,
     total_variation,
 )
+from new_weights import swap_weights
 from tiny_models import VOCAB
 from tree_sources import RandomTrees
 
@@ -112,7 +113,7 @@ def test_verified_and_resumed_texts_follow_the_current_policy(tiny_qwen3: str, n
     core = core_of(model, source, max_draft_tokens=8, **WIDE)
     if source is not None:
         sample(core, reuse.case, 300, first_seed=10**8)
-    core.update_weights(new.state_dict().items(), 1)
+    swap_weights(core, new.state_dict().items(), 1)
     written, verified = resumed(core, reuse, texts)
     assert verified > SAMPLES / 10
     assert verified < sum(map(len, texts)) / reuse.every
@@ -127,7 +128,7 @@ def test_lenient_texts_do_not_and_the_test_sees_it(tiny_qwen3: str) -> None:
     model = slots_with(tiny_qwen3, old, slots=200)
     texts = old_texts(model, reuse, SAMPLES)
     core = core_of(model, None, **WIDE)
-    core.update_weights(new.state_dict().items(), 1)
+    swap_weights(core, new.state_dict().items(), 1)
     distribution = enumerate_distribution(new, reuse.case)
     away, kept = [], []
     for lenience in (None, 1.0, float(np.exp(0.5))):

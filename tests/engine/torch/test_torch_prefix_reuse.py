@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from enumerated_policies import slots_with
+from new_weights import swap_weights
 from tiny_models import VOCAB, make_qwen3
 
 from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
@@ -49,7 +50,7 @@ class Bench:
 
     def swap(self) -> None:
         version = self.core.policy_version + 1
-        self._take(self.core.update_weights(self.models[version % 2].state_dict().items(), version))
+        self._take(swap_weights(self.core, self.models[version % 2].state_dict().items(), version))
 
     def add(self, name: str, **fields: Any) -> None:
         sampling = SamplingParams(LENGTH, top_k_logprobs=VOCAB, seed=len(self.chunks))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from new_weights import give_weights
 from served_vllm import (
     PROMPT,
     SLOTS,
@@ -113,7 +114,7 @@ def test_a_tied_weight_given_once_reaches_both_its_layers(served: Served) -> Non
     engine, version = served.engine, served.install(served.old) + 1
     once = list(served.new.named_parameters())
     assert len(once) == len(served.new.state_dict()) - 1
-    served.call(engine.update_weights(once, version))
+    served.call(give_weights(engine, once, version))
     chunks = served.call(collect(engine, ask(max_tokens=60)))
     want = drawn(served.new, PROMPT, tokens_of(chunks))
     np.testing.assert_allclose(logprobs_of(chunks), want, atol=1e-3)
@@ -157,7 +158,7 @@ def test_weights_change_under_running_requests(served: Served) -> None:
 
         tasks = [asyncio.create_task(one(request)) for request in requests]
         await first
-        await engine.update_weights(served.new.state_dict().items(), before + 1)
+        await give_weights(engine, served.new.state_dict().items(), before + 1)
         return list(await asyncio.gather(*tasks))
 
     crossed = 0
@@ -269,7 +270,7 @@ def test_pause_holds_and_resume_goes_on(served: Served) -> None:
             await engine.score(
                 [ScoreRequest("s", PROMPT, PROMPT, SamplingParams(1, top_k_logprobs=4))]
             )
-        await engine.update_weights(served.new.state_dict().items(), version)
+        await give_weights(engine, served.new.state_dict().items(), version)
         await asyncio.wait([reader], timeout=0.05)
         second = sum(len(chunk.tokens) for chunk in chunks)
         await engine.resume()
@@ -312,7 +313,7 @@ def test_unfitting_weights_change_nothing(served: Served) -> None:
     ]
     for weights, said in refused:
         with pytest.raises(WeightsError, match=said):
-            served.call(engine.update_weights(weights.items(), version + 1))
+            served.call(give_weights(engine, weights.items(), version + 1))
     assert engine.stats().policy_version == version
     chunks = served.call(collect(engine, ask(max_tokens=20)))
     assert chunks[-1].policy_version == version

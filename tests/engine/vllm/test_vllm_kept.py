@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from new_weights import give_weights
 from scipy.stats import chi2
 from served_vllm import (
     PROMPT,
@@ -205,7 +206,7 @@ def test_verified_tokens_bear_the_version_that_judged_them(served: Served) -> No
         await seen.wait()
         await engine.pause()
         late = [asyncio.create_task(first_of(request, seen)) for request in requests[60:]]
-        await engine.update_weights(served.old.state_dict().items(), version + 1)
+        await give_weights(engine, served.old.state_dict().items(), version + 1)
         await engine.resume()
         return list(await asyncio.gather(*early, *late))
 
@@ -352,7 +353,7 @@ def test_weights_change_under_preempted_and_drafted_responses(served: Served) ->
             reached = engine.stats().tokens.generated + 2000
             while engine.stats().tokens.generated < reached:
                 await asyncio.wait(responses, timeout=0.01)
-            await engine.update_weights(model.state_dict().items(), version + 1 + step)
+            await give_weights(engine, model.state_dict().items(), version + 1 + step)
         return list(await asyncio.gather(*responses))
 
     for chunks in served.call(swaps()):

@@ -1,4 +1,4 @@
-"""The vLLM engine's parts, without vLLM's engine: steps, weights, the CPU repair."""
+"""The vLLM engine's parts, without vLLM's engine: steps, requests, the CPU repair."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cache.config import CacheConfig
 from engine.config import EngineConfig
-from engine.errors import EngineError, EngineStartError, WeightsError
+from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.vllm.client.engine import VllmEngine
 from engine.vllm.client.kept import settle, warm_up
 from engine.vllm.client.requests import Table, generate_arguments
 from engine.vllm.client.steps import AbortedError, ChunkBuilder, Step, StepQueue, most_probable
-from engine.vllm.weights import ModelShapes, WeightsFile, read_tensors
 from engine.vllm.worker.batch import Entry
 from rollout.acceptance.kept import _verify as compiled_rule
 from rollout.trajectory import IntArray, KeptTokens, Provenance
@@ -111,9 +109,6 @@ def test_a_request_carries_its_stream_and_its_place() -> None:
     assert entry.old.tolist() == [6]
 
 
-# Weights
-
-
 @pytest.mark.parametrize("finished", [False, True])
 def test_no_verification_waits_for_a_compiler(finished: bool) -> None:
     """Not of a finished trajectory either, whose arrays are read-only: numba's types know that."""
@@ -143,50 +138,7 @@ def test_no_verification_waits_for_a_compiler(finished: bool) -> None:
     assert rest.prefix_tokens.tolist() == [0] * n
 
 
-def test_weights_arrive_as_they_were_in_any_dtype() -> None:
-    tensors = {
-        "a": torch.randn(3, 5),
-        "b": torch.randn(7).to(torch.bfloat16),
-        "scalar": torch.tensor(2.0),
-        "strided": torch.randn(4, 6).T,
-    }
-    shapes = ModelShapes({k: tuple(t.shape) for k, t in tensors.items()}, frozenset(tensors))
-    file = WeightsFile()
-    for version in (4, 5):
-        tensors["a"] += 1
-        manifest = file.write(iter(tensors.items()), version, shapes)
-        got = dict(read_tensors(manifest))
-        assert got.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            assert got[name].dtype == tensor.dtype
-            assert torch.equal(got[name], tensor)
-    stale = manifest.__class__(4, manifest.path, manifest.nbytes, manifest.tensors)
-    with pytest.raises(ValueError, match="holds 5, not 4"):
-        next(read_tensors(stale))
-    file.close()
-    file.close()
-    with pytest.raises(OSError, match="No such file"):
-        next(read_tensors(manifest))
-
-
-def test_of_tied_weights_the_first_name_is_enough(tiny_qwen3: str, tiny_llama: str) -> None:
-    tied = ModelShapes.of(tiny_qwen3)
-    assert tied.shapes.keys() - tied.needed == {"lm_head.weight"}
-    tied.check({name: tied.shapes[name] for name in tied.needed})
-    with pytest.raises(WeightsError, match=r"missing weights: model.embed_tokens.weight"):
-        tied.check({n: s for n, s in tied.shapes.items() if n != "model.embed_tokens.weight"})
-    assert "lm_head.weight" in ModelShapes.of(tiny_llama).needed
-
-
-def test_a_tensor_twice_is_refused() -> None:
-    tensor = torch.zeros(1)
-    with pytest.raises(WeightsError, match="'a' was given twice"):
-        WeightsFile().write([("a", tensor), ("a", tensor)], 1, ModelShapes({}, frozenset()))
-
-
 def test_a_directory_without_a_model_ends_the_start(tmp_path: Path) -> None:
-    with pytest.raises(EngineStartError, match=str(tmp_path)):
-        ModelShapes.of(str(tmp_path))
     config = EngineConfig(kind="vllm", slots=2, max_model_len=16)
 
     async def scene() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from new_weights import give_weights
 from served_vllm import (
     VOCAB,
     Served,
@@ -142,7 +143,7 @@ async def _update_under(served: Served, version: int) -> dict[str, Any]:
     old = [asyncio.create_task(running("r" * (i + 1))) for i in range(4)]
     await seen.wait()
     await engine.pause()
-    await engine.update_weights(served.new.state_dict().items(), version)
+    await give_weights(engine, served.new.state_dict().items(), version)
     late = {
         "new": asyncio.create_task(collect(engine, asked("n", max_tokens=30))),
         "kept": asyncio.create_task(

@@ -1,15 +1,10 @@
-"""Weights from the trainer to the generators of one machine, through shared memory.
+"""Publishes weights to the engines of one machine, through shared memory.
 
-Two files under /dev/shm take turns, so that version v stays readable while v + 1 is written:
-
-```
-bytes 0-7   int64, little-endian: the policy version in the file, or -1 while it is being written
-bytes 64-   tensors, row-major, each at a 64-byte boundary, as listed in the manifest
-```
-
-The writer sets -1, copies, then sets the version; the reader (`engine.weights`) takes nothing for
-valid unless the header names its version before and after. No disk, no serialisation: one copy
-here, none or one there. A file is only ever mode 0600.
+Two files under /dev/shm alternate, so that version v stays readable while v + 1 is written. The
+writer sets the version in the header to -1, copies the tensors, then sets the new version. The
+reader (`wire.weights.reader`) accepts a copy only if the header names its version before and after.
+No disk, no serialisation, no lock: a slow or dead engine cannot hold up the trainer. Files have
+mode 0600.
 """
 
 from __future__ import annotations
@@ -18,7 +13,10 @@ import errno
 import mmap
 import os
 import re
-from collections.abc import Iterable
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -26,18 +24,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from trainer.errors import PublishError
-from wire.weights.layout import HEADER_BYTES, TensorSpec, WeightManifest
+from wire.errors import PublishError
+from wire.weights.layout import ALIGNMENT, HEADER_BYTES, WRITING, TensorSpec, WeightManifest
+from wire.weights.views import tensor_view
 
-ALIGNMENT = 64
-"""Bytes; a cache line."""
-WRITING = -1
-"""The header while the tensors behind it are of no version."""
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and files of mode 0600
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One of the two files: its mapping, and one tensor view per published tensor."""
+    """One of the files: its mapping, and one tensor view per published tensor."""
 
     path: Path
     memory: mmap.mmap
@@ -53,37 +49,39 @@ class WeightPublisher:
     Args:
         directory: in memory, usually /dev/shm.
         run_id: names the files; letters, digits, dot, dash, underscore. Unique on this machine.
+        files: how many alternate. A version is overwritten by the one `files` later.
 
     Raises:
-        PublishError: an impossible run id.
+        PublishError: the run id cannot name a file.
     """
 
-    def __init__(self, directory: Path, run_id: str) -> None:
+    def __init__(self, directory: Path, run_id: str, *, files: int = 2) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", run_id):
             raise PublishError(
                 f"run id {run_id!r}: only letters, digits, dots, dashes and underscores"
             )
-        self._paths = [directory / f"asyncrl-{run_id}-weights-{i}" for i in (0, 1)]
+        self._paths = [directory / f"asyncrl-{run_id}-weights-{i}" for i in range(files)]
         self._slots: list[_Slot] = []
         self._specs: tuple[TensorSpec, ...] = ()
         self._nbytes = 0
         self._published = 0
 
     def publish(self, tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> WeightManifest:
-        """Copy these tensors into the next file and mark it with the version.
+        """Copy these tensors into the next file and set its version.
 
-        The first call fixes names, types and shapes and reserves the memory.
+        The first call fixes names, data types and shapes, and reserves the memory.
 
         Raises:
-            PublishError: no room, a negative version, or tensors unlike those of the first call.
+            PublishError: there is not enough memory, the version is negative, a name comes twice,
+                or the tensors differ from those of the first call.
         """
         if policy_version < 0:
-            raise PublishError(f"policy versions are 0 or more, got {policy_version}")
+            raise PublishError(f"policy_version must be 0 or more, got {policy_version}")
         named = list(tensors)
         if not self._slots:
             self._reserve(named)
         self._check(named)
-        slot = self._slots[self._published % 2]
+        slot = self._slots[self._published % len(self._slots)]
         slot.mark(WRITING)
         with torch.no_grad():
             for view, (_, tensor) in zip(slot.views, named, strict=True):
@@ -93,10 +91,10 @@ class WeightPublisher:
         return WeightManifest(policy_version, str(slot.path), self._nbytes, self._specs)
 
     def close(self) -> None:
-        """Unlink the files. Readers that have them mapped keep their pages. Idempotent."""
+        """Delete the files. A reader that has one open can still read it. Idempotent."""
         while self._slots:
             slot = self._slots.pop()
-            # The views hold the mapping open; both end with the slot.
+            # The views keep the mapping open; without them it is freed with the slot.
             slot.views.clear()
             slot.path.unlink(missing_ok=True)
 
@@ -109,6 +107,9 @@ class WeightPublisher:
     def _reserve(self, named: list[tuple[str, Tensor]]) -> None:
         specs = []
         end = HEADER_BYTES
+        twice = [n for n, times in Counter(name for name, _ in named).items() if times > 1]
+        if twice:
+            raise PublishError(f"tensor {twice[0]!r} was given twice")
         for name, tensor in named:
             dtype = str(tensor.dtype).removeprefix("torch.")
             specs.append(TensorSpec(name, dtype, tuple(tensor.shape), end, tensor.nbytes))
@@ -116,7 +117,7 @@ class WeightPublisher:
         self._specs, self._nbytes = tuple(specs), end
         try:
             for path in self._paths:
-                self._slots.append(_slot(path, self._specs, end))
+                self._slots.append(_slot(path, self._specs, end, of=len(self._paths)))
         except PublishError:
             self.close()
             raise
@@ -135,43 +136,61 @@ class WeightPublisher:
                 )
 
 
-def _slot(path: Path, specs: tuple[TensorSpec, ...], nbytes: int) -> _Slot:
-    """Create one file with all its memory reserved, marked as being written."""
-    # A killed run of this id may have left one; O_EXCL keeps a planted link from being followed.
+@contextmanager
+def published(
+    tensors: Iterable[tuple[str, Tensor]],
+    policy_version: int,
+    directory: Path = _SHARED_MEMORY,
+) -> Iterator[WeightManifest]:
+    """Publish one version of some tensors in a file that exists inside the block only.
+
+    For weights that do not come from a trainer: tests and benchmarks hand tensors to an engine
+    with it.
+
+    Example:
+        ```python
+        with published(model.state_dict().items(), 1) as manifest:
+            await engine.stage_weights(manifest)
+        await engine.install_weights(1)
+        ```
+
+    Raises:
+        PublishError: as `WeightPublisher.publish`.
+    """
+    with WeightPublisher(
+        directory, f"once-{secrets.token_hex(4)}-{os.getpid()}", files=1
+    ) as publisher:
+        yield publisher.publish(tensors, policy_version)
+
+
+def _slot(path: Path, specs: tuple[TensorSpec, ...], nbytes: int, *, of: int) -> _Slot:
+    """Create one of `of` files with all its memory reserved, marked as being written."""
+    # A killed run of this id may have left a file. O_EXCL refuses to follow a planted link.
     path.unlink(missing_ok=True)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise PublishError(f"cannot create {path}: {error}") from error
     try:
-        # Reserved now: running out later would be a SIGBUS in the middle of a copy.
+        # Reserve now: running out of memory during a copy would be a SIGBUS.
         os.posix_fallocate(descriptor, 0, nbytes)
         memory = mmap.mmap(descriptor, nbytes)
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise PublishError(_no_room(path, nbytes, error)) from error
+        raise PublishError(_no_room(path, of * nbytes, error)) from error
     finally:
         os.close(descriptor)
-    slot = _Slot(path, memory, [_view(memory, spec) for spec in specs])
+    slot = _Slot(path, memory, [tensor_view(memory, spec) for spec in specs])
     slot.mark(WRITING)
     return slot
 
 
-def _view(memory: mmap.mmap, spec: TensorSpec) -> Tensor:
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    if not spec.nbytes:
-        return torch.empty(spec.shape, dtype=dtype)
-    count = spec.nbytes // dtype.itemsize
-    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=spec.offset)
-    return flat.view(spec.shape)
-
-
 def _no_room(path: Path, nbytes: int, error: OSError) -> str:
     if error.errno != errno.ENOSPC:
-        return f"cannot reserve {nbytes} bytes for {path}: {error}"
+        return f"cannot reserve memory for {path}: {error}"
     stat = os.statvfs(path.parent)
     free = stat.f_bavail * stat.f_frsize
     return (
-        f"{path.parent} has {free / 2**20:.0f} MiB free, two versions of the weights need "
-        f"{2 * nbytes / 2**20:.0f} MiB: make it larger (docker run --shm-size, or a tmpfs mount)"
+        f"{path.parent} has {free / 2**20:.0f} MiB free, but published weights need "
+        f"{nbytes / 2**20:.0f} MiB there: make it larger (docker run --shm-size, or a tmpfs mount)"
     )

@@ -6,18 +6,17 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from engine.errors import WeightsError, WeightsSupersededError
-from engine.weights import read_weights
-from trainer.errors import PublishError
-from trainer.publish import WeightPublisher
+from wire.errors import PublishError, WeightsReadError, WeightsSupersededError
 from wire.weights.layout import WeightManifest
+from wire.weights.reader import WeightBuffer
+from wire.weights.writer import WeightPublisher, published
 
 
 def _weights(fill: float) -> list[tuple[str, torch.Tensor]]:
@@ -31,8 +30,9 @@ def _weights(fill: float) -> list[tuple[str, torch.Tensor]]:
 
 
 def _read(manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    with read_weights(manifest) as tensors:
-        return {name: tensor.clone() for name, tensor in tensors}
+    buffer = WeightBuffer()
+    buffer.read(manifest)
+    return dict(buffer.tensors())
 
 
 def test_round_trip_and_alternation(tmp_path: Path) -> None:
@@ -54,33 +54,56 @@ def test_round_trip_and_alternation(tmp_path: Path) -> None:
     publisher.close()
 
 
-def test_overwritten_while_reading(tmp_path: Path) -> None:
-    with WeightPublisher(tmp_path, "run") as publisher:
-        manifest = publisher.publish(_weights(0.0), 0)
-        # Heard of when the block ends early,
-        with pytest.raises(WeightsSupersededError), read_weights(manifest) as tensors:
-            _overwrite(publisher, 1, first=next(tensors))
-        # and as soon as all are read, before they are put to use:
-        manifest = publisher.publish(_weights(3.0), 3)
-        with read_weights(manifest) as tensors:
-            publisher.publish(_weights(4.0), 4)
-            assert len(list(tensors)) == 5
-        with pytest.raises(WeightsSupersededError), read_weights(manifest) as tensors:
-            _overwrite(publisher, 5, rest=tensors)
-
-
-def _overwrite(
-    publisher: WeightPublisher,
-    version: int,
-    *,
-    first: tuple[str, torch.Tensor] | None = None,
-    rest: Iterator[tuple[str, torch.Tensor]] | None = None,
+@pytest.mark.parametrize("overwritten", ["before the copy", "after the copy"])
+def test_overwritten_while_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwritten: str
 ) -> None:
-    """Publish twice, so that what was current is gone; then read on."""
-    assert first is None or first[0] == "a"
-    publisher.publish(_weights(1.0), version)
-    publisher.publish(_weights(2.0), version + 1)
-    assert not list(rest or ())
+    copy = os.preadv
+    with WeightPublisher(tmp_path, "run") as publisher:
+        buffer = WeightBuffer()
+        buffer.read(publisher.publish(_weights(0.0), 0))
+        manifest = publisher.publish(_weights(1.0), 1)
+
+        def meanwhile(*where: Any) -> int:
+            if overwritten == "before the copy":
+                publish_twice()
+            done = copy(*where)
+            if overwritten == "after the copy":
+                publish_twice()
+            return done
+
+        def publish_twice() -> None:
+            for version in (2, 3):
+                publisher.publish(_weights(float(version)), version)
+
+        monkeypatch.setattr(os, "preadv", meanwhile)
+        with pytest.raises(WeightsSupersededError, match="holds version 3"):
+            buffer.read(manifest)
+        with pytest.raises(WeightsReadError, match="no whole version"):
+            next(buffer.tensors())
+
+
+def test_a_version_that_is_not_the_next_to_be_overwritten_stays_readable(tmp_path: Path) -> None:
+    with WeightPublisher(tmp_path, "run") as publisher:
+        manifest = publisher.publish(_weights(3.0), 3)
+        publisher.publish(_weights(4.0), 4)
+        assert torch.equal(_read(manifest)["a"], torch.full((3, 5), 3.0))
+
+
+def test_a_buffer_is_used_again_and_follows_the_size(tmp_path: Path) -> None:
+    buffer = WeightBuffer()
+    with WeightPublisher(tmp_path, "run") as publisher:
+        buffer.read(publisher.publish(_weights(1.0), 1))
+        place = dict(buffer.tensors())["a"].data_ptr()
+        buffer.read(publisher.publish(_weights(2.0), 2))
+        assert buffer.policy_version == 2
+        assert dict(buffer.tensors())["a"].data_ptr() == place
+    with published([("other", torch.arange(4000))], 9, tmp_path) as manifest:
+        buffer.read(manifest)
+    assert list(tmp_path.iterdir()) == []
+    ((name, tensor),) = buffer.tensors()
+    assert name == "other"
+    assert torch.equal(tensor, torch.arange(4000))
 
 
 def test_a_racing_reader_never_takes_a_torn_version(tmp_path: Path) -> None:
@@ -120,9 +143,8 @@ def test_read_while_being_written(tmp_path: Path) -> None:
 def test_readers_cannot_change_the_file(tmp_path: Path) -> None:
     with WeightPublisher(tmp_path, "run") as publisher:
         manifest = publisher.publish(_weights(1.0), 0)
-        with read_weights(manifest) as tensors:
-            for _, tensor in tensors:
-                tensor.zero_()
+        for tensor in _read(manifest).values():
+            tensor.zero_()
         assert torch.equal(_read(manifest)["a"], torch.ones(3, 5))
 
 
@@ -132,21 +154,21 @@ def test_impossible_manifests_are_refused(tmp_path: Path) -> None:
         first = good.tensors[0]
         replace = msgspec.structs.replace
         for changed, reason in [
-            (replace(first, dtype="load"), "unknown type"),
+            (replace(first, dtype="load"), "unknown data type"),
             (replace(first, shape=(9, 9)), "does not fill"),
             (replace(first, offset=0), "does not fill"),
             (replace(first, offset=good.nbytes - 4), "does not fill"),
             (replace(first, shape=(-3, -5)), "does not fill"),
         ]:
-            with pytest.raises(WeightsError, match=reason):
+            with pytest.raises(WeightsReadError, match=reason):
                 _read(replace(good, tensors=(changed,)))
-        with pytest.raises(WeightsError, match="expected 7 bytes"):
+        with pytest.raises(WeightsReadError, match="expected 7 bytes"):
             _read(replace(good, nbytes=7))
         link = tmp_path / "link"
         link.symlink_to(good.path)
-        with pytest.raises(WeightsError, match="cannot be opened"):
+        with pytest.raises(WeightsReadError, match="cannot be opened"):
             _read(replace(good, path=str(link)))
-    with pytest.raises(WeightsError, match="is the trainer on this machine"):
+    with pytest.raises(WeightsReadError, match="is the trainer on this machine"):
         _read(good)
 
 
@@ -161,6 +183,11 @@ def test_publisher_refuses_what_readers_could_not_use(tmp_path: Path) -> None:
             publisher.publish(_weights(0.0)[:4], 1)
         with pytest.raises(PublishError, match="tensor a float64"):
             publisher.publish([("a", torch.ones(3, 5).double()), *_weights(0.0)[1:]], 1)
+    with (
+        pytest.raises(PublishError, match="'a' was given twice"),
+        published([("a", torch.zeros(1)), ("a", torch.zeros(1))], 1, tmp_path),
+    ):
+        pass
 
 
 def test_too_little_memory_is_said_before_anything_is_written(

@@ -1,0 +1,51 @@
+"""The calls from the generator's process to vLLM's worker: what both sides agree on.
+
+The client names a call by the method of `RemoteWorker`, the worker extension overrides it. vLLM's
+`collective_rpc` carries arguments and results, so both are builtins.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+EXTENSION_PATH = "engine.vllm.worker.extension.WorkerExtension"
+"""What `worker_extension_cls` names."""
+DRAFTER_PATH = "engine.vllm.worker.drafter.CacheDrafter"
+"""What `speculative_config["model"]` names."""
+
+
+class StagingReport(msgspec.Struct, frozen=True):
+    """How far the staging of weights is."""
+
+    state: Literal["running", "staged", "refused", "superseded"]
+    message: str = ""
+    """Why, when it was refused or superseded."""
+
+
+class RemoteWorker:
+    """The calls; `engine.vllm.worker.extension` implements them."""
+
+    def asyncrl_attach(self, parent: int) -> None:
+        """Install our drawing, scoring and drafting, and exit when process `parent` has ended."""
+        raise NotImplementedError
+
+    def asyncrl_begin_staging(self, manifest: dict[str, Any]) -> None:
+        """Begin to copy the weights of a manifest (as builtins) in a thread; generation continues.
+
+        A staging that has not ended is waited for in that thread, and its version is replaced.
+        """
+        raise NotImplementedError
+
+    def asyncrl_staging(self) -> dict[str, Any]:
+        """A `StagingReport` (as builtins) of the staging begun last."""
+        raise NotImplementedError
+
+    def asyncrl_install(self, policy_version: int) -> None:
+        """Load the staged weights of this version in place, while generation is paused."""
+        raise NotImplementedError
+
+    def asyncrl_save_cache(self) -> int:
+        """Write the snapshot of the cache of rollouts; returns its bytes."""
+        raise NotImplementedError
