@@ -1,11 +1,12 @@
-"""Drafting token trees: every voted token is a branch, the likeliest path grows first.
+"""Drafting token trees: every token with a vote is a branch, and the likeliest path grows first.
 
-A *guess* is a token with the places that vote for it, a range of `places`: grouping the places of
-one guess by their next token, in place, gives the guesses behind it. Grown guesses are the nodes
-of the draft. The next to grow is always the one with the highest path probability. That is the
-best tree of its size: a node is passed when all tokens up to it are drawn, siblings are different
-tokens, so the expected number of accepted tokens is the sum of path probabilities, and no path
-probability exceeds its parent's (the rule of the greedy choice: arXiv 2406.16858, 2406.17276).
+A *guess* is a token with the candidates that vote for it, a range of one array. Grouping the
+candidates of a guess by their next token, in place, gives the guesses that follow it. The nodes of
+the draft are the guesses that have *grown*; the next to grow is always the one with the highest
+path probability. This gives the best tree of its size. A node is accepted when all tokens up to it
+are drawn, and siblings are different tokens, so the expected number of accepted tokens is the sum
+of path probabilities; and no path probability exceeds its parent's, so the greedy choice is optimal
+(arXiv 2406.16858, 2406.17276).
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cache.arena import LongArray
 from cache.estimate import Experience, base_of, corrected, kind_of
 from cache.jit import kernel
-from cache.match import Rules, collect, move_on, past_of, whereabouts
-from cache.store import END, OWN, RING_AT, TREE, LongArray
+from cache.match import Candidates, RowState, Rules, Search, collect, move_on
 from rollout.trajectory import FloatArray, IntArray
 
 BLEND = 0.1
-"""Votes of all places with a shorter match, where few have a long one: other ways to go on."""
+"""Votes that all candidates with a shorter match share when few have a long one: alternatives."""
 
 
 class Guesses(NamedTuple):
-    """Working space of one row: guesses in the order in which they were made."""
+    """Working space for one row: K guesses in the order in which they were made, K candidates."""
 
     tokens: IntArray
     """`[K]`"""
     parents: IntArray
     """`[K]` the guess before it, -1 for the row's last token."""
     nodes: IntArray
-    """`[K]` its number in the draft, once it has grown."""
+    """`[K]` its index in the draft, once it has grown."""
     starts: IntArray
-    """`[K]` its places are places[starts[k] : stops[k]]."""
+    """`[K]` its candidates are positions[starts[k] : stops[k]]."""
     stops: IntArray
     """`[K]`"""
     matches: IntArray
@@ -42,19 +43,14 @@ class Guesses(NamedTuple):
     paths: FloatArray
     """`[K]` path probability."""
     queue: IntArray
-    """`[longest]` guesses that may grow, likeliest last."""
-    places: LongArray
-    """`[K]`"""
-    lengths: IntArray
-    """`[K]`"""
-    weights: FloatArray
-    """`[K]`"""
+    """`[max_draft_tokens]` guesses that may grow, likeliest last."""
+    candidates: Candidates
 
 
 @kernel
 def working_space(rules: Rules) -> Guesses:
-    """Room for every guess that a row's budget can lead to: each node's places vote once."""
-    size = (rules.longest + 1) * rules.max_candidates
+    """Space for every guess that a budget can lead to: each node's candidates vote once."""
+    size = (rules.max_draft_tokens + 1) * rules.max_candidates
     return Guesses(
         np.empty(size, np.int32),
         np.empty(size, np.int32),
@@ -63,25 +59,23 @@ def working_space(rules: Rules) -> Guesses:
         np.empty(size, np.int32),
         np.empty(size, np.int32),
         np.empty(size, np.float32),
-        np.empty(rules.longest, np.int32),
-        np.empty(size, np.int64),
-        np.empty(size, np.int32),
-        np.empty(size, np.float32),
+        np.empty(rules.max_draft_tokens, np.int32),
+        Candidates(np.empty(size, np.int64), np.empty(size, np.int32), np.empty(size, np.float32)),
     )
 
 
 @kernel
 def group(
-    arena: IntArray, places: LongArray, weights: FloatArray, start: int, stop: int
+    arena: IntArray, positions: LongArray, weights: FloatArray, start: int, stop: int
 ) -> tuple[int, float]:
-    """Bring the places with the first one's token to the front; returns their end, their votes."""
-    token = arena[places[start]]
+    """Move positions with the first one's token to the front; returns their stop and weight."""
+    token = arena[positions[start]]
     weight = float(weights[start])
     end = start + 1
     for item in range(start + 1, stop):
-        if arena[places[item]] == token:
+        if arena[positions[item]] == token:
             weight += weights[item]
-            places[item], places[end] = places[end], places[item]
+            positions[item], positions[end] = positions[end], positions[item]
             weights[item], weights[end] = weights[end], weights[item]
             end += 1
     return end, weight
@@ -89,7 +83,7 @@ def group(
 
 @kernel
 def enqueue(queue: IntArray, size: int, room: int, paths: FloatArray, guess: int) -> int:
-    """Insert a guess in order; only the best `room` are kept. Returns the new size."""
+    """Insert a guess in order and keep only the best `room`; returns the new size."""
     path = paths[guess]
     if size < room:
         at = size
@@ -123,8 +117,8 @@ def trail(past: IntArray, guesses: Guesses, guess: int, out: IntArray) -> None:
 
 
 @kernel
-def depth_under(guesses: Guesses, guess: int) -> int:
-    """How many drafted tokens a path has that ends with a guess; 0 for none."""
+def depth_of_guess(guesses: Guesses, guess: int) -> int:
+    """Length of the path that ends with a guess; 0 for -1, the row's last token."""
     depth = 0
     while guess >= 0:
         depth += 1
@@ -134,7 +128,9 @@ def depth_under(guesses: Guesses, guess: int) -> int:
 
 @kernel
 def fork(
-    arena: IntArray,
+    search: Search,
+    row: RowState,
+    experience: Experience,
     guesses: Guesses,
     made: int,
     parent: int,
@@ -143,38 +139,45 @@ def fork(
     total: float,
     united: bool,
     matched: int,
-    row: int,
-    rules: Rules,
-    experience: Experience,
 ) -> int:
-    """Make the guesses behind a guess from its places; returns the new number of guesses."""
+    """Make the guesses that follow guess `parent` (-1: the row's last token).
+
+    Their candidates are positions[start:stop], already moved to their next token: `total` is the
+    weight of all votes, `united` tells whether all are for one token, and `matched` is the length
+    of the longest match. `made` guesses exist so far.
+
+    Returns:
+        the new number of guesses.
+    """
+    positions = guesses.candidates.positions
+    max_match = search.rules.max_match
     first = made
     certain = 0.0
     width = experience.tokens.shape[1]
     while start < stop:
         end, weight = stop, total
         if not united:
-            end, weight = group(arena, guesses.places, guesses.weights, start, stop)
-        token = arena[guesses.places[start]]
+            end, weight = group(search.arena, positions, guesses.candidates.weights, start, stop)
+        token = search.arena[positions[start]]
         base = base_of(weight, total, experience.doubts[matched])
-        kind = kind_of(weight, total, matched, rules.max_match)
+        kind = kind_of(weight, total, matched, max_match)
         probability = corrected(base, experience.odds[kind])
         guesses.tokens[made] = token
         guesses.parents[made] = parent
         guesses.starts[made] = start
         guesses.stops[made] = end
-        guesses.matches[made] = matched + 1 if matched < rules.max_match else matched
+        guesses.matches[made] = matched + 1 if matched < max_match else matched
         guesses.paths[made] = probability
         certain += probability
         if made < width:
-            experience.tokens[row, made] = token
-            experience.parents[row, made] = parent
-            experience.bases[row, made] = base
-            experience.kinds[row, made] = kind
-            experience.waiting[row] = made + 1
+            experience.tokens[row.row, made] = token
+            experience.parents[row.row, made] = parent
+            experience.bases[row.row, made] = base
+            experience.kinds[row.row, made] = kind
+            experience.waiting[row.row] = made + 1
         made += 1
         start = end
-    # Corrected one by one, siblings may seem to be more than everything.
+    # Corrected one by one, the probabilities of siblings may add up to more than 1.
     scale = (guesses.paths[parent] if parent >= 0 else 1.0) / max(certain, 1.0)
     for guess in range(first, made):
         guesses.paths[guess] *= scale
@@ -182,58 +185,54 @@ def fork(
 
 
 @kernel
-def draft_row(
-    arena: IntArray,
-    trees: LongArray,
-    tree: int,
-    own: int,
-    expected: int,
-    row: int,
-    past: IntArray,
+def draft_tree(
+    search: Search,
+    row: RowState,
     budget: int,
-    least: float,
-    rules: Rules,
-    writer: int,
+    min_probability: float,
     experience: Experience,
-    guesses: Guesses,
+    past: IntArray,
     recent: IntArray,
+    guesses: Guesses,
     tokens: IntArray,
     parents: IntArray,
     probabilities: FloatArray,
 ) -> int:
-    """Draft up to `budget` nodes behind past[:max_match]; returns how many."""
+    """Draft up to `budget` nodes after past[:max_match]; returns how many.
+
+    `recent` `[max_match]` is working space.
+    """
+    positions = guesses.candidates.positions
+    lengths = guesses.candidates.lengths
+    weights = guesses.candidates.weights
     drafted = made = waiting = top = 0
     parent = -1
     start = stop = matched = 0
     while True:
-        stop, total, united = move_on(arena, guesses.places, guesses.weights, start, stop)
+        stop, total, united = move_on(search.arena, positions, weights, start, stop)
         if start == stop:
             trail(past, guesses, parent, recent)
-            depth = depth_under(guesses, parent)
-            room = slice(top, top + rules.max_candidates)
-            count, matched = collect(
-                arena, trees, tree, own, expected + depth, recent, rules.max_match,
-                rules, writer, BLEND,
-                guesses.places[room], guesses.lengths[room], guesses.weights[room],
-            )  # fmt: skip
+            depth = depth_of_guess(guesses, parent)
+            room = slice(top, top + search.rules.max_candidates)
+            free = Candidates(positions[room], lengths[room], weights[room])
+            count, matched = collect(search, row, depth, recent, len(recent), BLEND, free)
             start = top
             top += count
-            stop, total, united = move_on(arena, guesses.places, guesses.weights, start, top)
+            stop, total, united = move_on(search.arena, positions, weights, start, top)
         first = made
         made = fork(
-            arena, guesses, made, parent, start, stop, total, united, matched, row, rules,
-            experience,
-        )  # fmt: skip
+            search, row, experience, guesses, made, parent, start, stop, total, united, matched
+        )
         for guess in range(first, made):
-            if guesses.paths[guess] >= least:
+            if guesses.paths[guess] >= min_probability:
                 waiting = enqueue(guesses.queue, waiting, budget - drafted, guesses.paths, guess)
         if waiting == 0:
             return drafted
         waiting -= 1
         parent = guesses.queue[waiting]
-        before = guesses.parents[parent]
+        above = guesses.parents[parent]
         tokens[drafted] = guesses.tokens[parent]
-        parents[drafted] = guesses.nodes[before] if before >= 0 else -1
+        parents[drafted] = guesses.nodes[above] if above >= 0 else -1
         probabilities[drafted] = guesses.paths[parent]
         guesses.nodes[parent] = drafted
         drafted += 1
@@ -244,42 +243,3 @@ def draft_row(
             guesses.stops[parent],
             guesses.matches[parent],
         )
-
-
-@kernel
-def draft(
-    arena: IntArray,
-    trees: LongArray,
-    cursors: LongArray,
-    rings: IntArray,
-    rows: IntArray,
-    budgets: IntArray,
-    least: float,
-    rules: Rules,
-    writer: int,
-    experience: Experience,
-    offsets: IntArray,
-    tokens: IntArray,
-    parents: IntArray,
-    probabilities: FloatArray,
-) -> int:
-    """Draft trees for rows; arguments and result as of `cache.match.draft`."""
-    past = np.empty(rules.max_match, np.int32)
-    recent = np.empty(rules.max_match, np.int32)
-    guesses = working_space(rules)
-    total = 0
-    offsets[0] = 0
-    for item in range(len(rows)):
-        row = rows[item]
-        tree = cursors[row, TREE]
-        experience.waiting[row] = 0
-        if tree >= 0 and budgets[item] > 0:
-            past_of(rings[row], cursors[row, RING_AT], past)
-            total += draft_row(
-                arena, trees, tree, cursors[row, OWN],
-                whereabouts(arena, cursors[row, OWN], cursors[row, END]), row, past,
-                min(budgets[item], rules.longest), least, rules, writer, experience,
-                guesses, recent, tokens[total:], parents[total:], probabilities[total:],
-            )  # fmt: skip
-        offsets[item + 1] = total
-    return total

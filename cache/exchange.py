@@ -4,93 +4,77 @@
     generator B ── on close: its response ──► B.ring ──┼──► each polls the others' and inserts
     generator C ── ...                                 ┘
 
-Every process has a cache of its own and exchanges insertions (docs/decisions/0005 says why not one
-cache in shared memory). A process that dies takes nothing with it: its ring stays, and one that
-starts reads what is there, its own former ring too. Nothing that is read is trusted, and whatever
-goes wrong costs drafts, never exactness.
+Every process has its own cache and exchanges insertions (docs/decisions/0005 says why there is not
+one cache in shared memory). A process that is killed loses nothing for the others: its ring stays.
+A process that starts reads what is there, its own former ring included. Nothing that is read is
+trusted, and a failure here costs drafts, never exactness.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
-import stat
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from cache.config import MAX_MATCH_LIMIT, CacheConfig
+from cache.config import CacheConfig
 from cache.errors import ExchangeRefused
-from cache.ring import RingReader, RingWriter
-from cache.stored import StoredRollouts, are_valid_tokens
+from cache.message import pack, parse
+from cache.peers import SUFFIX, Peers, make_private
+from cache.ring import RingWriter
+from cache.stored import StoredRollouts
 from cache.tree import CacheStats, Drafts, RolloutCache
 from rollout.arrays import INT32_MAX
 from rollout.trajectory import IntArray
 
-SUFFIX = ".ring"
 RING_BYTES = 16 << 20
-"""Of each member, allocated at once: about 4 million tokens, its most recent ones."""
-MOST_PEERS = 64
-POLL_BYTES = 1 << 17
-"""Read at once, about: 32,000 tokens, some 5 ms of insertion, so that no decode step waits long."""
+"""Of each member's ring, allocated at once: about 4 million tokens, its most recent ones."""
 POLL_EVERY = 32
-"""Steps without a new request after which peers are polled all the same."""
-LOOK_EVERY = 1.0
-"""Seconds between looks into the directory for members that came or were replaced."""
+"""Decode steps without a new request after which peers are polled all the same."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-_CONTENT = struct.Struct("<HHII")
-"""Bytes of the key, tokens of the head, tokens in all, policy version."""
-_WIRE = np.dtype("<i4")
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeStats:
-    """Counters since start, but for `peers`."""
+    """Counters since the start, except for `peers`."""
 
     peers: int
-    """Members whose rings are read now."""
+    """Gauge: members whose rings are read."""
     published_rollouts: int
     published_tokens: int
+    """Response tokens of the published rollouts."""
     published_bytes: int
-    """With all framing; divided by the tokens: what a token costs on the wire."""
+    """With all framing; divided by the tokens it is the cost of a token."""
     unpublished_rollouts: int
-    """Longer than a quarter of the ring, or it could not be written."""
+    """Not published: longer than a quarter of the ring, or the ring could not be written."""
     received_rollouts: int
     received_tokens: int
+    """Response tokens of the received rollouts."""
     overtaken_bytes: int
     """Overwritten by their writers before they were read here."""
     refused: int
     """Messages, or places in a ring, that no member of this exchange would have written."""
 
 
-@dataclass(slots=True)
-class _Peer:
-    inode: int
-    reader: RingReader
-
-
 class SharedCache:
-    """A `RolloutCache` that tells others what it stored and takes what they stored.
+    """A `RolloutCache` that publishes the rollouts it stored and inserts those of its peers.
 
-    It has the methods of `RolloutCache` that engines use, and like it is for one thread.
+    It has the methods of `RolloutCache` that engines use. Like it, it is not thread-safe.
 
     Args:
-        cache: where everything is kept. What is in it already, and what `insert` adds, is not
-            published: only what rows write.
-        directory: made when it is missing (mode 0700); of this user's alone.
-        name: of this member, no other living one may have it. A member that starts again under
-            its name finds what it had published.
+        cache: keeps everything. Rollouts that it holds already, or that `insert` adds, are not
+            published; those of rows are, when the row is closed.
+        directory: of the exchange; made if it is missing (mode 0700), and this user's alone.
+        name: of this member; no other running one may have it. A member that restarts under its
+            name finds what it had published.
         ring_bytes: capacity of this member's ring.
-        vocabulary: peers' tokens that are not below it are refused.
+        vocabulary: token ids of peers that are not below it are refused.
         clock: seconds, rising.
 
     Raises:
@@ -114,33 +98,24 @@ class SharedCache:
                 f"begin with '.' or '-', so not {name!r}"
             )
         self.cache = cache
-        self._directory = directory
-        self._file = name + SUFFIX
+        self._file = directory / (name + SUFFIX)
         self._vocabulary = vocabulary
-        self._clock = clock
-        self._peers: dict[str, _Peer] = {}
-        self._strange: dict[str, int] = {}  # inodes of files that are no rings: said once
         self._ring: RingWriter | None = None
-        self._own_inode = -1
-        self._next_look = 0.0
-        self._steps = self._turn = 0
+        self._steps = 0
         self._published = self._tokens_out = self._bytes_out = self._unpublished = 0
-        self._received = self._tokens_in = 0
-        self._overtaken = self._refused = 0  # of readers that are gone
+        self._received = self._tokens_in = self._refused = 0
         make_private(directory)
-        self._look()
-        if self._file in self._peers:
-            while self._take(self._file, POLL_BYTES):
-                pass
-            self._part(self._file)
+        self._peers = Peers(directory, self._file.name, self._receive, clock)
+        self._peers.look()
+        self._peers.take_former_own()
         try:
-            self._ring = RingWriter(directory / self._file, ring_bytes)
+            self._ring = RingWriter(self._file, ring_bytes)
         except OSError as error:
             raise ExchangeRefused(
                 f"no ring of {ring_bytes} bytes can be made in {directory}: {error}; "
-                "name a directory with room, or share nothing"
+                "name a directory with room, or do not share rollouts"
             ) from error
-        self._own_inode = self._members()[self._file]
+        self._peers.own_ring_is_there()
 
     @property
     def config(self) -> CacheConfig:
@@ -148,7 +123,7 @@ class SharedCache:
         return self.cache.config
 
     def open(self, key: str, context: IntArray, **kwargs: Any) -> int:
-        """As `RolloutCache.open`; takes in what peers have published since."""
+        """As `RolloutCache.open`; inserts what peers have published first."""
         self.poll()
         return self.cache.open(key, context, **kwargs)
 
@@ -165,13 +140,13 @@ class SharedCache:
 
     def close(self, row: int) -> None:
         """As `RolloutCache.close`; publishes what the row has stored."""
-        written = self.cache.written(row)
+        rollout = self.cache.stored_rollout(row)
         self.cache.close(row)
-        if written is not None:
-            self._publish(written)
+        if rollout is not None:
+            self._publish(rollout)
 
     def advance(self, policy_version: int) -> None:
-        """As `RolloutCache.advance`; rollouts travel with the version that wrote their end."""
+        """As `RolloutCache.advance`; a rollout is published with the version of its last token."""
         self.cache.advance(policy_version)
 
     def insert(
@@ -181,7 +156,7 @@ class SharedCache:
         self.cache.insert(key, context, tokens, policy_version)
 
     def stats(self) -> CacheStats:
-        """Of the cache inside; what came from peers counts as inserted."""
+        """Of the cache inside; rollouts of peers count as inserted."""
         return self.cache.stats()
 
     def check(self) -> None:
@@ -189,82 +164,61 @@ class SharedCache:
         self.cache.check()
 
     def exchange_stats(self) -> ExchangeStats:
-        """What went out and came in."""
-        readers = [peer.reader for peer in self._peers.values()]
+        """What was published and received."""
         return ExchangeStats(
-            peers=len(readers),
+            peers=len(self._peers),
             published_rollouts=self._published,
             published_tokens=self._tokens_out,
             published_bytes=self._bytes_out,
             unpublished_rollouts=self._unpublished,
             received_rollouts=self._received,
             received_tokens=self._tokens_in,
-            overtaken_bytes=self._overtaken + sum(reader.overtaken for reader in readers),
-            refused=self._refused + sum(reader.refused for reader in readers),
+            overtaken_bytes=self._peers.overtaken,
+            refused=self._refused + self._peers.refused,
         )
 
     def poll(self) -> int:
-        """Take in what peers have published, about `POLL_BYTES` of it; returns response tokens."""
+        """Insert some of what peers have published; returns the response tokens."""
         self._steps = 0
-        if self._clock() >= self._next_look:
-            self._look()
         before = self._tokens_in
-        left = POLL_BYTES
-        names = list(self._peers)
-        for item in range(len(names)):
-            if left <= 0:
-                break
-            # Begin with another one each time: one busy peer must not hide the rest.
-            left -= self._take(names[(self._turn + item) % len(names)], left)
-        self._turn += 1
+        if self._peers.due() and not self._peers.look() and self._ring is not None:
+            _log.warning(
+                "%s was removed or replaced (two members of one name?): rollouts of this member "
+                "are not published any more",
+                self._file,
+            )
+            self._stop_publishing()
+        self._peers.take()
         return self._tokens_in - before
 
     def leave(self) -> None:
-        """Stop exchanging; the cache goes on alone. The ring stays for the others."""
-        for name in list(self._peers):
-            self._part(name)
+        """Stop exchanging; the cache continues alone. The ring stays for the others."""
+        self._peers.leave()
+        self._stop_publishing()
+
+    def _stop_publishing(self) -> None:
         if self._ring is not None:
             self._ring.leave()
             self._ring = None
-        self._next_look = float("inf")
 
-    def _publish(self, stored: StoredRollouts) -> None:
-        head, count = self.config.max_match, len(stored.tokens)
-        name = stored.key.encode("utf-8", "surrogatepass")
-        written = False
-        if self._ring is not None and len(name) < 1 << 16:
-            content = _CONTENT.pack(len(name), head, count, int(stored.versions[0])) + name
-            content += stored.tokens.astype(_WIRE).tobytes()
+    def _publish(self, rollout: StoredRollouts) -> None:
+        message = pack(rollout, self.config.max_match)
+        size = 0
+        if self._ring is not None and message is not None:
             try:
-                size = self._ring.write(content)
+                size = self._ring.write(message)
             except OSError as error:
-                _log.warning("%s is not written any more: %s", self._file, error)
-                self._ring.leave()
-                self._ring = None
-            else:
-                written = size > 0
-                self._bytes_out += size
-        if written:
+                _log.warning("%s cannot be written any more: %s", self._file, error)
+                self._stop_publishing()
+        self._bytes_out += size
+        if size:
             self._published += 1
-            self._tokens_out += count - head
+            self._tokens_out += len(rollout.tokens) - self.config.max_match
         else:
             self._unpublished += 1
 
-    def _take(self, name: str, limit: int) -> int:
-        """Insert one peer's next messages; returns their bytes."""
-        peer = self._peers[name]
-        try:
-            messages = peer.reader.read(limit)
-        except OSError as error:
-            _log.warning("%s is not read any more: %s", self._directory / name, error)
-            self._part(name)
-            return 0
-        for message in messages:
-            self._receive(message)
-        return sum(map(len, messages))
-
     def _receive(self, message: bytes) -> None:
-        """Insert a rollout, if it is one."""
+        """Insert the rollout of a message, if it is valid."""
         parsed = parse(message, self._vocabulary)
         if parsed is None:
             self._refused += 1
@@ -272,61 +226,6 @@ class SharedCache:
         self.cache.insert(*parsed)
         self._received += 1
         self._tokens_in += len(parsed[2])
-
-    def _look(self) -> None:
-        """See which members there are; a known name with a new inode is a new ring."""
-        self._next_look = self._clock() + LOOK_EVERY
-        try:
-            found = self._members()
-        except OSError as error:
-            _log.warning("the exchange in %s cannot be looked at: %s", self._directory, error)
-            return
-        if found.get(self._file) == self._own_inode:
-            del found[self._file]
-        elif self._ring is not None:
-            _log.warning(
-                "%s was removed or replaced: two members of one name? Rollouts of this one are "
-                "not published any more",
-                self._directory / self._file,
-            )
-            self._ring.leave()
-            self._ring = None
-        for name, peer in list(self._peers.items()):
-            if found.get(name) != peer.inode:
-                self._take(name, POLL_BYTES)
-                self._part(name)
-        for name, inode in sorted(found.items()):
-            if name not in self._peers and self._strange.get(name) != inode:
-                self._join(name, inode)
-
-    def _members(self) -> dict[str, int]:
-        """Rings in the directory and their inodes."""
-        with os.scandir(self._directory) as entries:
-            return {
-                entry.name: entry.inode()
-                for entry in entries
-                if entry.name.endswith(SUFFIX) and not entry.name.startswith(".")
-            }
-
-    def _join(self, name: str, inode: int) -> None:
-        if len(self._peers) >= MOST_PEERS:
-            why: object = f"there are {MOST_PEERS} peers already"
-        else:
-            try:
-                self._peers[name] = _Peer(inode, RingReader(self._directory / name))
-            except (OSError, ExchangeRefused) as error:
-                why = error
-            else:
-                return
-        self._strange[name] = inode
-        _log.warning("%s is not read: %s", self._directory / name, why)
-
-    def _part(self, name: str) -> None:
-        peer = self._peers.pop(name, None)
-        if peer is not None:
-            peer.reader.leave()
-            self._overtaken += peer.reader.overtaken
-            self._refused += peer.reader.refused
 
 
 def open_cache(
@@ -336,13 +235,13 @@ def open_cache(
     name: str,
     vocabulary: int = INT32_MAX + 1,
 ) -> RolloutCache | SharedCache:
-    """What an engine drafts from.
+    """The cache of an engine, shared with other generators or not.
 
     Args:
         config: budgets and drafting rules; a disabled cache shares nothing.
-        exchange: directory through which the generators of one machine share; None: alone.
+        exchange: directory through which the generators of one machine share; None: not shared.
         name: of this generator.
-        vocabulary: peers' tokens that are not below it are refused.
+        vocabulary: token ids of peers that are not below it are refused.
 
     Raises:
         ExchangeRefused, ValueError: see `SharedCache`.
@@ -351,44 +250,3 @@ def open_cache(
     if exchange is None or not config.enabled:
         return cache
     return SharedCache(cache, exchange, name, vocabulary=vocabulary)
-
-
-def make_private(directory: Path) -> None:
-    """Make a directory that only this user can enter, or see that it is one.
-
-    Raises:
-        ExchangeRefused: it is a link, another user's, or open to others; or cannot be made.
-    """
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.lstat()
-    except OSError as error:
-        raise ExchangeRefused(f"the exchange {directory} cannot be made: {error}") from error
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
-        raise ExchangeRefused(
-            f"the exchange {directory} must be a directory of user {os.geteuid()} with mode 0700, "
-            f"not {stat.filemode(status.st_mode)} of user {status.st_uid}: whoever can write there "
-            "can slow this run down"
-        )
-
-
-def parse(message: bytes, vocabulary: int) -> tuple[str, IntArray, IntArray, int] | None:
-    """A rollout's key, context `[C]`, response `[R]` and policy version; None when it is none."""
-    if len(message) < _CONTENT.size:
-        return None
-    name, head, count, version = _CONTENT.unpack_from(message)
-    start = _CONTENT.size + name
-    if start + 4 * count != len(message):
-        return None
-    if not 1 <= head <= MAX_MATCH_LIMIT or count <= head or version > INT32_MAX:
-        return None
-    try:
-        key = message[_CONTENT.size : start].decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        return None
-    tokens = np.frombuffer(message, _WIRE, offset=start).astype(np.int32)
-    if not key or not are_valid_tokens(tokens[None, :head], tokens, vocabulary):
-        return None
-    context = tokens[:head]
-    return key, context[context >= 0], tokens[head:], version

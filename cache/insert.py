@@ -1,52 +1,53 @@
-"""Writing accepted tokens into the trees, while their rollouts run."""
+"""Storing accepted tokens in the trees while their requests run."""
 
 from __future__ import annotations
 
-from cache.estimate import Experience, learn, revise
-from cache.jit import kernel
-from cache.store import (
+from cache.arena import (
     AT_ROW,
     AT_TOKEN,
     BLOCK,
     BLOCKS,
-    DONE,
     END,
     HASH_LONG,
     HASH_SHORT,
     HEADER,
-    LARGEST_LOG2,
     LIMIT,
     LIVE,
     LOG2,
     MUTED,
-    NEED_BLOCKS,
     NEEDED,
     OWN,
     POSITIONS,
     REFUSED,
     RING_AT,
     ROOT,
-    SMALLEST_LOG2,
     SPAN,
     TREE,
-    TREE_FULL,
     USED,
     LongArray,
-    append,
-    begin,
-    hang,
-    index_blocks,
-    make_index,
-    power,
-    rebuild,
-    roll,
 )
+from cache.estimate import Experience, learn, revise
+from cache.index import (
+    LARGEST_LOG2,
+    SMALLEST_LOG2,
+    index_blocks,
+    link_position,
+    make_index,
+    power_of_base,
+    rebuild_index,
+    roll_hash,
+)
+from cache.jit import kernel
+from cache.sequences import append_token, begin_sequence
 from rollout.trajectory import IntArray
+
+DONE, NEED_BLOCKS, TREE_FULL = 0, 1, 2
+"""What `extend` returns: finished; the arena has too few free blocks; the tree is at its limit."""
 
 
 @kernel
 def lacking(state: LongArray, trees: LongArray, tree: int, blocks: int, prompt_blocks: int) -> int:
-    """DONE when a tree may take `blocks` more, else what stands against it."""
+    """DONE if a tree may take `blocks` more, else the code of the limit that forbids it."""
     state[NEEDED] = blocks
     if trees[tree, BLOCKS] + blocks > prompt_blocks:
         return TREE_FULL
@@ -67,7 +68,7 @@ def prepare(
     prompt_blocks: int,
     grow: bool,
 ) -> int:
-    """Make sure that one more token of `row` can be written and indexed."""
+    """Make sure that one more token of `row` can be stored and indexed; returns a code."""
     tree = cursors[row, TREE]
     if cursors[row, OWN] == 0:
         code = lacking(state, trees, tree, 1 if trees[tree, ROOT] else 2, prompt_blocks)
@@ -75,10 +76,10 @@ def prepare(
             return code
         if trees[tree, ROOT] == 0:
             make_index(arena, state, trees, tree, SMALLEST_LOG2)
-        first = begin(arena, state, trees, tree, ring, cursors[row, RING_AT])
+        first = begin_sequence(arena, state, trees, tree, ring, cursors[row, RING_AT])
         cursors[row, OWN] = first
         cursors[row, END] = first + HEADER + len(ring) - 1
-        hang(
+        link_position(
             arena, trees, tree, cursors[row, END], cursors[row, HASH_SHORT], cursors[row, HASH_LONG]
         )
     log2 = trees[tree, LOG2]
@@ -87,7 +88,7 @@ def prepare(
         code = lacking(state, trees, tree, more, prompt_blocks)
         if code != DONE:
             return code
-        rebuild(arena, state, trees, tree, log2 + 1, min_match, len(ring))
+        rebuild_index(arena, state, trees, tree, log2 + 1, min_match, len(ring))
     if arena[(cursors[row, END] & -BLOCK) + USED] == SPAN:
         return lacking(state, trees, tree, 1, prompt_blocks)
     return DONE
@@ -109,14 +110,19 @@ def extend(
     experience: Experience,
     learning: bool,
 ) -> int:
-    """Append rows' tokens; stops where there is no room, at state[AT_ROW], state[AT_TOKEN].
+    """Append rows' tokens; returns a code.
 
-    Called again with the same arguments it goes on from there.
+    Where there is no room it stops at state[AT_ROW], state[AT_TOKEN], with the blocks it needs in
+    state[NEEDED]. Called again with the same arguments, it resumes from there.
+
+    Row i of `[B]` rows appends tokens[offsets[i] : offsets[i+1]]. A tree has at most
+    `prompt_blocks` blocks. If `grow`, an index is enlarged when its chains become long. If
+    `learning`, the estimates learn how good the last drafts were.
     """
     tested = 0
     max_match = rings.shape[1]
-    scale_short = power(min_match - 1)
-    scale_long = power(max_match - 1)
+    scale_short = power_of_base(min_match - 1)
+    scale_long = power_of_base(max_match - 1)
     while state[AT_ROW] < len(rows):
         at_row = state[AT_ROW]
         row = rows[at_row]
@@ -130,7 +136,7 @@ def extend(
             tested += learn(experience, row, tokens, offsets[at_row], offsets[at_row + 1])
         for index in range(max(offsets[at_row], state[AT_TOKEN]), offsets[at_row + 1]):
             if stored:
-                # Only `prepare` reads the cursor, so it is up to date before each call.
+                # Only `prepare` reads the cursor, which is up to date before each call.
                 code = prepare(
                     arena, state, trees, cursors, ring, row, min_match, prompt_blocks, grow
                 )
@@ -139,17 +145,17 @@ def extend(
                     return code
             token = tokens[index]
             leaving = ring[(at - min_match) % max_match]
-            short = roll(short, leaving, token, scale_short)
-            long = roll(long, ring[at], token, scale_long)
+            short = roll_hash(short, leaving, token, scale_short)
+            long = roll_hash(long, ring[at], token, scale_long)
             ring[at] = token
             at = at + 1 if at + 1 < max_match else 0
             cursors[row, RING_AT] = at
             cursors[row, HASH_SHORT] = short
             cursors[row, HASH_LONG] = long
             if stored:
-                end = append(arena, state, trees, tree, cursors[row, END], token)
+                end = append_token(arena, state, trees, tree, cursors[row, END], token)
                 cursors[row, END] = end
-                hang(arena, trees, tree, end, short, long)
+                link_position(arena, trees, tree, end, short, long)
             elif tree >= 0:
                 state[REFUSED] += 1
         state[AT_ROW] += 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.jit import kernel
-from cache.store import (
+from cache.arena import (
     BLOCK,
     BLOCKS,
     BUMP,
@@ -30,11 +29,9 @@ from cache.store import (
     USED,
     VERSION,
     LongArray,
-    bucket,
-    depth_of,
-    hash_back,
-    node_at,
 )
+from cache.index import bucket, depth_of, hash_back, node_at
+from cache.jit import kernel
 from rollout.trajectory import IntArray
 
 PROBLEMS = (
@@ -116,15 +113,15 @@ def check_chains(
     trees: LongArray,
     tree: int,
     owners: Owners,
-    order: int,
+    chain: int,
     length: int,
 ) -> int:
-    """All chains of one order; returns a problem's number or 0."""
+    """Check the short or the long chains of a tree; returns a problem's number or 0."""
     root = trees[tree, ROOT]
     log2 = trees[tree, LOG2]
     depth = depth_of(log2)
     seen = 0
-    for word in range(order, 2 << log2, 2):
+    for word in range(chain, 2 << log2, 2):
         slot = node_at(arena, root, depth, 0, word >> 7) + (word & 127)
         position = int(arena[slot])
         while position:
@@ -137,11 +134,11 @@ def check_chains(
                 or offset < 0
                 or offset >= arena[block + USED]
                 or seen > trees[tree, POSITIONS]
-                or bucket(arena, root, log2, hash_back(arena, position, length), order) != slot
+                or bucket(arena, root, log2, hash_back(arena, position, length), chain) != slot
             ):
                 return 9
             seen += 1
-            position = int(arena[position + (order + 1) * SPAN])
+            position = int(arena[position + (chain + 1) * SPAN])
     return 0 if seen == trees[tree, POSITIONS] else 10
 
 

@@ -251,7 +251,7 @@ def _write(file: BinaryIO, cache: RolloutCache, mark: bytes) -> int:
         return file.write(data)
 
     put(mark)
-    for stored in cache.finished():
+    for stored in cache.finished_rollouts():
         name = stored.key.encode("utf-8", "surrogatepass")
         body += put(_PROMPT.pack(len(name), len(stored.lengths), len(stored.tokens)) + name)
         for numbers in (stored.lengths, stored.versions, stored.tokens):

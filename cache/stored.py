@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cache.arena import FIRST, HEADER, NEXT, SEQ_NEXT, SEQ_OPEN, USED, VERSION, LongArray
 from cache.jit import kernel
-from cache.store import FIRST, HEADER, NEXT, SEQ_NEXT, SEQ_OPEN, USED, VERSION, LongArray
 from rollout.trajectory import IntArray
 
 

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache import exchange
+from cache import exchange, message, peers
 from cache.config import CacheConfig
 from cache.errors import ExchangeRefused
-from cache.exchange import SharedCache, open_cache, parse
+from cache.exchange import SharedCache, open_cache
+from cache.message import parse
 from cache.ring import RingReader, RingWriter
 from cache.tree import RolloutCache
 
@@ -53,7 +54,7 @@ def ask(cache: SharedCache, key: str) -> list[int]:
 
 def look(cache: SharedCache) -> None:
     """Enough time passes for `cache` to notice who came and went."""
-    cache._clock.now += exchange.LOOK_EVERY  # type: ignore[attr-defined]
+    cache._peers._clock.now += peers.LOOK_EVERY  # type: ignore[attr-defined]
     cache.poll()
 
 
@@ -154,7 +155,7 @@ def test_a_reader_that_was_away_skips_what_was_overwritten(tmp_path: Path) -> No
 def test_one_poll_takes_a_bounded_amount_from_each_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "POLL_BYTES", 2000)
+    monkeypatch.setattr(peers, "POLL_BYTES", 2000)
     a, b, c = (member(tmp_path, name) for name in "abc")
     look(c)
     for _ in range(10):
@@ -266,9 +267,7 @@ def test_peers_with_tokens_outside_the_vocabulary_are_not_believed(tmp_path: Pat
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_forged_messages_are_refused_or_are_rollouts(data: st.DataObject) -> None:
-    good = (
-        exchange._CONTENT.pack(1, 4, 6, 3) + b"p" + np.array([-1, 5, 6, 7, 8, 9], "<i4").tobytes()
-    )
+    good = message._FIELDS.pack(1, 4, 6, 3) + b"p" + np.array([-1, 5, 6, 7, 8, 9], "<i4").tobytes()
     assert parse(good, 10) is not None
     forged = bytearray(good)
     for _ in range(data.draw(st.integers(0, 3))):
@@ -297,7 +296,7 @@ def test_from_a_configuration(tmp_path: Path) -> None:
 
 def test_it_can_do_what_a_cache_can() -> None:
     """Whatever engines call on a `RolloutCache` they may call on this."""
-    own = {"written", "finished"}  # what snapshots and the exchange itself read
+    own = {"stored_rollout", "finished_rollouts"}  # for snapshots and the exchange itself
     wanted = {name for name in vars(RolloutCache) if not name.startswith("_")} - own
     assert wanted <= {name for name in vars(SharedCache) if not name.startswith("_")}
 
@@ -310,12 +309,12 @@ def test_versions_and_ways_of_drafting_pass_through(tmp_path: Path) -> None:
     finish(a, "p", [1, 4, 5])
     b.advance(9)
     row = b.open("p", PROMPT)
-    assert [s.versions.tolist() for s in b.cache.finished()] == [[5, 5]]
+    assert [s.versions.tolist() for s in b.cache.finished_rollouts()] == [[5, 5]]
     tree = b.draft(np.array([row]), np.array([8]), branching=True, min_probability=0.0)
     assert sorted(tree.tokens.tolist()) == [1, 2, 3, 4, 5]
     b.extend(np.array([row]), np.array([6]), np.array([0, 1]))
     b.close(row)
-    assert [s.versions.tolist() for s in b.cache.finished()] == [[5, 5, 9]]
+    assert [s.versions.tolist() for s in b.cache.finished_rollouts()] == [[5, 5, 9]]
 
 
 WRITER = """

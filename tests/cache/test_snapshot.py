@@ -30,7 +30,7 @@ def content(cache: RolloutCache) -> Rollouts:
     """Keys, lengths, policy versions and flat tokens, in order of age."""
     return [
         (s.key, s.lengths.tolist(), s.versions.tolist(), s.tokens.tolist())
-        for s in cache.finished()
+        for s in cache.finished_rollouts()
     ]
 
 
@@ -118,7 +118,7 @@ def _responses(cache: RolloutCache) -> dict[str, list[list[int]]]:
             part[cache.config.max_match :].tolist()
             for part in np.split(s.tokens, np.cumsum(s.lengths)[:-1])
         ]
-        for s in cache.finished()
+        for s in cache.finished_rollouts()
     }
 
 

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from cache import branch, insert, match, store
+from cache import arena, insert, sequences
 from cache.config import CacheConfig
+from cache.draft import draft
 from cache.errors import CacheCorrupt
+from cache.index import hash_of
 from cache.tree import RolloutCache, warm_up
 
 PROMPT = np.array([101, 102, 103, 104], np.int32)
@@ -157,7 +159,7 @@ def test_the_empty_key_and_a_disabled_cache_store_and_draft_nothing() -> None:
 
 def test_warm_up_leaves_nothing_to_compile() -> None:
     warm_up()
-    kernels = (insert.extend, match.draft, branch.draft, store.trim)
+    kernels = (insert.extend, draft, hash_of, sequences.trim_tree)
     before = [len(f.signatures) for f in kernels]
     cache = make(max_bytes=1 << 14)
     for index in range(30):
@@ -327,19 +329,19 @@ def test_corruption_is_found() -> None:
     for index in range(5):
         clean.insert(f"p{index % 2}", PROMPT, np.arange(60) % 7)
     clean.check()
-    used = int(clean._state[store.BUMP])
+    used = int(clean._forest.state[arena.BUMP])
     found = 0
     for _ in range(300):
-        word = int(rng.integers(store.BLOCK, used))
-        kept = clean._arena[word]
-        clean._arena[word] = rng.integers(-(2**31), 2**31)
+        word = int(rng.integers(arena.BLOCK, used))
+        kept = clean._forest.arena[word]
+        clean._forest.arena[word] = rng.integers(-(2**31), 2**31)
         try:
             clean.check()
         except CacheCorrupt:
             found += 1
-        clean._arena[word] = kept
+        clean._forest.arena[word] = kept
     clean.check()
     assert found > 100  # unused words and the last tokens' own spare space may hold anything
-    clean._state[store.LIVE] -= 1
+    clean._forest.state[arena.LIVE] -= 1
     with pytest.raises(CacheCorrupt, match="live"):
         clean.check()

@@ -164,10 +164,10 @@ def test_only_guesses_behind_accepted_tokens_count() -> None:
     row = cache.open("p", PROMPT)
     cache.draft(np.array([row]), np.array([10]))
     say(cache, row, [0, 1, 2, 777, 4, 5])
-    counts = cache._experience.counts.sum(0)
+    counts = cache._rows.experience.counts.sum(0)
     assert counts[:2].tolist() == [4, 3]
     say(cache, row, [0, 1, 2])
-    assert cache._experience.counts.sum(0)[0] == 4, "a draft is judged once"
+    assert cache._rows.experience.counts.sum(0)[0] == 4, "a draft is judged once"
 
 
 def test_a_new_request_does_not_answer_for_the_guesses_of_the_last_one() -> None:
@@ -178,7 +178,7 @@ def test_a_new_request_does_not_answer_for_the_guesses_of_the_last_one() -> None
     cache.close(row)
     assert cache.open("p", PROMPT) == row
     say(cache, row, [0, 1])
-    assert not cache._experience.counts.any()
+    assert not cache._rows.experience.counts.any()
 
 
 def test_without_calibration_nothing_is_learned() -> None:
@@ -187,7 +187,7 @@ def test_without_calibration_nothing_is_learned() -> None:
     row = cache.open("p", PROMPT)
     before = chance(cache, row)
     say(cache, row, [999])
-    assert not cache._experience.counts.any()
+    assert not cache._rows.experience.counts.any()
     cache.insert("q", PROMPT, np.arange(20))
     assert chance(cache, cache.open("q", PROMPT)) == before
 

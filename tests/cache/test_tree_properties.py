@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache import store
+from cache import arena
+from cache.arena import SPAN
 from cache.branch import BLEND
 from cache.config import CacheConfig
-from cache.store import SPAN
 from cache.tree import Drafts, RolloutCache
 
 KEYS = ("a", "b")
@@ -261,7 +261,7 @@ def test_drafts_are_those_of_the_naive_model(config: CacheConfig, steps: list[tu
 
 
 def allocated(cache: RolloutCache) -> int:
-    return int(cache._state[store.BUMP]) // store.BLOCK - 1
+    return int(cache._forest.state[arena.BUMP]) // arena.BLOCK - 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -295,7 +295,7 @@ def test_memory_stays_under_its_budget_for_ever(
         if rng.random() < 0.2:
             cache.advance(int(rng.integers(2**31)))
         cache.check()
-        assert cache._state[store.LIVE] + cache._state[store.FREE] == allocated(cache)
+        assert cache._forest.state[arena.LIVE] + cache._forest.state[arena.FREE] == allocated(cache)
         stats = cache.stats()
         assert stats.bytes <= config.max_bytes
         gone = stats.evicted_tokens + stats.refused_tokens

@@ -233,7 +233,7 @@ def test_the_cache_drafts_for_many_rows_that_come_and_go() -> None:
         drafted += sum(map(len, drafts))
     assert drafted > 500
     for name, slot in scene.book._slot_of.items():
-        stored = cache.written(int(scene.book._handle[slot]))
+        stored = cache.stored_rollout(int(scene.book._handle[slot]))
         if stored is not None:
             assert stored.tokens[-(length[name] - 2) :].tolist() == list(
                 text[name][2 : length[name]]
