@@ -41,8 +41,6 @@ class Hub(Generic[In]):
         self._socket.bind(address)
         self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
-        self.undecodable = 0
-        """Messages dropped because they did not decode."""
 
     async def send(self, peer: str, message: msgspec.Struct) -> None:
         """Send to one peer.
@@ -66,7 +64,6 @@ class Hub(Generic[In]):
             try:
                 return peer.decode(errors="replace"), self._decoder.decode(body)
             except msgspec.DecodeError as error:
-                self.undecodable += 1
                 logger.warning("dropped a message of %d bytes from %r: %s", len(body), peer, error)
 
     def close(self) -> None:

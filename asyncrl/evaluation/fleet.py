@@ -12,7 +12,7 @@ from wire.messages.to_generator import InstallWeights
 
 
 class FleetEvaluation:
-    """Runs evaluation rounds, one at a time, and keeps every generator busy meanwhile.
+    """Runs evaluation rounds, one at a time, and keeps every generator busy during a round.
 
     A round evaluates the newest weights at its start. Samples of older weights do not count.
     """
@@ -30,7 +30,7 @@ class FleetEvaluation:
         """The round in progress."""
 
     async def measure(self, number: int) -> Accuracy | None:
-        """Sample every held-out prompt; None when the user stopped the run meanwhile.
+        """Sample every held-out prompt; None if the user stopped the run before the end.
 
         Raises:
             WaitTimeout: no sample came back for `evaluation.timeout_seconds`.

@@ -51,7 +51,7 @@ class CommandExecutor:
         await self._fleet.send(command.generator, request)
 
     async def _install_weights(self, command: commands.InstallWeights) -> None:
-        # Always the newest weights: those of the version named may be overwritten already.
+        # Send the newest weights: the version named may be overwritten already.
         manifest = self._fleet.weights
         if manifest is not None:
             message = to_generator.InstallWeights(manifest, self._rebuild_kv)

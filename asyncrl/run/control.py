@@ -25,7 +25,7 @@ async def serve_control(
     while True:
         peer, request = await hub.receive()
         reply = await answer(request)
-        with contextlib.suppress(Unreachable):  # whoever asked did not wait
+        with contextlib.suppress(Unreachable):  # the user did not wait
             await hub.send(peer, reply)
 
 

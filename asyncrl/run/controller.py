@@ -6,21 +6,34 @@
                                  │                                                    │
                                  └──────────── trajectories (data plane) ─────────► trainer
 
-loop      consumes                      produces                         code
-pump      messages of all processes     scheduler events, commands       inbox, training, commands
-watch     exit codes, last messages     GeneratorLost, restarts          watchdog, fleet
-show      reports, scheduler snapshot   the live view                    progress
-phases    accuracy, steps               evaluate, train, evaluate        evaluation.fleet, training
+pump      consumes:      messages from every process
+          produces:      scheduler events, whose commands become messages to the processes
+          waits for:     the next message
+          unblocked by:  any process
+          bounded by:    watch, which kills processes that stay silent
+          code:          inbox, training, commands
 
-loop      waits for                     unblocked by                     bounded by
-pump      the next message              any process                      watch: silent processes die
-watch     the clock                     -                                WATCH_SECONDS
-show      the clock                     -                                SHOW_SECONDS
-phases    a named condition             Waiter.notify: pump or watch     a time limit per condition;
-                                        changed something                training: watch, as it ends
-                                                                         what training waits for
+watch     consumes:      exit codes, and the time of each process's last message
+          produces:      GeneratorLost events, replacements, RunFailed
+          waits for:     the clock
+          bounded by:    WATCH_SECONDS
+          code:          watchdog, fleet
 
-When a loop breaks, its error goes to `Waiter.fail` and is raised in the phase that waits.
+show      consumes:      reports of the processes, a snapshot of the scheduler
+          produces:      the live view
+          waits for:     the clock
+          bounded by:    SHOW_SECONDS
+          code:          progress
+
+phases    consumes:      what pump and watch changed
+          produces:      the accuracy before, trained steps, the accuracy after
+          waits for:     a condition; errors name it
+          unblocked by:  Waiter.notify, after every message and every death
+          bounded by:    a time limit per condition; training by watch, which ends the run when
+                         nothing is left that training could wait for
+          code:          evaluation.fleet, training, waiting
+
+An error in a loop goes to `Waiter.fail`, which raises it in the phase that waits.
 """
 
 from __future__ import annotations

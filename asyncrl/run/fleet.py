@@ -23,7 +23,7 @@ from wire.weights.layout import WeightManifest
 logger = logging.getLogger(__name__)
 
 _SUSPENDED_SECONDS = 10.0
-"""If `deaths` is called this late, the controller itself was not running meanwhile."""
+"""If `deaths` is called this late, the controller itself was suspended in between."""
 
 _POLL_SECONDS = 0.02
 """Time between two looks at processes that are to end."""

@@ -24,7 +24,7 @@ _Handlers = dict[type, Callable[[Worker, Any], Awaitable[None]]]
 
 
 class Inbox:
-    """Notes what a message says of its sender and tells the scheduler and the evaluation."""
+    """Updates the sender's `Worker` and passes the message on to scheduler and evaluation."""
 
     def __init__(
         self,

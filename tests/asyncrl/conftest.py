@@ -1,4 +1,4 @@
-"""A command line in folders of a test's own, and a model for it."""
+"""A command line with its own run folder, and a small model for it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def own_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command_line(tmp_path: Path, own_model: Path) -> Iterator[CommandLine]:
-    """A command line whose processes are gone when the test ends."""
+    """A command line. No process of it may be alive when the test ends."""
     command = CommandLine(tmp_path / "runs", own_model)
     yield command
     command.end()
     left = [pid for role in ("trainer", "generator") for pid in command.children(role)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    assert not left, "the run left processes behind"
+    assert not left, "processes of the run are still alive"

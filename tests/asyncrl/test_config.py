@@ -18,7 +18,7 @@ def write(path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_every_example_loads_and_survives_being_written(path: Path) -> None:
+def test_every_example_loads_and_survives_a_dump(path: Path) -> None:
     config = load_config(path)
     assert parse_config(yaml.safe_load(dump_config(config)), source="the dump") == config
 

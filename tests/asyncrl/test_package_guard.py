@@ -14,11 +14,11 @@ def test_every_package_of_the_wheel_is_guarded() -> None:
     assert sorted(OURS) == sorted(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
 
 
-def test_nobody_else_provides_our_packages_here() -> None:
+def test_no_other_distribution_provides_our_packages_here() -> None:
     refuse_foreign_packages()
 
 
-def test_somebody_else_is_named_with_what_to_do() -> None:
+def test_another_provider_is_named_with_what_to_do() -> None:
     providers = {name: ["asyncrl"] for name in OURS} | {"cache": ["asyncrl", "cachelib"]}
     with pytest.raises(UserError, match=r"'cache' by cachelib.*virtual environment"):
         refuse_foreign_packages(providers)

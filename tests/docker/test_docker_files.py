@@ -1,4 +1,4 @@
-"""What can be known of the image without Docker; docs/install.md says how it was built and run."""
+"""Checks of the image that need no Docker. docs/install.md describes how to build and run it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCKERFILE = (ROOT / "docker/Dockerfile").read_text(encoding="utf-8")
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """Every instruction with its arguments; comments dropped, continued lines joined."""
+    """Every instruction with its arguments, without comments, continued lines joined."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [
@@ -30,7 +30,7 @@ STAGES = [number for number, (name, _) in enumerate(INSTRUCTIONS) if name == "FR
 
 
 def copied(part: list[tuple[str, str]]) -> list[str]:
-    """Paths of the repository that COPY names, without those taken from another stage."""
+    """Paths of the repository that COPY names, except those from another stage."""
     calls = [shlex.split(rest) for name, rest in part if name in {"COPY", "ADD"}]
     return [
         source
@@ -41,7 +41,7 @@ def copied(part: list[tuple[str, str]]) -> list[str]:
 
 
 def last(name: str) -> str:
-    """The instruction of the finished image that holds: the last one of its last stage."""
+    """The arguments of the last such instruction of the final stage, which is the one in effect."""
     return [rest for each, rest in INSTRUCTIONS[STAGES[-1] :] if each == name][-1]
 
 
@@ -50,12 +50,12 @@ def project() -> dict[str, object]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_what_is_copied_is_there() -> None:
+def test_every_copied_path_exists() -> None:
     missing = [path for path in copied(INSTRUCTIONS) if not (ROOT / path).exists()]
     assert not missing
 
 
-def test_the_wheel_has_all_it_is_made_of(project: dict[str, dict]) -> None:
+def test_the_wheel_is_built_from_every_package(project: dict[str, dict]) -> None:
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     described = [project["project"]["readme"], *project["project"]["license-files"]]
     before_build = INSTRUCTIONS[
@@ -64,14 +64,14 @@ def test_the_wheel_has_all_it_is_made_of(project: dict[str, dict]) -> None:
     assert {*wheel, *described, "pyproject.toml"} <= set(copied(before_build))
 
 
-def test_only_what_is_copied_is_sent() -> None:
+def test_the_build_context_holds_only_what_is_copied() -> None:
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]
     assert rules[0] == "*"
     assert {rule[1:] for rule in rules if rule.startswith("!")} == set(copied(INSTRUCTIONS))
 
 
-def test_layers_of_torch_and_dependencies_outlive_changes_of_code() -> None:
+def test_layers_of_torch_and_dependencies_are_reused_when_code_changes() -> None:
     first_code = next(
         i
         for i, (name, rest) in enumerate(INSTRUCTIONS)
@@ -85,7 +85,7 @@ def test_layers_of_torch_and_dependencies_outlive_changes_of_code() -> None:
     assert torch < requirements
 
 
-def test_torch_is_that_of_the_makefile() -> None:
+def test_torch_has_the_version_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert set(re.findall(r"torch==([\d.]+)", DOCKERFILE)) == set(
         re.findall(r"torch==([\d.]+)", makefile)
@@ -93,12 +93,12 @@ def test_torch_is_that_of_the_makefile() -> None:
 
 
 def test_the_user_is_not_root_and_known_by_number() -> None:
-    # Kubernetes' runAsNonRoot refuses a user that is only a name.
+    # Kubernetes' runAsNonRoot refuses a user that is given by name.
     assert int(last("USER")) > 0
     assert f"--uid {last('USER')}" in DOCKERFILE
 
 
-def test_what_is_written_at_run_time_lies_on_volumes() -> None:
+def test_folders_written_at_run_time_are_volumes() -> None:
     volumes = json.loads(last("VOLUME"))
     settings = dict(re.findall(r"(\w+)=(\S+)", last("ENV")))
     for name in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"):
@@ -115,8 +115,8 @@ def test_it_runs_the_example_by_default(project: dict[str, dict]) -> None:
     assert yaml.safe_load((ROOT / config).read_text(encoding="utf-8"))["run"]
 
 
-def test_nothing_else_is_fetched_to_read_the_file() -> None:
-    # A frontend named by `# syntax=` comes from a registry, which not every builder can reach.
+def test_no_frontend_is_fetched_to_read_the_file() -> None:
+    # A frontend named by `# syntax=` comes from a registry that not every builder can reach.
     assert not re.search(r"^#\s*syntax\s*=", DOCKERFILE, re.IGNORECASE | re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Runs of the real command line on the example of docs/your-own.md."""
+"""Run the real command line on the example of docs/your-own.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN = ROOT / "examples" / "your_own"
 
 @dataclass
 class CommandLine:
-    """`asyncrl run examples/your_own/run.yaml` in folders of the test's own."""
+    """`asyncrl run examples/your_own/run.yaml`, with its own run folder and model."""
 
     runs: Path
     model: Path
@@ -55,7 +55,7 @@ class CommandLine:
         return process
 
     def end(self) -> None:
-        """Kill what a failed test left running."""
+        """Kill the runs that a failed test left behind."""
         for process in self.started:
             if process.poll() is None:
                 process.kill()
@@ -86,7 +86,7 @@ class CommandLine:
 
 
 def call(arguments: list[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, output and errors together."""
+    """Run a command to its end; its output includes its errors."""
     return subprocess.run(
         arguments,
         cwd=ROOT,

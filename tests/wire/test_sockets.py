@@ -39,23 +39,25 @@ def test_messages_go_both_ways_by_name(runtime: RuntimeDirectory) -> None:
     asyncio.run(talk())
 
 
-def test_what_does_not_decode_is_dropped_and_counted(runtime: RuntimeDirectory) -> None:
+def test_a_message_that_does_not_decode_is_dropped_and_logged(
+    runtime: RuntimeDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
     async def talk() -> None:
         address = runtime.address("control")
         hub: Hub[from_generator.FromGenerator] = Hub(address, from_generator.FromGenerator)
         line: Line[to_generator.ToGenerator] = Line(address, "g", to_generator.ToGenerator)
-        await line.send(to_generator.Pause())  # no message of this direction
+        await line.send(to_generator.Pause())  # belongs to the other direction
         await line.send(from_generator.Goodbye("g"))
         async with asyncio.timeout(5):
             assert (await hub.receive())[1] == from_generator.Goodbye("g")
-        assert hub.undecodable == 1
+        assert "bytes from b'g': Invalid value 'Pause'" in caplog.text
         hub.close()
         line.close()
 
     asyncio.run(talk())
 
 
-def test_a_wait_is_bounded_and_says_for_what(runtime: RuntimeDirectory) -> None:
+def test_a_wait_is_bounded_and_names_what_it_waits_for(runtime: RuntimeDirectory) -> None:
     async def talk() -> None:
         line: Line[to_generator.ToGenerator] = Line(
             runtime.address("nobody"), "g", to_generator.ToGenerator
@@ -67,7 +69,7 @@ def test_a_wait_is_bounded_and_says_for_what(runtime: RuntimeDirectory) -> None:
     asyncio.run(talk())
 
 
-def test_sockets_lie_in_a_private_folder(runtime: RuntimeDirectory) -> None:
+def test_sockets_are_in_a_private_folder(runtime: RuntimeDirectory) -> None:
     assert is_private(runtime.path)
     runtime.path.chmod(0o755)
     assert not is_private(runtime.path)

@@ -41,7 +41,7 @@ class SampleFailed(Message, frozen=True):
     sample: SampleId
     reason: str
     user_error: bool
-    """The reward or the prompt is at fault: the run ends and says what to change."""
+    """The reward or the prompt is at fault: the run ends and `reason` says what to change."""
 
 
 class SampleDelivered(Message, frozen=True):

@@ -5,7 +5,7 @@ import pytest
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
 
 
-def test_each_sample_is_asked_of_one_generator_until_slots_are_full() -> None:
+def test_each_sample_is_assigned_to_one_generator_until_its_slots_are_full() -> None:
     current = EvaluationRound(0, 5, threshold=0.5)
     assert current.next_for("a", 2) == [0, 1]
     assert current.next_for("a", 2) == []
@@ -15,7 +15,7 @@ def test_each_sample_is_asked_of_one_generator_until_slots_are_full() -> None:
     assert not current.complete
 
 
-def test_samples_of_a_lost_generator_are_asked_again_and_count_once() -> None:
+def test_samples_of_a_lost_generator_are_assigned_again_and_count_once() -> None:
     current = EvaluationRound(0, 2, threshold=0.5)
     current.next_for("a", 2)
     current.came_back(0, 1.0)

@@ -1,4 +1,4 @@
-"""What a user can get wrong: one paragraph that says what to change, exit code 2, nothing made."""
+"""Mistakes of a user: one paragraph about what to change, exit code 2, and no run folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_missing_configuration() -> None:
     assert "no configuration file at examples/aritmetic.yaml" in " ".join(done.stdout.split())
 
 
-def test_a_misspelt_key(command_line: CommandLine) -> None:
+def test_a_misspelled_key(command_line: CommandLine) -> None:
     refused(command_line, "trainer.learning_rte", "'learning_rate'", trainer__learning_rte=1)
     assert not command_line.folder.exists()
 
@@ -58,7 +58,7 @@ def test_a_model_without_a_tokenizer(
     assert not command_line.folder.exists()
 
 
-def test_a_reward_that_is_not_there(command_line: CommandLine) -> None:
+def test_a_reward_that_does_not_exist(command_line: CommandLine) -> None:
     functions = "[{name: exact_mach}]"
     refused(command_line, "exact_mach", "exact_match", rewards__functions=functions)
     assert not command_line.folder.exists()
@@ -113,7 +113,7 @@ def test_a_run_name_in_use(command_line: CommandLine) -> None:
     refused(command_line, "'your-own' is in use", "--resume", "--clean")
 
 
-def test_a_dry_run_makes_nothing(command_line: CommandLine) -> None:
+def test_a_dry_run_creates_nothing(command_line: CommandLine) -> None:
     done = command_line.run("--dry-run", engine__kind="vllm")
     assert done.returncode == 0
     assert "kind: vllm" in done.stdout

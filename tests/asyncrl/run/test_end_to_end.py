@@ -25,7 +25,7 @@ VERIFY_ONE: dict[str, object] = {"on_update": "verify", "max_off_policy_steps": 
 
 
 def worst_mismatch(steps: list[StepMetrics]) -> float:
-    """The largest difference between engine and trainer, in nats; steps without signal aside."""
+    """The largest difference between engine and trainer, in nats; ignoring steps without one."""
     return max(step.mismatch.abs_max or 0.0 for step in steps)
 
 
@@ -45,7 +45,7 @@ def test_a_users_own_model_data_and_reward(command_line: CommandLine) -> None:
     assert [step.step for step in steps] == [0, 1, 2]
     first = steps[0].mismatch.fresh_abs_mean
     assert first is not None
-    assert first < 1e-4, "version 0 wrote what version 0 trains on"
+    assert first < 1e-4, "version 0 generates what version 0 trains on"
     assert worst_mismatch(steps) < 1e-3
     page = (command_line.folder / "report.html").read_text()
     assert "<svg" in page
@@ -80,7 +80,7 @@ def test_every_mode_keeps_its_bound_and_uses_it(
     assert command_line.result()["staleness_max"] == staleness
     assert command_line.result()["exactly_on_policy"] == (staleness == 0)
     if settings in (KEEP, VERIFY_ONE):
-        return  # tokens of new weights on the KV of old ones: no policy says what those say
+        return  # tokens of new weights on KV computed by old ones match no policy
     steps = command_line.metrics()
     fresh = [step.mismatch.fresh_abs_mean for step in steps]
     assert any(value is not None for value in fresh)
@@ -90,7 +90,7 @@ def test_every_mode_keeps_its_bound_and_uses_it(
 def test_verified_work_is_exactly_of_the_policy_that_trains_on_it(
     command_line: CommandLine,
 ) -> None:
-    """Written under the version before, verified, and then the trainer's own probabilities."""
+    """Tokens of the previous version, once verified, have the trainer's own probabilities."""
     done = command_line.run(
         scheduler__on_update="verify", scheduler__max_off_policy_steps=0, run__steps=8,
         trainer__learning_rate=3e-3,
@@ -99,8 +99,8 @@ def test_verified_work_is_exactly_of_the_policy_that_trains_on_it(
     steps = command_line.metrics()
     assert [step.staleness.max for step in steps] == [0] * 8
     assert worst_mismatch(steps) < 1e-3
-    assert steps[-1].tokens.verified > 0, "nothing was written ahead"
-    assert steps[-1].tokens.rejected > 0, "the policy hardly moved: nothing was put to the test"
+    assert steps[-1].tokens.verified > 0, "nothing was generated ahead"
+    assert steps[-1].tokens.rejected > 0, "the policy hardly moved, so nothing was rejected"
 
 
 def test_a_killed_generator_is_replaced_and_nothing_is_lost(command_line: CommandLine) -> None:
@@ -124,7 +124,7 @@ def test_a_killed_trainer_ends_the_run_with_its_last_words(command_line: Command
     assert process.returncode == 1, output
     assert "the trainer was killed by SIGKILL; its last words" in output
     left = Path("/dev/shm").glob(f"asyncrl-your-own-{process.pid}-*")  # noqa: S108
-    assert not list(left), "the dead trainer's weights are still in memory"
+    assert not list(left), "the dead trainer's weights are still in shared memory"
     assert (command_line.folder / "report.html").exists()
 
 
@@ -144,9 +144,9 @@ def test_a_killed_run_takes_its_processes_along_and_resumes(command_line: Comman
     assert done.returncode == 0, done.stdout
     kept = int(saved[-1].name.removeprefix("step-"))
     steps = [step.step for step in command_line.metrics()]
-    # The trainer may have saved a step whose line the controller did not live to write.
-    unwritten = set(range(len(before), kept))
-    assert [s for s in range(STEPS + 2) if s not in unwritten] == steps
+    # The trainer may have saved a step that the killed controller did not record.
+    unrecorded = set(range(len(before), kept))
+    assert [s for s in range(STEPS + 2) if s not in unrecorded] == steps
     assert command_line.metrics()[: min(kept, len(before))] == before[:kept]
     assert command_line.result()["steps"] == STEPS + 2
 
@@ -206,21 +206,21 @@ def test_the_same_run_on_real_vllm(command_line: CommandLine) -> None:
 def test_on_vllm_run_ahead_gives_way_and_what_is_verified_is_exact(
     command_line: CommandLine, tmp_path: Path
 ) -> None:
-    """Few slots, which run-ahead holds when work becomes due; a tied model, as most small ones."""
+    """Run-ahead holds the few slots when work becomes due; the model is tied."""
     process = command_line.start(
         engine__kind="vllm", run__steps=8, model__path=tied(command_line.model, tmp_path),
         engine__slots=4, trainer__learning_rate=3e-3, sampling__max_tokens=40,
         scheduler__on_update="verify", scheduler__max_off_policy_steps=0,
     )  # fmt: skip
-    preempted = most_seen(process, command_line.folder, "asyncrl_preempted_samples_total")
+    preempted = largest_value(process, command_line.folder, "asyncrl_preempted_samples_total")
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0, output
     steps = command_line.metrics()
     assert [step.staleness.max for step in steps] == [0] * 8
-    assert worst_mismatch(steps) < 1e-3, "not the trainer's policy wrote it"
-    assert steps[-1].tokens.verified > 0, "nothing was written ahead"
-    assert steps[-1].tokens.rejected > 0, "the policy hardly moved: nothing was put to the test"
-    assert preempted > 0, "no run-ahead was in the way"
+    assert worst_mismatch(steps) < 1e-3, "it does not follow the trainer's policy"
+    assert steps[-1].tokens.verified > 0, "nothing was generated ahead"
+    assert steps[-1].tokens.rejected > 0, "the policy hardly moved, so nothing was rejected"
+    assert preempted > 0, "no run-ahead was preempted"
 
 
 def tied(like: Path, folder: Path) -> Path:
@@ -237,19 +237,21 @@ def tied(like: Path, folder: Path) -> Path:
     return folder / "tied"
 
 
-def most_seen(process: subprocess.Popen[str], folder: Path, name: str) -> float:
-    """The largest value of a metric of the generator until the run has ended."""
-    most = 0.0
+def largest_value(process: subprocess.Popen[str], folder: Path, name: str) -> float:
+    """The largest value of one of the generator's metrics until the run ends."""
+    largest = 0.0
 
     def ended() -> bool:
-        nonlocal most
+        nonlocal largest
         with contextlib.suppress(OSError, KeyError, ValueError):
             about = json.loads((folder / "run.json").read_text())
             port = about["metrics_ports"]["generator-0"]
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
                 lines = reply.read().decode().splitlines()
-            most = max(most, *(float(line.split()[-1]) for line in lines if line.startswith(name)))
+            largest = max(
+                [largest, *(float(line.split()[-1]) for line in lines if line.startswith(name))]
+            )
         return process.poll() is not None
 
     until(ended, seconds=200, what="the end of the run")
-    return most
+    return largest
