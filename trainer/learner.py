@@ -1,4 +1,4 @@
-"""The learner: groups in as they complete, one exact optimizer step when the batch is whole.
+"""The learner: accumulates the gradient of each group as it completes, then makes one exact step.
 
 ```
 group ─► add_group ─► advantages ─► micro-batches ─► forward, backward ─► .grad += sums
@@ -6,17 +6,18 @@ group ─► add_group ─► ...                                               
                                    step: .grad / denominator, clip, AdamW ◄──┘ policy_version += 1
 ```
 
-A step's denominator (response tokens, or samples) is known only when its last group is in, so
-gradients are accumulated as sums and divided once. A sum does not depend on the order of its
-terms: whatever order groups arrive in and however they are cut into micro-batches, the gradient
-is that of the whole batch at once, up to rounding. Nothing waits, nothing is biased.
+A step's denominator (response tokens, or samples) is known only when its last group has arrived,
+so gradients are accumulated as sums and divided once. A sum does not depend on the order of its
+terms: in whatever order groups arrive, and however they are split into micro-batches, the gradient
+is that of the whole batch at once, up to rounding. So no group waits for another, and nothing is
+biased towards groups that finish early.
 
-Synchronous and single-threaded; the process around it decides when to call what.
+Synchronous and single-threaded; the trainer process decides when to call which method.
 """
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,12 @@ from trainer.algorithms.base import Rewards, TokenBatch
 from trainer.algorithms.factory import make
 from trainer.config import TrainerConfig
 from trainer.errors import BatchError, NonFiniteError, TrainerError
+from trainer.group_check import check_group
 from trainer.optimizer import learning_rate, make_adamw, scale_and_clip
 from trainer.packing import split_by_tokens
 from trainer.policy import PackedBatch, Policy
 from trainer.totals import StepTotals
 from wire.records import LearnerMetrics
-
-logger = logging.getLogger(__name__)
 
 
 class Learner:
@@ -48,10 +48,10 @@ class Learner:
         config: the trainer's settings.
         model_path: a Hugging Face directory or hub id of a causal language model.
         group_size: samples in every group.
-        seed: of torch's generators (nothing here draws from them today).
+        seed: of torch's random generators (the learner itself draws nothing today).
         temperature: of sampling; log-probabilities are of the same processed distribution.
-        top_p: of sampling; see `trainer.policy` for what a nucleus means to the trainer.
-        total_steps: where cosine and linear schedules end unless `schedule_steps` says it.
+        top_p: of sampling; `trainer.policy` says what a nucleus means to the trainer.
+        total_steps: where cosine and linear schedules end unless `schedule_steps` is set.
 
     Raises:
         UnsupportedModelError: the model cannot be loaded or trained packed.
@@ -72,7 +72,7 @@ class Learner:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         torch.manual_seed(seed)
-        learning_rate(config, config.warmup_steps, total_steps)  # an impossible one fails here
+        learning_rate(config, config.warmup_steps, total_steps)  # refuses an impossible schedule
         device = resolve_device(config.device)
         common: dict[str, Any] = {
             "dtype": config.dtype,
@@ -113,7 +113,7 @@ class Learner:
 
     @property
     def policy_version(self) -> int:
-        """Optimizer steps done; the version of the weights that `tensors` gives."""
+        """Optimizer steps done, which is the version of the weights that `tensors` gives."""
         return self._version
 
     @property
@@ -123,7 +123,7 @@ class Learner:
         return model
 
     def add_group(self, trajectories: Sequence[Trajectory], rewards: FloatArray) -> None:
-        """Run forward and backward for a complete group; adds to the step's gradient sums.
+        """Run forward and backward for a complete group, adding to the step's gradient sums.
 
         `rewards` is `[G]`, in the order of `trajectories`.
 
@@ -133,7 +133,15 @@ class Learner:
                 gradient sums hold part of the group and must be dropped (`discard`).
         """
         values = np.asarray(rewards, np.float64)
-        group = self._checked(trajectories, values)
+        group = check_group(
+            trajectories,
+            values,
+            group_size=self._group_size,
+            vocab_size=self._policy.vocab_size,
+            policy_version=self._version,
+        )
+        if group in self._seen:
+            raise BatchError(f"group {group} was already added to step {self._version}")
         advantages = self._algorithm.advantages(values)
         silent = not advantages.any()
         if not (silent and self._skips_zero_variance):
@@ -151,8 +159,8 @@ class Learner:
         """Divide, clip, AdamW; `policy_version` grows by one. Returns the step's metrics.
 
         Without any group the weights stay as they are (no decay, no momentum) and only the
-        version grows: a step whose every group failed does not stop a run, and shows as
-        `groups: 0`. A step whose groups all lack signal has gradient 0 and is an ordinary one.
+        version grows: a step all of whose groups failed does not stop the run, and has
+        `batch.groups` 0. A step all of whose advantages are 0 is an ordinary step with gradient 0.
 
         Raises:
             NonFiniteError: the gradient is not finite; weights, optimizer and version are
@@ -178,7 +186,7 @@ class Learner:
         self._reset()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight once (a tied one under its first name) and persistent buffers, HF names."""
+        """Every weight and persistent buffer by its HF name; a tied weight only once."""
         wanted = self._policy.model.state_dict(keep_vars=True)
         seen: set[int] = set()
         for name, tensor in wanted.items():
@@ -189,11 +197,11 @@ class Learner:
     def save(self, directory: Path) -> None:
         """Write a checkpoint of this version to `directory`, whole or not at all.
 
-        Groups added since the last step are not part of it: at restore they must come again.
-        Older checkpoints beside it are removed, `keep_checkpoints` stay.
+        Groups added since the last step are not part of it; after `restore` they must be added
+        again. Older checkpoints in the same folder are removed, `keep_checkpoints` stay.
 
         Raises:
-            CheckpointError: it could not be written; what was there is untouched.
+            CheckpointError: it could not be written; an existing checkpoint is untouched.
         """
         checkpoint.write(
             directory,
@@ -211,35 +219,13 @@ class Learner:
         """Continue from a checkpoint, bit for bit; pending gradient sums are dropped.
 
         Raises:
-            CheckpointError: not a complete checkpoint, of another format, of another model, or
-                written under settings that would give another run.
+            CheckpointError: it is not complete, has another format, is of another model, or was
+                written under settings that would make this a different run.
         """
         loaded = checkpoint.read(directory, self._policy.model, self._described())
         self._optimizer.load_state_dict(loaded.optimizer)
         self._version = loaded.policy_version
         self._reset()
-
-    def _checked(self, trajectories: Sequence[Trajectory], rewards: NDArray[np.float64]) -> int:
-        """Refuse what cannot be trained on; returns the group's index."""
-        groups = {t.id.group for t in trajectories}
-        samples = {t.id.sample for t in trajectories}
-        if len(groups) != 1 or len(samples) != len(trajectories):
-            raise BatchError(
-                f"not the distinct samples of one group: {[str(t.id) for t in trajectories]}"
-            )
-        group = groups.pop()
-        if not len(trajectories) == len(rewards) == self._group_size:
-            raise BatchError(
-                f"group {group}: {len(trajectories)} trajectories and {len(rewards)} rewards, "
-                f"expected {self._group_size} of each"
-            )
-        if group in self._seen:
-            raise BatchError(f"group {group} was already added to step {self._version}")
-        if not np.isfinite(rewards).all():
-            raise BatchError(f"group {group}: rewards must be finite, got {rewards.tolist()}")
-        for trajectory in trajectories:
-            _check_trajectory(trajectory, self._policy.vocab_size, self._version)
-        return group
 
     def _accumulate(
         self, trajectories: Sequence[Trajectory], advantages: Rewards, group: int
@@ -249,9 +235,12 @@ class Learner:
             [(t.prompt_tokens, t.tokens) for t in trajectories], self._policy.device
         )
         scores = self._policy.score(packed)
-        batch = self._token_batch(
-            scores.logprobs, trajectories, advantages, self._reference_logprobs(packed)
-        )
+        by_token = self._config.loss_normalization == "token"
+        batch = _token_batch(scores.logprobs, trajectories, advantages, by_token=by_token)
+        if self._reference is not None:
+            with torch.no_grad():
+                initial = self._reference.score(packed).logprobs
+            batch = dataclasses.replace(batch, reference_logprobs=initial)
         sums = self._algorithm.loss(batch)
         if not bool(torch.isfinite(sums.loss)):
             raise NonFiniteError(f"group {group}: the loss is {float(sums.loss.detach())}")
@@ -260,39 +249,10 @@ class Learner:
         fresh = torch.from_numpy(stale == 0).to(self._policy.device)
         self._totals.add_tokens(batch, scores, sums, fresh)
 
-    def _reference_logprobs(self, packed: PackedBatch) -> Tensor | None:
-        """`[N]` under the initial model, where the algorithm asks for it."""
-        if self._reference is None:
-            return None
-        with torch.no_grad():
-            return self._reference.score(packed).logprobs
-
-    def _token_batch(
-        self,
-        logprobs: Tensor,
-        trajectories: Sequence[Trajectory],
-        advantages: Rewards,
-        reference_logprobs: Tensor | None,
-    ) -> TokenBatch:
-        lengths = np.array([len(t.tokens) for t in trajectories])
-        by_token = self._config.loss_normalization == "token"
-        weights = np.ones(len(lengths)) if by_token else 1.0 / lengths
-
-        def put(values: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(values).to(logprobs.device, logprobs.dtype)
-
-        return TokenBatch(
-            logprobs=logprobs,
-            behaviour_logprobs=put(np.concatenate([t.behaviour_logprobs for t in trajectories])),
-            advantages=put(np.repeat(advantages, lengths)),
-            weights=put(np.repeat(weights, lengths)),
-            reference_logprobs=reference_logprobs,
-        )
-
     def _apply(self, rate: float, denominator: float) -> float:
         parameters = [p for p in self._policy.model.parameters() if p.requires_grad]
         for parameter in parameters:
-            # Without a gradient AdamW would leave the momentum out: a different step.
+            # AdamW skips a parameter without gradient, momentum and decay included.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         norm = scale_and_clip(parameters, denominator, self._config.max_grad_norm)
@@ -310,28 +270,26 @@ class Learner:
         return {**self._config.model_dump(mode="json"), **self._setting}
 
 
+def _token_batch(
+    logprobs: Tensor, trajectories: Sequence[Trajectory], advantages: Rewards, *, by_token: bool
+) -> TokenBatch:
+    """The response tokens of some samples with `[N]` log-probabilities under the policy."""
+    lengths = np.array([len(t.tokens) for t in trajectories])
+    weights = np.ones(len(lengths)) if by_token else 1.0 / lengths
+
+    def put(values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(logprobs.device, logprobs.dtype)
+
+    return TokenBatch(
+        logprobs=logprobs,
+        behaviour_logprobs=put(np.concatenate([t.behaviour_logprobs for t in trajectories])),
+        advantages=put(np.repeat(advantages, lengths)),
+        weights=put(np.repeat(weights, lengths)),
+    )
+
+
 def resolve_device(name: str) -> torch.device:
-    """`auto` is a GPU where there is one; anything else is torch's name for a device."""
+    """`auto` is a GPU if there is one, else the CPU; other names are torch's own."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def _check_trajectory(trajectory: Trajectory, vocab_size: int, version: int) -> None:
-    """Raises BatchError, naming the sample."""
-    if not len(trajectory.prompt_tokens) or not len(trajectory.tokens):
-        raise BatchError(f"trajectory {trajectory.id}: an empty prompt or response")
-    for tokens in (trajectory.prompt_tokens, trajectory.tokens):
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
-            raise BatchError(
-                f"trajectory {trajectory.id}: token ids must lie in [0, {vocab_size}), "
-                f"got {tokens.min()} to {tokens.max()}: is the engine serving another model?"
-            )
-    if not np.isfinite(trajectory.behaviour_logprobs).all():
-        raise BatchError(f"trajectory {trajectory.id}: behaviour log-probabilities not finite")
-    newest = max(segment.policy_version for segment in trajectory.segments)
-    if newest > version:
-        raise BatchError(
-            f"trajectory {trajectory.id}: drawn under version {newest}, "
-            f"but the trainer is at {version}: was an old checkpoint restored?"
-        )

@@ -1,0 +1,113 @@
+"""An algorithm of a user's own reaches every reader of a step without another file changing."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+from prometheus_client import generate_latest
+from rich.console import Console
+
+from asyncrl.config import RunConfig
+from asyncrl.run.progress import Progress
+from monitoring.config import MonitoringConfig
+from monitoring.live import LiveView
+from monitoring.metrics import ControllerMetrics, TrainerMetrics, new_registry
+from monitoring.metrics_log import MetricsLog, read_metrics
+from monitoring.report.write import write_report
+from rollout.trajectory import Trajectory
+from trainer.algorithms import registry
+from trainer.algorithms.base import LossSums, Signal, TokenBatch
+from trainer.algorithms.grpo import Grpo
+from trainer.config import TrainerConfig
+from trainer.errors import TrainerError
+from trainer.learner import Learner
+from wire.messages.from_trainer import StepFinished
+from wire.records import TrainerTimes
+from wire.weights.layout import WeightManifest
+
+
+class Probe(Grpo):
+    """GRPO that also reports how sure the policy is of what it drew."""
+
+    signals: ClassVar[Mapping[str, Signal]] = {
+        **Grpo.signals,
+        "mean_logprob": Signal("Log-probability of a token.", unit="nats"),
+    }
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        own = Grpo.loss(self, batch)
+        return LossSums(own.loss, {**own.sums, "mean_logprob": batch.logprobs.detach().sum()})
+
+
+class Forgetful(Probe):
+    """Declares a signal and does not report it."""
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        return Grpo.loss(self, batch)
+
+
+@pytest.fixture
+def learner_of(
+    model_path: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Learner]:
+    own: Any = ModuleType("own_algorithms")
+    own.Probe, own.Forgetful = Probe, Forgetful
+    monkeypatch.setitem(sys.modules, "own_algorithms", own)
+    monkeypatch.setattr(registry, "_TARGETS", dict(registry._TARGETS))
+    registry.register("probe", "own_algorithms:Probe")
+    registry.register("forgetful", "own_algorithms:Forgetful")
+
+    def learner(algorithm: str) -> Learner:
+        config = TrainerConfig(algorithm=algorithm, device="cpu", learning_rate=1e-3)
+        return Learner(config, model_path("qwen3"), group_size=4, seed=1)
+
+    return learner
+
+
+def test_a_new_signal_reaches_metrics_jsonl_prometheus_and_the_report(
+    learner_of: Callable[[str], Learner], group_of: Callable[..., list[Trajectory]], tmp_path: Path
+) -> None:
+    learner = learner_of("probe")
+    learner.add_group(group_of(0, np.random.default_rng(0)), np.arange(4, dtype=np.float32))
+    metrics = learner.step()
+    value = metrics.algorithm["mean_logprob"]
+    assert value is not None
+    assert -20 < value < -1
+
+    exported = new_registry()
+    TrainerMetrics.register(exported, "trainer").publish(metrics)
+    series = f'asyncrl_algorithm_signal{{process="trainer",signal="mean_logprob"}} {value}'
+    assert series in generate_latest(exported).decode()
+
+    manifest = WeightManifest(policy_version=1, path="/nowhere", nbytes=0, tensors=())
+    sent = StepFinished(0, (0,), manifest, metrics, TrainerTimes())
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=StepFinished)
+    quiet = MonitoringConfig(live="off")
+    progress = Progress(
+        RunConfig.model_validate({"model": {"path": "x"}}),
+        view=LiveView(quiet, 1, "run", Console(file=io.StringIO())),
+        log=MetricsLog(tmp_path / "metrics.jsonl"),
+        metrics=ControllerMetrics.register(new_registry(), "controller"),
+        earlier=[],
+    )
+    progress.step_finished(received)
+    (step,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert step.algorithm == metrics.algorithm
+    assert step.mismatch == metrics.mismatch
+    assert "Mean logprob" in write_report(tmp_path).read_text()
+
+
+def test_a_loss_that_leaves_out_a_declared_signal_is_refused(
+    learner_of: Callable[[str], Learner], group_of: Callable[..., list[Trajectory]]
+) -> None:
+    group = group_of(0, np.random.default_rng(0))
+    with pytest.raises(TrainerError, match="mean_logprob"):
+        learner_of("forgetful").add_group(group, np.arange(4, dtype=np.float32))

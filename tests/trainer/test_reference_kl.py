@@ -1,0 +1,56 @@
+"""The KL penalty against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trainer.algorithms.base import TokenBatch
+from trainer.algorithms.factory import make
+from trainer.config import TrainerConfig
+
+
+def _batch(log_ratio: float, weight: float, *, advantage: float = 0.0) -> TokenBatch:
+    """One token whose probability under the reference is exp(log_ratio) times the policy's."""
+    logprob = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    return TokenBatch(
+        logprobs=logprob,
+        behaviour_logprobs=logprob.detach(),
+        advantages=torch.tensor([advantage], dtype=torch.float64),
+        weights=torch.tensor([weight], dtype=torch.float64),
+        reference_logprobs=logprob.detach() + log_ratio,
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce"])
+@pytest.mark.parametrize(("log_ratio", "weight"), [(0.0, 1.0), (0.5, 1.0), (-2.0, 0.25)])
+def test_penalty_and_gradient_are_k3s(algorithm: str, log_ratio: float, weight: float) -> None:
+    batch = _batch(log_ratio, weight)
+    penalised = make(TrainerConfig(algorithm=algorithm, kl_coefficient=0.5))
+    sums = penalised.loss(batch)
+    sums.loss.backward()
+    k3 = math.exp(log_ratio) - 1 - log_ratio
+    assert float(sums.loss.detach()) == pytest.approx(0.5 * weight * k3)
+    # d k3 / d log p = 1 - r / p
+    assert batch.logprobs.grad is not None
+    assert float(batch.logprobs.grad) == pytest.approx(0.5 * weight * (1 - math.exp(log_ratio)))
+    assert float(sums.sums["reference_kl"]) == pytest.approx(k3)
+
+
+def test_the_algorithms_own_loss_and_signals_stay() -> None:
+    plain = make(TrainerConfig())
+    penalised = make(TrainerConfig(kl_coefficient=0.5))
+    batch = _batch(0.5, 1.0, advantage=2.0)
+    own, both = plain.loss(batch), penalised.loss(batch)
+    assert float(both.sums["policy_loss"]) == float(own.loss.detach())
+    assert both.sums.keys() == penalised.signals.keys()
+    assert penalised.signals.keys() == plain.signals.keys() | {"policy_loss", "reference_kl"}
+    assert (plain.needs_reference, penalised.needs_reference) == (False, True)
+
+
+def test_a_batch_without_reference_is_refused() -> None:
+    batch = TokenBatch(*[torch.zeros(1)] * 4)
+    with pytest.raises(ValueError, match="reference_logprobs"):
+        make(TrainerConfig(kl_coefficient=0.5)).loss(batch)
