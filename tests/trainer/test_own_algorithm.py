@@ -91,14 +91,16 @@ def test_a_new_signal_reaches_metrics_jsonl_prometheus_and_the_report(
     sent = StepFinished(0, (0,), manifest, metrics, TrainerTimes())
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=StepFinished)
     quiet = MonitoringConfig(live="off")
+    log = MetricsLog(tmp_path / "metrics.jsonl")
     progress = Progress(
         RunConfig.model_validate({"model": {"path": "x"}}),
         view=LiveView(quiet, 1, "run", Console(file=io.StringIO())),
-        log=MetricsLog(tmp_path / "metrics.jsonl"),
+        log=log,
         metrics=ControllerMetrics.register(new_registry(), "controller"),
         earlier=[],
     )
     progress.step_finished(received)
+    log.close()
     (step,) = read_metrics(tmp_path / "metrics.jsonl")
     assert step.algorithm == metrics.algorithm
     assert step.mismatch == metrics.mismatch

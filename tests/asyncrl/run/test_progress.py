@@ -1,0 +1,184 @@
+"""What the controller makes of the reports of generators and trainer."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+from step_records import full_step
+
+from asyncrl.config import RunConfig
+from asyncrl.run.generation_totals import GenerationTotals
+from asyncrl.run.progress import Progress
+from monitoring.config import MonitoringConfig
+from monitoring.live import LiveView
+from monitoring.metrics import ControllerMetrics, new_registry
+from monitoring.metrics_log import MetricsLog, read_metrics
+from wire.messages.from_generator import GeneratorReport
+from wire.messages.from_trainer import StepFinished
+from wire.records import (
+    EngineStats,
+    LearnerMetrics,
+    StalenessMetrics,
+    StepMetrics,
+    TokenCounts,
+    TrainerTimes,
+)
+from wire.weights.layout import WeightManifest
+
+
+class Generators:
+    """Stands in for the fleet: two generators, one of them lost, and an idle trainer."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = SimpleNamespace(
+            name="trainer", is_trainer=True, state="ready", trainer_report=None,
+            generator_report=None, policy_version=0, metrics_port=None,
+        )  # fmt: skip
+        self.workers: list[Any] = [
+            SimpleNamespace(
+                name=f"generator-{i}", is_trainer=False, state=state, generator_report=None,
+                policy_version=0, metrics_port=None,
+            )
+            for i, state in enumerate(("ready", "lost"))
+        ]  # fmt: skip
+        self.all_ready = True
+
+    def everyone(self) -> list[Any]:
+        return [self.trainer, *self.workers]
+
+    def generators(self) -> list[Any]:
+        return self.workers[:1]
+
+    def report(self, index: int, tokens: TokenCounts, busy_seconds: float = 0.0) -> None:
+        stats = EngineStats(tokens=tokens, busy_seconds=busy_seconds)
+        self.workers[index].generator_report = GeneratorReport(
+            f"generator-{index}", engine=stats, held=0, rewards_waiting=0, rewards_failed=0
+        )
+
+
+class Watched:
+    """A Progress and everything that can be seen of it."""
+
+    def __init__(self, path: Path, earlier: list[StepMetrics]) -> None:
+        self.path = path
+        self.registry: CollectorRegistry = new_registry()
+        self.said = io.StringIO()
+        view = LiveView(MonitoringConfig(live="plain"), 3, "run", Console(file=self.said, width=80))
+        self.log = MetricsLog(path)
+        self.progress = Progress(
+            RunConfig.model_validate({"scheduler": {"on_update": "verify"}}),
+            view=view,
+            log=self.log,
+            metrics=ControllerMetrics.register(self.registry, "controller"),
+            earlier=earlier,
+        )
+        self.fleet: Any = Generators()
+
+    def begin(self, first_step: int) -> None:
+        snapshot = SimpleNamespace(waits=(), samples_running=5, samples_held=2)
+        scheduler: Any = SimpleNamespace(snapshot=lambda: snapshot)
+        self.progress.show(self.fleet, None)
+        self.progress.training_begins(scheduler, first_step)
+
+    def finish(self, step: int, metrics: LearnerMetrics, times: TrainerTimes) -> StepMetrics:
+        manifest = WeightManifest(step + 1, "/nowhere", 0, ())
+        self.progress.step_finished(StepFinished(step, (step,), manifest, metrics, times))
+        return read_metrics(self.path)[-1]
+
+    def gauge(self, name: str, **labels: str) -> float:
+        value = self.registry.get_sample_value(name, {"process": "controller", **labels})
+        assert value is not None, name
+        return value
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    made = Watched(tmp_path / "metrics.jsonl", earlier=[])
+    yield made
+    made.log.close()
+
+
+def sent(**more: Any) -> LearnerMetrics:
+    """What a trainer sends when every number of it is known."""
+    full = full_step()
+    values = {name: getattr(full, name) for name in LearnerMetrics.__struct_fields__}
+    return LearnerMetrics(**{**values, **more})
+
+
+def test_what_the_trainer_sent_reaches_the_record_whole(watched: Watched) -> None:
+    watched.begin(0)
+    step = watched.finish(0, sent(), TrainerTimes())
+    for name in LearnerMetrics.__struct_fields__:
+        assert getattr(step, name) == getattr(sent(), name)
+    assert watched.gauge("asyncrl_reward_mean") == sent().learning.reward_mean
+    assert watched.gauge("asyncrl_staleness_max_steps") == sent().staleness.max
+
+
+def test_tokens_are_those_of_the_training_phase_and_of_the_run_before(tmp_path: Path) -> None:
+    before = StepMetrics(
+        step=4, time=1.0, wall_seconds=100.0, tokens=TokenCounts(generated=1000, rejected=5)
+    )
+    watched = Watched(tmp_path / "metrics.jsonl", earlier=[before])
+    watched.fleet.report(0, TokenCounts(generated=70))  # by the first evaluation
+    watched.begin(5)
+    watched.fleet.report(0, TokenCounts(generated=100, drafted=40, accepted=20))
+    watched.fleet.report(1, TokenCounts(generated=10, verified=3))
+    step = watched.finish(5, sent(staleness=StalenessMetrics(mean=0.5, max=1)), TrainerTimes())
+    watched.log.close()
+    assert step.tokens == TokenCounts(
+        generated=1040, drafted=40, accepted=20, verified=3, rejected=5
+    )
+    assert step.wall_seconds >= 100
+    watched.progress.training_ends()
+    result = watched.progress.result()
+    assert result["tokens_generated"] == 1040
+    assert result["tokens_reused"] == 20
+    assert (result["staleness_mean"], result["staleness_max"]) == (0.25, 1)
+    assert not result["exactly_on_policy"]
+
+
+def test_status_and_live_view_show_the_last_step(watched: Watched) -> None:
+    watched.begin(0)
+    watched.fleet.report(0, TokenCounts(generated=100, drafted=40, accepted=20))
+    watched.progress.show(watched.fleet, None)
+    step = watched.finish(0, sent(), TrainerTimes(wait_seconds=1e9))
+    status = watched.progress.status(watched.fleet, None)
+    assert status["reward_mean"] == step.learning.reward_mean
+    assert status["trainer_idle"] == step.idle.trainer == pytest.approx(1.0)
+    assert (status["draft_acceptance"], status["drafted_share"]) == (0.5, 0.2)
+    assert msgspec.json.encode(status)
+    watched.progress.show(watched.fleet, None)
+    assert "drafts accepted 50%" in watched.said.getvalue()
+
+
+def test_a_mismatch_on_fresh_tokens_is_said_once(watched: Watched) -> None:
+    watched.begin(0)
+    for step in range(2):
+        watched.finish(step, sent(), TrainerTimes())
+    assert watched.said.getvalue().count("engine and trainer disagree") == 1
+
+
+def test_rates_are_taken_over_three_seconds_at_least() -> None:
+    totals = GenerationTotals(began=0.0)
+    totals.update([EngineStats(tokens=TokenCounts(generated=50), busy_seconds=5.0)])
+    totals.begin(10.0)
+    rates = []
+    for second in range(1, 7):
+        stats = EngineStats(
+            tokens=TokenCounts(generated=50 + 10 * second**2), busy_seconds=5.0 + second / 2
+        )
+        totals.update([stats])
+        rates.append(totals.recent(10.0 + second))
+    assert rates[0].tokens_per_second == 10
+    assert rates[-1].tokens_per_second == (360 - 90) / 3
+    assert rates[-1].busy_share == pytest.approx(0.5)
+    assert totals.tokens == TokenCounts(generated=360)
+    assert totals.tokens_of_processes == TokenCounts(generated=410)
