@@ -1,4 +1,4 @@
-"""What a run has left behind, read for its report; nothing of it has to be there."""
+"""The files of a run, read for its report. Any of them may be missing."""
 
 from __future__ import annotations
 
@@ -25,22 +25,25 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class RunData:
-    """One run directory, in memory."""
+    """The contents of one run directory."""
 
     name: str
     steps: list[StepMetrics] = field(default_factory=list)
     """The records of metrics.jsonl, one per optimizer step, in order."""
     timelines: dict[str, list[Span]] = field(default_factory=dict)
-    """Process name to its spans, in the order in which they are drawn."""
+    """Process to its spans, in the order in which the processes are drawn."""
     slots: dict[str, list[SlotPiece]] = field(default_factory=dict)
-    """Generator name to what its slots were used for; processes without slots are left out."""
+    """Generator to the use of its slots. Processes without such a record are left out."""
     samples: list[SampleRecord] = field(default_factory=list)
+    """The records of samples.jsonl, in order."""
     result: Mapping[str, Any] | None = None
     """result.json; None while the run is not finished."""
     config_text: str = ""
+    """config.yaml as it is."""
     config: Mapping[str, Any] = field(default_factory=dict)
+    """config.yaml, parsed."""
     notes: list[str] = field(default_factory=list)
-    """What could not be read, in words for the reader of the report."""
+    """What could not be read, as sentences for the reader of the report."""
 
     def column(self, value: Callable[[StepMetrics], Measured]) -> list[float | None]:
         """`[S]` one number of each step; None where it was not measured."""
@@ -55,16 +58,16 @@ class RunData:
         return self.steps[-1].tokens if self.steps else TokenCounts()
 
     def outcome(self, name: str) -> float | None:
-        """A number of result.json, None if the run is not finished or it is not there."""
+        """A number of result.json; None if the run is not finished or has no such number."""
         return finite((self.result or {}).get(name))
 
     def evaluation_samples(self) -> int | None:
-        """How many held-out samples each accuracy is measured on."""
-        trials = self.outcome("evaluation_samples")
-        return int(trials) if trials is not None and trials >= 1 else None
+        """Number of held-out samples that each accuracy is measured on."""
+        samples = self.outcome("evaluation_samples")
+        return int(samples) if samples is not None and samples >= 1 else None
 
     def setting(self, path: str, default: Any = None) -> Any:
-        """A value of the configuration by its dotted path."""
+        """The setting at a dotted path, such as `run.steps`."""
         value: Any = self.config
         for key in path.split("."):
             if not isinstance(value, Mapping) or key not in value:
@@ -74,38 +77,40 @@ class RunData:
 
     @property
     def lenient(self) -> bool:
-        """Whether samples began with tokens of earlier epochs by the lenient, biased rule."""
+        """Whether samples began with tokens of earlier epochs, kept by the lenient, biased rule."""
         return bool(self.setting("cache.reuse") == "lenient")
 
     @property
-    def shown_samples(self) -> int:
+    def max_samples(self) -> int:
         """Most sample trajectories in the report."""
         default = MonitoringConfig().report_samples
-        wanted = self.setting("monitoring.report.samples", default)
-        return wanted if isinstance(wanted, int) and wanted >= 0 else default
+        chosen = self.setting("monitoring.report_samples", default)
+        return chosen if isinstance(chosen, int) and chosen >= 0 else default
 
 
 def load_run(run_dir: Path) -> RunData:
-    """Read what there is.
+    """Read the files that exist. What cannot be read is explained in `RunData.notes`.
 
     Raises:
-        ReportError: it is not a directory, or holds none of the files of a run.
+        ReportError: `run_dir` is no directory, or contains none of the files of a run.
     """
     if not run_dir.is_dir():
-        raise ReportError(f"there is no run directory {run_dir}; `ls {run_dir.parent}` lists runs")
+        raise ReportError(
+            f"there is no run directory {run_dir}; `ls {run_dir.parent}` lists the runs"
+        )
     known = ("config.yaml", "metrics.jsonl", "result.json", "timeline")
     if not any((run_dir / name).exists() for name in known):
         raise ReportError(
-            f"{run_dir} is not the directory of a run: none of {', '.join(known)} is in it. "
-            "Give the directory that `asyncrl run` made, such as runs/NAME"
+            f"{run_dir} is not the directory of a run: it contains none of {', '.join(known)}; "
+            "give a directory that `asyncrl run` has created, such as runs/NAME"
         )
     data = RunData(name=run_dir.resolve().name)
     _load_config(run_dir / "config.yaml", data)
-    data.result = _attempt(data, lambda: _load_result(run_dir / "result.json"), None)
-    data.steps = _attempt(data, lambda: read_metrics(run_dir / "metrics.jsonl"), [])
-    data.samples = _attempt(data, lambda: read_samples(run_dir / "samples.jsonl"), [])
+    data.result = _load_or_note(data, lambda: _load_result(run_dir / "result.json"), None)
+    data.steps = _load_or_note(data, lambda: read_metrics(run_dir / "metrics.jsonl"), [])
+    data.samples = _load_or_note(data, lambda: read_samples(run_dir / "samples.jsonl"), [])
     for path in sorted((run_dir / "timeline").glob("*.jsonl"), key=lambda path: _rank(path.stem)):
-        spans: list[Span] = _attempt(data, partial(read_spans, path), [])
+        spans: list[Span] = _load_or_note(data, partial(read_spans, path), [])
         if spans:
             data.timelines[path.stem] = spans
             _load_slots(run_dir / "slots" / path.name, data)
@@ -114,13 +119,13 @@ def load_run(run_dir: Path) -> RunData:
 
 def _load_slots(path: Path, data: RunData) -> None:
     if path.exists():
-        pieces: list[SlotPiece] = _attempt(data, partial(read_slots, path), [])
+        pieces: list[SlotPiece] = _load_or_note(data, partial(read_slots, path), [])
         if pieces:
             data.slots[path.stem] = pieces
 
 
 def _rank(process: str) -> tuple[int, str, int]:
-    """Controller, generators, trainers, the rest; numbers at the end in order of size."""
+    """Sort key: controller, generators, trainers, the rest; then by the number at the end."""
     stem = process.rstrip("0123456789")
     number = int(process[len(stem) :] or 0)
     order = ("controller", "generator", "trainer")
@@ -128,8 +133,8 @@ def _rank(process: str) -> tuple[int, str, int]:
     return place, stem, number
 
 
-def _attempt(data: RunData, load: Callable[[], T], otherwise: T) -> T:
-    """Load, or say in the report why not."""
+def _load_or_note(data: RunData, load: Callable[[], T], otherwise: T) -> T:
+    """The loaded value, or `otherwise` and a note that says what is wrong."""
     try:
         return load()
     except (RecordError, OSError) as error:
@@ -151,7 +156,7 @@ def _load_config(path: Path, data: RunData) -> None:
         data.config_text = path.read_text(encoding="utf-8", errors="replace")
         parsed = yaml.safe_load(data.config_text)
     except FileNotFoundError:
-        data.notes.append("config.yaml is missing, so the settings of the run are not shown.")
+        data.notes.append("config.yaml is missing, so the run's settings are not shown.")
         return
     except (OSError, yaml.YAMLError) as error:
         data.notes.append(f"config.yaml cannot be read: {error}")

@@ -1,4 +1,4 @@
-"""The top of the report: the run's name, one sentence, and the numbers that matter most."""
+"""The top of the report: the run's name, one sentence, and the most important numbers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from monitoring.report.windows import training_window, whole_window
 from monitoring.wording import UNKNOWN, count, duration, number, percent
 
 LENIENT = (
-    "Lenient reuse (cache.reuse: lenient): samples began with tokens of earlier epochs, kept more "
-    "often than the policy would say them. Their staleness is 0 by version, but they do NOT follow "
-    "the policy that was trained on them: these rollouts are biased (docs/exactness.md)."
+    "Lenient reuse (cache.reuse: lenient): samples began with tokens of earlier epochs, which were "
+    "kept more often than the policy would generate them. By version their staleness is 0, but "
+    "they do NOT follow the policy that was trained on them: these rollouts are biased "
+    "(docs/exactness.md)."
 )
 
 
 def headline(data: RunData) -> list[Child]:
-    """Name, one sentence, settings that matter, and the numbers."""
+    """Name, one sentence, the main settings, warnings, and a tile for each number."""
     return [
         element("div", "asyncrl run report", class_="eyebrow"),
         element("h1", data.name),
         element("p", sentence(data), class_="lead"),
-        element("div", _facts(data), class_="facts"),
+        element("div", _main_settings(data), class_="facts"),
         element("p", LENIENT, class_="note") if data.lenient else None,
         [element("p", note, class_="note") for note in data.notes],
         element("div", *_tiles(data), class_="tiles"),
@@ -33,23 +34,45 @@ def sentence(data: RunData) -> str:
     """The run in one sentence."""
     before, after = data.outcome("accuracy_before"), data.outcome("accuracy_after")
     steps, wall = _steps_done(data), _wall_seconds(data)
-    took = f"{steps} optimizer step{'' if steps == 1 else 's'}"
+    extent = f"{steps} optimizer step{'' if steps == 1 else 's'}"
     if wall is not None:
-        took += f" and {duration(wall)}"
+        extent += f" and {duration(wall)}"
     if data.result is None:
         planned = data.setting("run.steps")
-        of = f" of {planned}" if isinstance(planned, int) else ""
+        total = f" of {planned}" if isinstance(planned, int) else ""
         return (
-            f"This run has not finished: its records end after step {steps}{of}. "
-            "The numbers are as of then."
+            f"This run has not finished. Its records end after step {steps}{total}, and the "
+            "numbers below are those so far."
         )
     if before is None or after is None:
-        return f"The run took {took}."
-    verb = "rose" if after > before else "fell" if after < before else "stayed"
-    return f"Held-out accuracy {verb} from {percent(before, 1)} to {percent(after, 1)} in {took}."
+        return f"The run took {extent}."
+    if after == before:
+        return f"Held-out accuracy stayed at {percent(after, 1)} in {extent}."
+    verb = "rose" if after > before else "fell"
+    return f"Held-out accuracy {verb} from {percent(before, 1)} to {percent(after, 1)} in {extent}."
 
 
-def _facts(data: RunData) -> list[Child]:
+def staleness(data: RunData) -> tuple[float | None, float | None]:
+    """Mean and maximum over the run's trained tokens, in optimizer steps; None if unknown."""
+    average, largest = data.outcome("staleness_mean"), data.outcome("staleness_max")
+    if average is None:
+        average = mean(data.column(lambda step: step.staleness.mean))
+    if largest is None and data.steps:
+        largest = max(step.staleness.max for step in data.steps)
+    return average, largest
+
+
+def empty_slots(data: RunData) -> float | None:
+    """Share of the generators' slot time in the training phase in which slots were empty."""
+    if not data.slots or not data.timelines:
+        return None
+    training = training_window(data, whole_window(data.timelines))
+    pieces = [piece for generator in data.slots.values() for piece in generator]
+    shares = slot_shares(pieces, training.start, training.end)
+    return shares.get(SlotUse.IDLE.value, 0.0) if shares else None
+
+
+def _main_settings(data: RunData) -> list[Child]:
     settings = (
         ("engine", (data.result or {}).get("engine") or data.setting("engine.kind")),
         ("algorithm", data.setting("trainer.algorithm")),
@@ -79,95 +102,8 @@ def _wall_seconds(data: RunData) -> float | None:
     return wall
 
 
-def _tile(name: str, value: Child, more: str, *, hero: bool = False) -> Markup:
-    return element(
-        "div",
-        element("div", name, class_="name"),
-        element("div", value, class_="value"),
-        element("div", more, class_="more"),
-        class_="tile hero" if hero else "tile",
-    )
-
-
-def _tiles(data: RunData) -> list[Markup]:
-    steps, wall = _steps_done(data), _wall_seconds(data)
-    generated, reused = _tokens(data)
-    step_seconds = mean(data.column(lambda step: step.step_seconds))
-    rate = mean(data.column(lambda step: step.tokens_per_second))
-    if rate is None and generated is not None and wall:
-        rate = generated / wall
-    planned = data.setting("run.steps")
-    share = reused / generated if reused is not None and generated else None
-    took = f"{steps} of {planned} planned steps" if planned else f"{steps} steps"
-    if step_seconds is not None:
-        took += f", {duration(step_seconds)} each"
-    return [
-        _accuracy_tile(data),
-        _tile("wall time", duration(wall), took),
-        _tile("tokens per second", count(rate), f"{count(generated)} response tokens in all"),
-        _staleness_tile(data),
-        _verified_tile(data, generated),
-        _tile("reused tokens", percent(share), f"{count(reused)} came from accepted drafts"),
-        _idle_tile(data),
-    ]
-
-
-def _staleness_tile(data: RunData) -> Markup:
-    stale, worst = staleness(data)
-    if worst == 0:
-        if data.lenient:
-            return _tile("staleness", "0", "by version only: lenient reuse is not on-policy")
-        if data.setting("scheduler.sample_deadline_seconds") is not None:
-            return _tile("staleness", "0", "but a deadline may have cut samples: see the settings")
-        return _tile("staleness", "0", "exactly on-policy: no token of an older policy")
-    return _tile("staleness", number(stale), f"steps in the mean, {number(worst, 0)} at most")
-
-
-def staleness(data: RunData) -> tuple[float | None, float | None]:
-    """Mean and largest over the run's trained tokens, in optimizer steps; None: not known."""
-    stale, worst = data.outcome("staleness_mean"), data.outcome("staleness_max")
-    if stale is None:
-        stale = mean(data.column(lambda step: step.staleness.mean))
-    if worst is None:
-        worst = max(
-            (v for v in data.column(lambda step: step.staleness.max) if v is not None), default=None
-        )
-    return stale, worst
-
-
-def _verified_tile(data: RunData, generated: float | None) -> Markup:
-    kept, again = data.tokens().verified, data.tokens().rejected
-    name = "of older policies, kept"
-    if not kept + again:
-        return _tile(name, UNKNOWN, "nothing of an older policy was verified")
-    more = f"of {count(kept + again)} tokens verified; {count(again)} written again"
-    if generated:
-        more += f", {percent(again / generated, 1)} of all written"
-    return _tile(name, percent(kept / (kept + again)), more)
-
-
-def _idle_tile(data: RunData) -> Markup:
-    generators = percent(mean(data.column(lambda step: step.idle.generator)))
-    trainer = percent(mean(data.column(lambda step: step.idle.trainer)))
-    more = "of their time"
-    empty = empty_slots(data)
-    if empty is not None:
-        more += f"; {percent(empty)} of slot time is empty"
-    value: list[Child] = [generators, element("span", "·", class_="arrow"), trainer]
-    return _tile("idle: generators · trainer", value, more)
-
-
-def empty_slots(data: RunData) -> float | None:
-    """Share of the generators' slot time, over the training phase, in which slots stood empty."""
-    if not data.slots or not data.timelines:
-        return None
-    start, end = training_window(data, whole_window(data.timelines))
-    pieces = [piece for each in data.slots.values() for piece in each]
-    shares = slot_shares(pieces, start, end)
-    return shares.get(SlotUse.IDLE.value, 0.0) if shares else None
-
-
-def _tokens(data: RunData) -> tuple[float | None, float | None]:
+def _tokens(data: RunData) -> tuple[float, float]:
+    """Response tokens of the run: generated, and accepted from drafts."""
     generated, reused = data.outcome("tokens_generated"), data.outcome("tokens_reused")
     return (
         data.tokens().generated if generated is None else generated,
@@ -175,20 +111,97 @@ def _tokens(data: RunData) -> tuple[float | None, float | None]:
     )
 
 
+def _tile(name: str, value: Child, details: str, *, hero: bool = False) -> Markup:
+    return element(
+        "div",
+        element("div", name, class_="name"),
+        element("div", value, class_="value"),
+        element("div", details, class_="more"),
+        class_="tile hero" if hero else "tile",
+    )
+
+
+def _tiles(data: RunData) -> list[Markup]:
+    return [
+        _accuracy_tile(data),
+        _time_tile(data),
+        _throughput_tile(data),
+        _staleness_tile(data),
+        _verification_tile(data),
+        _reuse_tile(data),
+        _idle_tile(data),
+    ]
+
+
 def _accuracy_tile(data: RunData) -> Markup:
     before, after = data.outcome("accuracy_before"), data.outcome("accuracy_after")
-    trials = data.evaluation_samples()
-    value: list[Child] = [
-        percent(before, 1),
-        element("span", "→", class_="arrow"),
-        percent(after, 1),
-    ]
-    more = "not measured"
+    samples = data.evaluation_samples()
+    arrow = element("span", "→", class_="arrow")
+    details = "not measured"
     if before is not None and after is not None:
-        more = f"{100 * (after - before):+.1f} points"
-        if trials is not None and 0 <= before <= 1 and 0 <= after <= 1:
-            low, high = difference_interval(before, after, trials)
-            more += (
-                f", 95% interval {100 * low:+.1f} to {100 * high:+.1f}, {trials} held-out samples"
+        details = f"{100 * (after - before):+.1f} points"
+        if samples is not None and 0 <= before <= 1 and 0 <= after <= 1:
+            low, high = difference_interval(before, after, samples)
+            details += f", 95% interval {100 * low:+.1f} to {100 * high:+.1f}"
+            details += f", {samples} held-out samples"
+    value: list[Child] = [percent(before, 1), arrow, percent(after, 1)]
+    return _tile("held-out accuracy, before → after", value, details, hero=True)
+
+
+def _time_tile(data: RunData) -> Markup:
+    steps, planned = _steps_done(data), data.setting("run.steps")
+    details = f"{steps} of {planned} planned steps" if planned else f"{steps} steps"
+    each = mean(data.column(lambda step: step.step_seconds))
+    if each is not None:
+        details += f", {duration(each)} each"
+    return _tile("training time", duration(_wall_seconds(data)), details)
+
+
+def _throughput_tile(data: RunData) -> Markup:
+    generated, wall = _tokens(data)[0], _wall_seconds(data)
+    rate = mean(data.column(lambda step: step.tokens_per_second))
+    if rate is None and wall:
+        rate = generated / wall
+    return _tile("tokens per second", count(rate), f"{count(generated)} response tokens in total")
+
+
+def _staleness_tile(data: RunData) -> Markup:
+    average, largest = staleness(data)
+    if largest == 0:
+        if data.lenient:
+            return _tile("staleness", "0", "by version only: lenient reuse is not on-policy")
+        if data.setting("scheduler.sample_deadline_seconds") is not None:
+            return _tile(
+                "staleness", "0", "but the deadline may have cut samples: see the settings"
             )
-    return _tile("accuracy on held-out questions, before → after", value, more, hero=True)
+        return _tile("staleness", "0", "exactly on-policy: every token follows the trained policy")
+    return _tile("staleness", number(average), f"steps on average, {number(largest, 0)} at most")
+
+
+def _verification_tile(data: RunData) -> Markup:
+    kept, rejected = data.tokens().verified, data.tokens().rejected
+    name = "kept by verification"
+    if not kept + rejected:
+        return _tile(name, UNKNOWN, "no token of an older policy was verified")
+    details = f"of {count(kept + rejected)} tokens verified; {count(rejected)} regenerated"
+    generated = _tokens(data)[0]
+    if generated:
+        details += f", {percent(rejected / generated, 1)} of all generated"
+    return _tile(name, percent(kept / (kept + rejected)), details)
+
+
+def _reuse_tile(data: RunData) -> Markup:
+    generated, reused = _tokens(data)
+    share = reused / generated if generated else None
+    return _tile("reused tokens", percent(share), f"{count(reused)} came from accepted drafts")
+
+
+def _idle_tile(data: RunData) -> Markup:
+    generators = percent(mean(data.column(lambda step: step.idle.generator)))
+    trainer = percent(mean(data.column(lambda step: step.idle.trainer)))
+    details = "of their time"
+    empty = empty_slots(data)
+    if empty is not None:
+        details += f"; {percent(empty)} of slot time is empty"
+    value: list[Child] = [generators, element("span", "·", class_="arrow"), trainer]
+    return _tile("idle: generators · trainer", value, details)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from monitoring.occupancy import SlotPiece, SlotUse, slot_shares
+from monitoring.report.lanes import Window
 from monitoring.report.markup import Child, Markup, element
 from monitoring.report.slot_strip import NAMES, STYLES
 from monitoring.spans import UNACCOUNTED, Span, idle_by_cause
@@ -15,9 +16,9 @@ _BUSY = "c1"
 _OTHER = "c6"
 
 
-def idle_card(lanes: Mapping[str, Sequence[Span]], start: float, end: float) -> Markup:
-    """Each process's idle share of `[start, end)` by cause."""
-    shares = {name: idle_by_cause(spans, start, end) for name, spans in lanes.items()}
+def idle_card(lanes: Mapping[str, Sequence[Span]], window: Window) -> Markup:
+    """Each process's idle share of the window, by cause."""
+    shares = {name: idle_by_cause(spans, window.start, window.end) for name, spans in lanes.items()}
     totals: dict[str, float] = {}
     for causes in shares.values():
         for cause, share in causes.items():
@@ -42,9 +43,9 @@ def idle_card(lanes: Mapping[str, Sequence[Span]], start: float, end: float) -> 
     )
 
 
-def slots_card(slots: Mapping[str, Sequence[SlotPiece]], start: float, end: float) -> Markup | None:
-    """How each generator's slots were used in `[start, end)`; None if nothing is recorded."""
-    shares = {name: slot_shares(pieces, start, end) for name, pieces in slots.items()}
+def slots_card(slots: Mapping[str, Sequence[SlotPiece]], window: Window) -> Markup | None:
+    """How each generator's slots were used in the window; None if nothing is recorded."""
+    shares = {name: slot_shares(pieces, window.start, window.end) for name, pieces in slots.items()}
     idle = SlotUse.IDLE.value
     lines = []
     for name, uses in shares.items():

@@ -51,6 +51,14 @@ def growth(values: Values) -> list[float | None]:
     return out
 
 
+def less(whole: Values, *parts: Values) -> list[float | None]:
+    """What the parts leave of the whole, at least 0. Unknown parts count as 0."""
+    return [
+        None if value is None else max(0.0, value - sum(part or 0.0 for part in taken))
+        for value, *taken in zip(whole, *parts, strict=True)
+    ]
+
+
 def mean(values: Values) -> float | None:
     """Mean of the known values, None if there are none."""
     known = [value for value in values if value is not None]

@@ -1,4 +1,4 @@
-"""Which parts of a run the report looks at: all of it, the training phase, a few steps of it."""
+"""The parts of a run that the report draws: all of it, the training phase, a few steps."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from monitoring.report.lanes import Window
 from monitoring.spans import Span
 
 ZOOM_STEPS = 3
-"""The section shown larger spans this many steps in the middle of the run."""
+"""Number of steps in the enlarged window from the middle of the run."""
 
 
 def whole_window(lanes: Mapping[str, Sequence[Span]]) -> Window:
-    """From the first span to the end of the last."""
+    """From the start of the first span to the end of the last."""
     start = min(span.start for spans in lanes.values() for span in spans)
     end = max(span.end for spans in lanes.values() for span in spans)
     return Window(start, end, start)
 
 
 def middle_window(data: RunData, whole: Window) -> Window:
-    """A few steps in the middle of the run, or a twentieth of it where steps have no times."""
+    """A few steps in the middle of the run; a twentieth of it if no steps are recorded."""
     times = [step.time for step in data.steps if whole.start <= step.time <= whole.end]
     if len(times) >= 2:
         middle = len(times) // 2
@@ -37,12 +37,12 @@ def middle_window(data: RunData, whole: Window) -> Window:
     return Window(centre - half, centre + half, whole.origin)
 
 
-def training_window(data: RunData, whole: Window) -> tuple[float, float]:
-    """From the beginning of the first recorded step to the end of the last, else everything."""
+def training_window(data: RunData, whole: Window) -> Window:
+    """From the start of the first step to the end of the last; the whole run without steps."""
     if data.steps:
         first, last = data.steps[0], data.steps[-1]
         start = max(whole.start, first.time - first.step_seconds)
         end = min(whole.end, last.time)
         if end > start:
-            return start, end
-    return whole.start, whole.end
+            return Window(start, end, whole.origin)
+    return whole

@@ -1,9 +1,9 @@
 """Write `report.html`: a run on one self-contained page.
 
-`data` reads the run's files. `headline`, `sections`, `samples` and `time_line` turn them into the
-parts of the page; they draw with `plots`, `lanes` and `slot_strip`. `page` wraps the result in a
-document. The report of a run that is still running, or that ended early, shows the records so far
-and says so.
+`data` reads the run's files. Each part of the page is one module (`headline`, `learning`, `work`,
+`time_line`, `sections`, `health`); they draw with `plots`, `lanes` and `stacks`. `page` wraps the
+result in a document. The report of a run that is still running, or that ended early, shows the
+records so far and says so.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from pathlib import Path
 
 from monitoring.report.data import RunData, load_run
 from monitoring.report.headline import headline
+from monitoring.report.health import health
+from monitoring.report.learning import learning
 from monitoring.report.markup import element
 from monitoring.report.page import page
-from monitoring.report.sections import internals, learning, samples, settings, work
+from monitoring.report.sections import samples, settings
 from monitoring.report.time_line import time_line
+from monitoring.report.work import work
 
 FILE_NAME = "report.html"
 
@@ -48,7 +51,7 @@ def render(data: RunData, written: datetime) -> str:
         work(data),
         time_line(data),
         samples(data),
-        internals(data),
+        health(data),
         settings(data),
         element("footer", f"Written {written:%d %B %Y, %H:%M} UTC by asyncrl."),
     ]

@@ -76,20 +76,20 @@ def test_a_finished_run_on_one_page(run):
         "engine  torch",
         "of 60 planned",
         "Reward",
-        "Rollout tokens, reused and generated",
+        "Rollout tokens",
         "Staleness",
         "Where the time of a step goes",
         "Engine against trainer",
         "waiting for trajectories",
         "generator-1",
         "step 31 done",
-        "Distance from the behaviour policy",
+        "KL divergence from the behaviour policy",
         "Importance capped",
         "drafted from the cache and accepted",
         "max_off_policy_steps",
         "share of slot time",
         "of 64 slots",
-        "of all written",
+        "of all generated",
     ):
         assert expected in read
     assert len(text) < 1_000_000
@@ -111,7 +111,7 @@ def test_only_a_run_without_stale_or_lenient_tokens_is_called_on_policy(tmp_path
     assert "biased" not in read
     read = written_with(run, staleness_mean=0.3, staleness_max=1.0)
     assert "exactly on-policy" not in read
-    assert "steps in the mean, 1 at most" in read
+    assert "steps on average, 1 at most" in read
     read = written_with(run, config="cache: {reuse: lenient}\n")
     assert "exactly on-policy" not in read
     assert "do NOT follow" in read
@@ -140,7 +140,7 @@ def test_an_unfinished_run_says_so(tmp_path, synthetic):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step":7,"rew')
     read = words(write_report(run).read_text())
-    assert "This run has not finished: its records end after step 7 of 7" in read
+    assert "This run has not finished. Its records end after step 7 of 7" in read
     assert "Not evaluated." in read
 
 
@@ -155,7 +155,7 @@ def test_only_a_configuration_is_enough(tmp_path):
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(ReportError, match="no run directory"):
         write_report(tmp_path / "nothing")
-    with pytest.raises(ReportError, match=r"none of config\.yaml"):
+    with pytest.raises(ReportError, match=r"contains none of config\.yaml"):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -215,3 +215,9 @@ def test_the_page_forbids_loading_and_follows_the_system_colours(run):
     assert "prefers-color-scheme: dark" in text
     assert "http://" not in text
     assert "https://" not in text
+
+
+def test_the_setting_of_the_run_bounds_the_samples_shown(tmp_path, synthetic):
+    run = synthetic.make_run(tmp_path / "r", steps=10)
+    (run / "config.yaml").write_text("monitoring: {report_samples: 2}\n")
+    assert write_report(run).read_text().count('class="sample"') == 2

@@ -1,0 +1,112 @@
+"""The report's section on the health of the training: numbers that reveal defects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from monitoring.report.data import RunData
+from monitoring.report.markup import Markup, element
+from monitoring.report.plots import Series, line_plot
+from monitoring.report.sections import section
+from wire.records import Measured, StepMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class _Indicator:
+    """A number of each step, and how it is plotted."""
+
+    title: str
+    value: Callable[[StepMetrics], Measured]
+    note: str
+    style: str = "c1"
+    unit: str = ""
+    from_zero: bool = True
+    """Whether the y axis starts at 0."""
+
+
+_INDICATORS = (
+    _Indicator(
+        "Engine against trainer",
+        lambda step: step.mismatch.fresh_abs_mean,
+        "Mean absolute difference of the two log-probabilities of the same token.",
+        "c5",
+        "nats",
+    ),
+    _Indicator(
+        "Response length",
+        lambda step: step.batch.response_length_mean,
+        "Mean over the step's samples.",
+        "c4",
+        "tokens",
+        from_zero=False,
+    ),
+    _Indicator(
+        "Entropy",
+        lambda step: step.learning.entropy,
+        "Of the policy in training, mean over tokens.",
+        "c3",
+        "nats",
+    ),
+    _Indicator(
+        "Loss", lambda step: step.learning.loss, "Before the optimizer's step.", from_zero=False
+    ),
+    _Indicator("Gradient norm", lambda step: step.learning.grad_norm, "Before clipping."),
+    _Indicator(
+        "KL divergence from the behaviour policy",
+        lambda step: step.mismatch.kl,
+        "Estimated per token.",
+        "c2",
+        "nats",
+        from_zero=False,
+    ),
+    _Indicator(
+        "Standard deviation of rewards",
+        lambda step: step.learning.reward_std,
+        "Over the step's samples.",
+        "c4",
+    ),
+    _Indicator(
+        "Learning rate", lambda step: step.learning.learning_rate, "Of the optimizer's step.", "c6"
+    ),
+)
+
+
+def health(data: RunData) -> Markup | None:
+    """A plot of each indicator that was recorded; None if there is none."""
+    plots = []
+    for indicator in (*_INDICATORS, *_signals(data)):
+        values = data.column(indicator.value)
+        if any(value is not None for value in values):
+            plots.append(
+                line_plot(
+                    indicator.title,
+                    data.step_numbers(),
+                    [Series(indicator.title.lower(), values, indicator.style)],
+                    note=indicator.note,
+                    y_label=indicator.unit,
+                    y_limits=(0.0 if indicator.from_zero else None, None),
+                )
+            )
+    if not plots:
+        return None
+    return section(
+        "Health of the training",
+        "The difference between engine and trainer should stay near zero: it shows that both "
+        "compute the same policy.",
+        element("div", plots, class_="grid"),
+    )
+
+
+def _signals(data: RunData) -> list[_Indicator]:
+    """An indicator for each signal that the algorithm reports."""
+    names = {name: None for step in data.steps for name in step.algorithm}
+    note = "Reported by the algorithm."
+    return [
+        _Indicator(name.replace("_", " ").capitalize(), _signal(name), note, "c2", from_zero=False)
+        for name in names
+    ]
+
+
+def _signal(name: str) -> Callable[[StepMetrics], Measured]:
+    return lambda step: step.algorithm.get(name)

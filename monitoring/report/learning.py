@@ -1,0 +1,114 @@
+"""The report's section on learning: the reward of each step, and the held-out accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from monitoring.report.data import RunData
+from monitoring.report.markup import Child, Markup, element
+from monitoring.report.plots import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    TOP,
+    WIDTH,
+    Series,
+    empty,
+    figure,
+    line_plot,
+)
+from monitoring.report.sections import section
+from monitoring.report.series import smooth, ticks, wilson
+from monitoring.wording import percent
+
+_RIGHT = 28
+
+
+def learning(data: RunData) -> Markup:
+    """Rewards and held-out accuracy."""
+    return section(
+        "Learning",
+        "The reward is that of the samples that each step trained on. Accuracy is measured on "
+        "held-out prompts, sampled as in training.",
+        element("div", _reward(data), _evaluation(data), class_="grid"),
+    )
+
+
+def _reward(data: RunData) -> Markup:
+    if not data.steps:
+        return empty("Reward", "No step is finished yet.")
+    rewards = data.column(lambda step: step.learning.reward_mean)
+    return line_plot(
+        "Reward",
+        data.step_numbers(),
+        [
+            Series("smoothed", smooth(rewards), "c1"),
+            Series("mean of the step", rewards, "c1", faint=True),
+        ],
+        note="Mean over each step's samples (thin) and its moving average (bold).",
+        y_label="reward",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Accuracy:
+    """One evaluation: its accuracy and the 95% interval."""
+
+    name: str
+    style: str
+    value: float
+    low: float
+    high: float
+
+    @property
+    def description(self) -> str:
+        """Value and interval as text."""
+        interval = f"{percent(self.low, 1)} to {percent(self.high, 1)}"
+        return f"{self.name}: {percent(self.value, 1)} ({interval})"
+
+
+def _evaluation(data: RunData) -> Markup:
+    samples = data.evaluation_samples()
+    accuracies = []
+    for name, style in (("before", "c6"), ("after", "c3")):
+        value = data.outcome(f"accuracy_{name}")
+        if value is not None and 0 <= value <= 1:
+            low, high = wilson(value, samples) if samples else (value, value)
+            accuracies.append(_Accuracy(name, style, value, low, high))
+    if not accuracies:
+        return empty("Held-out accuracy", "Not evaluated.")
+    note = f"With 95% intervals from {samples} samples." if samples else ""
+    return figure("Held-out accuracy", note, _intervals(accuracies))
+
+
+def _intervals(accuracies: Sequence[_Accuracy]) -> Markup:
+    low = max(0.0, min(each.low for each in accuracies) - 0.08)
+    high = min(1.0, max(each.high for each in accuracies) + 0.08)
+    bottom = HEIGHT - BOTTOM
+
+    def x(value: float) -> float:
+        return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - _RIGHT)
+
+    marks: list[Child] = []
+    for value in ticks(low, high, 6):
+        marks.append(element("line", x1=x(value), x2=x(value), y1=TOP, y2=bottom, class_="grid"))
+        marks.append(element("text", percent(value), x=x(value), y=bottom + 15, class_="tick mid"))
+    for index, each in enumerate(accuracies):
+        y = TOP + (bottom - TOP) * (index + 0.5) / len(accuracies)
+        left, right, middle = x(each.low), x(each.high), x(each.value)
+        bar = (
+            f"M{left:.1f} {y - 6:.1f}v12M{left:.1f} {y:.1f}H{right:.1f}M{right:.1f} {y - 6:.1f}v12"
+        )
+        shape = [element("path", d=bar), element("circle", cx=middle, cy=y, r=6)]
+        label = percent(each.value, 1)
+        marks += [
+            element("text", each.name, x=LEFT - 12, y=y + 4, class_="lane end"),
+            element("g", element("title", each.description), shape, class_=f"line {each.style}"),
+            element("text", label, x=middle, y=y - 14, class_="value-label mid"),
+        ]
+    centre = (LEFT + WIDTH - _RIGHT) / 2
+    marks.append(element("text", "accuracy", x=centre, y=HEIGHT - 5, class_="label mid"))
+    return element(
+        "svg", marks, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label="held-out accuracy"
+    )
