@@ -33,7 +33,7 @@ def test_a_step_is_consumed_with_its_own_groups_only(groups):
     assert ledger.counts().consumed == 0
 
 
-def test_nothing_is_settled_twice_or_unissued():
+def test_a_group_is_settled_once_and_only_if_issued():
     ledger, _ = filled()
     ledger.fail(0)
     for settle in (ledger.arrive, ledger.fail):
@@ -45,7 +45,7 @@ def test_nothing_is_settled_twice_or_unissued():
         ledger.consume(0, ())
 
 
-def test_withdrawn_groups_are_issued_again_but_remain_known():
+def test_withdrawn_groups_are_issued_again_and_count_as_issued():
     ledger, groups = filled(steps=3)
     ledger.fail(5)
     ledger.withdraw_after(0)

@@ -1,4 +1,4 @@
-"""Single events: what each one leads to, what is ignored, what is refused."""
+"""Single events: the commands that they yield, and which events are ignored or refused."""
 
 import pytest
 
@@ -35,7 +35,7 @@ from scheduler.scheduler import Scheduler
 
 
 def scheduler_of(*generators, slots=4, steps=3, **settings):
-    """Two samples a group, one group a step; the trainer has joined. Also returns the commands."""
+    """A scheduler (two samples a group, one group a step) after the joins, and its commands."""
     keep = {"on_update": "keep", "max_off_policy_steps": 1}
     config = SchedulerConfig(**{"group_size": 2, "groups_per_step": 1, **keep, **settings})
     scheduler = Scheduler(config, first_step=0, total_steps=steps)
@@ -89,7 +89,7 @@ def test_asynchronous_run_starts_the_next_step_at_once():
     assert s.snapshot().last_open_step == 1
 
 
-def test_published_and_finished_may_come_in_either_order():
+def test_weights_published_and_step_finished_may_arrive_in_either_order():
     s, _ = scheduler_of("a", max_off_policy_steps=0)
     finish(s, "a", 0)
     acknowledge(s, "a", 0)
@@ -98,7 +98,7 @@ def test_published_and_finished_may_come_in_either_order():
     assert s.on_event(StepFinished(0, (0,))) == starts("a", (1, 0), (1, 1))
 
 
-def test_a_lost_generators_work_goes_elsewhere_and_late_news_changes_nothing():
+def test_work_of_a_lost_generator_moves_and_its_late_events_change_nothing():
     s, _ = scheduler_of("a", "b", max_off_policy_steps=0)
     finish(s, "a", 0, samples=[0])
     assert s.on_event(GeneratorLost("a")) == starts("b", (0, 0), (0, 1))
@@ -107,7 +107,7 @@ def test_a_lost_generators_work_goes_elsewhere_and_late_news_changes_nothing():
     assert len(finish(s, "b", 0)) == 1
 
 
-def test_an_acknowledgement_is_believed_after_the_loss():
+def test_an_acknowledgement_counts_after_the_loss():
     s, _ = scheduler_of("a", "b", max_off_policy_steps=0)
     finish(s, "a", 0)
     acknowledge(s, "a", 0, samples=[0])
@@ -136,7 +136,7 @@ def test_attempts_run_out():
     assert s.snapshot().waits[0] == "the groups wait for a generator to join"
 
 
-def test_a_failed_sample_takes_its_group_and_the_step_goes_on_without_it():
+def test_a_failed_sample_fails_its_group_and_the_step_continues_without_it():
     s, _ = scheduler_of("a", max_off_policy_steps=0, groups_per_step=2)
     finish(s, "a", 0, samples=[0])
     commands = s.on_event(SampleFailed("a", SampleId(0, 1), "reward raised"))
@@ -160,7 +160,7 @@ def test_a_step_without_groups_ends_the_run_once_the_steps_before_it_are_trained
     ]
 
 
-def test_one_install_at_a_time_then_the_newest():
+def test_one_install_at_a_time_then_the_latest():
     s, _ = scheduler_of("a", "slow", max_off_policy_steps=2, steps=5)
     for step in range(2):
         owner = s.state.groups[step].owner.name
@@ -173,7 +173,7 @@ def test_one_install_at_a_time_then_the_newest():
     assert "policy version 1 waits to be installed by a" in s.snapshot().waits
 
 
-def test_overwritten_weights_are_not_asked_for_again_before_newer_ones_are_there():
+def test_overwritten_weights_are_installed_again_only_when_newer_ones_are_published():
     s, _ = scheduler_of("a", max_off_policy_steps=1, steps=5)
     for step in range(2):
         finish(s, "a", step)
@@ -183,12 +183,12 @@ def test_overwritten_weights_are_not_asked_for_again_before_newer_ones_are_there
     assert s.on_event(WeightsInstalled("a", 0)) == [], "step 1 is being trained: overwritten"
     s.on_event(StepFinished(1, (1,)))
     assert s.on_event(WeightsPublished(2))[0] == InstallWeights("a", 2)
-    assert s.on_event(WeightsInstalled("a", 0)) == [], "old news: nothing newer can be there"
+    assert s.on_event(WeightsInstalled("a", 0)) == [], "repeated: nothing newer exists yet"
     assert "policy version 2 waits to be installed by a" in s.snapshot().waits
     assert s.on_event(WeightsInstalled("a", 2)) != []
 
 
-def test_pause_stops_starting_and_resume_goes_on():
+def test_pause_starts_no_samples_and_resume_continues():
     s, _ = scheduler_of("a", slots=1, max_off_policy_steps=0, groups_per_step=4)
     assert s.on_event(PauseRequested()) == [PauseGenerator("a")]
     assert s.on_event(PauseRequested()) == []
@@ -201,7 +201,7 @@ def test_pause_stops_starting_and_resume_goes_on():
     assert StartSample("a", SampleId(1, 0)) in commands
 
 
-def test_stop_finishes_the_step_in_hand_and_withdraws_the_next():
+def test_stop_finishes_the_current_step_and_withdraws_the_next():
     s, _ = scheduler_of("a", max_off_policy_steps=1)
     commands = s.on_event(StopRequested())
     assert commands == [DiscardSamples("a", (SampleId(1, 0), SampleId(1, 1)))]
@@ -212,7 +212,7 @@ def test_stop_finishes_the_step_in_hand_and_withdraws_the_next():
     assert s.on_event(StopRequested()) == []
 
 
-def test_stop_finishes_what_the_trainer_was_told_to_train():
+def test_stop_finishes_the_declared_steps():
     s, _ = scheduler_of("a", max_off_policy_steps=2)
     for group in (0, 1):
         finish(s, "a", group)
@@ -223,7 +223,7 @@ def test_stop_finishes_what_the_trainer_was_told_to_train():
     assert s.on_event(StepFinished(1, (1,))) == [FinishRun(RunOutcome.STOPPED)]
 
 
-def test_stop_with_nothing_started_or_nobody_left_ends_at_once():
+def test_stop_ends_at_once_if_nothing_was_started_or_no_generator_is_left():
     s, _ = scheduler_of(max_off_policy_steps=0)
     assert s.on_event(StopRequested()) == [FinishRun(RunOutcome.STOPPED)]
     s, _ = scheduler_of("a", max_off_policy_steps=0)
@@ -276,7 +276,7 @@ def test_impossible_events_are_refused_and_change_nothing(event, message):
     s.check()
 
 
-def test_a_trainer_of_another_version_or_that_lost_its_groups_is_refused():
+def test_a_trainer_with_another_version_or_without_its_groups_is_refused():
     s, _ = scheduler_of("a", max_off_policy_steps=0)
     assert s.on_event(TrainerJoined(0)) == []
     finish(s, "a", 0)
@@ -311,6 +311,6 @@ def test_a_step_consumed_with_other_groups_is_refused():
 
 
 @pytest.mark.parametrize(("first", "total"), [(-1, 2), (2, 2)])
-def test_a_run_needs_a_step(first, total):
+def test_a_run_needs_at_least_one_step(first, total):
     with pytest.raises(SchedulerError, match="total_steps"):
         Scheduler(SchedulerConfig(), first_step=first, total_steps=total)

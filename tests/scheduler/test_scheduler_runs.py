@@ -1,8 +1,8 @@
-"""Whole runs of the scheduler against a fake world that holds it to what it promises.
+"""Whole runs of the scheduler in a fake world that asserts on every command.
 
-`World` carries out commands, knows what could happen next, and asserts on every command. It is
-driven in two ways: by a clock (random durations, runs to the end) and by hypothesis (any order of
-completions, losses, joins, duplicates and failures).
+`World` carries out commands and knows what can happen next. It is driven in two ways: by a clock
+(random durations, to the end of the run) and by hypothesis (any order of completions, losses,
+joins, duplicates and failures).
 """
 
 import random
@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduled_world import World, make_world, run_clocked
 
 from rollout.trajectory import SampleId
-from scheduler import events as ev
+from scheduler import events
 from scheduler.commands import RunOutcome
 from scheduler.config import SchedulerConfig
 
@@ -25,7 +25,7 @@ def test_runs_to_the_end_in_order(bound, seed):
     world = make_world(max_off_policy_steps=bound)
     for slots in (3, 8, 1):
         world.join(slots)
-    world.tell(ev.TrainerJoined(0))
+    world.tell(events.TrainerJoined(0))
     run_clocked(world, random.Random(seed))
     assert world.finished is RunOutcome.DONE
     assert not world.failed
@@ -42,48 +42,48 @@ def test_verify_runs_ahead_and_trains_on_nothing_too_old(bound, ahead):
     )
     for slots in (3, 8, 1):
         world.join(slots)
-    world.tell(ev.TrainerJoined(0))
-    most = 0
+    world.tell(events.TrainerJoined(0))
+    furthest = 0
 
     def look(world, _):
-        nonlocal most
-        most = max(most, max(world.placed, default=0) // 6 - world.trained)
+        nonlocal furthest
+        furthest = max(furthest, max(world.placed, default=0) // 6 - world.trained)
 
     run_clocked(world, random.Random(1), on_time=look)
     assert world.finished is RunOutcome.DONE
     assert not world.failed
     assert set(world.staleness) == set(range(bound + 1))
     assert world.verified > 0
-    assert most == bound + -(-ahead // 6), "it never ran ahead as far as it may"
+    assert furthest == bound + -(-ahead // 6), "it did not run ahead as far as it may"
 
 
 @pytest.mark.parametrize("mode", ["keep", "verify"])
-def test_without_partial_rollouts_every_sample_is_of_one_version(mode):
+def test_without_partial_rollouts_each_sample_has_one_version(mode):
     world = make_world(max_off_policy_steps=1, on_update=mode, steps=6, partial_rollout=False)
     for slots in (3, 8, 1):
         world.join(slots)
-    world.tell(ev.TrainerJoined(0))
-    said = set()
+    world.tell(events.TrainerJoined(0))
+    lines = set()
 
     def look(world, _):
-        said.update(w for w in world.scheduler.snapshot().waits if "partial_rollout" in w)
+        lines.update(w for w in world.scheduler.snapshot().waits if "partial_rollout" in w)
 
     run_clocked(world, random.Random(1), on_time=look)
     assert world.finished is RunOutcome.DONE
     assert not world.failed
-    assert any("to finish the running samples" in line for line in said)
+    assert any("to finish the running samples" in line for line in lines)
 
 
-def test_a_generator_whose_kv_is_full_starts_nothing_ahead_of_time():
+def test_a_generator_with_a_full_kv_space_starts_no_run_ahead():
     world = make_world(max_off_policy_steps=0, on_update="verify", steps=3, runahead_kv_limit=0.5)
     name = world.join(4)
     world.fill(name, 0.5)
-    world.tell(ev.TrainerJoined(0))
+    world.tell(events.TrainerJoined(0))
     while any(g.running for g in world.generators.values()):
         finishing = [h for h in world.enabled() if h[0] == "finish"]
         world.happen(finishing[0])
         world.check()
-    assert max(world.placed) == 5, "nothing of the next step, though there are idle slots"
+    assert max(world.placed) == 5, "no run-ahead, although there are idle slots"
     world.fill(name, 0.49)
     assert len(world.generators[name].running) == world.generators[name].limit
 
@@ -94,35 +94,35 @@ def test_verify_without_staleness_is_faster_than_synchronous():
         world = make_world(max_off_policy_steps=0, on_update=mode, steps=8)
         for slots in (8, 8):
             world.join(slots)
-        world.tell(ev.TrainerJoined(0))
+        world.tell(events.TrainerJoined(0))
         times[mode] = run_clocked(world, random.Random(3))
         assert set(world.staleness) == {0}
     assert times["verify"] < 0.85 * times["keep"]  # simulated time
 
 
-def test_asynchronous_is_faster_than_synchronous_and_really_runs_ahead():
+def test_asynchronous_is_faster_than_synchronous_and_runs_ahead():
     times = {}
     for bound in (0, 1):
         world = make_world(max_off_policy_steps=bound, steps=8)
         for _ in range(2):
             world.join(4)
-        world.tell(ev.TrainerJoined(0))
+        world.tell(events.TrainerJoined(0))
         times[bound] = run_clocked(world, random.Random(5))
     assert max(world.staleness) == 1
     assert times[1] < 0.8 * times[0]
 
 
-def test_a_generator_that_installs_slowly_skips_versions_and_delays_nobody_for_ever():
+def test_a_generator_that_installs_slowly_skips_versions_and_the_run_ends():
     world = make_world(max_off_policy_steps=2, steps=10)
     world.join(4)
     world.join(4)
-    world.tell(ev.TrainerJoined(0))
+    world.tell(events.TrainerJoined(0))
 
     def slow(h):
         return 3000.0 if h[:2] == ("install", "g1") else 1.0
 
     run_clocked(world, random.Random(1), slow=slow)
-    installed = [e.policy_version for e in world.history if isinstance(e, ev.WeightsInstalled)
+    installed = [e.policy_version for e in world.history if isinstance(e, events.WeightsInstalled)
                  and e.generator == "g1"]  # fmt: skip
     assert world.finished is RunOutcome.DONE
     assert len(installed) < 9
@@ -132,7 +132,7 @@ def test_a_generator_that_installs_slowly_skips_versions_and_delays_nobody_for_e
 def test_a_straggler_blocks_only_its_own_slot():
     world = make_world(max_off_policy_steps=0, steps=1, groups_per_step=8, group_size=2)
     world.join(2)
-    world.tell(ev.TrainerJoined(0))
+    world.tell(events.TrainerJoined(0))
     straggler = ("finish", "g0", SampleId(0, 0))
     for _ in range(100):
         others = [h for h in world.enabled() if h != straggler]
@@ -148,7 +148,7 @@ def test_losses_and_late_joins_in_a_clocked_run():
         world = make_world(max_off_policy_steps=1, steps=6)
         world.join(4)
         world.join(4)
-        world.tell(ev.TrainerJoined(0))
+        world.tell(events.TrainerJoined(0))
         rng = random.Random(seed)
         losses = [5.0, 12.0, 13.0]
 
@@ -164,12 +164,12 @@ def test_losses_and_late_joins_in_a_clocked_run():
         assert not world.failed
 
 
-def test_a_prompt_goes_back_to_its_generator_in_the_next_epoch():
+def test_a_prompt_returns_to_its_generator_in_the_next_epoch():
     config = SchedulerConfig(group_size=2, groups_per_step=8, on_update="keep")
     world = World(config, total_steps=6, group_key=lambda group: group % 8)
     world.join(8)
     world.join(8)
-    world.tell(ev.TrainerJoined(0))
+    world.tell(events.TrainerJoined(0))
     run_clocked(world, random.Random(0))
     same = [world.placed[g] == world.placed[g - 8] for g in range(8, 48)]
     assert sum(same) >= 0.8 * len(same)
@@ -180,14 +180,25 @@ def test_a_resumed_run_begins_at_its_step():
     config = SchedulerConfig(group_size=2, groups_per_step=3, on_update="keep")
     world = World(config, first_step=3, total_steps=5)
     world.join(4, version=-1)
-    world.tell(ev.TrainerJoined(3))
+    world.tell(events.TrainerJoined(3))
     assert world.generators["g0"].install == 3
     run_clocked(world, random.Random(0))
     assert sorted(world.consumed) == list(range(9, 15))
 
 
+REPEATABLE = (
+    events.GeneratorJoined
+    | events.GeneratorLost
+    | events.SampleFinished
+    | events.SampleFailed
+    | events.SampleDelivered
+    | events.WeightsPublished
+    | events.StepFinished
+)
+
+
 class AnyOrder(RuleBasedStateMachine):
-    """Any order of happenings, losses, joins, failures, duplicates, pauses and stops."""
+    """Any order of completions, losses, joins, failures, duplicates, pauses and stops."""
 
     @initialize(
         bound=st.integers(0, 2),
@@ -219,7 +230,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def trainer_joins(self):
         self.trainer = True
-        self.world.tell(ev.TrainerJoined(1))
+        self.world.tell(events.TrainerJoined(1))
 
     @precondition(lambda self: len(self.world.generators) < 4)
     @rule(slots=st.integers(1, 5), lag=st.integers(0, 3))
@@ -253,40 +264,36 @@ class AnyOrder(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.history)
     @rule(data=st.data())
-    def an_event_comes_again(self, data):
-        """Repeated news yields no new command, whenever it comes."""
-        again = [
-            e for e in self.world.history[-30:]
-            if not isinstance(e, ev.TrainerJoined | ev.PauseRequested | ev.KvUsed
-                              | ev.ResumeRequested | ev.StopRequested | ev.WeightsInstalled)
-        ]  # fmt: skip
-        if again:
-            event = data.draw(st.sampled_from(again))
+    def an_event_is_repeated(self, data):
+        """A repeated event yields no command, whenever it arrives."""
+        repeatable = [e for e in self.world.history[-30:] if isinstance(e, REPEATABLE)]
+        if repeatable:
+            event = data.draw(st.sampled_from(repeatable))
             assert self.world.scheduler.on_event(event) == []
 
     @rule(pause=st.booleans())
     def pause_or_resume(self, pause):
-        self.world.tell(ev.PauseRequested() if pause else ev.ResumeRequested())
+        self.world.tell(events.PauseRequested() if pause else events.ResumeRequested())
 
     @precondition(lambda self: self.trainer)
     @rule(odds=st.integers(0, 9))
     def user_stops(self, odds):
         if odds == 0:
-            self.world.tell(ev.StopRequested())
+            self.world.tell(events.StopRequested())
 
     @invariant()
-    def books_are_right(self):
+    def state_is_consistent(self):
         if hasattr(self, "world"):
             self.world.check()
 
     def teardown(self):
-        """Whatever happened before, the run comes to its end when the world is kind."""
+        """Whatever happened before, the run ends if nothing else goes wrong."""
         if not hasattr(self, "world"):
             return
         world = self.world
         if not self.trainer:
-            world.tell(ev.TrainerJoined(1))
-        world.tell(ev.ResumeRequested())
+            world.tell(events.TrainerJoined(1))
+        world.tell(events.ResumeRequested())
         for name in list(world.generators):
             world.fill(name, 0.0)
         if not world.generators and world.finished is None:

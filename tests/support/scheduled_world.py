@@ -1,10 +1,10 @@
-"""A scheduler among generators and a trainer that do as told, whenever the driver lets them."""
+"""A scheduler among fake generators and a fake trainer, in the order of a test's choice."""
 
 import re
 from dataclasses import dataclass, field
 
 from rollout.trajectory import SampleId
-from scheduler import events as ev
+from scheduler import events
 from scheduler.commands import RunOutcome
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
@@ -17,19 +17,25 @@ class FakeGenerator:
     version: int
     limit: int
     running: dict[SampleId, int] = field(default_factory=dict)
-    """Oldest version of each sample, in the order of arrival."""
+    """Oldest version of each running sample, in the order of arrival."""
     held: dict[SampleId, int] = field(default_factory=dict)
+    """Oldest version of each finished sample."""
     sending: set[SampleId] = field(default_factory=set)
+    """Held samples that it was told to deliver."""
     verifying: dict[SampleId, int] = field(default_factory=dict)
-    mail: list[tuple[tuple[SampleId, ...], int]] = field(default_factory=list)
-    """Commands to verify that it has not read yet."""
+    unread: list[tuple[tuple[SampleId, ...], int]] = field(default_factory=list)
+    """(samples, minimum version) of the commands to verify that it has not read yet."""
     install: int | None = None
+    """Version that it was told to install."""
     paused: bool = False
     kv_used: float = 0.0
 
 
 class World:
-    """Generators and a trainer that do as told, each happening at a time of the driver's choice."""
+    """Fake generators and a fake trainer that carry out commands and assert that each is allowed.
+
+    A test chooses what happens next from `enabled`, so it decides the order of all events.
+    """
 
     def __init__(self, config, *, first_step=0, total_steps=4, group_key=None):
         self.config = config
@@ -41,7 +47,7 @@ class World:
         self.lost: list[str] = []
         self.received: dict[SampleId, int] = {}
         self.acks: list[tuple[str, SampleId]] = []
-        self.plans: dict[int, tuple[int, ...]] = {}
+        self.declared: dict[int, tuple[int, ...]] = {}
         self.consumed: dict[int, int] = {}
         self.failed: dict[int, str] = {}
         self.trained = first_step
@@ -49,22 +55,23 @@ class World:
         self.publishing = False
         self.overwrites = False
         self.finished: RunOutcome | None = None
-        self.history: list[ev.Event] = []
+        self.history: list[events.Event] = []
         self.placed: dict[int, str] = {}
         self.joined = 0
         self.staleness: list[int] = []
         self.verified = 0
 
-    # -- what can happen next: (kind, generator, sample), each at most once at a time
+    # What can happen next
 
     def enabled(self):
+        """What can happen next: (kind, generator, sample or version), without repetition."""
         happenings = []
         for g in self.generators.values():
             if not g.paused:
                 happenings += [("finish", g.name, s) for s in list(g.running)[: g.slots]]
                 happenings += [("verified", g.name, s) for s in list(g.verifying)[: g.slots]]
-            if g.mail:
-                happenings.append(("read", g.name, g.mail[0][1]))
+            if g.unread:
+                happenings.append(("read", g.name, g.unread[0][1]))
             happenings += [("arrive", g.name, s) for s in sorted(g.sending)]
             if g.install is not None:
                 happenings.append(("install", g.name, g.install))
@@ -73,11 +80,12 @@ class World:
         happenings += [("ack", name, sample) for name, sample in self.acks]
         if self.publishing:
             happenings.append(("publish", "", self.trained))
-        elif self.trained in self.plans:
+        elif self.trained in self.declared:
             happenings.append(("train", "", self.trained))
         return happenings
 
     def happen(self, happening):
+        """Let one of `enabled` happen."""
         kind, name, what = happening
         getattr(self, "_" + kind)(name, what)
 
@@ -85,22 +93,22 @@ class World:
         g = self.generators[name]
         oldest = g.running.pop(sample)
         g.held[sample] = oldest
-        self.tell(ev.SampleFinished(name, sample, 10, oldest))
+        self.tell(events.SampleFinished(name, sample, 10, oldest))
 
     def _verified(self, name, sample):
         g = self.generators[name]
         g.held[sample] = g.verifying.pop(sample)
-        self.tell(ev.SampleFinished(name, sample, 10, g.held[sample]))
+        self.tell(events.SampleFinished(name, sample, 10, g.held[sample]))
 
     def _read(self, name, _):
-        """Verify what is too old; what is not there any more, or is not too old, is left alone."""
+        """Verify the samples that it still has and that are too old."""
         g = self.generators[name]
-        samples, least = g.mail.pop(0)
-        assert g.version >= least
+        samples, min_version = g.unread.pop(0)
+        assert g.version >= min_version
         for sample in samples:
-            if g.running.get(sample, least) < least:
+            if g.running.get(sample, min_version) < min_version:
                 g.running[sample] = g.version
-            elif g.held.get(sample, least) < least:
+            elif g.held.get(sample, min_version) < min_version:
                 assert sample not in g.sending
                 del g.held[sample]
                 g.verifying[sample] = g.version
@@ -115,21 +123,21 @@ class World:
 
     def _ack(self, name, sample):
         self.acks.remove((name, sample))
-        self.tell(ev.SampleDelivered(name, sample))
+        self.tell(events.SampleDelivered(name, sample))
 
     def _install(self, name, version):
         g = self.generators[name]
         g.version, g.install = version, None
-        self.tell(ev.WeightsInstalled(name, version))
+        self.tell(events.WeightsInstalled(name, version))
 
     def _miss(self, name, version):
         """The weights were overwritten by newer ones while they were read."""
         g = self.generators[name]
         g.install = None
-        self.tell(ev.WeightsInstalled(name, g.version))
+        self.tell(events.WeightsInstalled(name, g.version))
 
     def _train(self, _, step):
-        groups = self.plans.pop(step)
+        groups = self.declared.pop(step)
         size, bound = self.config.group_size, self.config.max_off_policy_steps
         for group in groups:
             assert group // self.config.groups_per_step == step
@@ -141,46 +149,50 @@ class World:
                 assert 0 <= staleness <= bound
                 self.staleness.append(staleness)
         self.trained, self.publishing = step + 1, True
-        self.tell(ev.StepFinished(step, groups))
+        self.tell(events.StepFinished(step, groups))
 
     def _publish(self, _, version):
         self.publishing, self.published = False, version
-        self.tell(ev.WeightsPublished(version))
+        self.tell(events.WeightsPublished(version))
 
-    # -- what the driver may do to it
+    # What a test may do besides
 
     def join(self, slots, version=None):
+        """A generator joins; returns its name."""
         name = f"g{self.joined}"
         self.joined += 1
         version = self.published if version is None else version
         limit = self.config.in_flight_limit(slots)
         self.generators[name] = FakeGenerator(name, slots, version, limit)
-        self.tell(ev.GeneratorJoined(name, slots, version))
+        self.tell(events.GeneratorJoined(name, slots, version))
         return name
 
     def lose(self, name, *, acks_lost):
+        """A generator is killed; `acks_lost`: with the acknowledgements on their way to it."""
         del self.generators[name]
         self.lost.append(name)
         if acks_lost:
             self.acks = [(n, s) for n, s in self.acks if n != name]
-        self.tell(ev.GeneratorLost(name))
+        self.tell(events.GeneratorLost(name))
 
     def fail(self, name, sample):
+        """A running sample fails."""
         del self.generators[name].running[sample]
-        self.tell(ev.SampleFailed(name, sample, "the reward function raised"))
+        self.tell(events.SampleFailed(name, sample, "the reward function raised"))
 
     def fill(self, name, share):
-        """A generator says how full its KV space is."""
+        """A generator reports how full its KV space is."""
         self.generators[name].kv_used = share
-        self.tell(ev.KvUsed(name, share))
+        self.tell(events.KvUsed(name, share))
 
     def tell(self, event):
+        """Tell the scheduler an event and carry out its commands."""
         self.history.append(event)
         for command in self.scheduler.on_event(event):
             self.carry_out(command)
         return event
 
-    # -- commands
+    # Commands
 
     def carry_out(self, command):
         words = re.sub(r"(?<!^)([A-Z])", r"_\1", type(command).__name__).lower()
@@ -209,7 +221,7 @@ class World:
         assert c.samples
         assert c.min_version <= g.version
         assert self.config.partial_rollout or g.install is None
-        g.mail.append((c.samples, c.min_version))
+        g.unread.append((c.samples, c.min_version))
 
     def _do_install_weights(self, c):
         g = self.generators[c.generator]
@@ -227,7 +239,7 @@ class World:
             self.generators[name].sending.add(sample)
 
     def _do_declare_step(self, c):
-        assert c.step == max([self.trained - 1, *self.plans]) + 1, "steps are declared in order"
+        assert c.step == max([self.trained - 1, *self.declared]) + 1, "steps are declared in order"
         own = range(
             c.step * self.config.groups_per_step, (c.step + 1) * self.config.groups_per_step
         )
@@ -235,7 +247,7 @@ class World:
         for group in c.groups:
             for i in range(self.config.group_size):
                 assert SampleId(group, i) in self.received
-        self.plans[c.step] = c.groups
+        self.declared[c.step] = c.groups
 
     def _do_discard_samples(self, c):
         g = self.generators[c.generator]
@@ -260,9 +272,10 @@ class World:
         assert self.finished is None
         self.finished = c.outcome
 
-    # -- judgements
+    # Assertions on the whole
 
     def check(self):
+        """Compare the scheduler's state with this world's."""
         self.scheduler.check()
         view = self.scheduler.snapshot()
         assert (view.finished and view.finished.outcome) == self.finished
@@ -271,10 +284,11 @@ class World:
         assert view.groups_consumed == len(self.consumed)
         assert view.groups_failed == len(self.failed)
         running = sum(len(g.running) for g in self.generators.values())
-        # What failed at a generator or was lost is forgotten by both sides at once.
+        # Both sides forget a failed or lost sample at the same time.
         assert view.samples_running == running
 
     def check_result(self):
+        """After the end: every group was consumed or failed, and nothing is left."""
         per_step = self.config.groups_per_step
         if self.finished is RunOutcome.DONE:
             every = range(self.first_step * per_step, self.total_steps * per_step)
@@ -289,7 +303,7 @@ class World:
 
 
 def run_clocked(world, rng, *, slow=None, on_time=None):
-    """Give each happening a random duration from when it becomes possible; return the end time."""
+    """Run to the end; each happening takes a random time once enabled. Returns the end time."""
     due, now = {}, 0.0
     while world.finished is None:
         enabled = world.enabled()
@@ -311,6 +325,7 @@ def run_clocked(world, rng, *, slow=None, on_time=None):
 
 
 def make_world(steps=4, **settings_):
+    """A world with `keep`, k = 1, and small groups and steps unless the settings say otherwise."""
     keep = {"on_update": "keep", "max_off_policy_steps": 1}
     config = SchedulerConfig(**{"group_size": 4, "groups_per_step": 6, **keep, **settings_})
     return World(config, total_steps=steps)

@@ -1,4 +1,4 @@
-"""A decoding engine on paper: known step times and known acceptance, for the draft planner."""
+"""A simulated decoding engine with known step times and acceptance, for the draft planner."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ def cpu(tokens: Floats, rows: int, context: int) -> Floats:
 
 
 def gpu(tokens: Floats, rows: int, context: int) -> Floats:
-    """Flat until 256 tokens, then a stair every 64."""
+    """Constant up to 256 tokens, then one stair per 64 tokens."""
     stairs = np.ceil(np.maximum(tokens - 256, 0) / 64)
     return 0.012 + 0.0028 * stairs + 2e-5 * rows + 2e-9 * context
 
 
 def small(tokens: Floats, rows: int, context: int) -> Floats:
-    """3M parameters: mostly the same few operations whatever the batch."""
+    """3M parameters: mostly constant overhead, independent of the batch."""
     return 0.002 + 2.5e-5 * tokens + 1e-5 * rows
 
 
 @dataclass
 class Drafter:
-    """Chains whose kind is drawn per row and step: share of rows, acceptance per token."""
+    """Drafts a chain per row and step; the kind of each chain is drawn at random."""
 
     kinds: tuple[tuple[float, float], ...] = ((0.5, 0.98), (0.3, 0.7), (0.2, 0.0))
+    """(share of rows, acceptance per token) of each kind."""
     depth: int = 16
-    says: Callable[[Floats], Floats] = lambda p: p
-    """Estimated path probability from the true one; must rise."""
+    """Tokens of a chain."""
+    estimate: Callable[[Floats], Floats] = lambda p: p
+    """Estimated path probability as a function of the true one; must be increasing."""
 
     def propose(self, rng: np.random.Generator, rows: int) -> tuple[Floats, NDArray[np.int32]]:
         """True path probabilities `[N]` and offsets `[rows+1]`."""
@@ -52,36 +54,44 @@ class Drafter:
 
 
 @dataclass
-class World:
-    """What the planner has to find out."""
+class SimulatedEngine:
+    """The quantities that the planner has to learn."""
 
     seconds: Seconds
     drafter: Drafter = field(default_factory=Drafter)
-    asking: float = 3e-6
-    """Seconds per row that proposing costs, beside 50 microseconds."""
+    propose_seconds: float = 3e-6
+    """Seconds per row of asking the cache for drafts, on top of 50 microseconds."""
     noise: float = 0.05
+    """Standard deviation of the logarithm of a step's seconds."""
     stalls: float = 0.01
     """Share of steps that take ten times as long."""
 
     def proposing(self, rows: int) -> float:
-        return 5e-5 + self.asking * rows
+        """Seconds of asking the cache for drafts of this many rows."""
+        return 5e-5 + self.propose_seconds * rows
 
 
 @dataclass
 class Rates:
-    """Tokens a second without noise: of the planner, of no drafting, of the best there is."""
+    """Tokens per second without noise: of the planner, without drafting, and of the best rule."""
 
     planned: float
     plain: float
     best: float
     asked: float
-    """Share of steps in which the cache was asked."""
+    """Share of steps in which the cache was asked for drafts."""
     drafted: float
     """Drafted tokens per step."""
 
 
 def run(
-    world: World, planner: DraftPlanner, rows: int, steps: int, *, seed: int = 0, context: int = 300
+    engine: SimulatedEngine,
+    planner: DraftPlanner,
+    rows: int,
+    steps: int,
+    *,
+    seed: int = 0,
+    context: int = 300,
 ) -> Rates:
     """Run the planner through `steps` steps of `rows` rows."""
     rng = np.random.default_rng(seed)
@@ -89,46 +99,48 @@ def run(
     tokens = seconds = asked = drafted = 0.0
     keys = rows * context
     for _ in range(steps):
-        budgets, least = planner.ask(left)
+        budgets, min_probability = planner.ask(left)
         fed = 0
-        true, offsets = world.drafter.propose(rng, rows)
+        true, offsets = engine.drafter.propose(rng, rows)
         cost = 0.0
         if budgets.any():
             asked += 1
-            cost = world.proposing(rows)
-            said = world.drafter.says(true)
-            said, true, offsets = _trim(said, true, offsets, budgets, least)
-            keep = planner.choose(said.astype(np.float32), offsets, rows=rows)
+            cost = engine.proposing(rows)
+            estimated = engine.drafter.estimate(true)
+            estimated, true, offsets = _trim(estimated, true, offsets, budgets, min_probability)
+            keep = planner.choose(estimated.astype(np.float32), offsets, rows=rows)
             chosen = _chosen(offsets, keep)
             fed = int(keep.sum())
             accepted = _accept(rng, true, offsets)[chosen]
-            planner.judge(said[chosen].astype(np.float32), accepted)
+            planner.judge(estimated[chosen].astype(np.float32), accepted)
             tokens += float(true[chosen].sum())
-        exact = float(world.seconds(np.array([rows + fed]), rows, keys)[0]) + cost
-        noisy = exact * float(np.exp(world.noise * rng.standard_normal()))
-        if rng.random() < world.stalls:
+        exact = float(engine.seconds(np.array([rows + fed]), rows, keys)[0]) + cost
+        noisy = exact * float(np.exp(engine.noise * rng.standard_normal()))
+        if rng.random() < engine.stalls:
             noisy *= 10
         planner.observe(tokens=rows + fed, rows=rows, context=keys, seconds=noisy)
         tokens += rows
         seconds += exact
         drafted += fed
-    plain = rows / float(world.seconds(np.array([rows]), rows, keys)[0])
-    best = oracle(world, rows, keys, seed=seed)
+    plain = rows / float(engine.seconds(np.array([rows]), rows, keys)[0])
+    best = oracle(engine, rows, keys, seed=seed)
     return Rates(tokens / seconds, plain, best, asked / steps, drafted / steps)
 
 
-def oracle(world: World, rows: int, keys: int, *, seed: int, samples: int = 200) -> float:
-    """The best rate of any rule that knows everything (Dinkelbach's iteration)."""
+def oracle(
+    engine: SimulatedEngine, rows: int, keys: int, *, seed: int, samples: int = 200
+) -> float:
+    """The best rate of any rule that knows all quantities (Dinkelbach's iteration)."""
     rng = np.random.default_rng(seed + 1)
-    plain = rows / float(world.seconds(np.array([rows]), rows, keys)[0])
+    plain = rows / float(engine.seconds(np.array([rows]), rows, keys)[0])
     rate = plain
-    worlds = [np.sort(world.drafter.propose(rng, rows)[0])[::-1] for _ in range(samples)]
+    probabilities = [np.sort(engine.drafter.propose(rng, rows)[0])[::-1] for _ in range(samples)]
     for _ in range(6):
         tokens = seconds = 0.0
-        for ranked in worlds:
+        for ranked in probabilities:
             yields = rows + np.concatenate(([0.0], np.cumsum(ranked)))
-            cost = world.seconds(rows + np.arange(len(yields), dtype=float), rows, keys)
-            cost = cost + world.proposing(rows)
+            cost = engine.seconds(rows + np.arange(len(yields), dtype=float), rows, keys)
+            cost = cost + engine.proposing(rows)
             best = int((yields - rate * cost).argmax())
             tokens += yields[best]
             seconds += cost[best]
@@ -137,13 +149,17 @@ def oracle(world: World, rows: int, keys: int, *, seed: int, samples: int = 200)
 
 
 def _trim(
-    said: Floats, true: Floats, offsets: NDArray[np.int32], budgets: NDArray[np.int32], least: float
+    estimated: Floats,
+    true: Floats,
+    offsets: NDArray[np.int32],
+    budgets: NDArray[np.int32],
+    min_probability: float,
 ) -> tuple[Floats, Floats, NDArray[np.int32]]:
     lengths = np.diff(offsets)
-    place = np.arange(len(said)) - np.repeat(offsets[:-1], lengths)
-    stay = (place < np.repeat(budgets, lengths)) & (said >= least)
+    place = np.arange(len(estimated)) - np.repeat(offsets[:-1], lengths)
+    stay = (place < np.repeat(budgets, lengths)) & (estimated >= min_probability)
     kept = np.concatenate(([0], np.cumsum(stay)))[offsets].astype(np.int32)
-    return said[stay], true[stay], kept
+    return estimated[stay], true[stay], kept
 
 
 def _chosen(offsets: NDArray[np.int32], keep: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -155,6 +171,6 @@ def _chosen(offsets: NDArray[np.int32], keep: NDArray[np.int32]) -> NDArray[np.b
 def _accept(
     rng: np.random.Generator, true: Floats, offsets: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
-    """Outcomes: one uniform number per row decides how far its chain is right."""
+    """Outcomes per token: one uniform number per row decides how long its accepted prefix is."""
     lengths = np.diff(offsets)
     return np.repeat(rng.random(len(lengths)), lengths) < true

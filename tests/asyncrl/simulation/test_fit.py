@@ -1,4 +1,4 @@
-"""The fit to a real run's records, and simulations of that machine: against what was measured."""
+"""The fit to the records of real runs, and simulations with it, compared with the measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.simulation.fit import fit_run
 from asyncrl.simulation.study import cluster
 
 RECORDED = Path(__file__).parent / "recorded"
-"""Three real runs that differ in the scheduler's settings; see its README."""
+"""Three real runs that differ in the settings of the scheduler; see its README."""
 
 
 @pytest.mark.parametrize("other", ["sync", "keep1", "verify"])
@@ -31,7 +31,7 @@ def test_a_fit_predicts_its_own_run_within_15_per_cent(name):
     assert cluster(None, fit).configured().step_seconds == pytest.approx(fit.step_seconds, rel=0.15)
 
 
-def test_costs_are_those_of_a_machine():
+def test_fitted_costs_are_plausible():
     fit = fit_run(RECORDED / "verify")
     cost = fit.cost
     assert 0.001 < cost.decode(64, 0) < 0.1
@@ -43,8 +43,8 @@ def test_costs_are_those_of_a_machine():
     assert fit_run(RECORDED / "sync").drift is None
 
 
-def test_rewards_that_hold_up_the_run_are_seen(tmp_path):
-    """The same run with samples always waiting for theirs, 10 ms each, at rest or not."""
+def test_rewards_that_delay_the_run_are_detected(tmp_path):
+    """The same run, but samples always wait for their reward: 10 ms each, engine idle or not."""
     shutil.copytree(RECORDED / "sync", tmp_path / "run")
     path = tmp_path / "run" / "engine" / "generator-0.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]

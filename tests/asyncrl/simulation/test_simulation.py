@@ -1,4 +1,4 @@
-"""The simulator: what it must reproduce by arithmetic, and what no mode may do to the data."""
+"""The simulator: results that follow from arithmetic, and what holds for the data in every mode."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def setting(**changes):
     return Setting(config=config, **fields | changes)
 
 
-def test_a_synchronous_step_takes_what_arithmetic_says():
+def test_a_synchronous_step_takes_the_time_that_arithmetic_predicts():
     outcome = World(setting(scheduler={"on_update": "keep", "max_off_policy_steps": 0})).run(1)
     prefills, decoding = 8 * 0.01, 100 * 0.01
     training = 8 * 110 * 1e-3
-    # All rows end together: the trainer starts when the last one has.
+    # All rows end together, so the trainer starts only then.
     assert outcome.step_seconds == pytest.approx(
         prefills + decoding + training + 6 * MESSAGE, abs=3 * MESSAGE
     )
@@ -59,7 +59,7 @@ def test_a_synchronous_step_takes_what_arithmetic_says():
     assert (outcome.staleness_max, outcome.regenerated) == (0, 0)
 
 
-def test_more_rows_than_a_step_carries_for_nothing_cost_arithmetic():
+def test_a_step_with_more_rows_than_free_tokens_costs_arithmetic():
     cost = roofline(MODELS["7b"], H200, trainer_devices=8)
     few, many = cost.decode(8, 0), cost.decode(4 * cost.free_tokens, 0)
     assert few == pytest.approx(cost.step_seconds + cost.memory_seconds)
@@ -69,8 +69,8 @@ def test_more_rows_than_a_step_carries_for_nothing_cost_arithmetic():
     assert cost.token_seconds == pytest.approx(3.07e-5, rel=0.01)
 
 
-def test_a_prefix_survives_as_the_total_variation_says():
-    """Seed is fixed. False alarms: below 1e-4, were it drawn anew."""
+def test_by_token_a_prefix_survives_according_to_its_total_variation():
+    """The seed is fixed; with a random one, the rate of false alarms would be below 1e-4."""
     rng, survival = random.Random(0), Survival("token")
     kept = [survival.kept([(0, 500.0), (1, 500.0)], 2, 1e-3, rng) for _ in range(20000)]
     first, second = 1 - 2e-3, 1 - 1e-3
@@ -82,8 +82,8 @@ def test_a_prefix_survives_as_the_total_variation_says():
     assert survival.kept([(0, 50.0)], 2, 0.6, rng) == 0
 
 
-def test_by_block_a_prefix_survives_as_the_walk_of_its_ratios_says():
-    """Against the walk itself: w = min(1, w r) over log-normal r. False alarms: below 1e-4."""
+def test_by_block_a_prefix_survives_according_to_the_walk_of_its_ratios():
+    """Compared with the walk w = min(1, w r) over log-normal r. False alarms: below 1e-4."""
     generator = np.random.default_rng(0)
     drift, length, rows = 0.01, 400, 4000
     deviation = 2 * NormalDist().inv_cdf((1 + drift) / 2)  # total variation of the one step
@@ -96,23 +96,23 @@ def test_by_block_a_prefix_survives_as_the_walk_of_its_ratios_says():
     expected = float(np.mean(shares))
     rng, survival = random.Random(0), Survival("block", decisive=1.0)
     kept = [survival.kept([(0, float(length))], 1, drift, rng) / length for _ in range(rows)]
-    # The walk in discrete steps is reflected a little later than the Brownian one.
+    # The discrete walk is reflected slightly later than the Brownian one.
     assert sum(kept) / rows == pytest.approx(expected, abs=0.03)
 
 
 @pytest.mark.parametrize(
     ("drift", "token", "block"), [(0.0033, 51.9, 53.9), (0.0117, 41.2, 45.1)], ids=["1", "17 steps"]
 )
-def test_both_rules_keep_what_was_measured_on_trained_policies(drift, token, block):
-    """docs/exactness.md: kept of 57.7 tokens, policies of the built-in task. Fixed seeds."""
+def test_both_rules_accept_as_much_as_was_measured_on_trained_policies(drift, token, block):
+    """docs/exactness.md: accepted of 57.7 tokens, policies of the built-in task. Fixed seeds."""
     for rule, expected in (("token", token), ("block", block)):
         rng, survival = random.Random(0), Survival(rule)
         kept = [survival.kept([(0, 57.7)], 1, drift, rng) for _ in range(20000)]
         assert sum(kept) / 20000 == pytest.approx(expected, abs=1.0)
 
 
-def test_a_cut_answer_is_drafted_only_as_far_as_it_had_been_written():
-    """Half of it was: the first half goes 3.3 times as fast, the second as any."""
+def test_a_rejected_answer_is_drafted_only_as_far_as_it_was_generated():
+    """Its old continuation decodes at four times the usual speed, the rest at the usual speed."""
     request = SimRequest(
         SampleId(0, 0), length=1000, segments=[(1, 100.0)], drafted=400.0, speedup=4.0
     )
@@ -122,7 +122,7 @@ def test_a_cut_answer_is_drafted_only_as_far_as_it_had_been_written():
     assert request.progress_left() == 450
 
 
-def test_due_work_takes_the_slot_of_what_runs_ahead():
+def test_due_work_takes_the_slot_of_run_ahead_work():
     shared = GeneratorSetting(CHEAP, lambda _: 100, 0, 0.0, 0.0, Survival(), rebuilds_kv=False)
     generator = SimGenerator("g", 1, shared, random.Random(0))
     ahead, due = SampleId(9, 0), SampleId(1, 0)
@@ -134,12 +134,12 @@ def test_due_work_takes_the_slot_of_what_runs_ahead():
     assert generator.next_finished().sample == due
     generator.advance(generator.next_end())
     request = generator.next_finished()
-    # Nothing of it was lost, and nothing written twice.
+    # None of its tokens was lost or generated twice.
     assert (request.sample, request.generated) == (ahead, 100)
     assert generator.tally.useful == pytest.approx(200)
 
 
-def test_recompute_pays_for_the_contexts_that_run():
+def test_recompute_pays_for_the_contexts_of_running_requests():
     outcomes = compare(
         Cluster(generators=2, slots=16, steps=6, warm_up=1), ["keep(1)", "recompute(1)"]
     )
@@ -149,7 +149,7 @@ def test_recompute_pays_for_the_contexts_that_run():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_on_answers_of_the_same_length_within_its_staleness(mode):
-    """Seeds are fixed. False alarms: below 1e-4 for each mode, were they drawn anew."""
+    """Seeds are fixed; with random ones, false alarms would be below 1e-4 for each mode."""
     cluster = Cluster(
         generators=4, slots=32, steps=13, warm_up=1, median=300, longest=2000, drift=1e-3
     )
@@ -166,7 +166,7 @@ def test_every_mode_trains_on_answers_of_the_same_length_within_its_staleness(mo
     assert 0 <= outcome.trainer_idle < 1
 
 
-def test_without_drift_nothing_is_written_again_and_verification_is_nearly_free():
+def test_without_drift_nothing_is_regenerated_and_verification_is_nearly_free():
     outcomes = compare(Cluster(generators=4, slots=16, drift=0.0), ["keep(1)", "verify"])
     assert outcomes["verify"].regenerated == 0
     assert outcomes["verify"].step_seconds < 1.1 * outcomes["keep(1)"].step_seconds
@@ -192,7 +192,7 @@ def test_the_map_has_every_place():
     assert [right_choice(place) for place in places] == ["verify", "verify"]
 
 
-def test_what_is_not_there_is_named():
+def test_unknown_names_are_refused():
     with pytest.raises(UserError, match=r"does not know '70b'; it knows 1\.5b, 7b, 32b"):
         Cluster(model="70b").simulate("sync")
     with pytest.raises(UserError, match="no mode 'fast'"):
@@ -210,8 +210,8 @@ def test_the_command_prints_every_mode():
     assert outcomes["sync"]["step_seconds"] > outcomes["keep(4)"]["step_seconds"]
 
 
-def test_verification_drafts_no_more_than_had_been_written():
-    """Half of 100 tokens are there; the new policy accepts none of them, drafts all of them."""
+def test_a_rejected_request_drafts_no_more_than_it_had_generated():
+    """50 of 100 tokens exist; the new policy rejects them, then accepts all of them as drafts."""
     shared = GeneratorSetting(CHEAP, lambda _: 100, 0, 1.0, 1.0, Survival(), rebuilds_kv=False)
     generator, sample = SimGenerator("g", 1, shared, random.Random(0)), SampleId(1, 0)
     generator.start(sample, 1)
@@ -221,7 +221,7 @@ def test_verification_drafts_no_more_than_had_been_written():
     assert generator.tally.rejected == pytest.approx(50)
     generator.advance(generator.next_end())
     request = generator.next_finished()
-    # One token from verification, 49 drafted sixteen to a step, 50 as ever; and the scoring.
+    # Scoring; 1 token from verification, 49 drafted 16 per step, 50 at one per step.
     seconds = 0.51 + 0.01 + (49 / 17 + 50) * 0.01
     assert generator.tally.busy == pytest.approx(seconds, abs=0.02)
     assert request.oldest_version == 1

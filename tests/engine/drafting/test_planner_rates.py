@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_steps import Drafter, Seconds, World, cpu, gpu, run, small
+from simulated_steps import Drafter, Seconds, SimulatedEngine, cpu, gpu, run, small
 
 from engine.drafting.planner import DraftPlanner
 
@@ -26,7 +26,7 @@ def _planner() -> DraftPlanner:
 @pytest.mark.parametrize("kinds", [MIXED, POOR], ids=["mixed", "poor"])
 @pytest.mark.parametrize("seconds", [cpu, gpu, small])
 def test_rates(seconds: Seconds, kinds: tuple[tuple[float, float], ...], rows: int) -> None:
-    rates = run(World(seconds, Drafter(kinds)), _planner(), rows, 1000)
+    rates = run(SimulatedEngine(seconds, Drafter(kinds)), _planner(), rows, 1000)
     assert rates.planned >= 0.97 * rates.plain
     assert rates.planned >= 0.9 * rates.best
 
@@ -34,7 +34,7 @@ def test_rates(seconds: Seconds, kinds: tuple[tuple[float, float], ...], rows: i
 @pytest.mark.parametrize("rows", [1, 8, 128])
 @pytest.mark.parametrize("seconds", [cpu, gpu, small])
 def test_the_first_steps_are_not_wasted(seconds: Seconds, rows: int) -> None:
-    rates = run(World(seconds), _planner(), rows, 40)
+    rates = run(SimulatedEngine(seconds), _planner(), rows, 40)
     assert rates.planned >= 0.95 * rates.plain
 
 
@@ -45,16 +45,16 @@ def test_estimates_that_mislead_are_seen_through(rows: int) -> None:
     def says(truth: Any) -> Any:
         return np.full_like(truth, 0.99) - 1e-4 * np.tile(np.arange(16), len(truth) // 16)
 
-    rates = run(World(cpu, Drafter(((1.0, 0.3),), says=says)), _planner(), rows, 1000)
+    rates = run(SimulatedEngine(cpu, Drafter(((1.0, 0.3),), estimate=says)), _planner(), rows, 1000)
     assert rates.planned >= 0.95 * rates.plain, "learning included"
 
 
 def test_a_machine_that_becomes_slow_and_drafts_that_become_bad_are_followed() -> None:
     planner, rows = _planner(), 8
-    run(World(cpu), planner, rows, 600)
-    slower = run(World(lambda t, r, c: 2 * cpu(t, r, c)), planner, rows, 600)
+    run(SimulatedEngine(cpu), planner, rows, 600)
+    slower = run(SimulatedEngine(lambda t, r, c: 2 * cpu(t, r, c)), planner, rows, 600)
     assert slower.planned >= 0.97 * slower.plain
-    worse = run(World(cpu, Drafter(((1.0, 0.3),))), planner, rows, 600)
+    worse = run(SimulatedEngine(cpu, Drafter(((1.0, 0.3),))), planner, rows, 600)
     assert worse.planned >= 0.94 * worse.plain, "what it takes to notice, within 600 steps"
-    after = run(World(cpu, Drafter(((1.0, 0.3),))), planner, rows, 600)
+    after = run(SimulatedEngine(cpu, Drafter(((1.0, 0.3),))), planner, rows, 600)
     assert after.planned >= 0.97 * after.plain
