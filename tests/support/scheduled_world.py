@@ -30,6 +30,46 @@ class FakeGenerator:
     paused: bool = False
     kv_used: float = 0.0
 
+    def enabled(self, trained, overwrites):
+        """What can happen next here; `overwrites`: an install may find its weights overwritten."""
+        happenings = []
+        if not self.paused:
+            happenings += [("finish", self.name, s) for s in list(self.running)[: self.slots]]
+            happenings += [("verified", self.name, s) for s in list(self.verifying)[: self.slots]]
+        if self.unread:
+            happenings.append(("read", self.name, self.unread[0][1]))
+        happenings += [("arrive", self.name, s) for s in sorted(self.sending)]
+        if self.install is not None:
+            happenings.append(("install", self.name, self.install))
+            if overwrites and self.install < trained:
+                happenings.append(("miss", self.name, self.install))
+        return happenings
+
+    def read(self):
+        """Verify the samples of the next command that it still has and that are too old.
+
+        Returns the number of held samples among them.
+        """
+        samples, min_version = self.unread.pop(0)
+        assert self.version >= min_version
+        verified = 0
+        for sample in samples:
+            if self.running.get(sample, min_version) < min_version:
+                self.running[sample] = self.version
+            elif self.held.get(sample, min_version) < min_version:
+                assert sample not in self.sending
+                del self.held[sample]
+                self.verifying[sample] = self.version
+                verified += 1
+        return verified
+
+    def discard(self, samples):
+        for sample in samples:
+            self.running.pop(sample, None)
+            self.held.pop(sample, None)
+            self.verifying.pop(sample, None)
+            self.sending.discard(sample)
+
 
 class World:
     """Fake generators and a fake trainer that carry out commands and assert that each is allowed.
@@ -67,16 +107,7 @@ class World:
         """What can happen next: (kind, generator, sample or version), without repetition."""
         happenings = []
         for g in self.generators.values():
-            if not g.paused:
-                happenings += [("finish", g.name, s) for s in list(g.running)[: g.slots]]
-                happenings += [("verified", g.name, s) for s in list(g.verifying)[: g.slots]]
-            if g.unread:
-                happenings.append(("read", g.name, g.unread[0][1]))
-            happenings += [("arrive", g.name, s) for s in sorted(g.sending)]
-            if g.install is not None:
-                happenings.append(("install", g.name, g.install))
-                if self.overwrites and g.install < self.trained:
-                    happenings.append(("miss", g.name, g.install))
+            happenings += g.enabled(self.trained, self.overwrites)
         happenings += [("ack", name, sample) for name, sample in self.acks]
         if self.publishing:
             happenings.append(("publish", "", self.trained))
@@ -101,18 +132,7 @@ class World:
         self.tell(events.SampleFinished(name, sample, 10, g.held[sample]))
 
     def _read(self, name, _):
-        """Verify the samples that it still has and that are too old."""
-        g = self.generators[name]
-        samples, min_version = g.unread.pop(0)
-        assert g.version >= min_version
-        for sample in samples:
-            if g.running.get(sample, min_version) < min_version:
-                g.running[sample] = g.version
-            elif g.held.get(sample, min_version) < min_version:
-                assert sample not in g.sending
-                del g.held[sample]
-                g.verifying[sample] = g.version
-                self.verified += 1
+        self.verified += self.generators[name].read()
 
     def _arrive(self, name, sample):
         g = self.generators[name]
@@ -250,12 +270,7 @@ class World:
         self.declared[c.step] = c.groups
 
     def _do_discard_samples(self, c):
-        g = self.generators[c.generator]
-        for sample in c.samples:
-            g.running.pop(sample, None)
-            g.held.pop(sample, None)
-            g.verifying.pop(sample, None)
-            g.sending.discard(sample)
+        self.generators[c.generator].discard(c.samples)
 
     def _do_report_group_failed(self, c):
         assert c.group not in self.failed
