@@ -184,9 +184,9 @@ class ControllerMetrics(ProcessMetrics):
     )
     samples_ended: By[Total] = _total(
         "asyncrl_samples_total",
-        "Samples that left the pipeline, by outcome.",
+        "Samples that left the pipeline: trained on, or of a group that failed.",
         label="outcome",
-        values=("trained", "failed", "discarded"),
+        values=("trained", "failed"),
     )
     generators: By[Gauge] = _gauge(
         "asyncrl_generators",
@@ -204,7 +204,7 @@ class ControllerMetrics(ProcessMetrics):
         "asyncrl_process_failures_total",
         "Processes that ended before they were told to, by role.",
         label="role",
-        values=("generator", "trainer", "reward"),
+        values=("generator", "trainer"),
     )
 
     def publish(self, step: StepMetrics) -> None:

@@ -183,6 +183,9 @@ class Progress:
         view = self._run_view(fleet, evaluation)
         self._view.update(view)
         metrics = self._metrics
+        if self._scheduler is not None:
+            failed = self._scheduler.snapshot().groups_failed
+            metrics.samples_ended.of("failed").follow(failed * self._config.scheduler.group_size)
         metrics.eta.set(view.eta_seconds or 0.0)
         metrics.samples.of("running").set(view.samples_running or 0)
         metrics.samples.of("held").set(view.samples_held or 0)

@@ -33,6 +33,8 @@ from wire.records import (
 )
 from wire.weights.layout import WeightManifest
 
+GROUP_SIZE = 4
+
 
 class Generators:
     """Stands in for the fleet: two generators, one of them lost, and an idle trainer."""
@@ -74,7 +76,7 @@ class Watched:
         view = LiveView(MonitoringConfig(live="plain"), 3, "run", Console(file=self.said, width=80))
         self.log = MetricsLog(path)
         self.progress = Progress(
-            RunConfig.model_validate({"scheduler": {"on_update": "verify"}}),
+            RunConfig.model_validate({"scheduler": {"group_size": GROUP_SIZE}}),
             view=view,
             log=self.log,
             metrics=ControllerMetrics.register(self.registry, "controller"),
@@ -83,7 +85,7 @@ class Watched:
         self.fleet: Any = Generators()
 
     def begin(self, first_step: int) -> None:
-        snapshot = SimpleNamespace(waits=(), samples_running=5, samples_held=2)
+        snapshot = SimpleNamespace(waits=(), samples_running=5, samples_held=2, groups_failed=2)
         scheduler: Any = SimpleNamespace(snapshot=lambda: snapshot)
         self.progress.show(self.fleet, None)
         self.progress.training_begins(scheduler, first_step)
@@ -156,6 +158,9 @@ def test_status_and_live_view_show_the_last_step(watched: Watched) -> None:
     assert (status["draft_acceptance"], status["drafted_share"]) == (0.5, 0.2)
     assert msgspec.json.encode(status)
     watched.progress.show(watched.fleet, None)
+    assert watched.gauge("asyncrl_samples_total", outcome="trained") == GROUP_SIZE
+    assert watched.gauge("asyncrl_samples_total", outcome="failed") == 2 * GROUP_SIZE
+    assert watched.gauge("asyncrl_samples_in_flight", state="running") == 5
     assert "drafts accepted 50%" in watched.said.getvalue()
 
 

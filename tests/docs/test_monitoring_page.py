@@ -1,0 +1,67 @@
+"""docs/monitoring.md names every number that a user can see, and no others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from monitoring.metrics import all_specs
+from trainer.algorithms.factory import make
+from trainer.algorithms.registry import known_algorithms
+from trainer.config import TrainerConfig
+from wire.records import StepMetrics
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "monitoring.md").read_text()
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+SPECS = {spec.name: spec for _, spec in all_specs()}
+
+
+def first_cells(header: str) -> list[str]:
+    """The names in the first column of the table with this header."""
+    table = PAGE.split(header, 1)[1].split("\n\n", 1)[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+def test_each_metric_has_a_line_with_its_label_and_kind() -> None:
+    documented = re.findall(r"^\| `(asyncrl_\w+)(?:\{(\w+)\})?` \| (\w+) \|", PAGE, re.MULTILINE)
+    assert len(documented) == len(SPECS)
+    assert {(name, label or None, kind) for name, label, kind in documented} == {
+        (spec.name, spec.label, spec.kind) for spec in SPECS.values()
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_metric_that_a_page_names_exists(page: Path) -> None:
+    named = re.findall(r"\b(asyncrl_[a-z_]+_[a-z_]*[a-z])(?:\{(\w+))?", page.read_text())
+    for name, label in named:
+        if name in SPECS:
+            assert label in ("", SPECS[name].label)
+    unknown = {name for name, _ in named} - SPECS.keys()
+    assert unknown <= {"asyncrl_cpu_sampling"}, "not a metric of monitoring/metrics.py"
+
+
+def test_each_field_of_a_step_is_documented() -> None:
+    fields = set()
+    for field in msgspec.structs.fields(StepMetrics):
+        if isinstance(field.default, msgspec.Struct):
+            fields |= {f"{field.name}.{name}" for name in field.default.__struct_fields__}
+        else:
+            fields.add(field.name)
+    documented = first_cells("| field | meaning |")
+    assert len(documented) == len(fields)
+    assert set(documented) == fields
+
+
+def test_each_signal_of_an_algorithm_is_documented() -> None:
+    signals = {
+        name
+        for algorithm in known_algorithms()
+        for kl in (0.0, 0.1)
+        for name in make(TrainerConfig(algorithm=algorithm, kl_coefficient=kl)).signals
+    }
+    assert set(first_cells("| signal | of | meaning |")) == signals
