@@ -1,1 +1,1 @@
-"""Whether the whole loop hands the trainer what it promises, with every part real."""
+"""Whether the whole loop delivers what it promises to the trainer, with every part real."""

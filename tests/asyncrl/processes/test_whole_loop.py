@@ -1,12 +1,13 @@
-"""What the loop hands to the trainer, on the torch engine, against enumerated laws.
+"""What the loop delivers to the trainer on the torch engine, against enumerated distributions.
 
-Scheduler, generator process, writer, engine and cache are real and run in one event loop; the
-trainer alternates between two fixed policies and publishes in the middle of rollouts. See
-`benchmarks.exactness_loop` for the statements and `exactness_loop_house` for the loop.
+Scheduler, generator process, engine and cache are real and run in one event loop. The trainer
+alternates between two fixed policies and publishes in the middle of rollouts. See
+`benchmarks.exactness_loop.main` for the statements and `benchmarks.exactness_loop.harness` for the
+loop.
 
-A statement fails below p = 1e-6; with some 30 p-values here a correct loop would fail one run in
-30,000 if seeds were random. They are fixed, and which draft is made does not depend on the clock.
-What must be wrong must have a p-value below that too (1e-4 for the smallest of the biases).
+A statement fails below p = 1e-6. With some 30 p-values here a correct loop would fail one run in
+30,000 if seeds were random. They are fixed, and drafts do not depend on the clock. Wrong loops must
+have a p-value below 1e-6 too (1e-4 for the smallest bias).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from benchmarks.exactness_loop import main as loop
-from benchmarks.exactness_loop.distributions import Laws, judge
+from benchmarks.exactness_loop import engines, statements
+from benchmarks.exactness_loop.distributions import ResponseDistributions
 from benchmarks.exactness_loop.harness import Delivered, Outcome
+from benchmarks.exactness_loop.modes import MODES, PROMPTS, SPACE, make_policies, settings_of
+from benchmarks.exactness_loop.statements import ALARM, TOLERANCE, Finding
 from engine.torch.core import DecodeCore
 from engine.torch.engine import TorchEngine
 
@@ -30,9 +32,9 @@ SAMPLES = 4000
 
 
 @cache
-def known(learning: bool) -> tuple[list[Any], Laws]:
-    models = loop.policies(learning)
-    return models, Laws(models, loop.PROMPTS, loop.way())
+def known(learning: bool) -> tuple[list[Any], ResponseDistributions]:
+    policies = make_policies(learning)
+    return policies, ResponseDistributions(policies, PROMPTS, SPACE)
 
 
 @cache
@@ -40,69 +42,70 @@ def played(name: str) -> Outcome:
     return play(name)
 
 
-def play(name: str, samples: int = SAMPLES, **changes: Any) -> Outcome:
+def play(name: str, samples: int = SAMPLES) -> Outcome:
     torch.set_num_threads(1)
-    mode = loop.MODES[name]
-    setting = loop.setting_of(mode, samples, 0, **changes)
-    return asyncio.run(loop.run("torch", mode, setting, known(mode.learning)[0]))
+    mode = MODES[name]
+    settings = settings_of(mode, samples, seed=0)
+    return asyncio.run(engines.run("torch", mode, settings, known(mode.learning)[0]))
 
 
-def find(name: str, delivered: list[Delivered]) -> loop.Finding:
-    mode = loop.MODES[name]
-    finding = loop.find(name, mode, delivered, known(mode.learning)[1])
+def check(name: str, delivered: list[Delivered]) -> Finding:
+    mode = MODES[name]
+    finding = statements.check(mode, delivered, known(mode.learning)[1])
     for what, verdict in finding.verdicts.items():
         print(f"{name}, {what}: {verdict}")
     return finding
 
 
-def test_the_policies_are_far_enough_apart_for_mistakes_to_show() -> None:
-    laws = known(True)[1]
-    assert all(0.1 < laws.per_token(prompt) < 0.3 for prompt in range(len(loop.PROMPTS)))
+def test_the_policies_differ_enough_for_mistakes_to_show() -> None:
+    distributions = known(True)[1]
+    prompts = range(len(PROMPTS))
+    assert all(0.1 < distributions.policy_distance(prompt) < 0.3 for prompt in prompts)
 
 
 @pytest.mark.parametrize("name", ["verify, 1 ahead", "verify, 3 ahead", "learning rate 0"])
 def test_whole_trajectories_follow_the_policy_that_trains_on_them(name: str) -> None:
     outcome = played(name)
-    finding = find(name, outcome.delivered)
-    assert finding.p_value > loop.ALARM
+    finding = check(name, outcome.delivered)
+    assert finding.p_value > ALARM
     assert finding.staleness == 0
-    assert finding.worst_logprob < loop.TOLERANCE["torch"]
-    assert loop.rewards_fit(outcome.delivered)
-    # Otherwise this has shown nothing.
+    assert finding.worst_logprob < TOLERANCE["torch"]
+    assert statements.rewards_match(outcome.delivered)
+    # Otherwise the assertions above show nothing.
     assert outcome.verified > SAMPLES
     assert outcome.cut > 100
-    learning = loop.MODES[name].learning
+    learning = MODES[name].learning
     assert (outcome.rejected > SAMPLES / 2) == learning
     assert not learning or outcome.accepted > SAMPLES
 
 
 @pytest.mark.parametrize("name", ["verify, k = 1", "keep, k = 1", "recompute, k = 1"])
-def test_each_token_follows_the_version_that_it_bears(name: str) -> None:
+def test_each_token_follows_the_version_that_it_carries(name: str) -> None:
     outcome = played(name)
-    finding = find(name, outcome.delivered)
-    assert finding.p_value > loop.ALARM
+    finding = check(name, outcome.delivered)
+    assert finding.p_value > ALARM
     assert finding.staleness == 1
-    assert finding.worst_logprob < loop.TOLERANCE["torch"]
-    assert loop.rewards_fit(outcome.delivered)
+    assert finding.worst_logprob < TOLERANCE["torch"]
+    assert statements.rewards_match(outcome.delivered)
     assert (outcome.verified > SAMPLES / 4) == (name == "verify, k = 1")
     mixed = sum(len(one.trajectory.segments) > 1 for one in outcome.delivered)
     assert mixed > SAMPLES / 20
 
 
-# What must be seen to be wrong
+# Wrong loops must be detected
 
 
-def test_unverified_work_is_seen() -> None:
-    """`keep` with k = 1 delivers tokens of the version before, as it says."""
+def test_unverified_samples_are_detected() -> None:
+    """`keep` with k = 1 delivers tokens of the previous version, as documented."""
     delivered = played("keep, k = 1").delivered
-    verdicts = loop.whole_statement(delivered, known(True)[1])
+    verdicts = statements.check_responses(delivered, known(True)[1])
     print(*map(str, verdicts.values()), sep="\n")
-    assert max(verdicts[f"texts of policy {which}"].p_value for which in "AB") < loop.ALARM
-    assert verdicts["lengths within each step"].p_value < loop.ALARM
+    assert max(verdicts[f"texts of policy {which}"].p_value for which in "AB") < ALARM
+    assert verdicts["lengths within each step"].p_value < ALARM
 
 
-def test_selection_by_completion_is_seen() -> None:
-    """The half of each group that was finished first: short answers."""
+def test_selection_by_completion_is_detected() -> None:
+    """Take the half of each group that was finished first: short responses."""
     outcome = played("verify, 1 ahead")
     groups: dict[int, list[Delivered]] = {}
     for one in outcome.delivered:
@@ -111,13 +114,13 @@ def test_selection_by_completion_is_seen() -> None:
     for group in groups.values():
         group.sort(key=lambda one: outcome.finished[one.trajectory.id])
         early += group[: len(group) // 2]
-    verdict = loop.whole_statement(early, known(True)[1])["mean length"]
+    verdict = statements.check_responses(early, known(True)[1])["mean length"]
     print(verdict)
-    assert verdict.p_value < loop.ALARM
+    assert verdict.p_value < ALARM
     assert verdict.tv < 0
 
 
-def test_a_missing_residual_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_residual_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     generate = TorchEngine.generate
 
     def lenient(self: TorchEngine, request: Any) -> Any:
@@ -126,41 +129,25 @@ def test_a_missing_residual_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return generate(self, request)
 
     monkeypatch.setattr(TorchEngine, "generate", lenient)
-    finding = find("verify, 1 ahead", play("verify, 1 ahead", 2000).delivered)
-    assert finding.p_value < loop.ALARM
+    finding = check("verify, 1 ahead", play("verify, 1 ahead", 2000).delivered)
+    assert finding.p_value < ALARM
 
 
-def test_a_cut_that_depends_on_what_comes_behind_it_is_seen(
+def test_a_cut_that_depends_on_the_tokens_after_it_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An interruption that loses what was drawn and not reported: stop tokens are never lost.
+    """Lose the tokens that were drawn and not reported. Stop tokens are never among them.
 
-    It shortens the responses by a tenth of a token, so it takes more samples to see.
+    This shortens responses by a tenth of a token, so detecting it takes more samples.
     """
     interrupt = DecodeCore.interrupt
 
     def forgetful(self: DecodeCore, name: str) -> Any:
         if name in self._rows:
-            self._rows.unsent[self._rows.row_of(name)] = 0
+            self._unreported.count[self._rows.row_of(name)] = 0
         return interrupt(self, name)
 
     monkeypatch.setattr(DecodeCore, "interrupt", forgetful)
-    finding = find("learning rate 0", play("learning rate 0", 12_000).delivered)
+    finding = check("learning rate 0", play("learning rate 0", 12_000).delivered)
     assert finding.verdicts["mean length"].p_value < 1e-4
     assert finding.verdicts["mean length"].tv < 0
-
-
-def test_the_statistic_itself() -> None:
-    """Exact draws pass, at about the promised rate; a shift of 0.02 in 20,000 does not."""
-    chance = np.random.default_rng(1)
-    law = {"a": 0.5, "b": 0.3, "c": 0.2, "never": 0.0}
-    p_values = [
-        judge(
-            [(0, str(x)) for x in chance.choice(["a", "b", "c"], 500, p=[0.5, 0.3, 0.2])], {0: law}
-        ).p_value
-        for _ in range(400)
-    ]
-    assert abs(np.mean([p < 0.1 for p in p_values]) - 0.1) < 0.07
-    wrong = [(0, str(x)) for x in chance.choice(["a", "b", "c"], 20_000, p=[0.52, 0.28, 0.2])]
-    assert judge(wrong, {0: law}).p_value < loop.ALARM
-    assert judge([(0, "never")], {0: law}).p_value == 0.0

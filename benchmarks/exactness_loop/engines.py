@@ -1,0 +1,99 @@
+"""Engines for the loop, and one run of the loop on each."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.exactness_loop.harness import Harness, LoopSettings, Outcome
+from benchmarks.exactness_loop.modes import PROMPTS, Mode
+from cache.config import CacheConfig
+from engine.config import EngineConfig
+from engine.drafting.fixed_budget import FixedBudget
+from engine.factory import create_engine
+from engine.protocol import Engine
+from engine.torch.config import TorchConfig
+from engine.vllm.config import VllmConfig
+
+
+def torch_engine(path: str, mode: Mode) -> Engine:
+    """The embedded engine. Drafts do not depend on the clock after `slow_down` was called on it."""
+    config = EngineConfig(
+        kind="torch",
+        slots=mode.slots,
+        max_model_len=16,
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        top_k_logprobs=mode.top_k,
+        torch=TorchConfig(max_step_tokens=4096),
+    )
+    return create_engine(config, path, cache_config=_cache_config(mode), seed=1)
+
+
+def vllm_engine(path: str, mode: Mode) -> Engine:
+    """Real vLLM, with its prefix cache on."""
+    config = EngineConfig(
+        kind="vllm",
+        slots=mode.slots,
+        max_model_len=32,
+        threads=1,
+        top_k_logprobs=mode.top_k,
+        vllm=VllmConfig(kv_cache_gib=0.25, max_step_tokens=256, enable_prefix_caching=True),
+    )
+    return create_engine(config, path, cache_config=_cache_config(mode), seed=1)
+
+
+ENGINES: dict[str, Callable[[str, Mode], Engine]] = {"torch": torch_engine, "vllm": vllm_engine}
+
+
+def _cache_config(mode: Mode) -> CacheConfig:
+    return CacheConfig(
+        max_draft_tokens=mode.max_draft_tokens,
+        min_match=1,
+        min_probability=0.0,
+        max_bytes=1 << 24,
+    )
+
+
+def slow_down(engine: Any, turns: int) -> None:
+    """Make a step of a torch engine take this many turns of the event loop, and always draft.
+
+    A step of this tiny model takes no longer than a message. A step of a real model takes a hundred
+    times as long. Without this, messages would take longer than whole responses, and updates would
+    find no sample in generation.
+    """
+    core, turn = engine._core, 0  # noqa: SLF001 - there is no other way to slow it down
+    step = core.step
+
+    def step_sometimes() -> list[Any]:
+        nonlocal turn
+        turn += 1
+        return [] if turn % turns else list(step())
+
+    core.step = step_sometimes
+    core._drafter.planner = FixedBudget(max_step_tokens=4096, max_draft_tokens=4)  # noqa: SLF001
+
+
+async def run_on(
+    engine: Engine, policies: Sequence[Any], settings: LoopSettings, directory: Path
+) -> Outcome:
+    """Run the loop on a started engine that has the first policy's weights as version 0."""
+    weights = [policy.state_dict() for policy in policies]
+    return await Harness(engine, weights, PROMPTS, settings, directory).run()
+
+
+async def run(kind: str, mode: Mode, settings: LoopSettings, policies: Sequence[Any]) -> Outcome:
+    """Start an engine ("torch" or "vllm"), run the loop, and close the engine."""
+    with tempfile.TemporaryDirectory() as path:
+        policies[0].save_pretrained(path)
+        engine = ENGINES[kind](path, mode)
+        await engine.start()
+        try:
+            if kind == "torch":
+                slow_down(engine, mode.turns_per_step)
+            return await run_on(engine, policies, settings, Path(path))
+        finally:
+            await engine.close()

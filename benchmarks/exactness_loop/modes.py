@@ -1,0 +1,86 @@
+"""The modes of the scheduler that are run, and what each promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.exactness_loop.distributions import ResponseSpace
+from benchmarks.exactness_loop.harness import LoopSettings
+from benchmarks.tiny_models import random_qwen3
+from engine.protocol import SamplingParams
+from scheduler.config import SchedulerConfig
+
+SPACE = ResponseSpace(max_tokens=8, stop=2, vocabulary=4)
+PROMPTS = ((1, 0, 1), (1, 1), (0, 0, 0, 1))
+_SEED, _DRIFT = 18, 0.2
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run the loop, and what it promises."""
+
+    scheduler: dict[str, Any]
+    learning: bool = True
+    """False: all versions have the same weights."""
+    whole: bool = True
+    """Whether whole trajectories follow the policy that trains on them, at staleness 0."""
+    slots: int = 64
+    top_k: int = 3
+    max_draft_tokens: int = 2
+    kv_rebuilt: bool = False
+    """Whether tokens after an update are drawn on KV of the new weights only."""
+    publish_delays: tuple[int, ...] = (0, 1, 2, 3)
+    install_delay: int = 0
+    """See `LoopSettings`."""
+    turns_per_step: int = 4
+    """Turns of the event loop that a step of the torch engine takes; see `engines.slow_down`."""
+
+
+_ON_POLICY: dict[str, Any] = {"group_size": 16, "groups_per_step": 9}
+_ONE_STEP_OFF = _ON_POLICY | {"max_off_policy_steps": 1}
+MODES: dict[str, Mode] = {
+    "verify, 1 ahead": Mode(_ON_POLICY | {"max_runahead_groups": 9}),
+    "verify, 3 ahead": Mode(_ON_POLICY | {"max_runahead_groups": 27}),
+    "verify, no drafts": Mode(_ON_POLICY | {"max_runahead_groups": 9}, max_draft_tokens=0),
+    "learning rate 0": Mode(
+        _ON_POLICY | {"max_runahead_groups": 9},
+        learning=False,
+        top_k=SPACE.vocabulary,
+        max_draft_tokens=0,
+        install_delay=2,
+        turns_per_step=8,
+    ),
+    "verify, k = 1": Mode(_ONE_STEP_OFF | {"max_runahead_groups": 9}, whole=False),
+    "keep, k = 1": Mode(_ONE_STEP_OFF | {"on_update": "keep"}, whole=False),
+    "recompute, k = 1": Mode(
+        _ONE_STEP_OFF | {"on_update": "recompute"}, whole=False, kv_rebuilt=True
+    ),
+}
+
+
+def make_policies(learning: bool = True) -> list[Any]:
+    """Two random Qwen3 models with a total variation of 0.13 to 0.15 at a token; or two equal."""
+    one, other, two = (
+        random_qwen3(seed, SPACE.vocabulary) for seed in (_SEED, 1000 + _SEED, _SEED)
+    )
+    with torch.no_grad():
+        for mine, theirs in zip(two.parameters(), other.parameters(), strict=True):
+            mine.lerp_(theirs, _DRIFT if learning else 0.0)
+    return [one, two]
+
+
+def settings_of(mode: Mode, samples: int, seed: int) -> LoopSettings:
+    """Settings with enough steps for this many samples, and at least 4."""
+    config = SchedulerConfig(**mode.scheduler)
+    steps = max(4, -(-samples // (config.group_size * config.groups_per_step)))
+    return LoopSettings(
+        config,
+        steps,
+        SamplingParams(SPACE.max_tokens, stop_tokens=(SPACE.stop,), top_k_logprobs=mode.top_k),
+        publish_delays=mode.publish_delays,
+        install_delay=mode.install_delay,
+        seed=seed,
+    )
