@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch_cores
 from scipy import stats
 from tiny_models import STOP, make_qwen3
+from torch_cores import run, tokens_of
 
-from engine.drafting.fixed_budget import FixedBudget
 from engine.drafting.source import DraftSource
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from engine.torch.core import CoreSettings, DecodeCore
-from engine.torch.model import SlotModel, load_model
+from engine.torch.core import DecodeCore
+from engine.torch.model import SlotModel
 from rollout.trajectory import IntArray
 
 PROMPT = np.array([4, 0, 7], np.int32)
@@ -51,24 +52,21 @@ def policies(drift: float) -> tuple[torch.nn.Module, torch.nn.Module]:
 
 
 def slots_with(path: str, weights: torch.nn.Module, *, slots: int = 64) -> SlotModel:
-    cpu = torch.device("cpu")
-    model = load_model(path, slots=slots, max_len=16, device=cpu, dtype=torch.float32)
+    model = torch_cores.load(path, slots=slots, max_len=16)
     model.module.load_state_dict(weights.state_dict())
     return model
 
 
 def core_of(model: SlotModel, source: DraftSource | None, **changes: Any) -> DecodeCore:
+    """A core that never waits for anything: large steps, one chunk for each response."""
     settings = {
         "max_step_tokens": 1000,
         "max_draft_tokens": 4,
         "max_prefill_tokens": 256,
         "chunk_tokens": 9,
         "top_k": 0,
-    } | changes
-    planner = FixedBudget(
-        max_step_tokens=settings["max_step_tokens"], max_draft_tokens=settings["max_draft_tokens"]
-    )
-    return DecodeCore(model, CoreSettings(**settings), source, seed=0, planner=planner)
+    }
+    return torch_cores.core_of(model, source, **(settings | changes))
 
 
 def request(case: Case, name: str, seed: int, *, top_k: int = 0, **fields: Any) -> GenerateRequest:
@@ -84,19 +82,8 @@ def request(case: Case, name: str, seed: int, *, top_k: int = 0, **fields: Any) 
     return GenerateRequest(name, "p", PROMPT, sampling, **fields)
 
 
-def run(core: DecodeCore, requests: Sequence[GenerateRequest]) -> dict[str, list[TokenChunk]]:
-    """Serve all requests; returns the chunks of each."""
-    out: dict[str, list[TokenChunk]] = {r.request_id: [] for r in requests}
-    for one in requests:
-        core.add(one)
-    while core.has_work:
-        for chunk in core.step():
-            out[chunk.request_id].append(chunk)
-    return out
-
-
-def text_of(chunks: list[TokenChunk]) -> tuple[int, ...]:
-    return tuple(int(t) for chunk in chunks for t in chunk.tokens)
+def text_of(chunks: Sequence[TokenChunk]) -> tuple[int, ...]:
+    return tuple(tokens_of(chunks))
 
 
 def sample(

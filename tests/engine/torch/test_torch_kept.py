@@ -2,117 +2,61 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch_cores
+from enumerated_policies import policies
 from new_weights import swap_weights
 from tiny_models import STOP, VOCAB, make_qwen3
+from torch_cores import check_against_hf, first, joined, kept_of, run
 from tree_sources import RandomTrees
 
 from cache.config import CacheConfig
 from cache.tree import RolloutCache
-from engine.drafting.fixed_budget import FixedBudget
 from engine.drafting.source import DraftSource
 from engine.errors import EngineError, RequestError
-from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from engine.protocol import GenerateRequest
 from engine.torch import core as core_module
-from engine.torch.core import CoreSettings, DecodeCore
-from engine.torch.model import SlotModel, load_model
+from engine.torch.core import DecodeCore
+from engine.torch.model import SlotModel
 from rollout.trajectory import KeptTokens, Provenance
 
-PROMPT = np.array([1, 2, 3], np.int32)
 MOST = 40
 NEW_SEED = 10**6
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def load(path: str, slots: int = 8) -> SlotModel:
-    cpu = torch.device("cpu")
-    return load_model(path, slots=slots, max_len=64, device=cpu, dtype=torch.float32)
+    return torch_cores.load(path, slots=slots)
 
 
-def drifted(far: float = 0.03) -> Any:
-    """The policy that judges: the old one, moved a little."""
-    new, other = make_qwen3(seed=0), make_qwen3(seed=1)
-    with torch.no_grad():
-        for mine, theirs in zip(new.parameters(), other.parameters(), strict=True):
-            mine.lerp_(theirs, far)
-    return new
+def drifted(drift: float = 0.03) -> torch.nn.Module:
+    """The current policy: the old one, moved a little."""
+    return policies(drift)[1]
 
 
 def core_of(
     model: SlotModel, source: DraftSource | None = None, *, version: int = 0, **changes: Any
 ) -> DecodeCore:
-    settings = CoreSettings(
-        max_step_tokens=100, max_draft_tokens=6, max_prefill_tokens=500, chunk_tokens=4, top_k=VOCAB
-    )
-    settings = replace(settings, **changes)
-    planner = FixedBudget(max_step_tokens=100, max_draft_tokens=settings.max_draft_tokens)
-    core = DecodeCore(model, settings, source, seed=7, planner=planner)
+    wide = {"max_step_tokens": 100, "max_prefill_tokens": 500, "top_k": VOCAB}
+    core = torch_cores.core_of(model, source, **(wide | changes))
     core.policy_version = version  # of whatever weights the model has
     return core
 
 
 def request(name: str, seed: int, *, top_k: int = 8, **fields: Any) -> GenerateRequest:
-    params = {"max_tokens": MOST, "stop_tokens": (STOP,), "top_k_logprobs": top_k, "seed": seed}
-    own = [key for key in fields if key in params or key == "temperature"]
-    params |= {key: fields.pop(key) for key in own}
-    return GenerateRequest(name, "p", PROMPT, SamplingParams(**params), **fields)
-
-
-def drain(core: DecodeCore, asked: list[GenerateRequest]) -> dict[str, list[TokenChunk]]:
-    for one in asked:
-        core.add(one)
-    out: dict[str, list[TokenChunk]] = defaultdict(list)
-    while core.has_work:
-        for chunk in core.step():
-            out[chunk.request_id].append(chunk)
-        core.check()
-    return out
-
-
-def joined(chunks: list[TokenChunk], what: str) -> np.ndarray:
-    return np.concatenate([getattr(chunk, what) for chunk in chunks])
-
-
-def kept_of(chunks: list[TokenChunk], **changes: Any) -> KeptTokens:
-    parts = [joined(chunks, w) for w in ("tokens", "logprobs", "topk_ids", "topk_logprobs")]
-    return replace(KeptTokens(*parts), **changes)
-
-
-def first(kept: KeptTokens, size: int) -> KeptTokens:
-    return KeptTokens(
-        kept.tokens[:size], kept.logprobs[:size], kept.topk_ids[:size], kept.topk_logprobs[:size]
+    return torch_cores.request(
+        name, **({"seed": seed, "max_tokens": MOST, "top_k_logprobs": top_k} | fields)
     )
 
 
 def old_texts(model: SlotModel, count: int, **fields: Any) -> list[KeptTokens]:
     asked = [request(f"{i}", i, **fields) for i in range(count)]
-    done = drain(core_of(model), asked)
+    done = run(core_of(model), asked)
     return [kept_of(done[f"{i}"]) for i in range(count)]
-
-
-def check_against_hf(module: Any, asked: GenerateRequest, chunks: list[TokenChunk]) -> None:
-    """Every reported number is that of one plain forward pass under `module`."""
-    text = joined(chunks, "tokens")
-    before = [*asked.prompt_tokens.tolist(), *asked.prefix_tokens.tolist()]
-    with torch.no_grad():
-        logits = module(torch.tensor([[*before, *text.tolist()]])).logits[0, len(before) - 1 : -1]
-    law = (logits / asked.sampling.temperature).log_softmax(-1).numpy()
-    got = joined(chunks, "logprobs")
-    np.testing.assert_allclose(got, law[np.arange(len(text)), text], atol=1e-4)
-    top, k = joined(chunks, "topk_logprobs"), asked.sampling.top_k_logprobs
-    np.testing.assert_allclose(top, -np.sort(-law, axis=1)[:, :k], atol=1e-4)
-    ids = joined(chunks, "topk_ids")
-    np.testing.assert_allclose(np.take_along_axis(law, ids, 1), top, atol=1e-4)
 
 
 def test_the_same_policy_accepts_everything_in_one_step(tiny_qwen3: str) -> None:
@@ -121,7 +65,7 @@ def test_the_same_policy_accepts_everything_in_one_step(tiny_qwen3: str) -> None
     texts = old_texts(model, 8, top_k=VOCAB, max_tokens=12)
     core = core_of(model)
     asked = [request(f"{i}", NEW_SEED + i, kept=k, max_tokens=12) for i, k in enumerate(texts)]
-    done = drain(core, asked)
+    done = run(core, asked)
     assert core.stats().steps == 1
     assert core.stats().tokens.generated == 0, "nothing had to be drawn"
     assert core.stats().tokens.drafted == 0
@@ -152,7 +96,7 @@ def test_a_drifted_policy_reports_its_own_numbers(tiny_qwen3: str, source: str) 
         request(f"{i}", NEW_SEED + i, kept=k, temperature=(1.0, 0.8)[i % 2])
         for i, k in enumerate(texts)
     ]
-    done = drain(core, asked)
+    done = run(core, asked)
     lengths = set()
     for one, old in zip(asked, texts, strict=True):
         chunks = done[one.request_id]
@@ -180,7 +124,7 @@ def test_what_follows_depends_on_the_text_and_the_seed_alone(tiny_qwen3: str) ->
         request(f"{i}", NEW_SEED + i, kept=first(k, 20), stop_tokens=())
         for i, k in enumerate(texts)
     ]
-    done = drain(core, asked)
+    done = run(core, asked)
     all_kept = 0
     for one in asked:
         chunks = done[one.request_id]
@@ -190,7 +134,7 @@ def test_what_follows_depends_on_the_text_and_the_seed_alone(tiny_qwen3: str) ->
         # Behind a full acceptance the very next token is the request's own draw already.
         known = accepted if accepted == 20 else accepted + 1
         prefix = np.array(tokens[:known], np.int32)
-        again = drain(core_of(model), [replace(one, kept=None, prefix_tokens=prefix)])
+        again = run(core_of(model), [replace(one, kept=None, prefix_tokens=prefix)])
         assert joined(again[one.request_id], "tokens").tolist() == tokens[known:]
     assert 0 < all_kept < 12
 
@@ -202,9 +146,9 @@ def test_a_batch_changes_nothing(tiny_qwen3: str) -> None:
     core = core_of(model, RolloutCache(CacheConfig(max_bytes=1 << 20)), max_prefill_tokens=90)
     swap_weights(core, new.state_dict().items(), 1)
     asked = [request(f"{i}", NEW_SEED + i, kept=k if i % 3 else None) for i, k in enumerate(texts)]
-    done = drain(core, asked)
+    done = run(core, asked)
     for one in asked:
-        alone = drain(core_of(model, version=1), [one])
+        alone = run(core_of(model, version=1), [one])
         assert (
             joined(done[one.request_id], "tokens").tolist()
             == joined(alone[one.request_id], "tokens").tolist()
@@ -219,11 +163,11 @@ def test_the_old_continuation_is_drafted_from_behind_the_replacement(tiny_qwen3:
     liar.topk_ids[5] = -1  # nothing can be accepted at the sixth place
     liar.topk_logprobs[5] = -np.inf
     core = core_of(model)
-    done = drain(core, [request("a", 0, kept=liar, stop_tokens=())])  # its own seed, on purpose
+    done = run(core, [request("a", 0, kept=liar, stop_tokens=())])  # its own seed, on purpose
     tokens = joined(done["a"], "tokens").tolist()
     plain = core_of(model)
     prefix = np.array(tokens[:6], np.int32)
-    drain(plain, [request("a", 0, prefix_tokens=prefix, stop_tokens=())])
+    run(plain, [request("a", 0, prefix_tokens=prefix, stop_tokens=())])
     assert tokens[:5] == old.tokens[:5].tolist()
     assert core.stats().tokens.drafted > 0
     assert core.stats().steps <= 1 + plain.stats().steps
@@ -241,7 +185,7 @@ def test_judgements_are_fresh_under_every_version(tiny_qwen3: str) -> None:
         core = core_of(model)
         swap_weights(core, new.state_dict().items(), version)
         asked = [request(f"{i}", NEW_SEED + i, kept=k) for i, k in enumerate(texts)]
-        done = drain(core, asked)
+        done = run(core, asked)
         verdicts.append([int((joined(done[r.request_id], "provenance") == 2).sum()) for r in asked])
     assert verdicts[0] == verdicts[1]
     assert verdicts[0] != verdicts[2]
@@ -256,7 +200,7 @@ def test_weights_may_change_while_a_request_waits(tiny_qwen3: str) -> None:
     waits = request("waits", NEW_SEED, kept=old)
     core.add(waits)
     swap_weights(core, new.state_dict().items(), 4)
-    chunks = drain(core, [])["waits"]
+    chunks = run(core, [])["waits"]
     assert {c.policy_version for c in chunks} == {4}
     check_against_hf(new, waits, chunks)
 
@@ -277,7 +221,7 @@ def test_admission_is_bounded_by_logits(tiny_qwen3: str, monkeypatch: pytest.Mon
     core.close()
     monkeypatch.setattr(core_module, "MAX_LOGITS", 5 * VOCAB)  # one alone always goes
     core = core_of(model)
-    drain(core, [request("a", NEW_SEED, kept=texts[0], stop_tokens=())])
+    run(core, [request("a", NEW_SEED, kept=texts[0], stop_tokens=())])
 
 
 def test_lenience_keeps_more(tiny_qwen3: str) -> None:
@@ -291,7 +235,7 @@ def test_lenience_keeps_more(tiny_qwen3: str) -> None:
             request(f"{i}", NEW_SEED + i, kept=replace(k, lenience=lenience))
             for i, k in enumerate(texts)
         ]
-        done = drain(core, asked)
+        done = run(core, asked)
         for one in asked:
             check_against_hf(new, one, done[one.request_id])
         kept[lenience] = sum(int((joined(c, "provenance") == 2).sum()) for c in done.values())
@@ -303,7 +247,7 @@ def test_an_empty_kept_is_an_ordinary_request(tiny_qwen3: str) -> None:
     model = load(tiny_qwen3)
     nothing = first(old_texts(model, 1)[0], 0)
     core = core_of(model)
-    done = drain(core, [request("a", 3, kept=nothing), request("b", 3), request("c", 4)])
+    done = run(core, [request("a", 3, kept=nothing), request("b", 3), request("c", 4)])
     assert joined(done["a"], "tokens").tolist() == joined(done["b"], "tokens").tolist()
     assert not (joined(done["a"], "provenance") == Provenance.VERIFIED).any()
 
@@ -313,7 +257,7 @@ def test_kept_tokens_behind_a_prefix(tiny_qwen3: str) -> None:
     old = old_texts(model, 1, top_k=VOCAB, stop_tokens=())[0]
     rest = KeptTokens(old.tokens[6:], old.logprobs[6:], old.topk_ids[6:], old.topk_logprobs[6:])
     one = request("a", NEW_SEED, prefix_tokens=old.tokens[:6], kept=rest, stop_tokens=())
-    chunks = drain(core_of(model), [one])["a"]
+    chunks = run(core_of(model), [one])["a"]
     assert joined(chunks, "tokens").tolist() == old.tokens[6:].tolist()
     check_against_hf(make_qwen3(), one, chunks)
 
@@ -324,7 +268,7 @@ def test_a_stop_token_among_the_kept_ends_the_response(tiny_qwen3: str) -> None:
     old = old_texts(model, 1, top_k=VOCAB, stop_tokens=())[0]
     stop = int(old.tokens[4])
     ends = old.tokens.tolist().index(stop) + 1
-    chunks = drain(core_of(model), [request("a", NEW_SEED, kept=old, stop_tokens=(stop,))])["a"]
+    chunks = run(core_of(model), [request("a", NEW_SEED, kept=old, stop_tokens=(stop,))])["a"]
     assert joined(chunks, "tokens").tolist() == old.tokens[:ends].tolist()
     assert chunks[-1].finish_reason == "stop"
 

@@ -21,7 +21,6 @@ from enumerated_policies import (
     p_value,
     policies,
     request,
-    run,
     sample,
     slots_with,
     text_of,
@@ -29,11 +28,11 @@ from enumerated_policies import (
 )
 from new_weights import swap_weights
 from tiny_models import VOCAB
+from torch_cores import first, kept_of, run
 from tree_sources import RandomTrees
 
 from cache.config import CacheConfig
 from cache.tree import RolloutCache
-from engine.protocol import TokenChunk
 from engine.torch.core import DecodeCore
 from engine.torch.model import SlotModel
 from rollout.trajectory import KeptTokens, Provenance
@@ -67,18 +66,10 @@ REUSES = {
 }
 
 
-def kept_of(chunks: list[TokenChunk], most: int) -> KeptTokens:
-    parts = [
-        np.concatenate([getattr(chunk, what) for chunk in chunks])[:most]
-        for what in ("tokens", "logprobs", "topk_ids", "topk_logprobs")
-    ]
-    return KeptTokens(*parts)
-
-
 def old_texts(model: SlotModel, reuse: Reuse, count: int) -> list[KeptTokens]:
     core = core_of(model, None, top_k=VOCAB, **WIDE)
     asked = [request(reuse.case, f"{i}", i, top_k=reuse.top_k) for i in range(count)]
-    return [kept_of(chunks, reuse.most) for chunks in run(core, asked).values()]
+    return [first(kept_of(chunks), reuse.most) for chunks in run(core, asked).values()]
 
 
 def resumed(

@@ -16,11 +16,11 @@ import torch
 from enumerated_policies import slots_with
 from new_weights import swap_weights
 from tiny_models import VOCAB, make_qwen3
+from torch_cores import kept_of
 
 from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
 from engine.torch.admission import Admission
 from engine.torch.core import CoreSettings, DecodeCore
-from rollout.trajectory import KeptTokens
 
 PROMPT = np.array([4, 0, 7, 3], np.int32)
 LENGTH = 10
@@ -81,13 +81,6 @@ class Bench:
         want = reference(self.models[version % 2], text)[start:]
         return float(np.abs(np.concatenate([c.logprobs for c in chunks]) - want).max())
 
-    def kept(self, name: str) -> KeptTokens:
-        parts = [
-            np.concatenate([getattr(chunk, what) for chunk in self.chunks[name]])
-            for what in ("tokens", "logprobs", "topk_ids", "topk_logprobs")
-        ]
-        return KeptTokens(*parts)
-
 
 def test_requests_after_an_update_share_nothing_with_rows_of_before(tiny_qwen3: str) -> None:
     bench = Bench(tiny_qwen3)
@@ -100,7 +93,7 @@ def test_requests_after_an_update_share_nothing_with_rows_of_before(tiny_qwen3: 
         bench.add(f"new{round_}")
         bench.add(f"sibling{round_}")
         bench.add(f"resumed{round_}", prefix_tokens=old)
-        bench.add(f"kept{round_}", kept=bench.kept(f"runs{round_}"))
+        bench.add(f"kept{round_}", kept=kept_of(bench.chunks[f"runs{round_}"]))
         (score,) = bench.core.score([ScoreRequest("s", PROMPT, old, SamplingParams(1))])
         np.testing.assert_allclose(score.logprobs, reference(bench.model, old), atol=1e-4)
         bench.step()

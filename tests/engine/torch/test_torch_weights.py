@@ -1,0 +1,77 @@
+"""New weights under the running requests of a core."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from new_weights import swap_weights
+from tiny_models import make_qwen3
+from torch_cores import PROMPT, core_of, hf_logprobs, load, request, run, tokens_of
+
+from engine.errors import EngineError, WeightsError
+
+
+def test_a_swap_in_flight_keeps_kv_and_never_mixes_versions(tiny_qwen3: str) -> None:
+    core = core_of(load(tiny_qwen3), chunk_tokens=8)
+    core.add(request("a", seed=2, stop_tokens=()))
+    assert [len(c.tokens) for c in core.step()] == [1], "the first token is reported at once"
+    for _ in range(4):
+        assert core.step() == []
+    other = make_qwen3(seed=1)
+    before = swap_weights(core, other.state_dict().items(), 3)
+    assert [(len(c.tokens), c.policy_version) for c in before] == [(4, 0)]
+    after = run(core)["a"]
+    assert {c.policy_version for c in after} == {3}
+    # New requests see the new weights only, siblings of a row with old KV included.
+    core.add(request("b", seed=2, stop_tokens=()))
+    fresh = run(core)["b"]
+    generated = tokens_of(fresh)
+    expected = hf_logprobs(other, PROMPT, generated)[np.arange(12), generated]
+    np.testing.assert_allclose(np.concatenate([c.logprobs for c in fresh]), expected, atol=1e-4)
+
+
+def test_kv_of_old_weights_is_not_shared_with_new_requests(tiny_qwen3: str) -> None:
+    core = core_of(load(tiny_qwen3))
+    core.add(request("old", seed=2, stop_tokens=()))
+    core.step()
+    other = make_qwen3(seed=1)
+    swap_weights(core, other.state_dict().items(), 1)
+    core.add(request("new", seed=3, stop_tokens=()))
+    chunks = run(core)["new"]
+    generated = tokens_of(chunks)
+    expected = hf_logprobs(other, PROMPT, generated)[np.arange(12), generated]
+    np.testing.assert_allclose(np.concatenate([c.logprobs for c in chunks]), expected, atol=1e-4)
+
+
+def test_wrong_weights_change_nothing(tiny_qwen3: str, tiny_llama: str) -> None:
+    core = core_of(load(tiny_qwen3))
+    model = core._model.module
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    good = dict(make_qwen3(seed=1).state_dict())
+    name = "model.layers.0.mlp.up_proj.weight"
+    missing = {n: t for n, t in good.items() if n != name}
+    cases = {
+        "missing": missing,
+        "unexpected": good | {"model.extra": torch.zeros(1)},
+        "shape": good | {name: torch.zeros(3, 3)},
+        "tied": good | {"lm_head.weight": good["lm_head.weight"] + 1},
+    }
+    for what, weights in cases.items():
+        with pytest.raises(WeightsError, match=what):
+            swap_weights(core, weights.items(), 1)
+    assert core.policy_version == 0
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    # One name of a tied pair is enough.
+    swap_weights(core, ((n, t) for n, t in good.items() if n != "lm_head.weight"), 1)
+    assert torch.equal(model.lm_head.weight, good["lm_head.weight"])
+
+
+def test_weights_that_are_not_finite_are_reported(tiny_qwen3: str) -> None:
+    core = core_of(load(tiny_qwen3))
+    broken = dict(make_qwen3().state_dict())
+    broken["model.norm.weight"] = torch.full_like(broken["model.norm.weight"], torch.nan)
+    swap_weights(core, broken.items(), 1)
+    core.add(request("a"))
+    with pytest.raises(EngineError, match="not finite for requests"):
+        run(core)
