@@ -1,9 +1,10 @@
-"""What a sample is, and which of its tokens may be trained on. Imports nothing of the rest.
+"""What a sample is, and which of its tokens may be trained on. Imports no other package of asyncrl.
 
 trajectory    tokens, the log-probabilities they were drawn with, segments of policy versions
-acceptance/   the rules that decide which tokens stay, with their proofs in docs/exactness.md
+acceptance/   the rules that decide which tokens are kept; proofs in docs/exactness.md
+arrays, jit   checked integer arrays and compiled kernels, which the rules are built on
 
-Exactness depends on this package alone: the tree, the estimates and the planner only propose
-tokens, so an error in them can cost time and never change what is sampled. The import contract
-keeps them out of here.
+Exactness depends on this package alone. The tree, the estimates and the planner only propose
+tokens: an error in them can cost time but never change what is sampled. An import contract keeps
+them out of this package (docs/decisions/0015).
 """

@@ -1,10 +1,10 @@
-"""How a package compiles its kernels: numba, kept on disk, never stale.
+"""Compile a package's kernels with numba, and keep the machine code on disk without it going stale.
 
-Numba keeps compiled code in a folder of the source file and checks only the age of that one file.
-Kernels of one module are inlined into those of another, so a change of the former would leave the
-latter running over an old memory layout. Here the folder's name holds a digest of every source of
-the package that has kernels. Where nothing can be written (a read-only image), each process
-compiles the code again: the first call takes seconds longer. `NUMBA_CACHE_DIR` is obeyed.
+Numba keeps compiled code next to the source file and checks only the age of that one file. Kernels
+of one module are inlined into those of another, so a change to the former would leave the latter
+with an old memory layout. Here the name of the directory contains a digest of all sources of the
+package that have kernels. Where nothing can be written (a read-only image), each process compiles
+the code again, which makes the first call seconds slower. `NUMBA_CACHE_DIR` is respected.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Compiler:
     """
 
     def __init__(self, package: Path) -> None:
-        """Choose where compiled code is kept.
+        """Choose the directory for compiled code.
 
         Args:
-            package: folder of the package; its kernels inline kernels of this package only.
+            package: directory of the package; its kernels may inline only kernels of the same one.
         """
         self._directory = code_directory(package, str(numba.config.CACHE_DIR))
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Compile `function` on its first call; keep the machine code for the next process."""
+        """Compile `function` on its first call, and keep the machine code for later processes."""
         if self._directory is None:
             return cast("Callable[P, R]", numba.njit(function))
         before = numba.config.CACHE_DIR
@@ -55,11 +55,11 @@ class Compiler:
 
 
 def code_directory(package: Path, configured: str = "") -> Path | None:
-    """The first directory that can be written, for these sources; None where there is none.
+    """A writable directory for the code of these sources; None if there is none.
 
     Args:
-        package: folder that holds the kernels' sources.
-        configured: numba's own setting (`NUMBA_CACHE_DIR`), "" when unset.
+        package: directory of the kernels' sources.
+        configured: numba's own setting (`NUMBA_CACHE_DIR`), "" if unset.
     """
     digest = hashlib.sha256()
     for source in sorted(package.rglob("*.py")):
@@ -67,7 +67,7 @@ def code_directory(package: Path, configured: str = "") -> Path | None:
         if b"@kernel" in text:
             digest.update(text)
     name = f"kernels-{package.name}-{digest.hexdigest()[:16]}"
-    places = [lambda: Path(configured)] if configured else [_beside(package), _own_temporary]
+    places = [lambda: Path(configured)] if configured else [_next_to(package), _own_temporary]
     tried = []
     for place in places:
         base = place()
@@ -77,21 +77,21 @@ def code_directory(package: Path, configured: str = "") -> Path | None:
             with tempfile.TemporaryFile(dir=base / name):
                 return base / name
         except OSError as error:
-            _log.debug("compiled kernels cannot be kept in %s: %s", base, error)
+            _log.debug("cannot keep compiled kernels in %s: %s", base, error)
     _log.warning(
-        "no writable directory for compiled kernels (tried %s): they are compiled in every "
-        "process, which takes seconds; set NUMBA_CACHE_DIR to a writable directory",
+        "no writable directory for compiled kernels (tried %s): every process compiles them "
+        "again, which takes seconds; set NUMBA_CACHE_DIR to a writable directory",
         ", ".join(tried),
     )
     return None
 
 
-def _beside(package: Path) -> Callable[[], Path]:
+def _next_to(package: Path) -> Callable[[], Path]:
     return lambda: package / "__pycache__"
 
 
 def _own_temporary() -> Path:
-    """A directory that no other user can have put code into, or one that cannot be written."""
+    """A directory that no other user can have put code into; otherwise one that is not writable."""
     path = Path(tempfile.gettempdir()) / f"asyncrl-kernels-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)

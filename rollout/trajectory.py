@@ -1,7 +1,7 @@
-"""The trajectory: one sample of one prompt, with the story of every token in it.
+"""The trajectory: one sample of one prompt, with the origin of every token.
 
-A trajectory is finished work and frozen. While it is being written it is a `TrajectoryBuilder`,
-to which an engine's chunks are appended; a different stage is a different type.
+A trajectory is finished and immutable. While it is being generated it is a `TrajectoryBuilder`, to
+which an engine's chunks are appended: a different stage is a different type.
 
 Example:
     >>> import numpy as np
@@ -39,12 +39,12 @@ ByteArray = NDArray[np.uint8]
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 FinishReason = Literal["stop", "length", "abort", "deadline"]
-"""`stop`: a stop token was drawn (the last one). `length`: the token limit. `abort`: told to.
-`deadline`: cut by the clock (scheduler.sample_deadline_seconds)."""
+"""`stop`: the last token is a stop token. `length`: the token limit was reached. `abort`: it
+was aborted. `deadline`: its time was up (scheduler.sample_deadline_seconds)."""
 
 
 class SampleId(msgspec.Struct, frozen=True, order=True):
-    """Which sample of which group: unique in a run, the key of acknowledgements."""
+    """Identity of a sample, unique in a run; acknowledgements refer to it."""
 
     group: int
     """Index of the group in the order in which the run visits its prompts; never reused."""
@@ -56,18 +56,18 @@ class SampleId(msgspec.Struct, frozen=True, order=True):
 
 
 class Provenance(IntEnum):
-    """How a kept token came to be. Every token carries one."""
+    """How a token was generated. Every token has one."""
 
     SAMPLED = 0
-    """Drawn by the engine with no draft for its position, or after the draft was rejected."""
+    """Drawn without a draft for its position, or after the draft was rejected."""
     DRAFTED = 1
-    """Proposed by the cache and accepted by the policy in whose segment it lies."""
+    """Drafted by the cache and accepted under the policy version of its segment."""
     VERIFIED = 2
-    """Drawn under an older policy and accepted again under the one in whose segment it lies."""
+    """Drawn under an older policy version and accepted again under that of its segment."""
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Response tokens `[start, end)` whose distribution is that of one policy version."""
+    """Response tokens `[start, end)` that follow one policy version."""
 
     policy_version: int
     start: int
@@ -76,23 +76,23 @@ class Segment(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """Response tokens drawn earlier, with what is known of the distribution each was drawn from.
+    """Response tokens drawn earlier, with the top-K of the distribution each was drawn from.
 
-    To be verified under a newer policy, and only if they were *never trained on*: see
-    docs/exactness.md. L tokens, K stored top-K.
+    They are verified under a newer policy, and only if they were *never trained on*: see
+    docs/exactness.md. L is the number of tokens, K the stored top-K.
     """
 
     tokens: IntArray
-    """`[L]`"""
+    """`[L]` token ids."""
     logprobs: FloatArray
-    """`[L]` log-probability with which each was really drawn (after temperature and top-p)."""
+    """`[L]` log-probability with which each was drawn (after temperature and top-p)."""
     topk_ids: IntArray
     """`[L, K]` most probable ids of that distribution, padded with -1."""
     topk_logprobs: FloatArray
-    """`[L, K]` padded with -inf."""
+    """`[L, K]` their log-probabilities, padded with -inf."""
     lenience: float | None = None
-    """None: the exact rule. A number l: SPEC-RL's rule, accept with min(1, l p/q) and go on
-    without the residual. That is biased; see docs/exactness.md."""
+    """None: the exact rule. A number l: SPEC-RL's rule, which accepts with min(1, l p/q) and draws
+    no residual. That rule is biased; see docs/exactness.md."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -129,7 +129,7 @@ class Trajectory:
         return out
 
     def kept(self) -> KeptTokens:
-        """What a newer policy needs to verify this, see `KeptTokens`."""
+        """All tokens as `KeptTokens`, to be verified under a newer policy."""
         return KeptTokens(self.tokens, self.behaviour_logprobs, self.topk_ids, self.topk_logprobs)
 
     @property
@@ -138,13 +138,13 @@ class Trajectory:
         return self.segments[0].policy_version
 
     def staleness(self, trained_by: int) -> IntArray:
-        """`[L]` optimizer steps between each token's policy and the version that trains on it."""
+        """`[L]` optimizer steps from each token's policy version to the one that trains on it."""
         return np.asarray(trained_by - self.versions(), np.int32)
 
 
 @dataclass(slots=True)
 class TrajectoryBuilder:
-    """A trajectory while it is being written: append an engine's chunks, then `finish`."""
+    """A trajectory while it is generated: append an engine's chunks, then `finish`."""
 
     id: SampleId
     prompt_id: str
@@ -177,13 +177,13 @@ class TrajectoryBuilder:
         """
         n = len(tokens)
         if not n == len(logprobs) == len(topk_ids) == len(topk_logprobs) == len(provenance):
-            raise ValueError(f"trajectory {self.id}: a chunk's arrays differ in length")
+            raise ValueError(f"trajectory {self.id}: the arrays of a chunk differ in length")
         if n == 0:
             return
         if self._segments and policy_version < self._segments[-1].policy_version:
             raise ValueError(
-                f"trajectory {self.id}: a chunk of version {policy_version} "
-                f"after one of version {self._segments[-1].policy_version}"
+                f"trajectory {self.id}: a chunk of policy version {policy_version} follows one of "
+                f"version {self._segments[-1].policy_version}; versions must not fall"
             )
         self._tokens.append(tokens)
         self._logprobs.append(logprobs)
@@ -202,22 +202,22 @@ class TrajectoryBuilder:
         return self._segments[0].policy_version if self._segments else None
 
     def tokens(self) -> IntArray:
-        """`[L]` what was appended so far."""
+        """`[L]` the tokens appended so far."""
         out: IntArray = np.concatenate([np.empty(0, np.int32), *self._tokens])
         return out
 
     def count(self, provenance: Provenance) -> int:
-        """How many tokens came to be so."""
+        """Number of tokens with this provenance."""
         return sum(int((part == provenance).sum()) for part in self._provenance)
 
     def kept(self) -> KeptTokens:
-        """What was appended so far, for a newer policy to verify. Raises ValueError if nothing."""
+        """The tokens appended so far, to be verified. Raises ValueError if there are none."""
         return self.finish("abort").kept()
 
     def finish(self, reason: FinishReason) -> Trajectory:
-        """Freeze what was appended. Raises ValueError when nothing was."""
+        """The immutable trajectory. Raises ValueError if nothing was appended."""
         if not self._length:
-            raise ValueError(f"trajectory {self.id}: finished without a token")
+            raise ValueError(f"trajectory {self.id}: finished without any token")
         return Trajectory(
             id=self.id,
             prompt_id=self.prompt_id,

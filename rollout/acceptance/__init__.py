@@ -1,9 +1,10 @@
-"""Which tokens are kept: pure rules, the same for every engine. Proofs: docs/exactness.md.
+"""The acceptance rules: pure functions, the same for every engine. Proofs: docs/exactness.md.
 
-accept_chain        a drafted chain                     fresh draws      exact
-accept_tree         a drafted tree                      fresh draws      exact
-verify_kept         tokens never trained on, kept       q, p in top-K    exact
-accept_lenient      SPEC-RL's published rule            q, p of x        biased
+                judges                          by                                is
+accept_chain    a drafted chain                 fresh draws                       exact
+accept_tree     a drafted tree                  fresh draws                       exact
+verify_kept     kept tokens never trained on    top-K of the old and new policy   exact
+accept_lenient  kept tokens (SPEC-RL's rule)    old and new probability           biased
 """
 
 from rollout.acceptance.chain import accept_chain

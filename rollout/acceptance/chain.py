@@ -1,4 +1,4 @@
-"""A drafted chain of tokens, judged by fresh draws."""
+"""Acceptance of a drafted chain of tokens by fresh draws."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ ArrayT = TypeVar("ArrayT", IntArray, "torch.Tensor")
 
 
 def accept_chain(samples: ArrayT, drafts: ArrayT, lengths: ArrayT) -> ArrayT:
-    """How many drafted tokens of each row are kept, given fresh draws at every position.
+    """How many drafted tokens of each row are accepted, given fresh draws at every position.
 
     The engine scores a row's context followed by its draft d_1 .. d_n in one forward pass, and
-    draws y_t ~ p(. | context, d_1 .. d_{t-1}) with fresh randomness for t = 1 .. n+1. Row b keeps
-    its first `accepted[b]` draws, which equal the draft, and emits the next one as well: the
-    response grows by samples[b, : accepted[b] + 1].
+    draws y_t ~ p(. | context, d_1 .. d_{t-1}) with fresh randomness for t = 1 .. n+1. Row b emits
+    the draws that equal its draft, and the next one: the response grows by
+    samples[b, : accepted[b] + 1].
 
-    Why it is exact, for any draft that is fixed before the y_t are drawn: let k be the number
-    kept. The emitted y_1 .. y_{k+1} were each drawn from p given a context that is what was
-    emitted before: y_t is emitted only if d_s = y_s for all s < t. So
+    This is exact for any draft that is fixed before the y_t are drawn. Let k be the number
+    accepted. Each of the emitted y_1 .. y_{k+1} was drawn from p given exactly the tokens emitted
+    before it, because y_t is emitted only if d_s = y_s for all s < t. So
 
         P(emit x at t | emitted before t) = p(x | context, emitted before t),
 
-    the law of plain sampling; the draft decides only how many of these draws happen in one pass.
-    Seen from the draft, x = d_t is kept with probability p(d_t), and otherwise the token is drawn
+    which is plain sampling; the draft only decides how many of these draws one pass makes.
+    Seen from the draft, d_t is accepted with probability p(d_t), and otherwise the token is drawn
     from p without d_t, rescaled: P(y = x | y != d) = p(x) / (1 - p(d)), x != d. That is rejection
-    sampling from a proposal with all its mass on d (Leviathan et al. 2023, arXiv 2211.17192,
-    section 2.3, q = point mass: min(1, p/q) = p(d), residual (p - q)+ = p off d).
+    sampling from a proposal q with all its mass on d (Leviathan et al. 2023, arXiv 2211.17192,
+    section 2.3: min(1, p/q) = p(d), and the residual (p - q)+ is p without d).
     The draft may depend on anything drawn before: old rollouts, siblings, even trained-on ones.
 
     Args:
         samples: `[B, T+1]` fresh draws; those after position lengths[b] + 1 are ignored.
-        drafts: `[B, T]` drafted tokens; what lies past lengths[b] is ignored.
+        drafts: `[B, T]` drafted tokens; those after lengths[b] are ignored.
         lengths: `[B]` drafted tokens of each row, 0 to T.
 
     Returns:
-        `[B]` drafted tokens kept, 0 to lengths[b]. NumPy arrays and torch tensors (any device) both
-        work, as long as all three are of the same kind.
+        `[B]` drafted tokens accepted, 0 to lengths[b]. All three arguments are NumPy arrays or all
+        are torch tensors (on any device); so is the result.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -54,5 +54,5 @@ def accept_chain(samples: ArrayT, drafts: ArrayT, lengths: ArrayT) -> ArrayT:
         )
     agree = samples[:, :-1] == drafts
     leading: ArrayT = agree.cumprod(1).sum(1)  # draws before the first that differs
-    kept: ArrayT = leading.clip(max=lengths)
-    return kept
+    accepted: ArrayT = leading.clip(max=lengths)
+    return accepted

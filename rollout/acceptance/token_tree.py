@@ -1,4 +1,4 @@
-"""A drafted tree of tokens, judged by fresh draws: several candidates for one position."""
+"""Acceptance of a drafted tree of tokens by fresh draws: several candidates for one position."""
 
 from __future__ import annotations
 
@@ -14,45 +14,47 @@ from rollout.trajectory import IntArray
 
 @dataclass(frozen=True, slots=True)
 class AcceptedPaths:
-    """What each of B rows emits: P accepted nodes in all, and one more token a row."""
+    """What B rows emit: P accepted nodes in all, and one more token per row."""
 
     accepted: IntArray
-    """`[B]` drafted tokens kept, 0 to the depth of the row's tree."""
+    """`[B]` drafted tokens accepted, 0 to the depth of the row's tree."""
     nodes: IntArray
-    """`[P]` accepted nodes as indices into `tokens`, row after row, each path from the root on."""
+    """`[P]` accepted nodes as indices into `tokens`, row after row, each path from the root."""
     offsets: IntArray
     """`[B+1]` row i's path is nodes[offsets[i] : offsets[i+1]]."""
     emitted: IntArray
-    """`[P+B]` tokens to append: the path and then the draw that left the tree. Row i's are
+    """`[P+B]` tokens to append: the path, then the draw that left the tree. Row i's are
     emitted[offsets[i] + i : offsets[i+1] + i + 1]."""
     draws: IntArray
-    """`[P+B]` where in `samples` each emitted token stands."""
+    """`[P+B]` index in `samples` of each emitted token."""
 
 
 def accept_tree(
     samples: ArrayLike, tokens: ArrayLike, parents: ArrayLike, offsets: ArrayLike
 ) -> AcceptedPaths:
-    """Walk each row's tree along fresh draws, and emit them until one is no child.
+    """Follow each row's tree along fresh draws, and emit them until one is not a child.
 
-    The engine scores a row's last token (the root) and all its drafted nodes in one pass, each
-    node seeing its own path only, and draws one token y ~ p(. | path) after each of them, with
-    fresh randomness. Row i is emitted from the root on: draw y; if a child holds y go there and
-    on with that child's draw, else stop.
+    The engine scores a row's last token (the root) and all its drafted nodes in one pass, where
+    each node attends to its own path only, and draws one token y ~ p(. | path) after each of them
+    with fresh randomness. A row emits the root's draw y; if a child of the root holds y, it emits
+    that child's draw next, and so on until a draw is not a child.
 
-    Exact for the reason given in `accept_chain`: every emitted token was drawn from p given
-    exactly what was emitted before it, in a tree fixed before the draws. It is the rule that tries
-    the children c_1, c_2 .. one after the other as point masses, without replacement: accept c_1
-    with p(c_1), otherwise c_2 with p(c_2) / (1 - p(c_1)), .., otherwise draw from p without them.
-    For the product of those factors is P(accept c_j) = p(c_j), and a token x that is no child
-    comes with the remaining 1 - sum_j p(c_j) times p(x) / (1 - sum_j p(c_j)) = p(x). No other
-    order or rule with point masses can accept more: sum_j p(c_j) is P(y is a child).
+    This is exact for the reason given in `accept_chain`: every emitted token was drawn from p given
+    exactly what was emitted before it, in a tree fixed before the draws. It equals the rule that
+    tries the children c_1, c_2 .. one after the other as deterministic proposals, without
+    replacement: accept c_1 with p(c_1), otherwise c_2 with p(c_2) / (1 - p(c_1)), .., otherwise
+    draw from p without all of them. The product of these factors is P(accept c_j) = p(c_j), and a
+    token x that is not a child is drawn with (1 - sum_j p(c_j)) times
+    p(x) / (1 - sum_j p(c_j)) = p(x).
+    No order and no other rule with deterministic proposals accepts more often, because
+    sum_j p(c_j) is P(y is a child).
 
     Args:
         samples: `[N+B]` draws, row after row: the root's, then those of its nodes in their order.
             Row i's begin at offsets[i] + i.
         tokens: `[N]` drafted tokens, as in `cache.tree.Drafts`.
-        parents: `[N]` the node before it, counted within its row; -1: the row's last token. A
-            parent stands before its children; a node for which that fails is never accepted.
+        parents: `[N]` index of the parent node within its row; -1: the row's last token. A parent
+            precedes its children; a node that violates this is never accepted.
         offsets: `[B+1]` row i's nodes are offsets[i] .. offsets[i+1] - 1.
 
     Raises:
@@ -72,7 +74,7 @@ def accept_tree(
     ends = np.zeros(rows + 1, np.int32)
     total = _walk(drawn, drafted, before, starts, draws, ends)
     draws = draws[: total + rows]
-    # A draw at place k of its row came after node k - 1 of it, the node it was reached through.
+    # Draw k of a row was made after its node k - 1.
     row = np.repeat(np.arange(rows, dtype=np.int32), np.diff(ends) + 1)
     at_root = draws == starts[:-1][row] + row
     return AcceptedPaths(
@@ -93,21 +95,21 @@ def _walk(
     draws: IntArray,
     ends: IntArray,
 ) -> int:
-    """Fill `draws` and `ends`; gives the number of accepted nodes.
+    """Fill `draws` and `ends`; returns the number of accepted nodes.
 
-    One look at each node is enough: the nodes of a path stand in their order.
+    One pass over the nodes is enough, because a parent precedes its children.
     """
-    written = 0
+    emitted = 0
     for row in range(len(offsets) - 1):
         first = offsets[row]
         root = first + row
         at = -1
-        draws[written] = root
-        written += 1
+        draws[emitted] = root
+        emitted += 1
         for node in range(offsets[row + 1] - first):
             if parents[first + node] == at and tokens[first + node] == samples[root + at + 1]:
                 at = node
-                draws[written] = root + node + 1
-                written += 1
-        ends[row + 1] = written - row - 1
-    return int(written - len(offsets) + 1)
+                draws[emitted] = root + node + 1
+                emitted += 1
+        ends[row + 1] = emitted - row - 1
+    return int(emitted - len(offsets) + 1)

@@ -1,8 +1,8 @@
 """Estimated against true probabilities, and how estimates learn.
 
-The policy is known: token 4 i + k stands at place i of a response with probability TRUTH[i, k], no
-matter what came before. So the true probability of every drafted path is known as well, and
-estimates are compared with it, not with single outcomes. All draws have fixed seeds.
+The policy is known: the token at index i of a response is 4 i + k with probability TRUTH[i, k],
+whatever came before. So the true probability of every drafted path is known, and estimates are
+compared with it and not with single outcomes. All draws have fixed seeds.
 """
 
 import numpy as np
@@ -10,17 +10,18 @@ import pytest
 from numpy.typing import NDArray
 
 from cache import estimate
-from cache.calibration import EDGES, Bin, calibration
 from cache.config import CacheConfig
 from cache.tree import Drafts, RolloutCache
 
 PROMPT = np.array([101, 102, 103, 104], np.int32)
 LENGTH = 48
+EDGES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 1.0)
+"""Of the bins of estimates; finest near 1, where a planner with little room decides."""
 Truth = NDArray[np.float64]
 
 
 def policy(rng: np.random.Generator, sure: float) -> Truth:
-    """`[LENGTH, 4]` four places of five have a token of probability `sure`, the fifth a choice."""
+    """`[LENGTH, 4]` one token has probability `sure` at four of five positions; else a choice."""
     truth = np.full((LENGTH, 4), (1 - sure) / 3)
     truth[:, 0] = sure
     truth[rng.random(LENGTH) < 0.2] = [0.6, 0.3, 0.08, 0.02]
@@ -28,7 +29,7 @@ def policy(rng: np.random.Generator, sure: float) -> Truth:
 
 
 def true_paths(drafts: Drafts, row: int, at: int, truth: Truth) -> list[float]:
-    """The true path probability of each of a row's nodes, at place `at` of its response."""
+    """The true path probability of each of a row's nodes, at index `at` of its response."""
     low, high = drafts.offsets[row : row + 2]
     out: list[float] = []
     depth: list[int] = []
@@ -44,7 +45,7 @@ def true_paths(drafts: Drafts, row: int, at: int, truth: Truth) -> list[float]:
 def epoch(
     cache: RolloutCache, truths: list[Truth], rng: np.random.Generator, branching: bool
 ) -> tuple[list[float], list[float]]:
-    """All prompts once, 8 samples each, decoded with drafts; estimated and true probabilities."""
+    """Decode 8 samples of each prompt with drafts; returns estimated and true probabilities."""
     estimated: list[float] = []
     true: list[float] = []
     for number, truth in enumerate(truths):
@@ -70,7 +71,7 @@ def epoch(
 
 
 def follow(drafts: Drafts, row: int, text: NDArray[np.int32]) -> int:
-    """Tokens of `text` that a row's draft holds."""
+    """How many leading tokens of `text` a row's draft contains."""
     low, high = drafts.offsets[row : row + 2]
     node, kept = -1, 0
     for at in range(low, high):
@@ -81,7 +82,7 @@ def follow(drafts: Drafts, row: int, text: NDArray[np.int32]) -> int:
 
 
 def deviations(estimated: list[float], true: list[float]) -> list[tuple[float, float, float]]:
-    """Bins with at least 400 estimates: their lower edge, mean estimate, mean truth."""
+    """Lower edge, mean estimate and mean truth of each bin with at least 400 estimates."""
     values, truth = np.array(estimated), np.array(true)
     where = np.searchsorted(EDGES, values, side="right")
     return [
@@ -102,13 +103,13 @@ def test_estimates_are_the_true_probabilities(sure: float, branching: bool) -> N
     found = deviations(*epoch(cache, truths, rng, branching))
     assert len(found) >= 5
     for low, estimated, true in found:
-        # Errors along a path add up: below the top the estimates are up to 0.06 too careful; at
-        # the top, where drafts are chosen at large batch, they must not be too bold.
+        # Errors along a path add up: below the top the estimates are up to 0.06 too low. At the
+        # top, where drafts are chosen in a large batch, they must not be too high.
         bold, careful = (0.01, 0.015) if low >= 0.95 else (0.07, 0.07)
         assert -careful < estimated - true < bold, (low, estimated, true)
 
 
-def test_the_votes_alone_would_be_wrong() -> None:
+def test_uncalibrated_estimates_are_wrong() -> None:
     rng = np.random.default_rng(7)
     truths = [policy(rng, 0.9) for _ in range(12)]
     cache = RolloutCache(CacheConfig(min_probability=0.05, calibrate=False))
@@ -126,7 +127,7 @@ def test_many_agreeing_rollouts_are_nearly_certain() -> None:
     assert np.quantile(estimated, 0.95) > 0.995
 
 
-def say(cache: RolloutCache, row: int, tokens: list[int]) -> None:
+def extend(cache: RolloutCache, row: int, tokens: list[int]) -> None:
     cache.extend(np.array([row]), np.array(tokens), np.array([0, len(tokens)]))
 
 
@@ -136,14 +137,14 @@ def chance(cache: RolloutCache, row: int) -> float:
 
 
 @pytest.mark.parametrize("branching", [False, True])
-def test_a_guess_that_was_given_up_is_tried_again_when_it_proves_right(branching: bool) -> None:
+def test_a_guess_that_was_given_up_is_tried_again_once_it_proves_right(branching: bool) -> None:
     cache = RolloutCache(CacheConfig(min_probability=0.5))
     cache.insert("p", PROMPT, np.arange(20))
     row = cache.open("p", PROMPT)
 
     def offer(accepted: int) -> int:
         drafts = cache.draft(np.array([row]), np.array([1]), branching=branching)
-        say(cache, row, [accepted])
+        extend(cache, row, [accepted])
         cache.close(row)
         return len(drafts.tokens)
 
@@ -155,29 +156,29 @@ def test_a_guess_that_was_given_up_is_tried_again_when_it_proves_right(branching
         drafted.append(offer(999 if index < 20 else 0))
     assert drafted[0] == 1
     assert drafted[19] == 0
-    assert drafted[-1] == 1, "the engine fed none of these, they were tested all the same"
+    assert drafted[-1] == 1, "none of these was drafted, yet they were tested"
 
 
-def test_only_guesses_behind_accepted_tokens_count() -> None:
+def test_only_guesses_that_follow_accepted_tokens_count() -> None:
     cache = RolloutCache(CacheConfig())
     cache.insert("p", PROMPT, np.arange(20))
     row = cache.open("p", PROMPT)
     cache.draft(np.array([row]), np.array([10]))
-    say(cache, row, [0, 1, 2, 777, 4, 5])
+    extend(cache, row, [0, 1, 2, 777, 4, 5])
     counts = cache._rows.experience.counts.sum(0)
     assert counts[:2].tolist() == [4, 3]
-    say(cache, row, [0, 1, 2])
+    extend(cache, row, [0, 1, 2])
     assert cache._rows.experience.counts.sum(0)[0] == 4, "a draft is judged once"
 
 
-def test_a_new_request_does_not_answer_for_the_guesses_of_the_last_one() -> None:
+def test_a_new_request_is_not_judged_by_the_guesses_of_the_last_one() -> None:
     cache = RolloutCache(CacheConfig())
     cache.insert("p", PROMPT, np.arange(20))
     row = cache.open("p", PROMPT)
     cache.draft(np.array([row]), np.array([10]))
     cache.close(row)
     assert cache.open("p", PROMPT) == row
-    say(cache, row, [0, 1])
+    extend(cache, row, [0, 1])
     assert not cache._rows.experience.counts.any()
 
 
@@ -186,7 +187,7 @@ def test_without_calibration_nothing_is_learned() -> None:
     cache.insert("p", PROMPT, np.arange(20))
     row = cache.open("p", PROMPT)
     before = chance(cache, row)
-    say(cache, row, [999])
+    extend(cache, row, [999])
     assert not cache._rows.experience.counts.any()
     cache.insert("q", PROMPT, np.arange(20))
     assert chance(cache, cache.open("q", PROMPT)) == before
@@ -207,19 +208,3 @@ def test_experience_fades_and_stays_finite() -> None:
     odds = float(experience.odds[0])
     assert estimate.corrected(0.5, odds) > 0.99
     assert np.isfinite(experience.odds).all()
-
-
-def test_calibration_groups_by_estimate() -> None:
-    table = calibration([0.05, 0.97, 0.975, 0.9, 1.0, 0.0], [0, 1, 0, 1, 1, 0])
-    assert table[0] == Bin(0.0, 0.1, 2, 0.025, 0.0)
-    assert [(b.low, b.count, b.observed) for b in table[1:]] == [
-        (0.9, 1, 1.0),
-        (0.97, 2, 0.5),
-        (0.995, 1, 1.0),
-    ]
-    assert table[2].deviation == pytest.approx(np.sqrt(0.9725 * 0.0275 / 2))
-    assert calibration([], []) == []
-    with pytest.raises(ValueError, match="do not fit"):
-        calibration([0.5], [])
-    with pytest.raises(ValueError, match="must lie between"):
-        calibration([1.5], [True])

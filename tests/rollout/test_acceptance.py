@@ -1,4 +1,4 @@
-"""The point-mass rule keeps the law of plain sampling, whatever is drafted."""
+"""Sampling with drafted chains has the distribution of plain sampling, whatever is drafted."""
 
 import numpy as np
 import pytest
@@ -14,26 +14,26 @@ VOCABULARY, LENGTH = 3, 4
 
 
 def enumerated(seed: int) -> tuple[dict[tuple[int, ...], np.ndarray], np.ndarray]:
-    """A random model: p(next | context) for every context, and the law of whole sequences."""
+    """A random model: p(next | context) for every context, and the sequence probabilities."""
     rng = np.random.default_rng(seed)
     shapes = [tuple(c) for n in range(LENGTH) for c in np.ndindex(*[VOCABULARY] * n)]
     model = {context: rng.dirichlet(np.full(VOCABULARY, 0.7)) for context in shapes}
-    law = np.ones([VOCABULARY] * LENGTH)
-    for sequence in np.ndindex(*law.shape):
+    probabilities = np.ones([VOCABULARY] * LENGTH)
+    for sequence in np.ndindex(*probabilities.shape):
         for at in range(LENGTH):
-            law[sequence] *= model[sequence[:at]][sequence[at]]
-    return model, law
+            probabilities[sequence] *= model[sequence[:at]][sequence[at]]
+    return model, probabilities
 
 
-def test_sampled_with_drafts_the_law_is_the_models() -> None:
-    """Chi-square over all 81 sequences, 40,000 draws; fails by chance once in 10,000 seeds.
+def test_samples_with_drafts_follow_the_model() -> None:
+    """Chi-square over all 81 sequences, 40,000 draws; fails by chance for one seed in 10,000.
 
-    The draft is as treacherous as it may be: it depends on all that was emitted so far (greedy,
-    the least likely token or junk, of any length).
+    The draft is adversarial: it depends on all that was emitted so far (the most or the least
+    likely token, any length).
     """
-    model, law = enumerated(seed=3)
+    model, probabilities = enumerated(seed=3)
     rng = np.random.default_rng(11)
-    counts = np.zeros_like(law)
+    counts = np.zeros_like(probabilities)
     kept = 0
     for _ in range(40_000):
         done: tuple[int, ...] = ()
@@ -50,21 +50,24 @@ def test_sampled_with_drafts_the_law_is_the_models() -> None:
             width = 3
             padded = np.full((1, width), 1, np.int32)
             padded[0, :length] = draft
-            drawn = np.full((1, width + 1), 1, np.int32)  # past the length: equal, to tempt
+            drawn = np.full((1, width + 1), 1, np.int32)  # after the length: must be ignored
             drawn[0, : length + 1] = samples
             accepted = int(accept_chain(drawn, padded, np.array([length], np.int32))[0])
             kept += accepted
             done += tuple(map(int, samples[: accepted + 1]))
         counts[done] += 1
     assert kept > 1000
-    likely = law.ravel() * counts.sum() >= 5
+    likely = probabilities.ravel() * counts.sum() >= 5
     observed = np.append(counts.ravel()[likely], counts.ravel()[~likely].sum())
-    expected = np.append(law.ravel()[likely], law.ravel()[~likely].sum()) * counts.sum()
+    expected = (
+        np.append(probabilities.ravel()[likely], probabilities.ravel()[~likely].sum())
+        * counts.sum()
+    )
     assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-4
 
 
 @given(st.data(), st.integers(0, 5), st.integers(0, 6))
-def test_batched_it_is_the_rule_row_by_row_in_numpy_and_torch(
+def test_batches_equal_the_rule_row_by_row_in_numpy_and_torch(
     data: st.DataObject, rows: int, width: int
 ) -> None:
     tokens = st.integers(0, 2)

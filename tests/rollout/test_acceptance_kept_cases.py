@@ -48,23 +48,23 @@ def test_a_token_that_is_missing_from_its_own_list_is_rejected(block: bool) -> N
 
 @pytest.mark.parametrize("block", [False, True])
 def test_a_residual_that_vanished_by_rounding_is_drawn_from_p(block: bool) -> None:
-    # p and q agree in what is listed, and 3 came from a tail of 1e-9 that rounding swallowed.
+    # The lists of p and q agree, and 3 was drawn from a tail of 1e-9 that rounding removed.
     q, p = known({0: 0.5, 1: 0.5}), known({0: 0.5, 1: 0.5})
     assert one_row([3], q, p, uniforms=[[0.0, 0.99]], block=block) == (0, 1)
     assert one_row([3], q, p, uniforms=[[0.0, 0.2]], block=block) == (0, 0)
 
 
-def test_a_tail_is_drawn_as_often_as_it_should_be() -> None:
+def test_a_tail_is_drawn_with_its_probability() -> None:
     q, p = known({0: 1.0}), known({0: 0.5})
     tail = {"tail_ids": [7], "tail_logprobs": [np.log(0.3)], "block": False}
     assert one_row([0], q, p, uniforms=[[0.49, 0.0]], **tail) == (1, -1)
     assert one_row([0], q, p, uniforms=[[0.51, 0.0]], **tail) == (0, 7)
-    tail["tail_logprobs"] = [NO_TAIL]  # not drawn yet: the id stands for "outside"
+    tail["tail_logprobs"] = [NO_TAIL]  # not drawn yet: the id stands for any token outside the list
     assert one_row([0], q, p, uniforms=[[0.51, 0.0]], **tail) == (0, 7)
 
 
-def test_by_block_an_unlikely_token_can_be_made_up_for() -> None:
-    """A token at p/q = 1/2, then one at 2: together as likely as before, so both stay."""
+def test_by_block_a_likely_token_makes_up_for_an_unlikely_one() -> None:
+    """A token with p/q = 1/2, then one with 2: together as likely as before, so both are kept."""
     q = known({0: 0.5, 1: 0.5}, {0: 0.5, 1: 0.5})
     p = known({0: 0.25, 1: 0.75}, {0: 1.0})
     late = np.array([[0.9, 0.5], [0.9, 0.5]])
@@ -72,7 +72,7 @@ def test_by_block_an_unlikely_token_can_be_made_up_for() -> None:
     assert one_row([0, 0], q, p, uniforms=late, block=False)[0] == 0
 
 
-def test_nothing_listed_means_nothing_accepted() -> None:
+def test_without_a_list_nothing_is_accepted() -> None:
     empty = TopKDistributions(
         np.zeros(1, np.float32), np.empty((1, 0), np.int32), np.empty((1, 0), np.float32)
     )
@@ -91,7 +91,7 @@ def test_no_rows_and_empty_rows() -> None:
     assert verdicts.token.tolist() == [-1, -1]
 
 
-def test_rows_of_several_requests_are_put_together() -> None:
+def test_rows_of_several_requests_are_concatenated() -> None:
     parts = [
         KeptTokens(np.zeros(n, np.int32), np.full(n, -1.0, np.float32),
                    np.full((n, k), n, np.int32), np.full((n, k), -2.0, np.float32))
@@ -110,31 +110,31 @@ def test_rows_of_several_requests_are_put_together() -> None:
         ({"offsets": [0, 2]}, "rise from 0 to 1"),
         ({"uniforms": np.zeros((1, 1))}, r"uniforms must be \(1, 2\)"),
         ({"tail_ids": [1, 2]}, "as many tail draws"),
-        ({"tail_ids": [0], "tail_logprobs": [-3.0]}, "no distribution"),
-        ({"tail_ids": [5], "tail_logprobs": [-0.1]}, "no distribution"),
-        ({}, "no distribution"),
+        ({"tail_ids": [0], "tail_logprobs": [-3.0]}, "not a distribution"),
+        ({"tail_ids": [5], "tail_logprobs": [-0.1]}, "not a distribution"),
+        ({}, "not a distribution"),
     ],
 )
-def test_arguments_that_contradict_are_refused(changes: dict[str, object], said: str) -> None:
-    law = known({0: 0.5})
+def test_contradictory_arguments_are_refused(changes: dict[str, object], said: str) -> None:
+    same = known({0: 0.5})
     with pytest.raises(ValueError, match=said):
-        one_row([0], law, law, **changes)
+        one_row([0], same, same, **changes)
 
 
 def test_nan_and_wrong_shapes_are_refused() -> None:
-    law = known({0: 1.0})
-    broken = replace(law, topk_logprobs=np.array([[np.nan]], np.float32))
-    with pytest.raises(ValueError, match="now holds log-probabilities that are nan"):
-        one_row([0], law, broken)
-    with pytest.raises(ValueError, match=r"drawn needs top-K of shape \(2, K\)"):
-        one_row([0, 0], law, law, uniforms=np.zeros((2, 2)))
+    same = known({0: 1.0})
+    broken = replace(same, topk_logprobs=np.array([[np.nan]], np.float32))
+    with pytest.raises(ValueError, match="log-probabilities of current are nan"):
+        one_row([0], same, broken)
+    with pytest.raises(ValueError, match=r"behaviour needs top-K of shape \(2, K\)"):
+        one_row([0, 0], same, same, uniforms=np.zeros((2, 2)))
 
 
 # SPEC-RL's rule.
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.5, 1.0, 2.0]))
-def test_lenient_is_its_definition_row_by_row(seed: int, lenience: float) -> None:
+def test_lenient_follows_its_definition_row_by_row(seed: int, lenience: float) -> None:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 5, rng.integers(0, 5))
     n = int(lengths.sum())
@@ -151,7 +151,7 @@ def test_lenient_is_its_definition_row_by_row(seed: int, lenience: float) -> Non
         assert got[row] == want
 
 
-def test_lenient_refuses_what_makes_no_sense() -> None:
+def test_lenient_refuses_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="not positive"):
         accept_lenient([-1.0], [-1.0], [0, 1], [0.5], 0.0)
     with pytest.raises(ValueError, match="probability 0 when it was drawn"):

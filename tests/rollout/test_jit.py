@@ -1,4 +1,4 @@
-"""Compiled kernels: never stale, and never in the way."""
+"""Compiled kernels are never stale, and an unwritable directory is no obstacle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rollout import jit
 
 
-def test_kernels_survive_where_nothing_can_be_written(
+def test_kernels_work_where_nothing_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = tmp_path / "a file"
