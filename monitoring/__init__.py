@@ -1,1 +1,1 @@
-"""What a user sees of a run: metrics, time lines, the live view and the report."""
+"""What a user sees of a run: step records, Prometheus metrics, time lines, live view, report."""

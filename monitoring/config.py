@@ -1,4 +1,4 @@
-"""What of a run can be watched, and how."""
+"""The settings of metrics, live view, time lines and report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-HIGHEST_PORT = 65_535
+MAX_PORT = 65_535
 
 LiveMode = Literal["auto", "rich", "plain", "off"]
 
@@ -26,18 +26,18 @@ class MonitoringConfig(BaseModel):
     metrics: bool = True
     """Serve Prometheus metrics over HTTP from every process."""
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Address that metrics are served on. They are not encrypted and need no password: bind
-    anything but loopback only on a network that you trust."""
-    port: int = Field(default=0, ge=0, le=HIGHEST_PORT)
-    """Base port: the controller serves on it, the other processes on the next ones in order of
-    their start. 0 takes any free port for each and logs which."""
+    """Address that metrics are served on. They are not encrypted and need no password, so bind
+    an address other than loopback only on a network that you trust."""
+    port: int = Field(default=0, ge=0, le=MAX_PORT)
+    """Base port: the controller serves on it, the other processes on the following ones in the
+    order of their start. 0 takes any free port for each; `asyncrl status` lists them."""
     live: LiveMode = "auto"
-    """The view while a run goes on: a panel (rich), one line per step (plain), nothing (off), or
-    the panel where there is a terminal and lines where not (auto)."""
+    """The view of a running run: a panel (rich), one line per step (plain), nothing (off), or the
+    panel in a terminal and lines elsewhere (auto)."""
     report_samples: int = Field(default=8, ge=0, le=200)
-    """Most sample trajectories shown in report.html."""
+    """How many sample trajectories report.html shows at most."""
     timeline: bool = True
-    """Record who was busy when under RUN/timeline/."""
+    """Record what each process did when, in RUN/timeline/."""
 
     @model_validator(mode="after")
     def _refuse_odd_addresses(self) -> Self:
@@ -59,9 +59,9 @@ class MonitoringConfig(BaseModel):
         if self.port == 0:
             return 0
         port = self.port + index
-        if port > HIGHEST_PORT:
+        if port > MAX_PORT:
             raise ValueError(
                 f"monitoring.port {self.port} leaves no port for process {index}: "
-                f"{port} is above {HIGHEST_PORT}; choose a lower base port, or 0"
+                f"{port} is above {MAX_PORT}; choose a lower base port, or 0"
             )
         return port

@@ -2,9 +2,9 @@
 
 MonitoringError
 ├── ExporterError    metrics cannot be served: change `monitoring.host` or `monitoring.port`
-│   └── PortInUse    somebody else listens there
-├── RecordError      a file that the run wrote cannot be read: names the file and the line
-└── ReportError      there is nothing in the directory that a report could be made of
+│   └── PortInUse    another process listens on the port
+├── RecordError      a file of the run cannot be read: names the file and the line
+└── ReportError      the directory has nothing to make a report of
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class ExporterError(MonitoringError):
     """Metrics cannot be served at the configured address; the message says what to change."""
 
 
-class PortInUse(ExporterError):  # noqa: N818 - says what is the case, as callers read it
-    """Another process listens on the port that was asked for."""
+class PortInUse(ExporterError):  # noqa: N818 - the name says what is the case
+    """Another process listens on the requested port."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(
@@ -34,16 +34,16 @@ class PortInUse(ExporterError):  # noqa: N818 - says what is the case, as caller
 
 
 class RecordError(MonitoringError):
-    """A line of a run's file is not what it should be."""
+    """A line of one of the run's files cannot be decoded."""
 
     def __init__(self, path: Path, line: int, reason: str) -> None:
         super().__init__(
-            f"{path}, line {line}: {reason}. The file was changed by something other than "
-            "asyncrl, or its disk is faulty; remove that line to read the rest."
+            f"{path}, line {line}: {reason}. Another version of asyncrl wrote it, something else "
+            "changed it, or the disk is faulty; remove that line to read the rest."
         )
         self.path = path
         self.line = line
 
 
 class ReportError(MonitoringError):
-    """No report can be written; the message names the directory and what is missing in it."""
+    """No report can be written; the message names the directory and what it lacks."""

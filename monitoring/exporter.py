@@ -1,4 +1,4 @@
-"""Serve a registry to Prometheus over HTTP."""
+"""Serves a registry to Prometheus over HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from monitoring.config import MonitoringConfig
 from monitoring.errors import ExporterError, PortInUse
 
 CLOSE_SECONDS = 5.0
-"""How long `Exporter.close` waits for a scrape that is going on."""
+"""How long `Exporter.close` waits for a running scrape."""
 
 
 @dataclass(slots=True)
@@ -22,14 +22,14 @@ class Exporter:
 
     host: str
     port: int
-    """The port that it really listens on."""
+    """The port it listens on, also where port 0 was asked for."""
     _server: WSGIServer = field(repr=False)
     _thread: threading.Thread = field(repr=False)
     _closed: bool = False
 
     @property
     def url(self) -> str:
-        """Where Prometheus scrapes."""
+        """The address to scrape."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/metrics"
 
@@ -47,8 +47,8 @@ def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporte
     """Serve `registry` on `host:port`; port 0 takes any free one.
 
     Raises:
-        PortInUse: another process listens there.
-        ExporterError: the address is not one of this machine, or may not be used.
+        PortInUse: another process listens on the port.
+        ExporterError: the address does not belong to this machine, or may not be used.
     """
     try:
         server, thread = start_http_server(port, addr=host, registry=registry)
@@ -60,7 +60,7 @@ def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporte
         raise ExporterError(
             f"metrics cannot be served on {host}:{port} ({error.strerror or error}): set "
             "`monitoring.host` to an address of this machine (127.0.0.1 serves this machine "
-            "alone) and `monitoring.port` to 0 or a number above 1023"
+            "only) and `monitoring.port` to 0 or a number above 1023"
         ) from error
     return Exporter(host, server.server_port, server, thread)
 
@@ -68,7 +68,7 @@ def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporte
 def exporter_for(
     config: MonitoringConfig, registry: CollectorRegistry, index: int
 ) -> Exporter | None:
-    """The exporter of the index-th process of a run (controller 0), None when turned off.
+    """The exporter of a run's index-th process (the controller is 0); None where it is off.
 
     Raises:
         ExporterError: as `start_exporter`.

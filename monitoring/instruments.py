@@ -1,13 +1,16 @@
-"""The building blocks of metrics: their declaration, counters and labels."""
+"""The building blocks of metrics: declarations, counters that follow a total, labels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -33,11 +36,33 @@ class MetricSpec:
     """Reads a gauge's value from the step record that the role publishes."""
 
 
+def counter(name: str, text: str, **more: Any) -> Any:
+    """A dataclass field that declares a counter; `more` as in `MetricSpec`."""
+    return field(metadata={"spec": MetricSpec(name, "counter", text, **more)})
+
+
+def gauge(name: str, text: str, **more: Any) -> Any:
+    """A dataclass field that declares a gauge; `more` as in `MetricSpec`."""
+    return field(metadata={"spec": MetricSpec(name, "gauge", text, **more)})
+
+
+def histogram(name: str, text: str, **more: Any) -> Any:
+    """A dataclass field that declares a histogram; `more` as in `MetricSpec`."""
+    return field(metadata={"spec": MetricSpec(name, "histogram", text, **more)})
+
+
+def specs_of(role: type[DataclassInstance]) -> Iterator[tuple[str, MetricSpec]]:
+    """Field name and declaration of each metric of a dataclass."""
+    for one in fields(role):
+        if "spec" in one.metadata:
+            yield one.name, one.metadata["spec"]
+
+
 class Total:
     """A counter that can also follow a total that is kept elsewhere."""
 
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
+    def __init__(self, child: Counter) -> None:
+        self._counter = child
         self._last = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
@@ -83,7 +108,7 @@ def new_registry() -> CollectorRegistry:
 
 
 def build(spec: MetricSpec, registry: CollectorRegistry, process: str) -> Any:
-    """The metric that `spec` describes: `Total`, `Gauge`, `Histogram`, or `By` of one of these.
+    """The metric that `spec` declares: `Total`, `Gauge`, `Histogram`, or `By` of one of these.
 
     Raises:
         ValueError: the registry already has a metric of this name.

@@ -1,8 +1,8 @@
-"""Files of one JSON object per line, that survive their writer's sudden death.
+"""Files of one JSON object per line that stay readable when their writer is killed.
 
-A writer hands each batch of whole lines to the operating system at once, so that a process killed
-with SIGKILL can leave at most one cut line, and that at the end. Opening the file again removes
-it; readers ignore it. Numbers that JSON does not have (nan, infinities) are written as null.
+A writer hands each batch of whole lines to the operating system in one call, so a process killed
+with SIGKILL leaves at most one incomplete line, at the end. Opening the file for writing removes
+that line; readers ignore it. Numbers that JSON lacks (nan, infinities) are written as null.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ _CHUNK = 1 << 16
 
 
 def _plain_number(value: Any) -> Any:
-    """Let numpy's scalars through as what they stand for."""
+    """Convert numpy's scalars, which msgspec does not know."""
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
-    raise TypeError(f"{type(value).__name__} has no place in a line of JSON: {value!r}")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
 
 
 class JsonlWriter:
-    """Append objects to `path`; its folder is made if need be."""
+    """Appends objects to `path`, creating its folder if there is none."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_cut_line(path)
+        _remove_incomplete_line(path)
         self.path = path
         self._encoder = msgspec.json.Encoder(enc_hook=_plain_number)
         self._file = path.open("ab")
 
-    def append(self, rows: Iterable[object]) -> None:
-        """Write the rows and hand them to the operating system.
+    def append(self, records: Iterable[object]) -> None:
+        """Write one line per record and hand them to the operating system.
 
         Raises:
             ValueError: the writer was closed.
             OSError: the disk is full or gone.
         """
-        data = b"".join(self._encoder.encode(row) + b"\n" for row in rows)
+        data = b"".join(self._encoder.encode(record) + b"\n" for record in records)
         if data:
             self._file.write(data)
             self._file.flush()
@@ -69,8 +69,8 @@ class JsonlWriter:
         self.close()
 
 
-def _remove_cut_line(path: Path) -> None:
-    """Cut the file behind its last newline."""
+def _remove_incomplete_line(path: Path) -> None:
+    """Truncate the file after its last newline."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -89,22 +89,22 @@ def _remove_cut_line(path: Path) -> None:
 
 
 def read_jsonl(path: Path, kind: type[T]) -> list[T]:
-    """All whole lines of `path`, decoded as `kind`; a cut last line is left out.
+    """All lines of `path`, decoded as `kind`; an incomplete last line is left out.
 
     Raises:
         FileNotFoundError: there is no such file.
-        RecordError: a line other than a cut last one cannot be decoded.
+        RecordError: a line other than an incomplete last one cannot be decoded.
     """
     decoder = msgspec.json.Decoder(kind)
-    rows: list[T] = []
+    records: list[T] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                rows.append(decoder.decode(line))
+                records.append(decoder.decode(line))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 if not line.endswith(b"\n"):
                     break
                 raise RecordError(path, number, str(error)) from error
-    return rows
+    return records

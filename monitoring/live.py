@@ -1,13 +1,13 @@
-"""The view of a run while it goes on: a panel in a terminal, lines anywhere else.
+"""The live view of a run: a panel in a terminal, lines anywhere else.
 
     with LiveView(config.monitoring, total_steps=60, run_name="demo") as live:
         live.update(RunView(phase="training", step=3, last=record))
         live.log("checkpoint written")
 
-Nothing but text ever reaches a stream that is not a terminal: no colours, no cursor movements, no
-lines broken at eighty columns. `update` may be called as often as there is news; the panel is
-redrawn four times a second, and lines are printed when a step is done, when the phase changes, and
-at least every half a minute so that a log never looks dead.
+A stream that is not a terminal gets plain text only: no colours, no cursor movements, no lines
+wrapped at eighty columns. `update` may be called as often as there is news. The panel is redrawn
+four times a second. Lines are printed when a step is finished, when the phase changes, and at
+least every half minute, so that a log never looks dead.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from monitoring.live_panel import panel, plain_line
 from monitoring.run_view import RunView
 from monitoring.wording import without_controls
 
-__all__ = ["LiveView", "RunView"]
-
 REFRESHES_PER_SECOND = 4
 QUIET_SECONDS = 30.0
-"""Longest silence of the plain view while `update` is being called."""
+"""Longest time between two lines of the plain view while `update` is called."""
 WIDE_COLUMNS = 92
-"""From this width on the panel has two columns of numbers."""
+"""Terminals at least this wide get a panel with two columns of numbers."""
 
 
 class _View(Protocol):
@@ -45,14 +43,14 @@ class _View(Protocol):
 
 
 class LiveView:
-    """Shows snapshots of a run in the way that the configuration and the terminal allow.
+    """Shows snapshots of a run as the configuration asks and the terminal allows.
 
     Args:
         config: `live` chooses the view.
-        total_steps: optimizer steps that the run will do.
+        total_steps: optimizer steps of the whole run.
         run_name: shown in the title.
-        console: where to; a new one on standard output if None.
-        clock: seconds, never going back; for tests.
+        console: what to print on; None: standard output.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -67,14 +65,14 @@ class LiveView:
         terminal = console.is_terminal and not console.is_dumb_terminal
         self._view: _View
         if config.live == "off":
-            self._view = _Nothing()
+            self._view = _NoView()
         elif terminal and config.live != "plain":
             self._view = _PanelView(console, total_steps, run_name)
         else:
             self._view = _PlainView(console, total_steps, run_name, clock)
             if config.live == "rich":
                 self._view.log(
-                    "monitoring.live is rich but this is no terminal: printing lines instead"
+                    "monitoring.live is rich, but this is no terminal: printing lines instead"
                 )
 
     def update(self, view: RunView) -> None:
@@ -82,11 +80,11 @@ class LiveView:
         self._view.update(view)
 
     def log(self, text: str) -> None:
-        """Print a message that stays, above the panel or as a line."""
+        """Print a message that stays on the screen, above the panel or as a line."""
         self._view.log(without_controls(text))
 
     def close(self) -> None:
-        """Leave the last state on the screen and give the terminal back. Idempotent."""
+        """Leave the last state on the screen and release the terminal. Idempotent."""
         self._view.close()
 
     def __enter__(self) -> Self:
@@ -101,8 +99,8 @@ class LiveView:
         self.close()
 
 
-class _Nothing:
-    """`live: off`."""
+class _NoView:
+    """The view of `live: off`."""
 
     def update(self, view: RunView) -> None:
         pass
@@ -146,7 +144,7 @@ class _PanelView:
 
 
 class _PlainView:
-    """A line per step, per phase, and now and then."""
+    """A line per step and per phase, and one after each long silence."""
 
     def __init__(
         self, console: Console, total_steps: int, run_name: str, clock: Callable[[], float]
@@ -170,7 +168,7 @@ class _PlainView:
             if view.step or not first:
                 self._line(plain_line(view, self._total_steps))
         if self._clock() - self._printed_at >= QUIET_SECONDS:
-            self._line(self._still(view))
+            self._line(self._still_running(view))
 
     def log(self, text: str) -> None:
         self._line(text)
@@ -178,7 +176,7 @@ class _PlainView:
     def close(self) -> None:
         pass
 
-    def _still(self, view: RunView) -> str:
+    def _still_running(self, view: RunView) -> str:
         text = f"{without_controls(view.phase)}, step {view.step}/{self._total_steps}"
         if view.waiting_for:
             text += f", waiting for {without_controls(view.waiting_for)}"

@@ -1,4 +1,4 @@
-"""How a run looks in a terminal: one calm panel. Pure: a snapshot in, a renderable out."""
+"""The panel of the live view. Pure functions: a snapshot in, a renderable out."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from monitoring.wording import (
     without_controls,
 )
 
-IDLE_MUCH = 0.3
-"""An idle share from here on is shown in a warning colour."""
+HIGH_IDLE_SHARE = 0.3
+"""Idle shares from here on are shown in a warning colour."""
 
 
 def panel(view: RunView, *, run_name: str, total_steps: int, wide: bool = True) -> Panel:
-    """The panel; `wide` puts the numbers into two columns."""
+    """The panel of a snapshot; `wide` puts the numbers into two columns."""
     body = Group(
         _head(view, total_steps),
         Text(),
@@ -128,7 +128,7 @@ def _drafts(view: RunView) -> Text:
     if view.draft_acceptance is None and view.drafted_share is None:
         return Text(UNKNOWN)
     return Text.assemble(
-        percent(view.draft_acceptance), ("  share of text ", "dim"), percent(view.drafted_share)
+        percent(view.draft_acceptance), ("  share of tokens ", "dim"), percent(view.drafted_share)
     )
 
 
@@ -149,7 +149,7 @@ def _samples(view: RunView) -> Text:
 
 
 def _idle(share: float | None) -> Text:
-    return Text(percent(share), style="yellow" if (share or 0.0) >= IDLE_MUCH else "")
+    return Text(percent(share), style="yellow" if (share or 0.0) >= HIGH_IDLE_SHARE else "")
 
 
 def _foot(view: RunView) -> list[RenderableType]:
@@ -162,7 +162,7 @@ def _foot(view: RunView) -> list[RenderableType]:
 
 
 def plain_line(view: RunView, total_steps: int) -> str:
-    """One finished step as a line for a log file."""
+    """The line of the plain view for a finished step."""
     parts, last = [f"step {view.step}/{total_steps}"], view.last
     if last is not None:
         parts += [

@@ -19,14 +19,24 @@ To add a metric, add a field and a line to docs/monitoring.md, which is tested a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client import Gauge, Histogram
 
-from monitoring.instruments import TOKENS, By, MetricSpec, Total, build, new_registry
+from monitoring.instruments import (
+    TOKENS,
+    By,
+    MetricSpec,
+    Total,
+    counter,
+    gauge,
+    histogram,
+    new_registry,
+    specs_of,
+)
 from monitoring.occupancy import SlotPiece, SlotUse
-from monitoring.spans import IdleWindow, Span, SpanKind
+from monitoring.process_metrics import ProcessMetrics
 from wire.records import LearnerMetrics, Measured, StepMetrics
 
 __all__ = [
@@ -42,99 +52,24 @@ __all__ = [
 # ruff: noqa: RUF009 - the calls below make dataclass fields; ruff cannot see that through a helper
 
 
-def _total(name: str, text: str, **more: Any) -> Any:
-    return field(metadata={"spec": MetricSpec(name, "counter", text, **more)})
-
-
-def _gauge(name: str, text: str, **more: Any) -> Any:
-    return field(metadata={"spec": MetricSpec(name, "gauge", text, **more)})
-
-
 def _step_gauge(name: str, text: str, value: Callable[[StepMetrics], Measured]) -> Any:
-    return _gauge(name, text, value=value)
+    return gauge(name, text, value=value)
 
 
 def _learner_gauge(name: str, text: str, value: Callable[[LearnerMetrics], Measured]) -> Any:
-    return _gauge(name, text, value=value)
-
-
-def _histogram(name: str, text: str, **more: Any) -> Any:
-    return field(metadata={"spec": MetricSpec(name, "histogram", text, **more)})
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessMetrics:
-    """What every process exports."""
-
-    policy_version: Gauge = _gauge(
-        "asyncrl_policy_version", "Optimizer steps in the weights that this process uses."
-    )
-    activity: By[Total] = _total(
-        "asyncrl_activity_seconds_total",
-        "Time spent, by what the process did.",
-        label="kind",
-        values=tuple(kind.value for kind in SpanKind),
-    )
-    idle: By[Total] = _total(
-        "asyncrl_idle_seconds_total", "Time spent waiting, by cause.", label="cause"
-    )
-    idle_ratio: By[Gauge] = _gauge(
-        "asyncrl_idle_ratio",
-        "Share of the last minute spent waiting, by cause; causes add up.",
-        label="cause",
-    )
-    recent: IdleWindow = field(default_factory=IdleWindow, kw_only=True, repr=False)
-    """The last minute of the time line. Not a metric."""
-
-    @classmethod
-    def register(cls, registry: CollectorRegistry, process: str) -> Self:
-        """Create this role's metrics in `registry`, labelled with the process's name.
-
-        Raises:
-            ValueError: the registry already has metrics of these names.
-        """
-        made: dict[str, Any] = {}
-        for name, spec in _specs(cls):
-            made[name] = build(spec, registry, process)
-        return cls(**made)
-
-    def _publish(self, record: LearnerMetrics) -> None:
-        """Set the gauges of a step; one whose value is None keeps its last."""
-        for name, spec in _specs(type(self)):
-            value = None if spec.value is None else spec.value(record)
-            if value is not None:
-                getattr(self, name).set(value)
-
-    def observe_span(self, span: Span) -> None:
-        """Count a piece of the time line; pass this to `Timeline(observe=...)`."""
-        if span.kind in _KINDS:
-            self.activity.of(span.kind).inc(span.seconds)
-        if span.kind == SpanKind.WAITING:
-            self.idle.of(span.cause).inc(span.seconds)
-        for cause, share in self.recent.add(span).items():
-            self.idle_ratio.of(cause).set(share)
-
-
-def _specs(role: type[ProcessMetrics]) -> Iterator[tuple[str, MetricSpec]]:
-    """Field name and declaration of each metric of a role."""
-    for one in fields(role):
-        if "spec" in one.metadata:
-            yield one.name, one.metadata["spec"]
-
-
-_KINDS = frozenset(kind.value for kind in SpanKind)
+    return gauge(name, text, value=value)
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerMetrics(ProcessMetrics):
     """The run as a whole, as the controller sees it."""
 
-    run: By[Gauge] = _gauge("asyncrl_run_info", "1 for the name of the run.", label="run")
-    started: Gauge = _gauge("asyncrl_run_start_time_seconds", "Unix time of the run's start.")
-    steps: Total = _total("asyncrl_steps_total", "Optimizer steps finished.")
-    steps_planned: Gauge = _gauge("asyncrl_planned_steps", "Optimizer steps that the run will do.")
-    eta: Gauge = _gauge("asyncrl_eta_seconds", "Estimated time until the last step.")
-    step_time: Histogram = _histogram("asyncrl_step_seconds", "From one finished step to the next.")
+    run: By[Gauge] = gauge("asyncrl_run_info", "1 for the name of the run.", label="run")
+    started: Gauge = gauge("asyncrl_run_start_time_seconds", "Unix time of the run's start.")
+    steps: Total = counter("asyncrl_steps_total", "Optimizer steps finished.")
+    steps_planned: Gauge = gauge("asyncrl_planned_steps", "Optimizer steps that the run will do.")
+    eta: Gauge = gauge("asyncrl_eta_seconds", "Estimated time until the last step.")
+    step_time: Histogram = histogram("asyncrl_step_seconds", "From one finished step to the next.")
     reward_mean: Gauge = _step_gauge(
         "asyncrl_reward_mean",
         "Mean reward of the last step's samples.",
@@ -170,37 +105,37 @@ class ControllerMetrics(ProcessMetrics):
         "Share of the last step's time in which the trainer waited.",
         lambda step: step.idle.trainer,
     )
-    accuracy: By[Gauge] = _gauge(
+    accuracy: By[Gauge] = gauge(
         "asyncrl_evaluation_accuracy_ratio",
         "Mean reward on the held-out set, sampled as in training.",
         label="when",
         values=("before", "after"),
     )
-    samples: By[Gauge] = _gauge(
+    samples: By[Gauge] = gauge(
         "asyncrl_samples_in_flight",
         "Samples between their start and training, by where they are.",
         label="state",
         values=("running", "held", "queued"),
     )
-    samples_ended: By[Total] = _total(
+    samples_ended: By[Total] = counter(
         "asyncrl_samples_total",
         "Samples that left the pipeline: trained on, or of a group that failed.",
         label="outcome",
         values=("trained", "failed"),
     )
-    generators: By[Gauge] = _gauge(
+    generators: By[Gauge] = gauge(
         "asyncrl_generators",
         "Generator processes, by state.",
         label="state",
         values=("starting", "ready", "lost"),
     )
-    events: By[Total] = _total(
+    events: By[Total] = counter(
         "asyncrl_scheduler_events_total", "Events given to the scheduler, by type.", label="event"
     )
-    event_time: Total = _total(
+    event_time: Total = counter(
         "asyncrl_scheduler_seconds_total", "Time spent inside the scheduler's decisions."
     )
-    process_failures: By[Total] = _total(
+    process_failures: By[Total] = counter(
         "asyncrl_process_failures_total",
         "Processes that ended before they were told to, by role.",
         label="role",
@@ -209,80 +144,80 @@ class ControllerMetrics(ProcessMetrics):
 
     def publish(self, step: StepMetrics) -> None:
         """Set the gauges of a step; one whose value is None keeps its last."""
-        self._publish(step)
+        self.set_gauges(step)
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorMetrics(ProcessMetrics):
     """One generator: its engine, its drafts, its rewards, its deliveries."""
 
-    generated_tokens: Total = _total(
+    generated_tokens: Total = counter(
         "asyncrl_generated_tokens_total", "Response tokens, accepted drafts included."
     )
-    drafted_tokens: Total = _total(
+    drafted_tokens: Total = counter(
         "asyncrl_drafted_tokens_total", "Tokens that the cache proposed to the engine."
     )
-    accepted_tokens: Total = _total(
+    accepted_tokens: Total = counter(
         "asyncrl_accepted_tokens_total", "Proposed tokens that the policy accepted."
     )
-    verified_tokens: Total = _total(
+    verified_tokens: Total = counter(
         "asyncrl_verified_tokens_total",
         "Tokens of an older policy version that verification accepted.",
     )
-    rejected_tokens: Total = _total(
+    rejected_tokens: Total = counter(
         "asyncrl_rejected_tokens_total",
         "Tokens of an older policy version that verification rejected; they are regenerated.",
     )
-    engine_steps: Total = _total(
+    engine_steps: Total = counter(
         "asyncrl_engine_steps_total", "Forward passes of the decoding loop."
     )
-    engine_busy: Total = _total(
+    engine_busy: Total = counter(
         "asyncrl_engine_busy_seconds_total", "Time inside the decoding loop's steps."
     )
-    slots: Gauge = _gauge("asyncrl_engine_slots", "Requests that can run at once.")
-    slot_seconds: By[Total] = _total(
+    slots: Gauge = gauge("asyncrl_engine_slots", "Requests that can run at once.")
+    slot_seconds: By[Total] = counter(
         "asyncrl_slot_seconds_total",
         "Time of the engine's slots, by use; empty slots are idle.",
         label="kind",
         values=tuple(use.value for use in SlotUse),
     )
-    running: Gauge = _gauge("asyncrl_engine_running_requests", "Requests that hold a slot.")
-    waiting: Gauge = _gauge("asyncrl_engine_waiting_requests", "Requests that wait for a slot.")
-    kv_used: Gauge = _gauge("asyncrl_engine_kv_used_ratio", "Share of the KV space in use.")
-    samples_held: Gauge = _gauge(
+    running: Gauge = gauge("asyncrl_engine_running_requests", "Requests that hold a slot.")
+    waiting: Gauge = gauge("asyncrl_engine_waiting_requests", "Requests that wait for a slot.")
+    kv_used: Gauge = gauge("asyncrl_engine_kv_used_ratio", "Share of the KV space in use.")
+    samples_held: Gauge = gauge(
         "asyncrl_held_samples", "Finished samples that the trainer has not acknowledged yet."
     )
-    samples_finished: By[Total] = _total(
+    samples_finished: By[Total] = counter(
         "asyncrl_finished_samples_total",
         "Samples generated to their end, by finish reason.",
         label="reason",
         values=("stop", "length", "abort", "deadline"),
     )
-    response_length: Histogram = _histogram(
+    response_length: Histogram = histogram(
         "asyncrl_response_length_tokens", "Length of finished responses.", buckets=TOKENS
     )
-    preempted: Total = _total(
+    preempted: Total = counter(
         "asyncrl_preempted_samples_total",
         "Samples of later steps that gave their slot to due ones; their tokens are kept.",
     )
-    deliveries: Total = _total(
+    deliveries: Total = counter(
         "asyncrl_deliveries_total", "Trajectories sent to the trainer, repetitions included."
     )
-    redeliveries: Total = _total(
+    redeliveries: Total = counter(
         "asyncrl_redeliveries_total",
         "Trajectories sent to the trainer again because it had not acknowledged them.",
     )
-    weights_time: Histogram = _histogram(
+    weights_time: Histogram = histogram(
         "asyncrl_weights_install_seconds",
         "From the command to swap weights to the first engine step on them.",
     )
-    rewards_waiting: Gauge = _gauge(
+    rewards_waiting: Gauge = gauge(
         "asyncrl_rewards_waiting_samples", "Samples whose reward is not computed yet."
     )
-    rewards_failed: Total = _total(
+    rewards_failed: Total = counter(
         "asyncrl_rewards_failed_total", "Reward calls that raised or took too long."
     )
-    reward_time: Histogram = _histogram(
+    reward_time: Histogram = histogram(
         "asyncrl_reward_seconds", "One reward call, queueing included."
     )
 
@@ -296,23 +231,23 @@ class GeneratorMetrics(ProcessMetrics):
 class TrainerMetrics(ProcessMetrics):
     """One trainer: what it received, and its last step."""
 
-    steps: Total = _total("asyncrl_optimizer_steps_total", "Optimizer steps done.")
-    tokens: Total = _total("asyncrl_trained_tokens_total", "Response tokens trained on.")
-    samples: Total = _total("asyncrl_trained_samples_total", "Trajectories trained on.")
-    queued: Gauge = _gauge(
+    steps: Total = counter("asyncrl_optimizer_steps_total", "Optimizer steps done.")
+    tokens: Total = counter("asyncrl_trained_tokens_total", "Response tokens trained on.")
+    samples: Total = counter("asyncrl_trained_samples_total", "Trajectories trained on.")
+    queued: Gauge = gauge(
         "asyncrl_queued_samples", "Trajectories received that no finished step has used."
     )
-    duplicates: Total = _total(
+    duplicates: Total = counter(
         "asyncrl_duplicate_samples_total", "Trajectories that arrived again and were dropped."
     )
-    train_time: Histogram = _histogram(
+    train_time: Histogram = histogram(
         "asyncrl_train_seconds", "Forward, backward and optimizer work of one step."
     )
-    publish_time: Histogram = _histogram(
+    publish_time: Histogram = histogram(
         "asyncrl_weights_publish_seconds", "Writing one version of the weights for the generators."
     )
-    weights_size: Gauge = _gauge("asyncrl_weights_bytes", "Size of one version of the weights.")
-    checkpoint_time: Histogram = _histogram("asyncrl_checkpoint_seconds", "Writing one checkpoint.")
+    weights_size: Gauge = gauge("asyncrl_weights_bytes", "Size of one version of the weights.")
+    checkpoint_time: Histogram = histogram("asyncrl_checkpoint_seconds", "Writing one checkpoint.")
     loss: Gauge = _learner_gauge(
         "asyncrl_loss", "Loss of the last step.", lambda step: step.learning.loss
     )
@@ -342,7 +277,7 @@ class TrainerMetrics(ProcessMetrics):
         "Learning rate of the last step.",
         lambda step: step.learning.learning_rate,
     )
-    algorithm: By[Gauge] = _gauge(
+    algorithm: By[Gauge] = gauge(
         "asyncrl_algorithm_signal",
         "What the algorithm reports of the last step, by the signals that it declares.",
         label="signal",
@@ -350,7 +285,7 @@ class TrainerMetrics(ProcessMetrics):
 
     def publish(self, metrics: LearnerMetrics) -> None:
         """Set the gauges of a step; one whose value is None keeps its last."""
-        self._publish(metrics)
+        self.set_gauges(metrics)
         for signal, value in metrics.algorithm.items():
             if value is not None:
                 self.algorithm.of(signal).set(value)
@@ -362,5 +297,5 @@ ROLES: tuple[type[ProcessMetrics], ...] = (ControllerMetrics, GeneratorMetrics, 
 def all_specs() -> Iterator[tuple[type[ProcessMetrics], MetricSpec]]:
     """Every declared metric with its role; those of `ProcessMetrics` come with each role."""
     for role in ROLES:
-        for _, spec in _specs(role):
+        for _, spec in specs_of(role):
             yield role, spec

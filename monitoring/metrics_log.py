@@ -39,7 +39,7 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     Keys that `StepMetrics` does not have are ignored.
 
     Raises:
-        RecordError: a line other than a cut last one cannot be decoded.
+        RecordError: a line other than an incomplete last one cannot be decoded.
     """
     try:
         steps = read_jsonl(path, StepMetrics)

@@ -1,7 +1,7 @@
-"""What an engine's slots are used for, in slot-seconds; written to `RUN/slots/PROCESS.jsonl`.
+"""What an engine's slots are used for, in slot-seconds; kept in `RUN/slots/PROCESS.jsonl`.
 
-A generator with 2 of 64 slots in use is busy on its time line and still mostly idle. So its slots
-are counted too: a slot that stands empty for a second is one slot-second of `idle`.
+A generator with 2 of 64 slots in use is busy on its time line and still mostly idle, so its slots
+are counted too: a slot that is empty for a second is one slot-second of `idle`.
 
 Example:
     >>> full = SlotPiece(start=0.0, end=2.0, slots=4, used={"primary": 4.0})
@@ -21,51 +21,51 @@ import msgspec
 from monitoring.jsonl import JsonlWriter, read_jsonl
 
 PIECE_SECONDS = 0.25
-"""Shortest piece that is written while the use of the slots keeps changing."""
+"""Shortest piece written while the use of slots keeps changing."""
 
 
 class SlotUse(StrEnum):
     """What a slot is used for."""
 
     PRIMARY = "primary"
-    """A sample of a step that is due is written."""
+    """Generating a sample of a step that is due."""
     VERIFYING = "verifying"
-    """What was kept of a sample is scored under new weights."""
+    """Scoring the kept tokens of a sample under new weights."""
     RUN_AHEAD = "run_ahead"
-    """A sample of a later step is written."""
+    """Generating a sample of a later step."""
     EVALUATING = "evaluating"
-    """A held-out sample is written."""
+    """Generating a held-out sample."""
     STOPPED = "stopped"
-    """Weights are swapped, or a person has paused the run."""
+    """None: weights are being swapped, or a user paused the run."""
     IDLE = "idle"
-    """Nothing."""
+    """None: no request holds the slot."""
 
 
 class SlotPiece(msgspec.Struct, frozen=True):
     """How the slots of one process were used from `start` to `end`."""
 
     start: float
-    """Seconds since 1970."""
+    """Unix time in seconds."""
     end: float
     slots: int
-    """How many there are."""
+    """How many slots the engine has."""
     used: dict[str, float]
-    """`SlotUse` value to the mean number of slots so used; what is missing to `slots` is idle."""
+    """Mean number of slots per `SlotUse` value; the rest of `slots` is idle."""
 
     @property
     def seconds(self) -> float:
-        """Length."""
+        """Duration."""
         return self.end - self.start
 
     def slot_seconds(self) -> dict[str, float]:
-        """Slots times seconds, by use, idle ones last; nothing that is 0."""
+        """Slots times seconds by use, `idle` last; uses with 0 are left out."""
         out = {use: slots * self.seconds for use, slots in self.used.items() if slots}
         idle = (self.slots - sum(self.used.values())) * self.seconds
         return out | {SlotUse.IDLE.value: idle} if idle > 1e-9 else out
 
 
 class SlotLog:
-    """Gather the use of slots and append it to `path` in pieces.
+    """Collects the use of slots and appends it to `path` in pieces.
 
     Args:
         path: the file; None writes nothing but still calls `observe`.
@@ -80,13 +80,13 @@ class SlotLog:
         self._piece: SlotPiece | None = None
 
     def add(self, start: float, end: float, slots: int, used: Mapping[str, int]) -> None:
-        """From `start` to `end` (seconds since 1970) so many slots were used for each purpose.
+        """Add the number of slots per use from `start` to `end` (Unix times).
 
         Raises:
-            ValueError: more slots are used than there are, or a number below 0.
+            ValueError: more slots are used than there are, or a number is below 0.
         """
         if sum(used.values()) > slots or any(count < 0 for count in used.values()):
-            raise ValueError(f"{slots} slots cannot be used like this: {dict(used)}")
+            raise ValueError(f"an engine with {slots} slots cannot use them so: {dict(used)}")
         if end <= start:
             return
         new = SlotPiece(start, end, slots, {use: float(n) for use, n in used.items() if n})
@@ -104,7 +104,7 @@ class SlotLog:
             self._piece = new
 
     def flush(self) -> None:
-        """Write what was gathered."""
+        """Write what was collected."""
         if self._piece is not None:
             self._write(self._piece)
             self._piece = None
@@ -127,7 +127,7 @@ class SlotLog:
 
 
 def _joined(first: SlotPiece, second: SlotPiece) -> SlotPiece:
-    """Both as one, slots averaged over time."""
+    """Both pieces as one, slots averaged over time."""
     if first.used == second.used:
         return SlotPiece(first.start, second.end, first.slots, first.used)
     seconds = second.end - first.start
@@ -137,14 +137,14 @@ def _joined(first: SlotPiece, second: SlotPiece) -> SlotPiece:
         / seconds
         for use in uses
     }
-    # The time between them, if any, has the use of neither; it is at most 2 ms.
+    # A gap between them (at most 2 ms) counts as idle.
     return SlotPiece(first.start, second.end, first.slots, mean)
 
 
 def slot_shares(pieces: Iterable[SlotPiece], start: float, end: float) -> dict[str, float]:
-    """Share of the recorded slot-seconds of `[start, end)`, by use; empty when nothing is recorded.
+    """Share of the slot-seconds of `[start, end)` by use; empty where nothing is recorded.
 
-    The order is that of `SlotUse`; uses that did not occur are left out.
+    Ordered as `SlotUse`; uses that did not occur are left out.
     """
     totals: dict[str, float] = {}
     for piece in pieces:
@@ -159,10 +159,10 @@ def slot_shares(pieces: Iterable[SlotPiece], start: float, end: float) -> dict[s
 
 
 def read_slots(path: Path) -> list[SlotPiece]:
-    """The pieces of one process, as written.
+    """The pieces of one process in the order of the file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        RecordError: a line other than a cut last one cannot be decoded.
+        RecordError: a line other than an incomplete last one cannot be decoded.
     """
     return [piece for piece in read_jsonl(path, SlotPiece) if piece.end > piece.start]

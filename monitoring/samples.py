@@ -20,7 +20,7 @@ import msgspec
 from monitoring.jsonl import JsonlWriter, read_jsonl
 
 TokenProvenance = Literal["sampled", "drafted", "verified"]
-"""How a token came to be: the names of `rollout.trajectory.Provenance` in lower case."""
+"""Where a token came from: the names of `rollout.trajectory.Provenance` in lower case."""
 
 
 class SampleSegment(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class SampleSegment(msgspec.Struct, frozen=True):
 
 
 class SampleRecord(msgspec.Struct, frozen=True):
-    """One trajectory as a reader sees it; L is the number of response tokens."""
+    """One trajectory with its text; L is the number of response tokens."""
 
     step: int
     """The optimizer step that trained on it."""
@@ -61,11 +61,11 @@ class SampleRecord(msgspec.Struct, frozen=True):
             )
 
     def count(self, provenance: TokenProvenance) -> int:
-        """How many tokens came to be that way."""
+        """How many tokens have this provenance."""
         return self.provenance.count(provenance)
 
     def version_at(self, position: int) -> int | None:
-        """Policy version of the token at `position`, None outside all segments."""
+        """Policy version of the token at `position`; None outside all segments."""
         for segment in self.segments:
             if segment.start <= position < segment.end:
                 return segment.policy_version
@@ -73,7 +73,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
 
 
 class SampleLog:
-    """Append trajectories to `path`."""
+    """Appends trajectories to `path`."""
 
     def __init__(self, path: Path) -> None:
         self._writer = JsonlWriter(path)
@@ -81,7 +81,7 @@ class SampleLog:
     def append(self, *records: SampleRecord) -> None:
         """Write the records and hand them to the operating system.
 
-        Halves of surrogate pairs, which no file can hold, are written as question marks.
+        Lone surrogates, which UTF-8 cannot encode, are written as question marks.
         """
         self._writer.append([_writable(record) for record in records])
 
@@ -103,10 +103,10 @@ def _writable(record: SampleRecord) -> SampleRecord:
 
 
 def read_samples(path: Path) -> list[SampleRecord]:
-    """All records in order; empty when the file does not exist.
+    """All records in the order of the file; empty when it does not exist.
 
     Raises:
-        RecordError: a line other than a cut last one cannot be decoded.
+        RecordError: a line other than an incomplete last one cannot be decoded.
     """
     try:
         return read_jsonl(path, SampleRecord)
@@ -114,14 +114,14 @@ def read_samples(path: Path) -> list[SampleRecord]:
         return []
 
 
-def choose_samples(records: Iterable[SampleRecord], most: int) -> list[SampleRecord]:
-    """Up to `most` records, evenly spread over the run, the first and the last among them."""
+def choose_samples(records: Iterable[SampleRecord], max_samples: int) -> list[SampleRecord]:
+    """Up to `max_samples` records, evenly spread over the run, its first and last included."""
     everything = sorted(records, key=lambda record: record.step)
-    if most <= 0:
+    if max_samples <= 0:
         return []
-    if len(everything) <= most:
+    if len(everything) <= max_samples:
         return everything
-    if most == 1:
+    if max_samples == 1:
         return [everything[-1]]
     last = len(everything) - 1
-    return [everything[round(i * last / (most - 1))] for i in range(most)]
+    return [everything[round(i * last / (max_samples - 1))] for i in range(max_samples)]

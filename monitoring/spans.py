@@ -1,4 +1,4 @@
-"""Who was busy when: spans of time, and what they say about idleness. Pure functions.
+"""Spans: what a process did when, and the idle shares computed from them. Pure functions.
 
 Example:
     >>> spans = [Span("generating", 0.0, 6.0), waiting_span(6.0, 9.0, "weights")]
@@ -22,11 +22,11 @@ import msgspec
 from monitoring.jsonl import read_jsonl
 
 UNACCOUNTED = "unaccounted"
-"""Cause of idle time that no waiting span explains."""
+"""Cause of the idle time that no span covers."""
 
 
 class SpanKind(StrEnum):
-    """What a process does. Where spans overlap, the one named first here is what counts."""
+    """What a process does. Where spans overlap, the kind listed first here counts."""
 
     TRAINING = "training"
     GENERATING = "generating"
@@ -38,7 +38,7 @@ class SpanKind(StrEnum):
     SAVING = "saving"
     STARTING = "starting"
     WAITING = "waiting"
-    """Idle, for a cause named by the argument `for`."""
+    """Idle; the argument `for` names the cause."""
 
 
 _RANK = {kind.value: rank for rank, kind in enumerate(SpanKind)}
@@ -48,31 +48,31 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     """One process did one thing from `start` to `end`."""
 
     kind: str
-    """A `SpanKind` value; readers show kinds that they do not know as they are."""
+    """A `SpanKind` value; readers show an unknown kind by its name."""
     start: float
-    """Seconds since 1970, of a clock that never goes back within a process."""
+    """Unix time in seconds, monotonic within a process."""
     end: float
     args: dict[str, Any] = {}
-    """What it was about: `step`, `for`, ..."""
+    """Details: `step`, `version`, `for`."""
 
     @property
     def seconds(self) -> float:
-        """Length."""
+        """Duration."""
         return self.end - self.start
 
     @property
     def cause(self) -> str:
-        """What a waiting span waits for."""
+        """What a waiting span waited for."""
         return str(self.args.get("for", UNACCOUNTED))
 
 
 def waiting_span(start: float, end: float, cause: str) -> Span:
-    """A span of idleness."""
+    """A span of waiting for `cause`."""
     return Span(SpanKind.WAITING, start, end, {"for": cause})
 
 
 def continues(first: Span, second: Span, gap: float) -> bool:
-    """Whether `second` is the same thing going on, at most `gap` seconds after `first`."""
+    """Whether `second` is the same activity, at most `gap` seconds after `first`."""
     return (
         first.kind == second.kind
         and first.args == second.args
@@ -81,12 +81,12 @@ def continues(first: Span, second: Span, gap: float) -> bool:
 
 
 def join(first: Span, second: Span) -> Span:
-    """The span that covers both; they must continue one another."""
+    """The span that covers both; `second` must continue `first`."""
     return Span(first.kind, first.start, max(first.end, second.end), first.args)
 
 
 def merge(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
-    """Join equal spans that touch, overlap or lie at most `gap` seconds apart, ordered by start."""
+    """Join equal spans that overlap or lie at most `gap` seconds apart; ordered by start."""
     newest: dict[tuple[str, str], int] = {}
     merged: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
@@ -101,7 +101,7 @@ def merge(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
 
 
 def clip(spans: Iterable[Span], start: float, end: float) -> list[Span]:
-    """What lies inside `[start, end)`; spans that reach over its edges are cut there."""
+    """The parts of spans inside `[start, end)`."""
     return [
         Span(span.kind, max(span.start, start), min(span.end, end), span.args)
         for span in spans
@@ -110,7 +110,7 @@ def clip(spans: Iterable[Span], start: float, end: float) -> list[Span]:
 
 
 def flatten(spans: Iterable[Span]) -> list[Span]:
-    """Spans without overlap: at each moment the most important running one (see `SpanKind`).
+    """Spans without overlap: at each moment the running one of the first kind in `SpanKind`.
 
     Cost: O(n log n + n m) for n spans of which at most m run at once.
     """
@@ -136,15 +136,15 @@ def flatten(spans: Iterable[Span]) -> list[Span]:
 
 
 def idle_by_cause(spans: Iterable[Span], start: float, end: float) -> dict[str, float]:
-    """Share of `[start, end)` in which a process did nothing, by what it waited for.
+    """Share of `[start, end)` in which a process waited, by cause, largest first.
 
-    Time that no span covers counts as idle under `UNACCOUNTED`; causes are ordered by share.
+    Time that no span covers counts as idle, with cause `UNACCOUNTED`.
 
     Raises:
-        ValueError: the window is empty.
+        ValueError: `end` is not after `start`.
     """
     if not end > start:
-        raise ValueError(f"an idle share needs a window of some length; got {start} to {end}")
+        raise ValueError(f"idle shares need an end after the start; got {start} to {end}")
     covered = 0.0
     idle: dict[str, float] = {}
     for span in flatten(clip(spans, start, end)):
@@ -159,15 +159,15 @@ def idle_by_cause(spans: Iterable[Span], start: float, end: float) -> dict[str, 
 
 
 def idle_ratio(spans: Iterable[Span], start: float, end: float) -> float:
-    """Share of `[start, end)` in which a process did nothing, 0 to 1. Raises as above."""
+    """Share of `[start, end)` in which a process waited, 0 to 1. Raises as `idle_by_cause`."""
     return min(1.0, sum(idle_by_cause(spans, start, end).values()))
 
 
-class IdleWindow:
-    """Idle shares over the last while, kept up to date as pieces of a time line come.
+class RecentIdle:
+    """Idle shares over the last `seconds`, updated with each piece of a time line.
 
-    For lines whose pieces follow one another without overlap, as those of generators and trainers.
-    A piece costs O(1), amortised.
+    For time lines whose pieces do not overlap, as those of generators and trainers. Each piece
+    costs amortised O(1).
     """
 
     def __init__(self, seconds: float = 60.0) -> None:
@@ -177,10 +177,10 @@ class IdleWindow:
         self._covered = 0.0
 
     def add(self, span: Span) -> dict[str, float]:
-        """Take in a piece; cause to share of the window that ends with it.
+        """Add a piece; returns the idle share of the time that ends with it, by cause.
 
-        A window that is not full yet begins with the first piece. Causes that have left the window
-        stay, with 0; time that no piece covers is `UNACCOUNTED`.
+        Until `seconds` have passed, that time begins with the first piece. Causes that have no
+        share left stay in the result with 0. Time that no piece covers is `UNACCOUNTED`.
         """
         self._spans.append(span)
         self._count(span, 1.0)
@@ -208,7 +208,7 @@ def read_spans(path: Path, gap: float = 0.002) -> list[Span]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        RecordError: a line other than a cut last one cannot be decoded.
+        RecordError: a line other than an incomplete last one cannot be decoded.
     """
     return merge((span for span in read_jsonl(path, Span) if span.end > span.start), gap)
 

@@ -1,4 +1,4 @@
-"""Record who was busy when, into `RUN/timeline/PROCESS.jsonl`.
+"""Records what a process does when, in `RUN/timeline/PROCESS.jsonl`.
 
     timeline = Timeline(run_dir / "timeline" / "trainer.jsonl", "trainer")
     with timeline.waiting("trajectories", step=3):
@@ -7,9 +7,9 @@
         ...
 
 Spans are kept in memory and written at bounded intervals, at `flush` (call it where the process
-reports its signs of life) and at `close`. What is still open then is written up to that moment and
-goes on as a new span, which readers join again; so a process that is killed loses at most one
-interval, also of a wait that never ended. Equal spans that follow each other become one.
+reports) and at `close`. A span that is still open is written up to that moment and continues as a
+new one, which readers join again. So a process that is killed loses at most one interval, also of
+a wait that never ended. Equal spans that follow each other become one.
 """
 
 from __future__ import annotations
@@ -25,53 +25,30 @@ from types import TracebackType
 from typing import Any, Self
 
 from monitoring.jsonl import JsonlWriter
-from monitoring.spans import (
-    UNACCOUNTED,
-    Span,
-    SpanKind,
-    continues,
-    idle_by_cause,
-    idle_ratio,
-    join,
-    merge,
-    read_spans,
-    read_timelines,
-)
-
-__all__ = [
-    "UNACCOUNTED",
-    "Clock",
-    "Span",
-    "SpanKind",
-    "Timeline",
-    "idle_by_cause",
-    "idle_ratio",
-    "merge",
-    "read_spans",
-    "read_timelines",
-]
+from monitoring.spans import Span, SpanKind, continues, join
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Where times come from; tests put in their own."""
+    """Where times come from; tests pass their own."""
 
     monotonic: Callable[[], float] = time.monotonic
-    """Seconds from any origin, never going back; the times given to `Timeline.record`."""
+    """Monotonic seconds from any origin, as `Timeline.record` takes them."""
     wall: Callable[[], float] = time.time
-    """Seconds since 1970; read once, so that later corrections of it do not bend the line."""
+    """Unix time in seconds; read once, so that later corrections of the clock do not matter."""
 
 
 class Timeline:
-    """The time line of one process. Safe to use from several threads; no thread of its own.
+    """The time line of one process. Thread-safe; it starts no thread.
 
     Args:
-        path: the file to append to; None records nothing but still calls `observe`.
+        path: the file to append to; None writes nothing but still calls `observe`.
         process: name of the process, as in its metrics ("controller", "generator-0").
         clock: where times come from.
-        flush_seconds: longest time that a recorded span stays in memory while others follow.
+        flush_seconds: a recorded span is written this long after the last write, at the latest
+            when another one is recorded.
         merge_gap: equal spans at most this many seconds apart become one.
-        observe: called with each piece once it is final, for instance to count idle seconds.
+        observe: called with each piece when it is written, for instance to count idle seconds.
     """
 
     def __init__(
@@ -86,7 +63,8 @@ class Timeline:
     ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", process):
             raise ValueError(
-                f"process name {process!r}: letters, digits, '-', '_' and '.' as in generator-0"
+                f"process name {process!r} may only have letters, digits, '-', '_' and '.', as in "
+                "generator-0"
             )
         self.process = process
         self._clock = clock or Clock()
@@ -103,11 +81,11 @@ class Timeline:
         self._closed = False
 
     def now(self) -> float:
-        """The monotonic clock's seconds, for `record`."""
+        """Monotonic seconds, for `record`."""
         return self._clock.monotonic()
 
     def unix(self, moment: float) -> float:
-        """A reading of `now` as seconds since 1970, as spans have them."""
+        """A reading of `now` as Unix time, as spans have it."""
         return moment + self._offset
 
     @contextmanager
@@ -115,7 +93,7 @@ class Timeline:
         """Record the time inside the block, also when it raises.
 
         Raises:
-            ValueError: no such kind, or `waiting` without what for (use `waiting`).
+            ValueError: there is no such kind, or it is `waiting` (use the method of that name).
         """
         name, args = _checked(kind, args)
         with self._lock:
@@ -132,18 +110,20 @@ class Timeline:
                     self._add(name, start, end, args)
 
     def waiting(self, cause: str, **args: Any) -> Any:
-        """`span("waiting")` for a named cause."""
+        """Record the time inside the block as waiting for `cause`."""
         return self.span(SpanKind.WAITING, **{"for": cause}, **args)
 
     def record(self, kind: SpanKind | str, start: float, end: float, **args: Any) -> None:
-        """Record what is already over; `start` and `end` are readings of `now`.
+        """Record a span that is already over; `start` and `end` are readings of `now`.
 
         Raises:
-            ValueError: as `span`, or an end before its start.
+            ValueError: as `span`, or `end` is before `start`.
         """
         name, args = _checked(kind, args)
         if end < start:
-            raise ValueError(f"span {name} of {self.process} ends {start - end:.6f} s too early")
+            raise ValueError(
+                f"span {name} of {self.process} ends {start - end:.6f} s before it starts"
+            )
         with self._lock:
             self._add(name, start, end, args)
 
@@ -157,7 +137,7 @@ class Timeline:
             self._write(now)
 
     def close(self) -> None:
-        """Write everything, end open spans, close the file. Idempotent."""
+        """Write everything up to now, open spans included, and close the file. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -210,9 +190,9 @@ def _checked(kind: SpanKind | str, args: dict[str, Any]) -> tuple[str, dict[str,
         name = SpanKind(kind).value
     except ValueError:
         known = ", ".join(one.value for one in SpanKind)
-        raise ValueError(f"no kind of span is called {kind!r}; there are {known}") from None
+        raise ValueError(f"unknown kind of span {kind!r}; known are {known}") from None
     if "for_" in args:
         args["for"] = args.pop("for_")
     if name == SpanKind.WAITING and not args.get("for"):
-        raise ValueError("a waiting span must say what for: timeline.waiting('weights')")
+        raise ValueError("a waiting span needs a cause: timeline.waiting('weights')")
     return name, args

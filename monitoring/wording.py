@@ -1,17 +1,17 @@
-"""Numbers and text as people read them; used by the live view and the report."""
+"""Numbers and text formatted for people; used by the live view and the report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 UNKNOWN = "–"
-"""Stands for a number that is not known (yet)."""
+"""Shown for a number that is not known (yet)."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """`0.71`, or a dash for what is not known or not a number."""
+    """`0.71`; a dash for None and nan, as in all functions here."""
     if value is None or value != value:
         return UNKNOWN
     return f"{value:.{digits}f}"
@@ -25,7 +25,7 @@ def percent(value: float | None, digits: int = 0) -> str:
 
 
 def count(value: float | None) -> str:
-    """`950`, `7,512`, `1.25M`, `3.1G`: whole below a million, shortened above."""
+    """`950`, `7,512`, `1.25M`, `3.1G`: in full below a million, shortened above."""
     if value is None or value != value:
         return UNKNOWN
     for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
@@ -51,7 +51,7 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """The last `width` values as bars of eight heights, lowest to highest of those shown.
+    """The last `width` values as bars of eight heights, scaled to the values shown.
 
     Example:
         >>> sparkline([0.0, 0.5, 1.0])
@@ -68,7 +68,7 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
 
 
 def without_controls(text: str) -> str:
-    """The text without control characters (also those that colour a terminal), tabs as spaces."""
+    """The text without control characters (terminal escapes included) and with tabs expanded."""
     return "".join(
         char for char in text.expandtabs(4) if char == "\n" or (char.isprintable() or char == " ")
     )

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from monitoring.metrics import GeneratorMetrics
 from monitoring.occupancy import SlotLog, SlotUse
-from monitoring.timeline import SpanKind, Timeline
+from monitoring.spans import SpanKind
+from monitoring.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

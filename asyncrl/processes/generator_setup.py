@@ -28,7 +28,7 @@ from engine.errors import EngineError, EngineStartError, RequestError
 from engine.factory import create_engine
 from monitoring.errors import MonitoringError
 from monitoring.metrics import GeneratorMetrics
-from monitoring.timeline import SpanKind
+from monitoring.spans import SpanKind
 from wire import Line
 from wire.messages import data, from_generator, to_generator
 

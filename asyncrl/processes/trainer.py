@@ -28,7 +28,8 @@ from pathlib import Path
 from asyncrl.errors import AsyncrlError
 from asyncrl.processes.group_queue import GroupQueue
 from monitoring.metrics import TrainerMetrics
-from monitoring.timeline import SpanKind, Timeline
+from monitoring.spans import SpanKind
+from monitoring.timeline import Timeline
 from trainer.config import TrainerConfig
 from trainer.learner import Learner
 from wire import Hub, Line, Unreachable

@@ -10,7 +10,7 @@ from asyncrl.processes.spec import ChildSpec
 from asyncrl.processes.trainer import TrainerProcess
 from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
-from monitoring.timeline import SpanKind
+from monitoring.spans import SpanKind
 from trainer.checkpoint_files import latest
 from trainer.errors import BatchError, NonFiniteError, TrainerError
 from trainer.learner import Learner

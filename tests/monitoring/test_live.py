@@ -4,8 +4,9 @@ import pytest
 from rich.console import Console
 
 from monitoring.config import MonitoringConfig
-from monitoring.live import LiveView, RunView
+from monitoring.live import LiveView
 from monitoring.live_panel import panel
+from monitoring.run_view import RunView
 from wire.records import IdleShares, LearningMetrics, StalenessMetrics, StepMetrics, TokenCounts
 
 FULL = RunView(
@@ -128,7 +129,7 @@ def test_a_terminal_gets_a_panel_with_everything_in_it():
     text = last.export_text()
     for words in (
         "demo", "training", "step 30 of 60", "2 min 12 s", "0.72", "▁▇█", "7,512", "at most 1",
-        "81%", "share of text 44%", "64 running  12 held  8 queued", "4%", "37%", "66.4%",
+        "81%", "share of tokens 44%", "64 running  12 held  8 queued", "4%", "37%", "66.4%",
         "waiting for 3 of 16 groups of step 30",
     ):  # fmt: skip
         assert words in text

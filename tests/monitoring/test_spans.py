@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from monitoring.spans import (
     UNACCOUNTED,
-    IdleWindow,
+    RecentIdle,
     Span,
     SpanKind,
     clip,
@@ -85,7 +85,7 @@ def test_idle_time_is_named():
     some = [Span("training", 0, 5), waiting_span(5, 7, "trajectories"), Span("training", 9, 10)]
     assert idle_by_cause(some, 0, 10) == pytest.approx({"trajectories": 0.2, UNACCOUNTED: 0.2})
     assert idle_ratio([], 0, 1) == 1.0
-    with pytest.raises(ValueError, match="window"):
+    with pytest.raises(ValueError, match="end after the start"):
         idle_ratio(some, 3, 3)
 
 
@@ -101,8 +101,8 @@ def test_merge_bridges_small_gaps_of_equal_spans_only():
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(1, 9), st.integers(0, 3))))
-def test_a_window_kept_up_to_date_says_what_counting_afresh_says(pieces):
-    window, some, at = IdleWindow(12.0), [], 0.0
+def test_running_idle_shares_equal_those_computed_afresh(pieces):
+    window, some, at = RecentIdle(12.0), [], 0.0
     for cause, length, gap in pieces:
         at += gap
         one = waiting_span(at, at + length, cause) if cause else Span("training", at, at + length)
@@ -116,7 +116,7 @@ def test_a_window_kept_up_to_date_says_what_counting_afresh_says(pieces):
         assert {c: s for c, s in got.items() if s > 1e-9} == pytest.approx(wanted)
 
 
-def test_a_cause_that_has_left_the_window_stays_with_nothing():
-    window = IdleWindow(10.0)
+def test_a_cause_without_recent_share_stays_at_zero():
+    window = RecentIdle(10.0)
     assert window.add(waiting_span(0.0, 5.0, "weights"))["weights"] == 1.0
     assert window.add(Span("training", 5.0, 20.0)) == {"weights": 0.0, UNACCOUNTED: 0.0}

@@ -37,7 +37,7 @@ def test_spans_are_on_wall_time_and_equal_ones_become_one(tmp_path, hands):
     ]
 
 
-def test_a_correction_of_the_wall_clock_does_not_bend_the_line(tmp_path):
+def test_a_correction_of_the_wall_clock_changes_nothing(tmp_path):
     wall, mono = [5000.0], [10.0]
     clock = Clock(monotonic=lambda: mono[0], wall=lambda: wall[0])
     with Timeline(tmp_path / "a.jsonl", "a", clock=clock) as line:
@@ -102,9 +102,9 @@ def test_observers_see_every_second_once_also_without_a_file(hands):
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (lambda line: line.record("sleeping", 0, 1), "sleeping.*there are training"),
-        (lambda line: line.record("waiting", 0, 1), "what for"),
-        (lambda line: line.record("training", 2, 1), "too early"),
+        (lambda line: line.record("sleeping", 0, 1), "sleeping.*known are training"),
+        (lambda line: line.record("waiting", 0, 1), "needs a cause"),
+        (lambda line: line.record("training", 2, 1), "before it starts"),
     ],
 )
 def test_nonsense_is_refused(act, words, hands):
@@ -134,7 +134,7 @@ def test_threads_may_share_it(tmp_path):
     assert len(read_spans(path, gap=0.0)) == 400
 
 
-def test_a_restarted_process_appends_behind_a_cut_line(tmp_path, hands):
+def test_a_restarted_process_appends_after_an_incomplete_line(tmp_path, hands):
     path = tmp_path / "trainer.jsonl"
     path.write_text('{"kind":"training","start":1.0,"end":2.0}\n{"kind":"trai')
     with Timeline(path, "trainer", clock=hands.clock()) as line:

@@ -8,7 +8,8 @@ from prometheus_client import generate_latest
 from asyncrl.processes.activity import Activity, GeneratorState, cause_of_waiting, kind_of, slots_of
 from monitoring.metrics import GeneratorMetrics, new_registry
 from monitoring.occupancy import read_slots, slot_shares
-from monitoring.timeline import Clock, SpanKind, Timeline, read_spans
+from monitoring.spans import SpanKind, read_spans
+from monitoring.timeline import Clock, Timeline
 
 COUNTS = st.integers(0, 9)
 

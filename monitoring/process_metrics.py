@@ -1,0 +1,69 @@
+"""The Prometheus metrics of every process; `monitoring.metrics` has those of each role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from monitoring.instruments import By, Total, build, counter, gauge, specs_of
+from monitoring.spans import RecentIdle, Span, SpanKind
+from wire.records import LearnerMetrics
+
+# ruff: noqa: RUF009 - the calls below make dataclass fields; ruff cannot see that through a helper
+
+_KINDS = frozenset(kind.value for kind in SpanKind)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMetrics:
+    """What every process exports."""
+
+    policy_version: Gauge = gauge(
+        "asyncrl_policy_version", "Optimizer steps in the weights that this process uses."
+    )
+    activity: By[Total] = counter(
+        "asyncrl_activity_seconds_total",
+        "Time spent, by what the process did.",
+        label="kind",
+        values=tuple(kind.value for kind in SpanKind),
+    )
+    idle: By[Total] = counter(
+        "asyncrl_idle_seconds_total", "Time spent waiting, by cause.", label="cause"
+    )
+    idle_ratio: By[Gauge] = gauge(
+        "asyncrl_idle_ratio",
+        "Share of the last minute spent waiting, by cause; causes add up.",
+        label="cause",
+    )
+    recent: RecentIdle = field(default_factory=RecentIdle, kw_only=True, repr=False)
+    """The last minute of the time line. Not a metric."""
+
+    @classmethod
+    def register(cls, registry: CollectorRegistry, process: str) -> Self:
+        """Create this role's metrics in `registry`, labelled with the process's name.
+
+        Raises:
+            ValueError: the registry already has metrics of these names.
+        """
+        made: dict[str, Any] = {}
+        for name, spec in specs_of(cls):
+            made[name] = build(spec, registry, process)
+        return cls(**made)
+
+    def set_gauges(self, record: LearnerMetrics) -> None:
+        """Set the gauges that read a step's record; one whose value is None keeps its last."""
+        for name, spec in specs_of(type(self)):
+            value = None if spec.value is None else spec.value(record)
+            if value is not None:
+                getattr(self, name).set(value)
+
+    def observe_span(self, span: Span) -> None:
+        """Count a piece of the time line; pass this to `Timeline(observe=...)`."""
+        if span.kind in _KINDS:
+            self.activity.of(span.kind).inc(span.seconds)
+        if span.kind == SpanKind.WAITING:
+            self.idle.of(span.cause).inc(span.seconds)
+        for cause, share in self.recent.add(span).items():
+            self.idle_ratio.of(cause).set(share)
