@@ -1,1 +1,1 @@
-"""Exactly on-policy at which price: real runs in every mode, one after the other."""
+"""The price of exactly on-policy data: real runs in every mode, one after the other."""

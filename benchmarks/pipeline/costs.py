@@ -1,10 +1,11 @@
-"""What decoding and scoring cost, and how long answers are: the torch engine as in the runs.
+"""Measure what decoding and scoring cost, and how long responses are, with the runs' torch engine.
 
-    python -m benchmarks.pipeline.costs MODEL      one line of JSON
+    python -m benchmarks.pipeline.costs MODEL      prints one line of JSON
 
-On one core, with the slots of `benchmarks/pipeline.yaml`: a number of prompts is answered, then the
-same texts are verified (`GenerateRequest.kept`) under the same weights, which accept them all, so
-that nothing is written again. Without the cache, so that decoding is plain, and with it.
+It runs on one core with the slots of `benchmarks/pipeline/pipeline.yaml`. Responses to a number of
+prompts are generated, then the same tokens are verified (`GenerateRequest.kept`) under the same
+weights, which accept all of them, so that nothing is regenerated. This is done without the cache,
+so that decoding is plain, and with it.
 """
 
 from __future__ import annotations
@@ -38,30 +39,30 @@ class Costs:
 
     slots: int
     decoded: float
-    """Plain decoding, all slots in use but at the end."""
+    """Plain decoding; all slots are in use except near the end."""
     decoded_with_cache: float
-    """Drafting from the samples of the same prompt, as in the runs."""
+    """Decoding with drafts from the samples of the same prompt, as in the runs."""
     scored: float
-    """Verification: kept response tokens."""
+    """Verification of response tokens."""
     lengths: tuple[float, float, float]
     """Median, 90th percentile, longest."""
 
     @property
     def ratio(self) -> float:
-        """What a decoded token costs, over what a scored one costs."""
+        """Cost of a decoded token over that of a scored token."""
         return self.scored / self.decoded
 
     @property
     def ratio_with_cache(self) -> float:
-        """The same with drafts."""
+        """The same when decoding uses drafts."""
         return self.scored / self.decoded_with_cache
 
 
 def measure_costs(model: Path) -> Costs:
-    """In a process of its own, kept on one core.
+    """Measure in a child process that is pinned to one core.
 
     Raises:
-        RuntimeError: it failed; the end of what it said is quoted.
+        RuntimeError: the measurement failed; the message quotes the end of its output.
     """
     command = [sys.executable, "-m", "benchmarks.pipeline.costs", str(model)]
     done = subprocess.run(
@@ -73,8 +74,10 @@ def measure_costs(model: Path) -> Costs:
         env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
     )
     if done.returncode:
-        said = "\n".join(done.stderr.splitlines()[-8:])
-        raise RuntimeError(f"measuring the engine failed ({done.returncode}):\n{said}")
+        output = "\n".join(done.stderr.splitlines()[-8:])
+        raise RuntimeError(
+            f"measuring the engine failed with exit code {done.returncode}:\n{output}"
+        )
     found = json.loads(done.stdout.splitlines()[-1])
     return Costs(**{**found, "lengths": tuple(found["lengths"])})
 
@@ -85,25 +88,16 @@ async def _measure(model: str) -> Costs:
 
     config = load_config(CONFIG, (f"model.path={model}", f"task.train_size={PROMPTS}"))
     task = load_task(config.task, model, 0)
-    rates: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-    lengths: list[int] = []
-    for with_cache in (False, True):
-        cache = config.cache.model_copy(update={"enabled": with_cache})
-        lengths, decoded, scored = await _passes(config, task, model, cache)
-        rates[with_cache].append((decoded, scored))
-    (plain, scored), (drafting, _) = rates[False][0], rates[True][0]
-    spread = (np.median(lengths), np.percentile(lengths, 90), max(lengths))
-    return Costs(
-        config.engine.slots,
-        plain,
-        drafting,
-        scored,
-        tuple(float(x) for x in spread),  # type: ignore[arg-type]
-    )
+    off, on = (config.cache.model_copy(update={"enabled": enabled}) for enabled in (False, True))
+    _, decoded, scored = await _passes(config, task, model, off)
+    lengths, decoded_with_cache, _ = await _passes(config, task, model, on)
+    median, p90 = (float(np.percentile(lengths, share)) for share in (50, 90))
+    spread = (median, p90, float(max(lengths)))
+    return Costs(config.engine.slots, decoded, decoded_with_cache, scored, spread)
 
 
 async def _passes(config: Any, task: Any, model: str, cache: Any) -> tuple[list[int], float, float]:
-    """Lengths of the answers, and tokens per second decoded and scored."""
+    """Lengths of the responses, and tokens per second decoded and scored."""
     from asyncrl.run.sample_requests import sample_seed
     from engine.factory import create_engine
     from engine.protocol import GenerateRequest
@@ -115,7 +109,7 @@ async def _passes(config: Any, task: Any, model: str, cache: Any) -> tuple[list[
         stop_tokens=task.stop_tokens, top_k_logprobs=config.engine.top_k_logprobs, seed=None
     )
 
-    async def write(sample: SampleId, kept: Any) -> TrajectoryBuilder:
+    async def generate(sample: SampleId, kept: Any) -> TrajectoryBuilder:
         prompt = task.train[sample.group]
         builder = TrajectoryBuilder(sample, prompt.prompt_id, np.asarray(prompt.tokens, np.int32))
         purpose = "draw" if kept is None else "verify"
@@ -135,16 +129,16 @@ async def _passes(config: Any, task: Any, model: str, cache: Any) -> tuple[list[
         samples: Sequence[SampleId], kept: Sequence[Any]
     ) -> tuple[list[TrajectoryBuilder], float]:
         began = time.perf_counter()
-        made = await asyncio.gather(*(write(s, k) for s, k in zip(samples, kept, strict=True)))
+        made = await asyncio.gather(*(generate(s, k) for s, k in zip(samples, kept, strict=True)))
         return list(made), time.perf_counter() - began
 
     samples = [SampleId(g, s) for g in range(1, PROMPTS) for s in range(GROUP)]
     await engine.start()
     try:
         await timed([SampleId(0, s) for s in range(GROUP)], [None] * GROUP)  # warms up
-        written, decoding = await timed(samples, [None] * len(samples))
-        lengths = [len(builder) for builder in written]
-        _, scoring = await timed(samples, [builder.kept() for builder in written])
+        generated, decoding = await timed(samples, [None] * len(samples))
+        lengths = [len(builder) for builder in generated]
+        _, scoring = await timed(samples, [builder.kept() for builder in generated])
     finally:
         await engine.close()
     return lengths, sum(lengths) / decoding, sum(lengths) / scoring

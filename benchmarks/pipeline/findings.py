@@ -1,4 +1,4 @@
-"""What the runs of benchmarks.pipeline say together: means over seeds and the flat ratios."""
+"""Results of benchmarks.pipeline: means over seeds, and the ratios."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TARGETS = {
     "generator_idle": 0.05,
     "regenerated_share": 0.15,
 }
-"""`sync_over_verify` must be reached, the others not exceeded. `accuracy_difference` has an
-interval instead, which must hold 0."""
+"""`sync_over_verify` must be at least this, the others at most. The interval of
+`accuracy_difference` must contain 0."""
 FLOORS = frozenset({"sync_over_verify"})
 
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -34,34 +34,37 @@ class Difference:
     low: float
     high: float
     of: str
-    """What varied, so what the interval covers."""
+    """What varied, which is what the interval covers."""
 
     @property
     def within_noise(self) -> bool:
-        """Whether no difference at all is among what the data allow."""
+        """Whether the interval contains 0."""
         return self.low <= 0 <= self.high
 
 
 @dataclass
 class Findings:
-    """All runs, in the order in which they were made."""
+    """All measurements."""
 
     effort: Effort
     costs: Costs
     parameters: int
+    """Parameters of the model."""
     accuracy_before: float | None = None
+    """Held-out accuracy before training."""
     runs: list[RunNumbers] = field(default_factory=list)
+    """In the order in which they were made."""
     missing: dict[str, str] = field(default_factory=dict)
-    """Mode to why it has no runs."""
+    """Mode to the reason why it has no runs."""
     failed: bool = False
-    """Whether a run failed; a mode that is not built is missing, not failed."""
+    """Whether a run failed. A mode that is not supported is missing, but has not failed."""
 
     def of(self, mode: str) -> list[RunNumbers]:
-        """Its runs, by seed."""
+        """The runs of a mode, sorted by seed."""
         return sorted((run for run in self.runs if run.mode == mode), key=lambda run: run.seed)
 
     def mean(self, mode: str, value: Callable[[RunNumbers], float]) -> float:
-        """Over the seeds of a mode that has runs."""
+        """Mean over the seeds of a mode, which must have runs."""
         return statistics.fmean(value(run) for run in self.of(mode))
 
     def step_seconds(self, mode: str) -> float:
@@ -69,14 +72,14 @@ class Findings:
         return self.mean(mode, lambda run: run.step_seconds)
 
     def tokens_per_second(self, mode: str) -> float:
-        """Mean rate of training."""
+        """Mean of the tokens trained on per second."""
         return self.mean(mode, lambda run: run.tokens_per_second)
 
     def accuracy_difference(self, mode: str, other: str = SYNC) -> Difference | None:
-        """Accuracy of one mode minus another's after equally many steps; None where not both ran.
+        """Accuracy of one mode minus another's after equally many steps; None unless both ran.
 
-        With several seeds the interval is Student's t over the seeds' differences; with one it
-        covers the sampling noise of the evaluation only, not that of training.
+        With several seeds, the interval is Student's t over the seeds' differences. With one seed
+        it covers the sampling noise of the evaluation only, not that of training.
         """
         theirs = {run.seed: run.accuracy for run in self.of(other)}
         pairs = [
@@ -89,10 +92,10 @@ class Findings:
         return _difference([(a, b) for a, b in pairs if b is not None], self.effort.evaluated)
 
     def ratios(self) -> dict[str, float]:
-        """Flat, one number per name; a name is missing where its modes did not run.
+        """Name to number. A name is missing if its modes did not run.
 
-        `..._per_token` are the same per token trained on: modes write other texts, and the length
-        of a step's few samples varies by some per cent.
+        `..._per_token` are the same ratios per token trained on: the modes generate different
+        texts, and the mean length of a step's few samples varies by some per cent.
         """
         found: dict[str, float] = {"score_over_decode": self.costs.ratio}
         verified = self.of(RUN_AHEAD)
@@ -120,7 +123,7 @@ class Findings:
         return found
 
     def raw(self) -> dict[str, Any]:
-        """Everything that was measured."""
+        """Everything that was measured, for the JSON file."""
         return {
             "effort": asdict(self.effort),
             "parameters": self.parameters,
@@ -152,5 +155,5 @@ def _difference(pairs: Sequence[tuple[float, float]], evaluated: int) -> Differe
 
 
 def reached(name: str, value: float) -> bool:
-    """Whether a ratio is where it was meant to be."""
+    """Whether a ratio meets its target."""
     return value >= TARGETS[name] if name in FLOORS else value <= TARGETS[name]

@@ -1,23 +1,24 @@
-"""Exactly on-policy at which price: real runs in every mode, one after the other.
+"""The price of exactly on-policy data: real runs in every mode, one after the other.
 
     python -m benchmarks.pipeline [--quick] [--json FILE] [--plot FILE.svg]
 
-Each run is `asyncrl run benchmarks/pipeline.yaml --set ...` in a process of its own: the same
-model, prompts, seeds and number of optimizer steps; only the mode's settings differ (printed with
-its result). Generator and trainer have one core each (`launcher.pin_cores`); controller and reward
-workers share the trainer's where there is no third. The model is the built-in one, taught to muse
-before it answers, so that lengths are uneven (`benchmarks.pipeline.model`), and widened, so that
-decoding few rows costs several times what scoring does, as on a GPU. What decoding and scoring
-cost is measured first and printed; so is what generation and training cost per step.
+Each run is `asyncrl run benchmarks/pipeline/pipeline.yaml --set ...` in its own processes. Model,
+prompts, seeds and number of optimizer steps are the same; only the mode's settings differ (they are
+printed with its result). Generator and trainer have one core each (`launcher.pin_cores`);
+controller and reward workers share the trainer's core if there is no third. The model is the
+built-in one. It is taught to muse before it answers, so that lengths are uneven
+(`benchmarks.pipeline.model`), and widened, so that decoding a few rows costs several times as much
+as scoring, as on a GPU. The costs of decoding and scoring are measured first and printed, as are
+those of generation and training.
 
-Wall time per step is taken between steps: the first and the last ones are left out (the table says
-which), since the pipeline has to fill and has nothing to write ahead at the end. Idle shares come
-from the processes' time lines (`monitoring.spans`). Accuracy is of the last checkpoint, on held-out
-problems, sampled as in training, with the same random numbers for all.
+The first and last steps are not timed (the table names the timed ones): the pipeline has to fill,
+and near the end there is nothing left to run ahead for. Idle shares come from the processes' time
+lines (`monitoring.spans`). Accuracy is that of the last checkpoint on held-out problems, sampled as
+in training, with the same random numbers for all modes.
 
---quick: one seed, 50 steps, about 9 minutes on two quiet cores; its accuracy_difference covers the
-noise of the evaluation only. In full: three seeds, 160 steps, about an hour. The first run on a
-machine makes the model, some minutes more.
+--quick: one seed, 50 steps, about 9 minutes on two quiet cores; the interval of its
+accuracy_difference covers the noise of the evaluation only. In full: three seeds, 160 steps, about
+an hour. The first run on a machine also trains the model, which takes some minutes.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ from benchmarks.report import write_json
 from benchmarks.widen import widen
 
 PRINTED_WIDTH = 132
-"""Characters per line where the output goes to a file."""
+"""Characters per line if the output goes to a file."""
 
 
 def measure(
     effort: Effort, chosen: Sequence[Mode], folder: Path, console: Console, model: Path
 ) -> Findings:
-    """All runs; a mode that fails or is not built is noted and the others go on."""
+    """All runs. A mode that fails or is not supported is recorded, and the others continue."""
     wide = folder / "model"
     parameters = widen(str(model), wide, effort.intermediate_size)
     findings = Findings(effort, measure_costs(wide), parameters)
     findings.accuracy_before = accuracy_of(wide, effort)
-    # Seed after seed: a machine that becomes slower meanwhile treats no mode worse than others.
+    # Seed by seed, so that a machine that slows down over time affects all modes alike.
     for seed in effort.seeds:
         for mode in chosen:
             if mode.name in findings.missing:
@@ -65,7 +66,7 @@ def measure(
                 console.print(f"[bold red]{mode.name} is MISSING:[/] {reason}")
                 continue
             try:
-                run = _one(mode, seed, wide, effort, folder)
+                run = run_and_evaluate(mode, seed, wide, effort, folder)
             except RunError as error:
                 findings.failed = True
                 findings.missing[mode.name] = f"failed: {str(error).splitlines()[0]}"
@@ -81,7 +82,10 @@ def measure(
     return findings
 
 
-def _one(mode: Mode, seed: int, model: Path, effort: Effort, folder: Path) -> RunNumbers:
+def run_and_evaluate(
+    mode: Mode, seed: int, model: Path, effort: Effort, folder: Path
+) -> RunNumbers:
+    """One run of a mode, with the held-out accuracy of its last checkpoint."""
     run = carry_out(mode, seed, model=model, effort=effort, folder=folder)
     numbers = read_run(run, mode.name, seed, effort.window)
     checkpoint = run / "checkpoints" / f"step-{effort.steps:06d}" / "model"
@@ -89,7 +93,7 @@ def _one(mode: Mode, seed: int, model: Path, effort: Effort, folder: Path) -> Ru
 
 
 def accuracy_of(model: Path, effort: Effort) -> float:
-    """Held-out accuracy, as `asyncrl eval` measures it; many rows, all cores, the same numbers."""
+    """Held-out accuracy as `asyncrl eval` measures it: many rows, all cores, a fixed seed."""
     from asyncrl.config import load_config
     from asyncrl.evaluation.command import evaluate_model
 
@@ -106,7 +110,7 @@ def accuracy_of(model: Path, effort: Effort) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print, write; 1 when a run failed."""
+    """Run, print the tables, write the files. Returns 1 if a run failed."""
     options = _options(arguments)
     console = Console(width=None if sys.stdout.isatty() else PRINTED_WIDTH)
     effort = QUICK if options.quick else FULL
@@ -114,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         effort = replace(effort, steps=options.steps)
     load = os.getloadavg()[0]
     if load > 0.5:
-        console.print(f"[yellow]the machine is not quiet: load {load:.1f}; timings will be off[/]")
+        console.print(f"[yellow]the machine is busy (load {load:.1f}): timings are unreliable[/]")
     model = ensure_model(ModelRecipe())
     with tempfile.TemporaryDirectory() as made:
         folder = Path(options.keep or made)
@@ -138,9 +142,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     known = {mode.name: mode for mode in modes()}
     parser.add_argument("--quick", action="store_true", help="one seed, fewer steps")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    parser.add_argument("--plot", metavar="FILE", help="write reward against wall time as SVG")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the runs here, to look at them")
-    parser.add_argument("--steps", type=int, help="optimizer steps instead of the usual number")
+    parser.add_argument("--plot", metavar="FILE", help="draw reward against wall time as SVG")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep the runs in this folder")
+    parser.add_argument("--steps", type=int, help="optimizer steps per run")
     parser.add_argument(
         "--modes",
         metavar="A,B",
@@ -151,9 +155,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [name.strip() for name in options.modes.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown:
-        parser.error(f"no mode {unknown[0]!r}; there are {', '.join(known)}")
+        parser.error(f"no mode {unknown[0]!r}; the modes are {', '.join(known)}")
     options.modes = [known[name] for name in names]
-    least = QUICK.left_out_first + QUICK.left_out_last + 1
-    if options.steps is not None and options.steps < least:
-        parser.error(f"--steps must be at least {least}: the first and last ones are left out")
+    minimum = QUICK.left_out_first + QUICK.left_out_last + 1
+    if options.steps is not None and options.steps < minimum:
+        parser.error(f"--steps must be at least {minimum}: the first and last ones are not timed")
     return options

@@ -1,16 +1,16 @@
-"""The model of benchmarks.pipeline: answers of very uneven length, and the cost of a bigger model.
+"""The model of benchmarks.pipeline: responses of very uneven length, at the cost of a bigger model.
 
-The built-in model writes answers whose lengths follow from the question, so that the samples of a
-group end together, which those of a language model do not. Here it is taught to muse before it
-answers: with some probability it first writes a run of letters without meaning, of geometric
-length, a short one after a blank or a long one after a full stop:
+The length of the built-in model's responses follows from the question, so the samples of a group
+end together, unlike those of a language model. Here the model is taught to muse before it answers:
+with some probability it first generates a run of meaningless letters of geometric length, a short
+one after a blank or a long one after a full stop:
 
     .hegfhhefgeh,5+8+0=13,9+3+1=13,2+0+1=03:333
 
-The answer and its reward stay the same. How long a sample becomes is drawn anew each time, with a
-long tail, and the letters are as hard to foresee as language (a drafter gains nothing there). Then
-the model is widened (`benchmarks.widen`): the same distribution at the cost of many more
-parameters. What is added is trained along with the rest, as it is in any wide model.
+The answer and its reward stay the same. The length of a sample is random with a long tail, and the
+letters are as hard to predict as language (a drafter gains nothing there). Then the model is
+widened (`benchmarks.widen`): the same distribution at the cost of many more parameters. The added
+parameters are trained along with the others, as in any wide model.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from benchmarks.policies_variety import Variety, teach
 
 @dataclass(frozen=True)
 class Musing:
-    """One kind of run of letters: how it begins, what it is made of, how often, how long."""
+    """One kind of run of letters: opening, letters, frequency, length."""
 
     opening: str
     letters: str
     share: float
-    """Probability before an answer."""
+    """Probability that an answer begins with it."""
     mean: float
-    """Mean letters of the geometric distribution, at least 1."""
+    """Mean of the geometric distribution of its length, at least 1."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Muser(Variety):
     """Answers that may begin with a musing."""
 
     musings: tuple[Musing, ...] = (Musing(" ", "abcd", 0.4, 10.0), Musing(".", "efgh", 0.2, 70.0))
-    most: int = 160
-    """Letters of a musing at most."""
+    max_letters: int = 160
+    """Most letters of a musing."""
     steps: int = 700
     learning_rate: float = 2e-3
 
@@ -61,7 +61,7 @@ class Muser(Variety):
         at = rng.random()
         for musing in self.musings:
             if at < musing.share:
-                length = min(int(rng.geometric(1 / musing.mean)), self.most)
+                length = min(int(rng.geometric(1 / musing.mean)), self.max_letters)
                 return musing.opening + "".join(rng.choice(list(musing.letters), length)) + ","
             at -= musing.share
         return ""
@@ -69,21 +69,21 @@ class Muser(Variety):
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """How the model is made; the digest names the folder of what is learnt."""
+    """How the model is trained. The digest of this names the model's folder."""
 
     warm_start: WarmStart = RECIPE
     muser: Muser = field(default_factory=Muser)
     version: int = 1
-    """Raised when the code changes what the numbers above lead to."""
+    """Increased when a code change makes the same numbers lead to another model."""
 
     def digest(self) -> str:
-        """Of everything that decides what comes out."""
+        """A hash of everything that determines the model."""
         content = json.dumps(asdict(self), sort_keys=True) + metadata.version("asyncrl")
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 def ensure_model(recipe: ModelRecipe, cache_dir: Path | None = None) -> Path:
-    """The narrow model of a recipe, made first (a minute or two) when it is not there."""
+    """Folder of a recipe's model before widening; a missing one is trained (a minute or two)."""
     place = (cache_dir or default_cache_dir()) / f"muser-{recipe.digest()}"
     if not (place / "config.json").is_file():
         shutil.rmtree(place, ignore_errors=True)

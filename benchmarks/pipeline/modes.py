@@ -1,4 +1,4 @@
-"""The modes of benchmarks.pipeline, which differ by settings only, and how much of them is run."""
+"""The modes of benchmarks.pipeline, which differ in settings only, and how much is measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl.errors import ConfigError
 
 CONFIG = Path(__file__).with_name("pipeline.yaml")
 RUNAHEAD_STEPS = 3
-"""How many whole steps `verify + run-ahead` may write ahead; `verify` alone writes one."""
+"""Whole steps that `verify + run-ahead` may run ahead. `verify` has the default, two."""
 
 SYNC, KEEP_4, VERIFY, RUN_AHEAD = "sync", "keep(4)", "verify", "verify + run-ahead"
 
@@ -25,12 +25,12 @@ class Mode:
 
     @property
     def slug(self) -> str:
-        """Its name in the names of runs."""
+        """The name as it appears in the names of runs."""
         kept = "".join(c if c.isalnum() else "-" for c in self.name)
         return "-".join(part for part in kept.split("-") if part)
 
     def missing(self) -> str | None:
-        """Why this project cannot run it, if it cannot."""
+        """Why the mode is not supported, None if it is."""
         try:
             load_config(CONFIG, self.settings)
         except ConfigError as error:
@@ -44,7 +44,7 @@ def _mode(name: str, on_update: str, bound: int, *more: str) -> Mode:
 
 
 def modes() -> tuple[Mode, ...]:
-    """All of them, in the order in which they run."""
+    """All modes, in the order in which they run."""
     groups = load_config(CONFIG).scheduler.groups_per_step
     return (
         _mode(SYNC, "keep", 0),
@@ -58,24 +58,24 @@ def modes() -> tuple[Mode, ...]:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is run."""
+    """How much is measured."""
 
     steps: int
     seeds: tuple[int, ...]
     intermediate_size: int
-    """Of the widened model's layers."""
+    """Size of the MLPs of the widened model."""
     evaluated: int
-    """Held-out prompts after training, one sample each."""
+    """Held-out prompts of an evaluation, one sample each."""
     left_out_first: int = 10
-    """Steps at the start that are not timed: the pipeline fills, allocators and caches settle."""
+    """Steps at the start that are not timed, while the pipeline and the caches fill."""
     left_out_last: int = 5
-    """Steps at the end that are not timed: nothing is written ahead for steps that never come."""
+    """Steps at the end that are not timed: nothing runs ahead for steps that do not exist."""
     timeout_seconds: float = 1800.0
-    """Longest time that one run may take."""
+    """Longest time of one run."""
 
     @property
     def window(self) -> tuple[int, int]:
-        """First timed step, and the first after the timed ones."""
+        """The first timed step and the first step after the timed ones."""
         return self.left_out_first, self.steps - self.left_out_last
 
 

@@ -1,4 +1,4 @@
-"""Reward against wall time, one line per mode: a picture of its own (SVG), no library needed."""
+"""Draw reward against wall time as SVG, one line per mode, without a plotting library."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ WIDTH, HEIGHT = 860, 440
 LEFT, RIGHT, TOP, BOTTOM = 64, 190, 44, 52
 COLOURS = ("#6b7280", "#d9781b", "#c94384", "#8656cf", "#15957b", "#2f6bd8", "#a16207")
 SPAN = 20.0
-"""Steps that the smoothed reward looks back over."""
+"""Steps over which the reward is smoothed."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A mode: its mean over the seeds, and each seed."""
+    """The curve of a mode: the mean over its seeds, and each seed."""
 
     name: str
     mean: list[Point]
     """(seconds, smoothed reward) after each step."""
     seeds: list[list[Point]]
+    """The same for each seed; empty if there is only one."""
 
 
 def curves(runs: Sequence[RunNumbers], span: float = SPAN) -> list[Curve]:
-    """One per mode, in the order of the runs. The mean of times and rewards is taken per step."""
+    """One curve per mode, in the order of the runs. Times and rewards are averaged per step."""
     found = []
     for mode in dict.fromkeys(run.mode for run in runs):
         seeds = [_smoothed(run.rewards, span) for run in runs if run.mode == mode]
@@ -57,7 +58,7 @@ def _smoothed(rewards: Sequence[Point], span: float) -> list[Point]:
 
 
 def draw(drawn: Sequence[Curve], title: str, note: str) -> Markup:
-    """The picture. The first steps, whose mean is of a few samples only, are left out."""
+    """The plot. The first steps are left out: their smoothed reward is that of few samples."""
     kept = [(curve, curve.mean[_settled(curve.mean) :]) for curve in drawn]
     points = [point for _, line in kept for point in line]
     everything = [point for curve, line in kept for each in (line, *curve.seeds) for point in each]
@@ -110,7 +111,7 @@ def draw(drawn: Sequence[Curve], title: str, note: str) -> Markup:
 
 
 def _settled(line: Sequence[Point]) -> int:
-    """Steps at the start that are left out."""
+    """Number of steps at the start that are left out."""
     return min(5, max(0, len(line) - 2))
 
 
@@ -137,7 +138,7 @@ def _axes(
 
 
 def _text(
-    words: str,
+    content: str,
     x: float,
     y: float,
     *,
@@ -148,7 +149,7 @@ def _text(
 ) -> Markup:
     return element(
         "text",
-        words,
+        content,
         x=round(x, 1),
         y=round(y, 1),
         text_anchor=anchor,
@@ -159,7 +160,7 @@ def _text(
 
 
 def write_plot(path: Path, runs: Sequence[RunNumbers]) -> None:
-    """Write the picture; its folder is made when it is missing."""
+    """Write the plot to a file. The folder is created if necessary."""
     drawn = curves(runs)
     seeds = len({run.seed for run in runs})
     steps = min(len(run.rewards) for run in runs)

@@ -1,4 +1,4 @@
-"""One real run of `asyncrl run` in a process of its own, and what its files say about it."""
+"""One real `asyncrl run` as a child process, and the numbers that its files hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GENERATOR, TRAINER = "generator-0", "trainer"
 
 
 class RunError(Exception):
-    """A run failed, or its files do not say what is needed; names the run and quotes its end."""
+    """A run failed or its files are incomplete. The message names the run and quotes its output."""
 
 
 @dataclass(frozen=True)
@@ -29,28 +29,31 @@ class RunNumbers:
     step_seconds: float
     """Wall time per step."""
     tokens_per_second: float
-    """Response tokens trained on."""
+    """Response tokens trained on per second."""
     tokens_per_step: float
+    """Response tokens trained on per step."""
     generated_per_step: float
-    """Tokens that the engine wrote, those written again and those of samples not trained yet."""
+    """Tokens that the engine generated per step, including regenerated and not yet trained ones."""
     staleness_mean: float
+    """Mean age of the trained tokens, in optimizer steps."""
     staleness_max: float
+    """Largest age of a trained token, in optimizer steps."""
     verified: float
-    """Older tokens per step that verification kept."""
+    """Tokens of older policies per step that verification kept."""
     rejected: float
-    """Older tokens per step that were written again."""
+    """Tokens of older policies per step that were rejected and regenerated."""
     busy: dict[str, dict[str, float]]
     """Process to kind of work to seconds per step."""
     idle: dict[str, dict[str, float]]
-    """Process to cause to share of the time."""
+    """Process to cause of idleness to share of the time."""
     rewards: list[tuple[float, float]] = field(default_factory=list)
-    """(wall seconds since the first step began, mean reward) of every step, none left out."""
+    """(wall seconds since the start of training, mean reward) of every step, timed or not."""
     accuracy: float | None = None
-    """Held-out, of the last checkpoint, sampled as in training."""
+    """Held-out accuracy of the last checkpoint, sampled as in training."""
 
     @property
     def regenerated_share(self) -> float:
-        """Tokens written again because of a rejection, over the tokens trained on."""
+        """Regenerated tokens over tokens trained on."""
         return self.rejected / self.tokens_per_step
 
     @property
@@ -60,19 +63,19 @@ class RunNumbers:
         return self.verified / total if total else None
 
     def idle_share(self, process: str) -> float:
-        """Share of the time in which it did nothing, whatever the cause."""
+        """Share of the time in which a process was idle, over all causes."""
         return min(1.0, sum(self.idle[process].values()))
 
     def busy_seconds(self, process: str) -> float:
-        """Seconds of work per step."""
+        """Seconds of work of a process per step."""
         return sum(self.busy[process].values())
 
 
 def carry_out(mode: Mode, seed: int, *, model: Path, effort: Effort, folder: Path) -> Path:
-    """Train as a user does, with the command line; gives the run's folder.
+    """Train with the command line, as a user does. Returns the run's folder.
 
     Raises:
-        RunError: it failed or took too long; the end of what it said is quoted.
+        RunError: the run failed or took too long; the message quotes the end of its output.
     """
     name = f"{mode.slug}-seed{seed}"
     settings = (
@@ -90,16 +93,16 @@ def carry_out(mode: Mode, seed: int, *, model: Path, effort: Effort, folder: Pat
     except subprocess.TimeoutExpired as error:
         raise RunError(f"{name} took more than {effort.timeout_seconds:.0f} s") from error
     if done.returncode:
-        said = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise RunError(f"{name} failed ({done.returncode}):\n{said}")
+        output = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise RunError(f"{name} failed with exit code {done.returncode}:\n{output}")
     return folder / name
 
 
 def read_run(run: Path, mode: str, seed: int, window: tuple[int, int]) -> RunNumbers:
-    """What a finished run's metrics and time lines say about the steps of `window`.
+    """The numbers of the steps of `window`, from a finished run's metrics and time lines.
 
     Raises:
-        RunError: it has not so many steps, or no time line of a process.
+        RunError: the run has too few steps, or the time line of a process is missing.
     """
     steps = read_metrics(run / "metrics.jsonl")
     first, end = window

@@ -14,34 +14,34 @@ from benchmarks.pipeline.run import GENERATOR, TRAINER, RunNumbers
 
 
 def tables(findings: Findings) -> list[Table]:
-    """In the order in which they are printed."""
+    """The tables, in the order in which they are printed."""
     ran = list(dict.fromkeys(run.mode for run in findings.runs))
-    found = [_costs(findings)]
+    printed = [_costs(findings)]
     if ran:
-        found += [_modes(findings, ran), _where_time_went(findings, ran)]
-    return [*found, _targets(findings)]
+        printed += [_modes(findings, ran), _time(findings, ran)]
+    return [*printed, _targets(findings)]
 
 
 def _costs(findings: Findings) -> Table:
     costs = findings.costs
-    table = Table(title="what is run", min_width=60)
-    table.add_column("what")
+    table = Table(title="model and costs", min_width=60)
+    table.add_column("quantity")
     table.add_column("value", justify="right")
     median, p90, longest = costs.lengths
-    rows = {
+    values = {
         "parameters": f"{findings.parameters / 1e6:.1f} M",
         "response tokens: median, 90%, longest": f"{median:.0f}, {p90:.0f}, {longest:.0f}",
         f"decoded tokens/s, {costs.slots} rows, one core": f"{costs.decoded:.0f}",
         "the same, drafting from siblings": f"{costs.decoded_with_cache:.0f}",
         "scored (verified) tokens/s, one core": f"{costs.scored:.0f}",
-        "a decoded token costs so many scored ones": f"{costs.ratio:.1f}",
+        "cost of a decoded token in scored tokens": f"{costs.ratio:.1f}",
         "the same, drafting": f"{costs.ratio_with_cache:.1f}",
     }
     if findings.of(SYNC):
         for process, work in ((GENERATOR, "generation"), (TRAINER, "training")):
             seconds = statistics.fmean(run.busy_seconds(process) for run in findings.of(SYNC))
-            rows[f"{work}, busy seconds per step under sync"] = f"{seconds:.3f}"
-    for name, value in rows.items():
+            values[f"{work}, busy seconds per step under sync"] = f"{seconds:.3f}"
+    for name, value in values.items():
         table.add_row(name, value)
     return table
 
@@ -55,7 +55,7 @@ def _modes(findings: Findings, ran: list[str]) -> Table:
     table.add_column("mode")
     for title in (
         *("s / step", "tokens/s", "generator idle", "trainer idle", "staleness", "max"),
-        *("written again", "kept", "accuracy"),
+        *("regenerated", "kept", "accuracy"),
     ):
         table.add_column(title, justify="right")
     for mode in ran:
@@ -76,7 +76,7 @@ def _modes(findings: Findings, ran: list[str]) -> Table:
     before = findings.accuracy_before
     missing = [(mode, escape(why)) for mode, why in findings.missing.items()]
     table.caption = (
-        "written again: tokens rejected by verification / tokens trained on. kept: share of the "
+        "regenerated: tokens rejected by verification / tokens trained on. kept: share of the "
         "verified tokens that were accepted"
         + (f". Accuracy before training: {before:.3f}" if before is not None else "")
         + "".join(f"\n[bold red]{mode} is MISSING:[/] {why}" for mode, why in missing)
@@ -84,8 +84,8 @@ def _modes(findings: Findings, ran: list[str]) -> Table:
     return table
 
 
-def _where_time_went(findings: Findings, ran: list[str]) -> Table:
-    table = Table(title="where the time went: work in seconds per step, idleness by cause")
+def _time(findings: Findings, ran: list[str]) -> Table:
+    table = Table(title="time: work in seconds per step, idle shares by cause")
     for title in ("mode", "process", "work", "idle, waiting for"):
         table.add_column(title)
     for mode in ran:
@@ -122,7 +122,7 @@ def _targets(findings: Findings) -> Table:
         colour = "green" if difference.within_noise else "bold red"
         table.add_row(
             "accuracy_difference",
-            "interval holds 0",
+            "interval contains 0",
             f"[{colour}]{difference.mean:+.3f} ({difference.low:+.3f} to {difference.high:+.3f}, "
             f"{difference.of})[/]",
         )
@@ -138,9 +138,9 @@ def _mean(runs: list[RunNumbers], name: str) -> float:
 
 
 def _means(maps: list[dict[str, float]]) -> dict[str, float]:
-    """Mean by key, a missing one counts as 0; largest first."""
-    keys = {key for one in maps for key in one}
-    means = {key: statistics.fmean(one.get(key, 0.0) for one in maps) for key in keys}
+    """Mean by key, largest first. A missing key counts as 0."""
+    keys = {key for values in maps for key in values}
+    means = {key: statistics.fmean(values.get(key, 0.0) for values in maps) for key in keys}
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 

@@ -1,1 +1,1 @@
-"""Rollouts of successive policy versions: ours against what a user could pick instead."""
+"""Rollouts of successive policy versions: our engines against the alternatives of a user."""

@@ -1,13 +1,14 @@
-"""Who is compared in benchmarks.rollout: one engine each, brought up side by side.
+"""The engines that benchmarks.rollout compares.
 
-    plain    the engine without any drafter: a vLLM that could draft is not the fastest plain one
-    suffix   vLLM with its own history drafter (ArcticInference), on the sampling repair that our
-             plug-in applies, without which vLLM 0.32.0 draws wrong tokens on a CPU
-    ours     this project's default: the cache drafts, the planner says how much
-    chain    torch only: as ours, but one chain per row and no tree
+    plain    without any drafter: a vLLM that is able to draft is not the fastest plain one
+    suffix   vLLM with its own history drafter (ArcticInference) and our plug-in's fix of sampling,
+             without which vLLM 0.32.0 draws wrong tokens on a CPU
+    ours     this project's default: the cache drafts, and the planner decides how much
+    chain    torch only: like ours, but with one chain per row instead of a tree
 
-Each runs in its own process (vLLM) or its own engine object (torch). While one is timed the others
-wait; what they burn meanwhile is measured (`Contestant.cpu_seconds`) and reported.
+All engines run at the same time, each in its own process (vLLM) or as its own engine object
+(torch). While one is timed, the others wait. The processor time that they use meanwhile is measured
+(`Contestant.cpu_seconds`) and reported.
 """
 
 from __future__ import annotations
@@ -30,24 +31,25 @@ from engine.protocol import Engine
 PLAIN, SUFFIX, OURS, CHAIN = "plain", "suffix", "ours", "chain"
 SUFFIX_TOKENS = 16
 SUFFIX_FACTOR = 2.0
-"""The best of its settings on this workload: 1 (its default), 2, 4 and 8 gave 5.1, 5.9, 5.7 and 5.6
-tokens a step at one row; 32 tokens, a depth of 64 or another least probability nothing more."""
+"""The best setting on this workload: 1 (the default), 2, 4 and 8 gave 5.1, 5.9, 5.7 and 5.6 tokens
+per step at one row. 32 tokens, a depth of 64 or another minimum probability gave nothing more."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
 class Contestant:
-    """One engine, and the processes that belong to it alone."""
+    """One engine and its own processes."""
 
     name: str
     engine: Engine
     remembers: bool
     """Whether it has a cache that epoch 1 fills."""
     suffix: bool = False
+    """Whether vLLM's own `suffix` drafter is used."""
     pids: tuple[int, ...] = field(default=(), init=False)
 
     async def start(self) -> None:
-        """Bring the engine up and note its processes. Raises EngineStartError."""
+        """Start the engine and note its processes. Raises EngineStartError."""
         before = {child.pid for child in multiprocessing.active_children()}
         with _suffix_arguments() if self.suffix else contextlib.nullcontext():
             await self.engine.start()
@@ -55,18 +57,18 @@ class Contestant:
         self.pids = tuple(pid for pid in children if pid is not None and pid not in before)
 
     def cpu_seconds(self) -> float:
-        """Processor time that its own processes have used; 0 for an engine in this process."""
+        """Processor time of the engine's own processes; 0 for an engine in this process."""
         return sum(_cpu_seconds(pid) for pid in self.pids)
 
 
 def contestants(
     kind: str, model: str, config: EngineConfig
 ) -> tuple[list[Contestant], dict[str, str]]:
-    """Those that can run here, and why others cannot.
+    """The contestants that can run here, and the reasons why others cannot.
 
     Args:
         kind: "torch" or "vllm".
-        model: a HF directory.
+        model: an HF directory.
         config: slots, lengths, device.
     """
     missing: dict[str, str] = {}
@@ -90,7 +92,7 @@ def contestants(
 
 
 def with_torch(config: EngineConfig, **settings: Any) -> EngineConfig:
-    """The same engine with other settings of the torch backend."""
+    """The configuration with other settings of the torch engine."""
     values = config.model_dump()
     values["torch"] |= settings
     return EngineConfig.model_validate(values)
@@ -98,7 +100,7 @@ def with_torch(config: EngineConfig, **settings: Any) -> EngineConfig:
 
 @contextlib.contextmanager
 def _suffix_arguments() -> Iterator[None]:
-    """Our vLLM engine, started with vLLM's own `suffix` method and nothing of our drafting."""
+    """Start our vLLM engine with vLLM's own `suffix` method instead of our drafting."""
     from engine.vllm.client import launch
 
     plain = launch.engine_args
@@ -120,7 +122,7 @@ def _suffix_arguments() -> Iterator[None]:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """User and system time of a process and all its threads; 0 when it is gone."""
+    """User and system time of a process with all its threads; 0 if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:

@@ -1,11 +1,12 @@
-"""What this machine can do at best: bytes and operations of a decoding step.
+"""The least time of a decoding step on this machine, from its bytes and operations.
 
 A step of n tokens reads every weight once and does 2 operations per weight and token:
 
     T(n) >= max(bytes / bandwidth, 2 * weights * n / arithmetic)
 
-Measured with torch's own kernels on the widened layers' shapes: reading (a sum over more memory
-than any cache holds), arithmetic (a square product), and the layers' three products with n columns.
+It is measured with torch's own kernels on the shapes of the widened layers: reading (a sum over
+more memory than any cache holds), arithmetic (the product of two square matrices), and the layers'
+three products with n columns.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import torch
 from torch.nn import functional
 
 _STREAM = 1 << 27
-"""Numbers read: 512 MB."""
+"""How many float32 numbers are read: 512 MB."""
 _SQUARE = 2048
+"""Rows and columns of the square matrices."""
 
 
 def measure(
     hidden: int, intermediate: int, layers: int, rows: tuple[int, ...] = (1, 2, 8, 16, 32, 64, 128)
 ) -> dict[str, float]:
-    """Bandwidth, arithmetic and T(n) of a gated MLP's products, on the CPU in float32."""
+    """Bandwidth, arithmetic and T(n) of a gated MLP, on the CPU in float32."""
     weights = 3 * hidden * intermediate * layers
     found = {"weights": float(weights), "bytes_per_step": 4.0 * weights}
     stream = torch.ones(_STREAM)
@@ -49,7 +51,7 @@ def measure(
 
 @torch.inference_mode()
 def _seconds(work: Callable[[], torch.Tensor], repeats: int = 9) -> float:
-    """Quickest of some runs: what the machine can do, whatever else it does meanwhile."""
+    """The shortest of some runs, which depends least on what else the machine is doing."""
     times = []
     for _ in range(repeats):
         began = time.perf_counter()

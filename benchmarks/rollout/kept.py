@@ -1,13 +1,14 @@
-"""Rollouts one optimizer step later: what each rule keeps of the same texts.
+"""Rollouts one optimizer step later: how many tokens each rule keeps of the same texts.
 
-Texts are written under version v and never trained on; the torch engine scores them under v + 1.
+Texts are generated under version v and never trained on. The torch engine scores them under v + 1.
 
-    ours      `verify_kept`, exact. Kept tokens: the accepted ones and the one that
-              the rule itself draws in the place of the first rejected; it need not be generated.
-    SPEC-RL   `accept_lenient` at l = 1 (and e^0.5, for information), biased. Kept
-              tokens: the accepted ones; it draws nothing, its engine generates from there.
+    ours      `verify_kept`, exact. Kept tokens: the accepted ones, and the one that the rule draws
+              in place of the first rejected token, which need not be generated.
+    SPEC-RL   `accept_lenient` at l = 1 (and at e^0.5, for information), biased. Kept tokens: the
+              accepted ones. It draws nothing; its engine generates from there.
 
-Both see the same texts and the same uniforms; the average is over many sets of uniforms.
+Both rules get the same texts and the same uniforms. The result is a mean over many sets of
+uniforms.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from wire.weights.writer import published
 
 _SAMPLES = 8
 _DRAWS = 32
-"""Sets of uniforms per text."""
+"""Number of sets of uniforms."""
 
 
 async def kept_tokens(
@@ -41,10 +42,10 @@ async def kept_tokens(
 
     Args:
         earlier: HF directory of version v, not widened.
-        later: of version v + 1.
-        task: stop tokens.
-        prompts: each gets 8 texts.
-        max_tokens: of a text.
+        later: HF directory of version v + 1.
+        task: provides the stop tokens.
+        prompts: 8 texts are generated for each.
+        max_tokens: most tokens of a text.
     """
     config = EngineConfig(slots=64, max_model_len=128)
     engine = create_engine(config, str(earlier), cache_config=CacheConfig(enabled=False), seed=0)
@@ -53,7 +54,7 @@ async def kept_tokens(
     try:
         texts = await asyncio.gather(
             *(
-                _write(engine, prompt, SampleId(group, sample), sampling)
+                _generate(engine, prompt, SampleId(group, sample), sampling)
                 for group, prompt in enumerate(prompts)
                 for sample in range(_SAMPLES)
             )
@@ -73,7 +74,7 @@ async def kept_tokens(
 def compare(
     texts: Sequence[Trajectory], scores: Sequence[Score], rng: np.random.Generator
 ) -> dict[str, float]:
-    """What each rule keeps of texts scored under the newer policy."""
+    """The tokens that each rule keeps of texts scored under the newer policy."""
     offsets = np.concatenate([[0], np.cumsum([len(text.tokens) for text in texts])])
     drawn, now = (
         TopKDistributions.concatenate([text.kept() for text in texts]),
@@ -85,7 +86,7 @@ def compare(
     for _ in range(_DRAWS):
         uniforms = rng.random((len(tokens), 2))
         for name, block in (("ours", True), ("ours_token_by_token", False)):
-            verdicts = verify_kept(
+            result = verify_kept(
                 tokens,
                 drawn,
                 now,
@@ -95,8 +96,8 @@ def compare(
                 uniforms=uniforms,
                 block=block,
             )
-            kept[name] += float(verdicts.accepted.sum() + (verdicts.token >= 0).sum())
-            accepted += float(verdicts.accepted.sum()) if block else 0.0
+            kept[name] += float(result.accepted.sum() + (result.token >= 0).sum())
+            accepted += float(result.accepted.sum()) if block else 0.0
         for name, lenience in (("specrl_l1", 1.0), ("specrl_e05", math.exp(0.5))):
             kept[name] += float(
                 accept_lenient(
@@ -116,7 +117,7 @@ def compare(
     }
 
 
-async def _write(
+async def _generate(
     engine: Engine, prompt: Prompt, name: SampleId, sampling: SamplingParams
 ) -> Trajectory:
     request = GenerateRequest(str(name), "", prompt.tokens, sampling)

@@ -1,19 +1,19 @@
-"""Rollouts of successive policy versions: ours against what a user could pick instead, in one run.
+"""Rollouts of successive policy versions: our engines against the alternatives of a user.
 
     python -m benchmarks.rollout [--quick] [--json FILE]
 
-    policies  versions of one model really trained by this project (`benchmarks.policies`); epoch 1
-              is written under the earlier one of `--versions`, epoch 2 timed under the later one
-    cost      both are widened alike to 101M parameters (`benchmarks.widen`): a step reads 404 MB
-              of weights, so decoding waits for memory as it does on a GPU
+    policies  versions of one model trained by this project (`benchmarks.policies`); epoch 1 is
+              generated under the earlier one of `--versions`, epoch 2 is timed under the later one
+    cost      both are widened to 101M parameters (`benchmarks.widen`): a step reads 404 MB of
+              weights, so decoding is bound by memory as on a GPU
     vllm      plain · its own `suffix` drafter · ours         (how: `benchmarks.rollout.passes`)
     torch     plain · chains · trees
     trees     accepted tokens per forward, one node budget    (`benchmarks.rollout.trees`)
     verify    tokens kept one optimizer step later            (`benchmarks.rollout.kept`)
     floor     bytes and operations of this machine            (`benchmarks.rollout.floor`)
 
-The last table sets each target beside what was reached. The first run makes the policies and takes
-some minutes longer; they are kept in the cache directory.
+The last table compares each target with the result. The first run also trains the policies, which
+takes some minutes; they are stored in the cache directory.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ WIDE = 684 * 128
 SPARE_PROMPTS = 512
 """Prompts beyond those trained on, for large batches."""
 EPOCH = (0, 16)
+"""Policy versions of epochs 1 and 2: one epoch of training apart."""
 
 
 def _kinds(text: str) -> list[str]:
     kinds = text.split(",")
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no engine {unknown[0]!r}; there are {', '.join(KINDS)}")
+        raise argparse.ArgumentTypeError(
+            f"no engine {unknown[0]!r}; the engines are {', '.join(KINDS)}"
+        )
     return kinds
 
 

@@ -1,15 +1,15 @@
-"""How benchmarks.rollout times: passes in turns, on prompts that only epoch 1 has seen before.
+"""How benchmarks.rollout times: alternating passes over prompts that were seen in epoch 1 only.
 
-    epoch 1   under the earlier policy version, every engine that remembers writes GROUP samples of
-              every prompt, FILL_ROWS at a time: its cache is filled as in training. Not timed.
-    update    all engines, the plain one too, take the later version's weights
-    epoch 2   per number of rows and repeat: fresh prompts, the same ones and the same seeds for all
-              contestants, one after the other; who goes first changes with each repeat
+    epoch 1   under the earlier policy version, every engine with a cache generates GROUP samples of
+              every prompt, FILL_ROWS at a time, which fills its cache as in training; not timed
+    update    all engines, the plain one too, take the weights of the later version
+    epoch 2   for each number of rows and repeat: fresh prompts, the same prompts and seeds for all
+              contestants, one contestant after the other; the first one changes with each repeat
 
-Requests are served ROWS at a time in the order of the prompts, so the samples of a prompt follow
-each other, and in epoch 2 a drafter may also learn from siblings: that is how groups come in
-training, and it holds for every drafter. A pass ends when its last request does; with more than
-one row the last few run with fewer rows beside them, for every contestant alike.
+Requests are served ROWS at a time in the order of the prompts. So the samples of a prompt follow
+each other, and in epoch 2 a drafter can also learn from siblings, as it can from the groups in
+training. A pass ends with its last request; with more than one row, the last requests run with
+fewer rows. Both hold for every contestant alike.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ from wire.weights.writer import published
 GROUP = 8
 """Samples of one prompt, as in training."""
 FILL_ROWS = 32
+"""Requests at a time in epoch 1."""
 PASS_SECONDS = 600.0
 """Longest wait for one pass."""
 SETTLE_SECONDS = 0.25
-"""Between passes, so that threads of the side that was just timed have gone to sleep."""
+"""Pause between passes, in which the threads of the contestant timed last go to sleep."""
 OVERHEAD_ROWS = 64
+"""Rows at which the overhead of drafting is measured."""
 STEP_LENGTHS = (8, 32)
-"""Tokens per row of the two passes whose difference is the time of a decode step: no prompt and no
-end of a response is in it (the shortest response has 42 tokens)."""
+"""Tokens per row of the two passes whose difference gives the time of a decoding step. It contains
+neither a prompt nor the end of a response (the shortest response has 42 tokens)."""
 
 
 @dataclass(frozen=True)
@@ -52,31 +54,34 @@ class Plan:
     rows: tuple[int, ...]
     """Requests at a time."""
     repeats: int
+    """Passes of each contestant per number of rows."""
     suffix_rows: int = 1 << 30
-    """vLLM's own drafter takes part up to so many rows."""
+    """Most rows at which vLLM's own drafter takes part."""
     step_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     """Rows at which the time of a plain step is measured; () for none."""
     overhead_repeats: int = 5
+    """Repeats of the measurement of the overhead; 0 for none."""
 
     def groups(self, rows: int) -> int:
-        """Prompts of a pass: 4 samples a row up to 8 rows, 2 above."""
+        """Prompts of a pass: 4 samples per row up to 8 rows, 2 above."""
         return max(1, -(-(4 if rows <= 8 else 2) * rows // GROUP))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is written, under which weights."""
+    """The task and the weights."""
 
     task: Task
     max_tokens: int
+    """Most tokens of a response."""
     earlier: Path
-    """HF directory of the version that writes epoch 1."""
+    """HF directory of the version that generates epoch 1."""
     later: Path
-    """Of the version that everything is timed under."""
+    """HF directory of the version under which everything is timed."""
 
 
 class Bench:
-    """One kind of engine and all its contestants."""
+    """Measures one kind of engine with all its contestants."""
 
     def __init__(self, contestants: Sequence[Contestant], work: Workload, plan: Plan) -> None:
         self._contestants = contestants
@@ -92,11 +97,11 @@ class Bench:
         """Start everything, fill the caches, update the weights, measure.
 
         Raises:
-            EngineError: an engine could not start, failed, or took too long.
+            EngineError: an engine did not start, failed, or took too long.
         """
         try:
             for contestant in self._contestants:
-                self._say(f"starting {contestant.name}")
+                self._log(f"starting {contestant.name}")
                 await contestant.start()
             await self._measure()
         finally:
@@ -111,95 +116,98 @@ class Bench:
         }
         warm = self._take(1)
         crowd = self._take(OVERHEAD_ROWS // GROUP) if plan.overhead_repeats else []
-        for one in self._contestants:
-            if one.remembers:
-                wanted = [
-                    *(g for r in plan.rows if self._takes_part(one, r) for g in prompts[r]),
-                    *([warm, crowd] if one.name != SUFFIX else [warm]),
+        for contestant in self._contestants:
+            if contestant.remembers:
+                batches = [
+                    *(g for r in plan.rows if self._takes_part(contestant, r) for g in prompts[r]),
+                    *([warm, crowd] if contestant.name != SUFFIX else [warm]),
                 ]
-                await self._fill(one, [p for group in wanted for p in group])
+                await self._fill(contestant, [prompt for batch in batches for prompt in batch])
         with published(_weights(self._work.later), 1) as manifest:
-            for one in self._contestants:
-                await one.engine.stage_weights(manifest)
-        for one in self._contestants:
-            await one.engine.install_weights(1)
+            for contestant in self._contestants:
+                await contestant.engine.stage_weights(manifest)
+        for contestant in self._contestants:
+            await contestant.engine.install_weights(1)
         for rows in plan.rows:
-            self._say(f"epoch 2, {rows} rows")
+            self._log(f"epoch 2, {rows} rows")
             self._found.rows[rows] = at = await self._epoch_two(rows, prompts[rows], warm)
-            self._say(", ".join(f"{name} {at.rate(name):,.0f} tokens/s" for name in at.passes))
-        self._say("steps alone")
+            self._log(", ".join(f"{name} {at.rate(name):,.0f} tokens/s" for name in at.passes))
+        self._log("steps alone")
         for rows in plan.step_rows:
             self._found.steps[rows] = await self._plain_step(rows)
         for repeat in range(plan.overhead_repeats):
             self._found.overhead.append(await self._overhead(crowd, repeat))
 
-    async def _fill(self, one: Contestant, prompts: Sequence[Prompt]) -> None:
-        """Epoch 1 of one contestant; all of them draw with the same seeds."""
-        self._say(f"epoch 1 of {one.name}: {len(prompts)} prompts, {FILL_ROWS} rows")
-        self._found.first_epoch[one.name] = await self._pass(one, prompts, FILL_ROWS, 0)
+    async def _fill(self, contestant: Contestant, prompts: Sequence[Prompt]) -> None:
+        """Epoch 1 of one contestant. All of them draw with the same seeds."""
+        name = contestant.name
+        self._log(f"epoch 1 of {name}: {len(prompts)} prompts, {FILL_ROWS} rows")
+        self._found.first_epoch[name] = await self._pass(contestant, prompts, FILL_ROWS, 0)
 
     async def _epoch_two(
         self, rows: int, repeats: Sequence[Sequence[Prompt]], warm: Sequence[Prompt]
     ) -> Rows:
-        taking = [one for one in self._contestants if self._takes_part(one, rows)]
-        for one in taking:  # compilation, first touches of this shape
-            await self._pass(one, warm, rows, self._new_seed())
+        taking = [each for each in self._contestants if self._takes_part(each, rows)]
+        for contestant in taking:  # warms up: compilation, first use of these shapes
+            await self._pass(contestant, warm, rows, self._new_seed())
         result = Rows(samples=len(repeats[0]) * GROUP)
         for repeat, prompts in enumerate(repeats):
             seed = self._new_seed()
             first = repeat % len(taking)
-            for one in (*taking[first:], *taking[:first]):
-                written = await self._pass(one, prompts, rows, seed)
-                result.passes.setdefault(one.name, []).append(written)
+            for contestant in (*taking[first:], *taking[:first]):
+                measured = await self._pass(contestant, prompts, rows, seed)
+                result.passes.setdefault(contestant.name, []).append(measured)
         return result
 
-    def _say(self, what: str) -> None:
-        """On stderr, so that a long run can be followed; the tables go to stdout."""
-        print(f"[{time.monotonic() - self._began:5.0f} s] {what}", file=sys.stderr, flush=True)
+    def _log(self, text: str) -> None:
+        """Show the progress of a long run on stderr; the tables go to stdout."""
+        print(f"[{time.monotonic() - self._began:5.0f} s] {text}", file=sys.stderr, flush=True)
 
-    def _takes_part(self, one: Contestant, rows: int) -> bool:
-        return one.name != SUFFIX or rows <= self._plan.suffix_rows
+    def _takes_part(self, contestant: Contestant, rows: int) -> bool:
+        return contestant.name != SUFFIX or rows <= self._plan.suffix_rows
 
     async def _plain_step(self, rows: int) -> float:
-        """Seconds of a plain decode step with so many rows."""
+        """Seconds of a plain decoding step with this many rows."""
         plain = self._named(PLAIN)
         prompts = self._work.task.train[: -(-rows // GROUP)]
         return (await self._step(plain, prompts, rows, self._new_seed())).seconds_per_step
 
     async def _overhead(self, prompts: Sequence[Prompt], repeat: int) -> tuple[Pass, Pass]:
-        """Steps of the plain and of the drafting engine at OVERHEAD_ROWS rows, in turns."""
+        """Steps of the plain and the drafting engine at OVERHEAD_ROWS rows, alternating."""
         pair = [self._named(PLAIN), self._named(OURS)]
         seed = self._new_seed()
         steps = {
-            one.name: await self._step(one, prompts, OVERHEAD_ROWS, seed)
-            for one in (pair if repeat % 2 == 0 else reversed(pair))
+            each.name: await self._step(each, prompts, OVERHEAD_ROWS, seed)
+            for each in (pair if repeat % 2 == 0 else reversed(pair))
         }
         return steps[PLAIN], steps[OURS]
 
-    async def _step(self, one: Contestant, prompts: Sequence[Prompt], rows: int, seed: int) -> Pass:
-        """Decode steps alone: what a longer pass takes beyond a shorter one."""
+    async def _step(
+        self, contestant: Contestant, prompts: Sequence[Prompt], rows: int, seed: int
+    ) -> Pass:
+        """Decoding steps alone: the difference between a longer pass and a shorter one."""
         short, long = [
-            await self._pass(one, prompts, rows, seed, fixed=length, samples=rows)
+            await self._pass(contestant, prompts, rows, seed, fixed=length, samples=rows)
             for length in STEP_LENGTHS
         ]
         return long - short
 
     def _named(self, name: str) -> Contestant:
-        return next(one for one in self._contestants if one.name == name)
+        return next(each for each in self._contestants if each.name == name)
 
     def _take(self, count: int) -> list[Prompt]:
         taken = list(itertools.islice(self._unseen, count))
         if len(taken) < count:
-            raise RuntimeError("the task has too few prompts: fewer rows or repeats, please")
+            raise RuntimeError("the task has too few prompts; measure fewer rows or repeats")
         return taken
 
     def _new_seed(self) -> int:
-        """Seeds of different passes do not overlap: they differ above the lowest 32 bits."""
+        """Passes differ above the lowest 32 bits, so the seeds of their samples do not overlap."""
         return next(self._seeds) << 32
 
     async def _pass(
         self,
-        one: Contestant,
+        contestant: Contestant,
         prompts: Sequence[Prompt],
         rows: int,
         seed: int,
@@ -207,24 +215,25 @@ class Bench:
         fixed: int | None = None,
         samples: int | None = None,
     ) -> Pass:
-        """Write GROUP samples of each prompt, `rows` at a time.
+        """Generate GROUP samples of each prompt, `rows` at a time.
 
         Args:
-            one: who writes.
-            prompts: in this order.
+            contestant: the engine that is timed.
+            prompts: served in this order.
             rows: requests at a time.
             seed: sample i draws with seed + i.
-            fixed: every sample has so many tokens, whatever it says.
-            samples: so many in all; default GROUP per prompt.
+            fixed: number of tokens of every sample; None: a sample ends by itself.
+            samples: number of samples; None: GROUP per prompt.
         """
         await asyncio.sleep(SETTLE_SECONDS)
-        number, engine, room = next(self._numbers), one.engine, asyncio.Semaphore(rows)
+        number, engine = next(self._numbers), contestant.engine
+        free_rows = asyncio.Semaphore(rows)
         sampling = {
             "max_tokens": fixed or self._work.max_tokens,
             "stop_tokens": () if fixed else self._work.task.stop_tokens,
         }
 
-        async def write(index: int) -> int:
+        async def generate(index: int) -> int:
             prompt = prompts[index // GROUP]
             request = GenerateRequest(
                 request_id=f"{number}-{index}",
@@ -232,19 +241,20 @@ class Bench:
                 prompt_tokens=prompt.tokens,
                 sampling=SamplingParams(**sampling, seed=seed + index),  # type: ignore[arg-type]
             )
-            async with room:
+            async with free_rows:
                 return sum([len(chunk.tokens) async for chunk in engine.generate(request)])
 
         count = samples or len(prompts) * GROUP
-        sleeping = [other for other in self._contestants if other is not one]
-        burnt = sum(other.cpu_seconds() for other in sleeping)
+        waiting = [other for other in self._contestants if other is not contestant]
+        waiting_before = sum(other.cpu_seconds() for other in waiting)
         before, began = engine.stats(), time.perf_counter()
         try:
             async with asyncio.timeout(PASS_SECONDS):
-                tokens = sum(await asyncio.gather(*(write(index) for index in range(count))))
+                tokens = sum(await asyncio.gather(*(generate(index) for index in range(count))))
         except TimeoutError as error:
             raise EngineError(
-                f"{count} samples, {rows} at a time, were not written within {PASS_SECONDS:.0f} s"
+                f"{contestant.name}: {count} samples, {rows} at a time, were not generated "
+                f"within {PASS_SECONDS:.0f} s"
             ) from error
         seconds, after = time.perf_counter() - began, engine.stats()
         return Pass(
@@ -253,7 +263,7 @@ class Bench:
             steps=after.steps - before.steps,
             drafted=after.tokens.drafted - before.tokens.drafted,
             accepted=after.tokens.accepted - before.tokens.accepted,
-            asleep_cpu=sum(other.cpu_seconds() for other in sleeping) - burnt,
+            waiting_cpu_seconds=sum(each.cpu_seconds() for each in waiting) - waiting_before,
         )
 
 

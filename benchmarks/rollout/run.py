@@ -1,8 +1,8 @@
-"""The parts of benchmarks.rollout, carried out one after the other.
+"""The parts of benchmarks.rollout, one after the other.
 
-Apart from `benchmarks.rollout` because vLLM's core process imports the main module again, and once
-numba is loaded there vLLM 0.32.0 cannot register its CPU kernels: it reads `__dict__` of llvmlite's
-library object, which takes that for the name of a function.
+This is not part of `benchmarks.rollout.main`, because vLLM's core process imports the main module
+again. If numba is loaded there, vLLM 0.32.0 cannot register its CPU kernels: it reads `__dict__` of
+llvmlite's library object, which takes that for the name of a function.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ class Effort:
     """How much one run measures."""
 
     plans: dict[str, Plan]
+    """Kind of engine to the plan of its passes."""
     tree_repeats: int
+    """Repeats of the comparison of trees with chains."""
     kept_prompts: int
+    """Prompts for the comparison of verification rules."""
 
     @classmethod
     def of(cls, *, quick: bool, rows: tuple[int, ...] | None) -> Effort:
-        """The default rows of each engine, unless some are named."""
+        """The quick or the full effort; `rows` replaces the default numbers of rows."""
         if quick:
             vllm = Plan(rows or (1, 8, 32), 3, 1, step_rows=(1, 8, 16, 32), overhead_repeats=2)
             torch = _sparse(rows or (8,), 2)
@@ -46,25 +49,26 @@ class Effort:
 
 
 def _sparse(rows: tuple[int, ...], repeats: int) -> Plan:
-    """Rates only."""
+    """A plan that measures rates only."""
     return Plan(rows, repeats, step_rows=(), overhead_repeats=0)
 
 
 @dataclass
 class Measurement:
-    """One run: what it works on, and what it has found so far."""
+    """One run of the benchmark: its inputs and its findings so far."""
 
     kinds: Sequence[str]
+    """Kinds of engines to measure."""
     policies: Policies
     wide: Workload
-    """Widened weights, for what is timed."""
+    """With widened weights, for what is timed."""
     narrow: Workload
-    """The weights as they were trained, for what is only counted."""
+    """With the weights as trained, for what is only counted."""
     effort: Effort
     findings: Findings = field(default_factory=Findings)
 
     def run(self) -> Findings:
-        """All parts, one after the other; one that cannot run does not hide the others."""
+        """Measure all parts, one after the other. The failure of one does not affect the others."""
         for kind in KINDS:
             if kind not in self.kinds:
                 self.findings.missing[kind] = "left out by --engines"
@@ -99,7 +103,7 @@ class Measurement:
             )
 
     def _kept(self) -> None:
-        """One optimizer step apart: the recipe's first pair of neighbours, and its last one."""
+        """Compare the rules on each pair of versions that are one optimizer step apart."""
         paths = self.policies.paths
         steps = [(version, version + 1) for version in paths if version + 1 in paths]
         prompts = self.narrow.task.train[: self.effort.kept_prompts]
@@ -111,6 +115,6 @@ class Measurement:
             )
 
     def _config(self, kind: str, slots: int) -> EngineConfig:
-        """The project's defaults; slots and lengths fit the workload."""
+        """The project's defaults, with slots and lengths that fit the workload."""
         length = self.policies.recipe.max_model_len
         return EngineConfig.model_validate({"kind": kind, "slots": slots, "max_model_len": length})

@@ -1,4 +1,4 @@
-"""Tables of benchmarks.rollout, for people."""
+"""The tables that benchmarks.rollout prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.rollout.findings import CEILINGS, TARGETS, Findings, Kind, reach
 
 
 def tables(findings: Findings) -> Iterator[Table]:
-    """What was measured in detail, then every target and what was reached."""
+    """All measurements in detail, then every target with its result."""
     for kind, found in findings.measured.items():
         yield _rates(kind, found)
         if found.steps:
@@ -20,9 +20,9 @@ def tables(findings: Findings) -> Iterator[Table]:
     if findings.trees:
         yield _trees(findings)
     for steps, kept in findings.kept.items():
-        yield _numbers(f"verify-then-resume, version {steps}: what each rule keeps", kept)
+        yield _numbers(f"verification, version {steps}: tokens that each rule keeps", kept)
     if findings.machine:
-        yield _numbers("this machine: floor of a step in bytes and operations", findings.machine)
+        yield _numbers("this machine: least time of a step", findings.machine)
     yield _targets(findings)
 
 
@@ -35,7 +35,7 @@ def _columns(table: Table, titles: str) -> Table:
 def _rates(kind: str, found: Kind) -> Table:
     table = Table(
         title=f"{kind}: epoch 2 under the later version (waiting engines used at most "
-        f"{found.asleep():.2f} cores meanwhile)"
+        f"{found.max_waiting_cores():.2f} cores meanwhile)"
     )
     _columns(
         table,
@@ -56,14 +56,14 @@ def _rates(kind: str, found: Kind) -> Table:
                 "" if bound is None or name == PLAIN else f"{bound:.2f}",
             )
     table.caption = (
-        "vs plain: median and range over pairs of passes. Per step: of a forward pass, all rows "
+        "vs plain: median and range over pairs of passes. Per step: per forward pass, all rows "
         "together. bound: speed-up if every draft were accepted, from the step times below."
     )
     return table
 
 
 def _steps(kind: str, found: Kind) -> Table:
-    table = Table(title=f"{kind}: what a plain step of n tokens costs")
+    table = Table(title=f"{kind}: time of a plain step of n tokens")
     _columns(table, "n," + ",".join(str(n) for n in found.steps))
     table.add_row("ms", *(f"{1e3 * seconds:.1f}" for seconds in found.steps.values()))
     table.add_row("tokens/s", *(f"{n / seconds:,.0f}" for n, seconds in found.steps.items()))
@@ -74,15 +74,15 @@ def _steps(kind: str, found: Kind) -> Table:
         steps = sum(o.steps for _, o in found.overhead)
         spread = found.overheads()
         table.caption = (
-            f"64 rows, in turns: plain {1e3 * plain:.2f} ms, drafting {1e3 * ours:.2f} ms a step "
-            f"({drafted / max(1, steps):.2f} tokens drafted in each); overhead "
+            f"64 rows, alternating: plain {1e3 * plain:.2f} ms, drafting {1e3 * ours:.2f} ms per "
+            f"step ({drafted / max(1, steps):.2f} tokens drafted per step); overhead "
             f"{statistics.median(spread):+.3f} ({min(spread):+.3f} to {max(spread):+.3f})"
         )
     return table
 
 
 def _trees(findings: Findings) -> Table:
-    table = Table(title="torch, batch 8, one node budget: accepted drafts per forward pass")
+    table = Table(title="torch, 8 rows, equal node budgets: accepted drafts per forward pass")
     _columns(table, "nodes per row,chain,tree,tree / chain")
     for budget, (chain, tree) in findings.trees.items():
         table.add_row(
@@ -93,7 +93,7 @@ def _trees(findings: Findings) -> Table:
 
 def _numbers(title: str, numbers: dict[str, float]) -> Table:
     table = Table(title=title)
-    table.add_column("what")
+    table.add_column("quantity")
     table.add_column("value", justify="right")
     for name, value in numbers.items():
         table.add_row(name.replace("_", " "), f"{value:,.3f}")

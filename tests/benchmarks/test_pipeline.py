@@ -212,7 +212,7 @@ def test_what_fails_or_is_not_built_is_said_and_hides_nothing(
             raise RunError("keep-1-seed0 failed (1):\n[/] some words")
         return a_run(mode.name, seed)
 
-    monkeypatch.setattr(pipeline, "_one", fake)
+    monkeypatch.setattr(pipeline, "run_and_evaluate", fake)
     monkeypatch.setattr(pipeline, "widen", lambda *_: 1000)
     monkeypatch.setattr(pipeline, "measure_costs", lambda _: COSTS)
     monkeypatch.setattr(pipeline, "accuracy_of", lambda *_: 0.5)
@@ -277,7 +277,7 @@ def test_a_muser_gives_right_answers_of_very_uneven_length() -> None:
         assert arithmetic(problem.question, text, {"answer": problem.answer}) == 1.0
         lengths.append(len(text))
     assert np.percentile(lengths, 90) > 2 * np.median(lengths)
-    assert max(lengths) <= muser.most + 40
+    assert max(lengths) <= muser.max_letters + 40
 
 
 @pytest.fixture(scope="module")
