@@ -1,1 +1,1 @@
-"""The tree of earlier rollouts per prompt, and drafting from it. It may only change speed."""
+"""The tree of earlier rollouts per prompt, and drafting from it. It can only change speed."""

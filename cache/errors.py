@@ -1,33 +1,33 @@
-"""What can go wrong in the cache.
+"""Errors of the cache.
 
 CacheError
-├── CacheCorrupt      the flat arrays contradict themselves: a bug, or memory overwritten
-├── SnapshotRefused   a file is no snapshot that this process may use
+├── CacheCorrupt      the arena is inconsistent: a bug, or overwritten memory
+├── SnapshotRefused   a file is not a snapshot that this process may use
 └── ExchangeRefused   the directory through which generators share rollouts cannot be used
 
-Misuse (a closed row, a negative token) is a plain `ValueError` or `TypeError`: fix the caller.
+Misuse (a closed row, a negative token) raises `ValueError` or `TypeError`: fix the caller.
 """
 
 from __future__ import annotations
 
 
 class CacheError(Exception):
-    """Root of what the cache raises by itself."""
+    """Base class of the cache's own errors."""
 
 
 class CacheCorrupt(CacheError):  # noqa: N818 - named for what was found
-    """An integrity check failed; the message says which invariant. Throw the cache away."""
+    """An integrity check failed; the message says which invariant. Discard the cache."""
 
 
 class SnapshotRefused(CacheError):  # noqa: N818 - named for what was decided
-    """A snapshot was not loaded; the message says what is wrong in which file, and what is right.
+    """A snapshot was not loaded; the message says which file is wrong, how, and what to do.
 
-    Going on with an empty cache is always correct, only slower.
+    Continuing with an empty cache is always correct, only slower.
     """
 
 
 class ExchangeRefused(CacheError):  # noqa: N818 - named for what was decided
     """The exchange's directory cannot be made, or others could write to it; the message says why.
 
-    Going on without an exchange is always correct, only slower.
+    Continuing without an exchange is always correct, only slower.
     """

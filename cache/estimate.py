@@ -1,15 +1,15 @@
-"""How likely a voted token is accepted: votes give a first estimate, experience corrects it.
+"""Estimate how likely a token is accepted: from its votes, corrected by experience.
 
-    base          votes for the token / (all votes + `doubt`, more of it where the match is short)
+    base          votes for the token / (all votes + `doubt`, which grows as the match gets shorter)
     kind          the situation: share of the votes, their total, length of the match
-    odds[kind]    how much likelier than its base a guess of this kind has proved to be
+    odds[kind]    factor on the odds of a base, from the outcomes of earlier guesses of this kind
 
 How much n equal votes are worth depends on the policy (0.8 at a high temperature, 0.99 for text
-that is nearly certain), so it is learned while running: each row remembers the guesses of its last
-draft (and some that were not drafted), and when it accepts tokens those that were put to the test
-are counted: the guesses behind every accepted token, the first one that failed included. What the
-engine chose to feed does not matter, as the tested guesses were fixed before the tokens were drawn.
-So this needs no report from the engine and no draft needs to be fed for it.
+that is nearly certain), so it is learned during the run. Each row remembers the guesses of its last
+draft, and some that were not drafted. When it accepts tokens, the guesses that these tested are
+counted: those that follow each accepted token, up to and including the first that failed. It does
+not matter which guesses the engine verified, because the tested guesses were fixed before the
+tokens were drawn. So no report from the engine is needed, and no draft has to be verified for this.
 """
 
 from __future__ import annotations
@@ -27,36 +27,39 @@ SHARES = 6
 MATCHES = 4
 KINDS = TOTALS * SHARES * MATCHES
 SURE = 0.9999
-"""Highest base: nothing seen in a few votes is more certain."""
+"""Highest base: a few votes cannot make anything more certain."""
 SHRINK = 0.5
-"""Imagined hits and misses of each kind that agree with the base: few, as policies differ much."""
+"""Pseudo-count of hits and misses per kind that agree with the base; low, as policies differ."""
 MEMORY = 16384.0
-"""Guesses of a kind after which the older half of what was counted is forgotten."""
+"""Guesses of a kind after which its counts are halved."""
 
 
 class Experience(NamedTuple):
-    """What estimates are made from, and the guesses that wait for their outcome."""
+    """What estimates are made from, and the guesses whose outcome is not known yet.
+
+    R rows, each with at most W guesses.
+    """
 
     doubts: FloatArray
-    """`[max_match + 2]` votes for 'something never seen here', by the length of the match."""
+    """`[max_match + 2]` votes for a token never seen here, by the length of the match."""
     odds: FloatArray
-    """`[KINDS]` factors on the odds of a base; 1 where nothing is known."""
+    """`[KINDS]` factor on the odds of a base; 1 where nothing is known."""
     counts: NDArray[np.float64]
-    """`[KINDS, 3]` guesses that were tested, those that proved right, sum of their bases."""
+    """`[KINDS, 3]` guesses tested, guesses that were right, sum of the bases."""
     waiting: IntArray
-    """`[R]` guesses that a row remembers."""
+    """`[R]` number of guesses that a row remembers."""
     tokens: IntArray
-    """`[R, W]` what was guessed."""
+    """`[R, W]` the guessed tokens."""
     parents: IntArray
-    """`[R, W]` the guess before it, -1 for the row's last token; siblings lie side by side."""
+    """`[R, W]` index of the guess before it, -1 for the row's last token; siblings are adjacent."""
     bases: FloatArray
-    """`[R, W]`"""
+    """`[R, W]` their first estimates."""
     kinds: NDArray[np.uint8]
-    """`[R, W]`"""
+    """`[R, W]` their kinds."""
 
 
 def no_experience(max_match: int, doubt: float, rows: int, width: int) -> Experience:
-    """A beginner; `rows` and `width` bound the guesses remembered."""
+    """Experience without any outcome, for `rows` rows of `width` guesses each."""
     lengths = np.minimum(np.maximum(np.arange(max_match + 2), 1), max_match)
     return Experience(
         (doubt * max_match / lengths).astype(np.float32),
@@ -71,7 +74,7 @@ def no_experience(max_match: int, doubt: float, rows: int, width: int) -> Experi
 
 
 def more_rows(experience: Experience) -> Experience:
-    """The same with twice the rows."""
+    """The same experience with room for twice the rows."""
     rows = {
         name: np.concatenate([array, np.zeros_like(array)])
         for name, array in experience._asdict().items()
@@ -82,7 +85,7 @@ def more_rows(experience: Experience) -> Experience:
 
 @kernel
 def kind_of(weight: float, total: float, matched: int, max_match: int) -> int:
-    """The situation of a guess; `matched` above `max_match` means the row's own text."""
+    """The kind of a guess; `matched` above `max_match` means a match in the row's own text."""
     if weight >= total * 0.9999:
         share = 5
     elif weight >= total * 0.6:
@@ -106,21 +109,25 @@ def kind_of(weight: float, total: float, matched: int, max_match: int) -> int:
 
 @kernel
 def base_of(weight: float, total: float, doubt: float) -> float:
-    """First estimate, from the votes alone."""
+    """The first estimate, from the votes alone."""
     base = weight / (total + doubt)
     return min(SURE, base)
 
 
 @kernel
 def corrected(base: float, factor: float) -> float:
-    """Move a probability by a factor on its odds."""
+    """Correct a probability by a factor on its odds."""
     odds = base * factor
     return odds / (1.0 - base + odds)
 
 
 @kernel
 def learn(experience: Experience, row: int, tokens: IntArray, start: int, stop: int) -> int:
-    """Count what became of a row's guesses when it accepted tokens[start:stop]; forget them."""
+    """Count the outcomes of a row's guesses when it accepts tokens[start:stop]; forget them.
+
+    Returns:
+        the number of guesses tested.
+    """
     tested = 0
     parent = -1
     item = 0
@@ -147,7 +154,7 @@ def learn(experience: Experience, row: int, tokens: IntArray, start: int, stop: 
 
 @kernel
 def revise(experience: Experience) -> None:
-    """Compute all factors anew: those that make the sum of estimates that of the outcomes."""
+    """Recompute all factors so that the estimates of each kind add up to its outcomes."""
     for kind in range(KINDS):
         trials, hits, expected = experience.counts[kind]
         if trials > 0.0:

@@ -1,4 +1,4 @@
-"""Walk everything once and see that it adds up."""
+"""Verify the arena: every block, link and counter, in one pass."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from rollout.trajectory import IntArray
 
 PROBLEMS = (
     "",
-    "live + free blocks are not the allocated ones",
+    "live and free blocks do not add up to the allocated ones",
     "a free block is linked twice or outside the arena",
     "the free list's length is not its counter",
     "a block of a sequence is linked twice or outside the arena",
-    "a sequence's blocks contradict each other",
+    "the blocks of a sequence are inconsistent",
     "a block of an index is linked twice or outside the arena",
     "a tree's block count is wrong",
     "a tree's list of sequences does not end where it should",
-    "a chain leaves its tree, lies in the wrong bucket or is circular",
-    "the chains of a tree do not hold each of its positions once",
+    "a chain leaves its tree, is in the wrong bucket or is circular",
+    "the chains of a tree do not contain each of its positions once",
     "the count of live blocks is wrong",
     "the count of cached tokens or sequences is wrong",
 )
@@ -55,7 +55,7 @@ Owners = NDArray[np.int32]
 
 @kernel
 def claim(owners: Owners, block: int, bump: int, owner: int) -> bool:
-    """Write down a block's owner; False when it has one or is no block."""
+    """Record a block's owner; returns False if it has one or is not a block."""
     if block < BLOCK or block >= bump or block % BLOCK or owners[block // BLOCK]:
         return False
     owners[block // BLOCK] = owner
@@ -146,18 +146,18 @@ def check_chains(
 def check_index(
     arena: IntArray, state: LongArray, trees: LongArray, tree: int, owners: Owners
 ) -> int:
-    """Claim the blocks of a tree's index; returns their number, -1 when one is no block."""
+    """Claim the blocks of a tree's index; returns their number, or -1 if one is not a block."""
     root = trees[tree, ROOT]
     if root == 0:
         return 0
     depth = depth_of(trees[tree, LOG2])
     nodes = max(1, (2 << trees[tree, LOG2]) // BLOCK)
     total = 0
-    # From the root down: a node is followed only after it was found to be a block.
+    # From the root down: a node is followed only after it was verified to be a block.
     for level in range(depth, -1, -1):
         count = (nodes + (1 << (7 * level)) - 1) >> (7 * level)
         for item in range(count):
-            # Not a sequence's owner number, so that no chain may point into an index.
+            # Not the number of a sequence's owner, so that a chain into an index is detected.
             if not claim(owners, node_at(arena, root, depth, level, item), state[BUMP], -tree - 2):
                 return -1
         total += count
@@ -174,7 +174,7 @@ def check_tree(
     min_match: int,
     max_match: int,
 ) -> tuple[int, int, int]:
-    """One tree; returns problem, sequences, response tokens."""
+    """Verify one tree; returns problem, sequences, response tokens."""
     blocks = 0
     tokens = 0
     sequences = 0
@@ -215,7 +215,10 @@ def check(
     min_match: int,
     max_match: int,
 ) -> int:
-    """Index into PROBLEMS, 0 when all is well. `used` `[T]` are the trees that exist."""
+    """Verify all trees; returns an index into PROBLEMS, 0 if there is none.
+
+    `used` `[T]` are the trees that exist.
+    """
     owners = np.zeros(state[BUMP] // BLOCK, np.int32)
     problem = check_free(arena, state, owners)
     if problem:

@@ -1,10 +1,10 @@
-"""Where a generator's cache comes from, whom it shares with, and where it is kept.
+"""A generator's cache: opened from a snapshot, shared with other generators, saved again.
 
-    place = CachePlace(name="generator-0", exchange=None, snapshot=Path("g0.snapshot"), ...)
-    cache = open_at(config, place)     # drafts from what an earlier process had saved
+    place = CachePlace(name="generator-0", exchange=None, snapshot="g0.snapshot", ...)
+    cache = open_at(config, place)     # drafts from what an earlier process saved
     save_at(cache, place)
 
-Whatever goes wrong here costs drafts, never exactness: it is said, and the run goes on.
+A failure here costs drafts, never exactness: it is logged, and the run continues.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CachePlace:
-    """Plain data: it travels into vLLM's process as JSON."""
+    """Where a generator's cache is shared and saved. Sent to vLLM's process as JSON."""
 
     name: str = "generator"
-    """Of the generator; no two living ones of an exchange share it."""
+    """Of the generator; unique among the running ones of an exchange."""
     exchange: str | None = None
-    """Directory through which the generators of one machine share rollouts; None: alone."""
+    """Directory through which the generators of one machine share rollouts; None: not shared."""
     snapshot: str | None = None
-    """File that is read at the start if it is there, and written by `save_at`; None: neither."""
+    """File that `open_at` reads if it exists and `save_at` writes; None: neither."""
     fingerprint: str = ""
-    """What the tokens belong to; a snapshot of another one is refused."""
+    """Model and tokenizer of the tokens; a snapshot with another fingerprint is refused."""
     vocabulary: int = INT32_MAX + 1
-    """Tokens from elsewhere that are not below it are refused."""
+    """Token ids from peers and snapshots that are not below it are refused."""
 
 
 def open_at(config: CacheConfig, place: CachePlace) -> RolloutCache | SharedCache:
-    """The cache of a generator, with what its snapshot holds.
+    """The cache of a generator, with the rollouts of its snapshot.
 
-    A snapshot or an exchange that cannot be used is a warning: the cache begins empty, or alone.
+    If the snapshot or the exchange cannot be used, a warning is logged and the cache starts empty,
+    or is not shared.
     """
     cache: RolloutCache | SharedCache
     try:
@@ -59,14 +60,14 @@ def open_at(config: CacheConfig, place: CachePlace) -> RolloutCache | SharedCach
         try:
             tokens = restore(path, _inner(cache), place.fingerprint, vocabulary=place.vocabulary)
         except (CacheError, ValueError, OSError) as error:
-            _log.warning("the cache begins empty: %s", error)
+            _log.warning("the cache starts empty: %s", error)
         else:
-            _log.info("%d tokens of an earlier process are drafted from", tokens)
+            _log.info("the cache starts with %d tokens of an earlier process", tokens)
     return cache
 
 
 def save_at(cache: RolloutCache | SharedCache, place: CachePlace) -> int:
-    """Write the snapshot, if the cache has a place for one; returns its bytes."""
+    """Write the snapshot, if the place names a file; returns its bytes, 0 if none was written."""
     path = _path(place.snapshot)
     if path is None or not cache.config.enabled:
         return 0
@@ -79,12 +80,12 @@ def save_at(cache: RolloutCache | SharedCache, place: CachePlace) -> int:
 
 
 def to_json(place: CachePlace) -> str:
-    """For another process."""
+    """The place as JSON, for another process."""
     return msgspec.json.encode(place).decode()
 
 
 def from_json(text: str) -> CachePlace:
-    """What `to_json` wrote."""
+    """The place that `to_json` encoded."""
     return msgspec.json.decode(text, type=CachePlace)
 
 

@@ -1,18 +1,18 @@
-"""One writer's last messages in a file of fixed size, for any number of readers: no locks.
+"""The last messages of one writer in a file of fixed size, for any number of readers, lock-free.
 
     marks    magic 8 | format 4 | - 4 | capacity 8 || oldest 8 | end 8 | crc32 4
     message  position 8 | bytes 4 | crc32 4 | content, padded to 8 bytes
 
-A *position* counts all bytes ever written; its place in the file is the remainder by `capacity`.
-The writer first moves `oldest` past what it is about to overwrite, then writes the message, then
-moves `end`. So a writer that is killed at any instant leaves at worst bytes behind `end` that
-nobody looks at. A reader copies what lies between its own position and `end`; every message names
-its position and carries a checksum, so one that was overwritten meanwhile is not believed, and
-`oldest` then says where to go on. What a slow reader missed, it missed; it never holds up anybody.
+A *position* counts all bytes ever written; modulo `capacity` it is an offset in the file. The
+writer first moves `oldest` past the bytes it is about to overwrite, then writes the message, then
+moves `end`. So a writer killed at any instant leaves at worst bytes after `end` that nobody reads.
+A reader copies the bytes between its own position and `end`. Every message contains its position
+and a checksum, so a message that was overwritten meanwhile is detected, and the reader resumes at
+`oldest`. A slow reader misses what was overwritten; it never delays anybody.
 
-Plain reads and writes instead of a mapping: a file cut short, or a full /dev/shm, is then an error
-that can be handled and not a SIGBUS. Several processes of one user on one machine, none trusted:
-numbers are checked before they are used, and no more than a message is held in memory.
+Files are read and written, not mapped: a truncated file or a full /dev/shm is then an error that
+can be handled and not a SIGBUS. Readers and writers are processes of one user on one machine, and
+do not trust each other: numbers are checked before they are used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cache.errors import ExchangeRefused
 
 MAGIC = b"ringfile"
 FORMAT = 1
-LEAST_CAPACITY, MOST_CAPACITY = 1 << 12, 1 << 30
+MIN_CAPACITY, MAX_CAPACITY = 1 << 12, 1 << 30
 
 _START = struct.Struct("<8sIIQ")
 _MARKS = struct.Struct("<QQI")
@@ -52,22 +52,22 @@ def _padded(size: int) -> int:
 
 
 class RingWriter:
-    """Makes the file anew, under a temporary name until it is whole; older readers keep the old.
+    """Creates the file under a temporary name and renames it; readers of an older one keep that.
 
     Args:
         path: the file.
-        capacity: bytes of messages kept, a multiple of 8; all of them are allocated at once.
+        capacity: bytes of messages kept, a multiple of 8; allocated at once.
 
     Raises:
-        ValueError: a capacity out of bounds.
-        OSError: the file cannot be made, or there is no room for it.
+        ValueError: the capacity is out of bounds.
+        OSError: the file cannot be created, or there is no room for it.
     """
 
     def __init__(self, path: Path, capacity: int) -> None:
-        if not LEAST_CAPACITY <= capacity <= MOST_CAPACITY or capacity % 8:
+        if not MIN_CAPACITY <= capacity <= MAX_CAPACITY or capacity % 8:
             raise ValueError(
-                f"a ring's capacity is a multiple of 8 from {LEAST_CAPACITY} to {MOST_CAPACITY} "
-                f"bytes, not {capacity}"
+                f"a ring's capacity must be a multiple of 8 from {MIN_CAPACITY} to "
+                f"{MAX_CAPACITY} bytes, not {capacity}"
             )
         self._capacity = capacity
         self._oldest = self._end = 0
@@ -88,9 +88,9 @@ class RingWriter:
             raise
 
     def write(self, content: bytes) -> int:
-        """Append a message; returns the bytes that it takes.
+        """Append a message; returns the bytes it takes, or 0 if it was not written.
 
-        One longer than a quarter of the ring is not written: 0.
+        A message longer than a quarter of the ring is not written.
 
         Raises:
             OSError: the file cannot be written.
@@ -118,10 +118,10 @@ class RingWriter:
 
 
 class RingReader:
-    """Follows one file from its oldest message on.
+    """Reads one file from its oldest message onwards.
 
     Raises:
-        ExchangeRefused: it is no ring, or not this user's own.
+        ExchangeRefused: it is not a ring, or belongs to another user.
         OSError: it cannot be opened.
     """
 
@@ -130,8 +130,8 @@ class RingReader:
         self.overtaken = 0
         """Counter: bytes that were overwritten before they were read."""
         self.refused = 0
-        """Counter: times that bytes were met which no writer wrote."""
-        # Non-blocking: opening a pipe that somebody put there must not wait for its writer.
+        """Counter: times that bytes were found which no writer wrote."""
+        # Non-blocking: opening a pipe in place of the file must not wait for a writer of the pipe.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._file = os.open(path, flags)
         self.leave = weakref.finalize(self, os.close, self._file)
@@ -144,21 +144,21 @@ class RingReader:
     def _checked(self, path: Path) -> int:
         status = os.fstat(self._file)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise ExchangeRefused(f"{path} is not a plain file of this user's")
+            raise ExchangeRefused(f"{path} is not a regular file of this user")
         start = os.pread(self._file, _START.size, 0)
         if len(start) < _START.size:
-            raise ExchangeRefused(f"{path} is no ring: it has {len(start)} bytes")
+            raise ExchangeRefused(f"{path} is not a ring: it has only {len(start)} bytes")
         magic, version, _, capacity = _START.unpack(start)
-        fits = LEAST_CAPACITY <= capacity <= MOST_CAPACITY and capacity % 8 == 0
+        fits = MIN_CAPACITY <= capacity <= MAX_CAPACITY and capacity % 8 == 0
         if magic != MAGIC or version != FORMAT or not fits:
             raise ExchangeRefused(
-                f"{path} is no ring of format {FORMAT}: magic {magic!r}, format {version}, "
+                f"{path} is not a ring of format {FORMAT}: magic {magic!r}, format {version}, "
                 f"capacity {capacity}"
             )
         return int(capacity)
 
     def read(self, limit: int = _READ) -> list[bytes]:
-        """The next messages, about `limit` bytes of them; at least one when there is one.
+        """The next messages, about `limit` bytes; at least one if there is any.
 
         Raises:
             OSError: the file cannot be read.
@@ -173,14 +173,14 @@ class RingReader:
         if self.position == end:
             return []
         messages, whole = self._messages(min(end - self.position, max(limit, _MESSAGE.size)))
-        if not messages and whole is not None:  # the first is longer than the limit
+        if not messages and whole is not None:  # the first message is longer than the limit
             messages, whole = self._messages(min(end - self.position, whole))
         if not messages:
-            self._explain(end)
+            self._skip_unreadable(end)
         return messages
 
     def _read_marks(self) -> tuple[int, int] | None:
-        """None: they are being written this instant, or were damaged; later, then."""
+        """`oldest` and `end`; None if they are being written right now, or are damaged."""
         data = os.pread(self._file, _MARKS.size, _START.size)
         if len(data) < _MARKS.size:
             return None
@@ -190,7 +190,7 @@ class RingReader:
         return oldest, end
 
     def _messages(self, size: int) -> tuple[list[bytes], int | None]:
-        """Whole messages among the next `size` bytes; and, if the next is cut, how long it is."""
+        """Complete messages among the next `size` bytes; if one is cut off, also its length."""
         data = self._copy(size)
         messages: list[bytes] = []
         at = 0
@@ -217,8 +217,8 @@ class RingReader:
             data += os.pread(self._file, size - fits, _BASE)
         return data
 
-    def _explain(self, end: int) -> None:
-        """Why was nothing readable? Overtaken meanwhile: go on behind it. Else: damaged."""
+    def _skip_unreadable(self, end: int) -> None:
+        """Nothing was readable: skip what was overwritten meanwhile, or what is damaged."""
         marks = self._read_marks()
         if marks is None or marks[0] > self.position:
             self._catch_up(marks[0] if marks else self.position)
@@ -231,6 +231,6 @@ class RingReader:
             self.position = oldest
 
     def _give_up(self, end: int) -> None:
-        """Nothing before `end` can be found again: messages do not say where others begin."""
+        """Skip to `end`: where the next message starts cannot be told after a damaged one."""
         self.refused += 1
         self.position = end

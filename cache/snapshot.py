@@ -3,19 +3,19 @@
     save(cache, path, "Qwen3-0.6B vocabulary 151936")
     cache = load(path, config, "Qwen3-0.6B vocabulary 151936")
 
-Kept are rollouts, not the arena: the file does not depend on the memory layout, nor on the budgets
-and match lengths of the process that loads it. Only rollouts that are finished are written.
+The file contains rollouts, not the arena, so it does not depend on the memory layout, nor on the
+budgets and match lengths of the process that loads it. Only finished rollouts are saved.
 
     header       magic 8 | format 4 | fingerprint bytes 4 | head 4 | prompts 4 | body bytes 8 |
                  digest 32 (BLAKE2b of the rest of the file)
-    fingerprint  what the tokens belong to
+    fingerprint  model and tokenizer of the tokens
     prompt       key bytes 4 | rollouts 4 | tokens 8 | key | length of each rollout |
                  policy version of each | tokens
     ...          least recently used prompt first, its oldest rollout first
 
 All numbers are little-endian, tokens int32. A rollout begins with its head: the `head` tokens
-before the response, -1 where there were fewer. No pickle; every number is checked before it is
-used, and nothing is allocated that the file is not long enough to fill.
+before the response, -1 where there were fewer. There is no pickle. Every number is checked before
+it is used, and no array is allocated that the file is too short to fill.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from rollout.trajectory import IntArray
 
 MAGIC = b"rollouts"
 FORMAT = 1
-LONGEST_FINGERPRINT = 4096
+MAX_FINGERPRINT_BYTES = 4096
 
 _FIELDS = struct.Struct("<8sIIIIQ")
 _DIGEST = 32
 _HEADER = _FIELDS.size + _DIGEST
 _PROMPT = struct.Struct("<IIQ")
 _CHUNK = 1 << 20
-_WIRE = np.dtype("<i4")
+_INT32 = np.dtype("<i4")
 
 
 def save(cache: RolloutCache, path: str | os.PathLike[str], fingerprint: str) -> int:
-    """Write the finished rollouts; a crash leaves the old file or the new one, never a mixture.
+    """Save the finished rollouts; a crash leaves the old file or the new one, never a mixture.
 
     Args:
         cache: must not be used by another thread meanwhile.
         path: file to write or replace; readable by its owner only.
-        fingerprint: names what token ids mean: model, tokenizer, vocabulary.
+        fingerprint: identifies what token ids mean: model, tokenizer, vocabulary.
 
     Returns:
         Bytes written.
 
     Raises:
-        ValueError: the fingerprint is empty or longer than `LONGEST_FINGERPRINT` bytes.
-        OSError: the file cannot be written; an older one is still there.
+        ValueError: the fingerprint is empty or longer than `MAX_FINGERPRINT_BYTES` bytes.
+        OSError: the file cannot be written; an older one is left unchanged.
     """
     mark = _fingerprint_bytes(fingerprint)
     target = Path(path)
@@ -103,35 +103,37 @@ def restore(
 ) -> int:
     """Insert the rollouts of a snapshot into an empty cache.
 
-    Where they do not fit, the least recently used prompts and the oldest rollouts are left behind.
-    Their policy versions come back; which one writes now is for `RolloutCache.advance` to say.
+    If they do not fit, the least recently used prompts and the oldest rollouts are dropped.
+    Rollouts keep their policy versions; the current one is not changed.
 
     Args:
-        path: file that `save` wrote.
-        cache: of any budgets; without rollouts, so that theirs are not taken for the older ones.
-        fingerprint: must be the one that was saved.
-        vocabulary: a file with a token that is not below it is refused.
+        path: a file that `save` wrote.
+        cache: of any budgets; empty, because its rollouts would be taken for older ones.
+        fingerprint: must equal the saved one.
+        vocabulary: a file with a token id that is not below it is refused.
 
     Returns:
-        Response tokens read. (They count as inserted in the cache's stats.)
+        Response tokens read. They count as inserted in the cache's stats.
 
     Raises:
-        SnapshotRefused: another format or fingerprint, or the file is damaged. The cache is as it
-            was, but for a file that has a right digest and contradicts itself: then the prompts
-            before the contradiction are in it.
-        ValueError: the cache is not empty, or the fingerprint is not a possible one.
+        SnapshotRefused: another format or fingerprint, or the file is damaged. The cache is
+            unchanged, except if a file with a correct digest is inconsistent: then it contains the
+            prompts before the inconsistency.
+        ValueError: the cache is not empty, or the fingerprint is empty or too long.
         OSError: the file is missing or cannot be read.
     """
     mark = _fingerprint_bytes(fingerprint)
     if cache.stats().sequences:
-        raise ValueError("a snapshot is restored into an empty cache; this one has rollouts")
+        raise ValueError(
+            "a snapshot can only be restored into an empty cache; this one has rollouts"
+        )
     with Path(path).open("rb") as file:
         reader = _Reader(file, str(path), os.fstat(file.fileno()).st_size)
         header = reader.verified_header()
         if header.fingerprint != mark:
             found = header.fingerprint.decode(errors="replace")
             raise SnapshotRefused(
-                f"snapshot {path} belongs to {found!r}, this run is {fingerprint!r}: "
+                f"snapshot {path} has the fingerprint {found!r}, this run has {fingerprint!r}: "
                 "load one that was saved with the same model and tokenizer"
             )
         total = 0
@@ -152,7 +154,7 @@ class _Header:
 
 
 class _Reader:
-    """One open snapshot; every refusal says which file and why."""
+    """Reads one open snapshot; every refusal names the file and the reason."""
 
     def __init__(self, file: BinaryIO, path: str, size: int) -> None:
         self._file = file
@@ -161,7 +163,7 @@ class _Reader:
         self._left = 0
 
     def verified_header(self) -> _Header:
-        """Check all that can be checked without knowing what the file is for."""
+        """The header, after checking format, length and digest."""
         start = self._file.read(_HEADER)
         if len(start) < _HEADER or not start.startswith(MAGIC):
             raise self._refused("it is not a snapshot of rollouts")
@@ -173,75 +175,76 @@ class _Reader:
             )
         if _HEADER + mark_size + body != self._size:
             raise self._refused(
-                f"its header tells of {_HEADER + mark_size + body} bytes, the file has "
-                f"{self._size}: it was cut off, or something was added"
+                f"its header implies {_HEADER + mark_size + body} bytes, the file has "
+                f"{self._size}: it was truncated, or something was appended"
             )
         digest = hashlib.blake2b(digest_size=_DIGEST)
-        left = self._size - _HEADER  # a file that grows meanwhile must not keep this busy
+        left = self._size - _HEADER  # a file that grows meanwhile must not prolong this
         while left > 0 and (chunk := self._file.read(min(left, _CHUNK))):
             digest.update(chunk)
             left -= len(chunk)
-        digest.update(fields)  # last, because a writer knows them last
+        digest.update(fields)  # last, because the writer knows them last
         if digest.digest() != start[_FIELDS.size :]:
-            raise self._refused("its digest does not fit its content: it was damaged")
-        if mark_size > LONGEST_FINGERPRINT or not 1 <= head <= MAX_MATCH_LIMIT:
-            raise self._contradiction(f"a fingerprint of {mark_size} bytes, heads of {head}")
+            raise self._refused("its digest does not match its content: it was damaged")
+        if mark_size > MAX_FINGERPRINT_BYTES or not 1 <= head <= MAX_MATCH_LIMIT:
+            raise self._inconsistent(f"a fingerprint of {mark_size} bytes, heads of {head}")
         self._file.seek(_HEADER)
         mark = self._file.read(mark_size)
         self._left = body
         return _Header(mark, head, prompts)
 
     def rollouts(self, header: _Header, vocabulary: int) -> Iterator[StoredRollouts]:
-        """Prompt by prompt, its numbers checked."""
+        """The rollouts, prompt by prompt, with all numbers checked."""
         for prompt in range(header.prompts):
             key_size, count, total = _PROMPT.unpack(self._take(_PROMPT.size, prompt))
             try:
                 key = self._take(key_size, prompt).decode("utf-8", "surrogatepass")
             except UnicodeDecodeError as error:
-                raise self._contradiction(f"prompt {prompt}: its key is no text") from error
+                raise self._inconsistent(f"prompt {prompt}: its key is not UTF-8") from error
             lengths, versions = (self._numbers(count, prompt) for _ in range(2))
             tokens = self._numbers(total, prompt)
             if not key or not count or lengths.min() <= header.head:
-                raise self._contradiction(f"prompt {prompt}: no key, or a rollout without tokens")
+                raise self._inconsistent(f"prompt {prompt}: no key, or a rollout without tokens")
             if int(lengths.sum(dtype=np.int64)) != total:
-                raise self._contradiction(f"prompt {prompt}: lengths do not add up to {total}")
+                raise self._inconsistent(f"prompt {prompt}: lengths do not add up to {total}")
             if versions.min() < 0:
-                raise self._contradiction(f"prompt {prompt}: a policy version is negative")
+                raise self._inconsistent(f"prompt {prompt}: a policy version is negative")
             starts = np.cumsum(lengths, dtype=np.int64) - lengths
             heads = tokens[starts[:, None] + np.arange(header.head)]
             if not are_valid_tokens(heads, tokens, vocabulary):
-                raise self._contradiction(
+                raise self._inconsistent(
                     f"prompt {prompt}: a token is negative or not below {vocabulary}"
                 )
             yield StoredRollouts(key, lengths, versions, tokens)
         if self._left:
-            raise self._contradiction(f"{self._left} bytes follow the last prompt")
+            raise self._inconsistent(f"{self._left} bytes follow the last prompt")
 
     def _numbers(self, count: int, prompt: int) -> IntArray:
-        return np.frombuffer(self._take(count * 4, prompt), _WIRE).astype(np.int32)
+        return np.frombuffer(self._take(count * 4, prompt), _INT32).astype(np.int32)
 
     def _take(self, size: int, prompt: int) -> bytes:
         if size > self._left:
-            raise self._contradiction(
-                f"prompt {prompt} wants {size} bytes where {self._left} are left"
+            raise self._inconsistent(
+                f"prompt {prompt} needs {size} bytes, and {self._left} are left"
             )
         self._left -= size
         data = self._file.read(size)
         if len(data) != size:
-            raise self._refused("it became shorter while it was read")
+            raise self._refused("it was truncated while it was read")
         return data
 
     def _refused(self, why: str) -> SnapshotRefused:
         return SnapshotRefused(
-            f"snapshot {self._path} is refused: {why}. Save a new one; an empty cache is as exact"
+            f"snapshot {self._path} is refused: {why}. Delete it or save a new one; an empty cache "
+            "is just as exact, only slower at first"
         )
 
-    def _contradiction(self, what: str) -> SnapshotRefused:
-        return self._refused(f"it contradicts itself ({what})")
+    def _inconsistent(self, what: str) -> SnapshotRefused:
+        return self._refused(f"it is inconsistent ({what})")
 
 
 def _write(file: BinaryIO, cache: RolloutCache, mark: bytes) -> int:
-    """Write everything; the header last, at the front."""
+    """Write everything; the header last, at the start of the file. Returns the bytes."""
     digest = hashlib.blake2b(digest_size=_DIGEST)
     file.write(bytes(_HEADER))
     prompts = body = 0
@@ -255,7 +258,7 @@ def _write(file: BinaryIO, cache: RolloutCache, mark: bytes) -> int:
         name = stored.key.encode("utf-8", "surrogatepass")
         body += put(_PROMPT.pack(len(name), len(stored.lengths), len(stored.tokens)) + name)
         for numbers in (stored.lengths, stored.versions, stored.tokens):
-            body += put(numbers.astype(_WIRE).tobytes())
+            body += put(numbers.astype(_INT32).tobytes())
         prompts += 1
     fields = _FIELDS.pack(MAGIC, FORMAT, len(mark), cache.config.max_match, prompts, body)
     digest.update(fields)
@@ -266,16 +269,16 @@ def _write(file: BinaryIO, cache: RolloutCache, mark: bytes) -> int:
 
 def _fingerprint_bytes(fingerprint: str) -> bytes:
     mark = fingerprint.encode("utf-8", "surrogatepass")
-    if not 0 < len(mark) <= LONGEST_FINGERPRINT:
+    if not 0 < len(mark) <= MAX_FINGERPRINT_BYTES:
         raise ValueError(
-            f"a fingerprint names model, tokenizer and vocabulary in 1 to {LONGEST_FINGERPRINT} "
-            f"bytes, not {len(mark)}"
+            f"a fingerprint identifies model, tokenizer and vocabulary in 1 to "
+            f"{MAX_FINGERPRINT_BYTES} bytes, not {len(mark)}"
         )
     return mark
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make the new name last through a crash of the machine."""
+    """Make the renaming durable, should the machine crash."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

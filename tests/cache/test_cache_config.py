@@ -21,7 +21,7 @@ from cache.config import CacheConfig
         ({"reuse": "lenient", "lenience": 0}, "greater than 0"),
         ({"reuse": "lenient", "lenience": float("nan")}, "finite"),
         ({"reuse": "lenient", "lenience": float("inf")}, "finite"),
-        ({"lenience": 2.0}, "does nothing with reuse: drafts"),
+        ({"lenience": 2.0}, "has no effect with reuse: drafts"),
         ({"reuse": "lenient", "enabled": False}, "keeps none"),
         ({"reuse": "lenient", "lenient_max_bytes": 1}, "greater than or equal"),
     ],

@@ -46,7 +46,7 @@ def test_a_snapshot_that_cannot_be_used_is_said_and_the_cache_begins_empty(
     if content is not None:
         Path(str(place(tmp_path).snapshot)).write_bytes(content)
     cache = open_at(CONFIG, place(tmp_path, **changes))
-    assert "the cache begins empty" in caplog.text
+    assert "the cache starts empty" in caplog.text
     assert drafts(cache) == []
     cache.check()
 

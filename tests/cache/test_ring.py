@@ -228,7 +228,7 @@ def test_files_that_are_no_rings_are_refused(tmp_path: Path) -> None:
         RingReader(path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(ExchangeRefused, match="not a plain file"):
+    with pytest.raises(ExchangeRefused, match="not a regular file"):
         RingReader(path)
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")

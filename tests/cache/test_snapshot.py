@@ -194,8 +194,8 @@ def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, saved: bytes)
 def test_any_cut_is_refused(tmp_path: Path, saved: bytes) -> None:
     for size in (*range(200), *range(200, len(saved), 7), len(saved) - 1):
         said = refusal(tmp_path, saved[:size])
-        assert "cut off" in said or "not a snapshot" in said
-    assert "something was added" in refusal(tmp_path, saved + b"\0")
+        assert "truncated" in said or "not a snapshot" in said
+    assert "something was appended" in refusal(tmp_path, saved + b"\0")
 
 
 def test_any_flipped_bit_is_refused(tmp_path: Path, saved: bytes) -> None:
@@ -246,14 +246,14 @@ def test_every_contradiction_under_a_right_digest_is_named(tmp_path: Path, saved
 
     assert "heads of 41" in forged(16, 41)
     assert "follow the last prompt" in forged(20, 2)
-    assert "wants 16 bytes where 0 are left" in forged(20, 4)
-    assert "where" in forged(body, 2**32 - 1)
+    assert "needs 16 bytes, and 0 are left" in forged(20, 4)
+    assert "are left" in forged(body, 2**32 - 1)
     assert "a rollout without tokens" in forged(body + 4, 0)
     assert "no key" in forged(body, 0)
     assert "do not add up" in forged(body + 8, 1)
     assert "a token is negative" in forged(len(saved) - 4, 2**31)
     assert "version is negative" in forged(body + 16 + 1 + 4, 2**31)
-    assert "key is no text" in refusal(
+    assert "key is not UTF-8" in refusal(
         tmp_path, signed(saved[: body + 16] + b"\xff" + saved[body + 17 :])
     )
 
