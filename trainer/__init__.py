@@ -1,1 +1,1 @@
-"""The learner: algorithms, packing, gradient accumulation, checkpoints and weight publishing."""
+"""Training: the learner, algorithms, sequence packing and checkpoints."""

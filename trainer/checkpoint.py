@@ -1,16 +1,15 @@
-"""Checkpoints: written beside, renamed into place, so that a directory is whole or absent.
+"""Checkpoints: written to a temporary directory and renamed, so that they are whole or absent.
 
 ```
 checkpoints/step-000012/
   model/            a Hugging Face directory: weights, configuration, tokenizer files
   trainer.pt        optimizer state and random states (torch, loaded with weights_only=True)
-  state.json        format, policy_version (= the data cursor: steps consumed), settings; last
+  state.json        format, policy_version (also the data cursor: steps trained), settings; last
 ```
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
@@ -26,7 +25,7 @@ from trainer.checkpoint_files import read_state
 from trainer.errors import CheckpointError
 
 FORMAT = 1
-"""Grows when an older reader could not read what is written."""
+"""Raised whenever older versions could not read what is written."""
 
 _FREE = frozenset(
     {
@@ -45,70 +44,72 @@ _FREE = frozenset(
         "gradient_checkpointing",
     }
 )
-"""Settings that may differ between two halves of a run: they change speed, memory and rounding, or
-are what people turn when a run goes wrong."""
+"""Settings that may change when a run is resumed: those that affect only speed, memory and
+rounding, and those that people adjust when a run goes wrong."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5")
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint is made of."""
+    """What is written to a checkpoint."""
 
     model: PreTrainedModel
     optimizer: dict[str, Any]
     model_path: str
-    """Where the run's model came from; its tokenizer files are copied."""
+    """Where the run's model came from; its tokenizer files are copied from there."""
     policy_version: int
-    setting: dict[str, Any]
-    """Every setting that shapes the run, JSON types."""
+    settings: dict[str, Any]
+    """Every setting that shapes the run, as JSON types."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `read` gives back; the model and random states are already in place."""
+    """The rest of a checkpoint, after `read` has set the model and the random states."""
 
     optimizer: dict[str, Any]
     policy_version: int
 
 
 def write(directory: Path, contents: Contents) -> None:
-    """Write a checkpoint to `directory` (replacing one of that name), atomically.
+    """Write a checkpoint to `directory` atomically, replacing one of that name.
 
     Raises:
-        CheckpointError: the disk refused; what was there before is untouched.
+        CheckpointError: it could not be written; an existing checkpoint is untouched.
     """
-    beside = directory.with_name(f".{directory.name}.{os.getpid()}.writing")
+    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.writing")
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        _fill(beside, contents)
-        for path in [*beside.rglob("*"), beside]:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        _fill(temporary, contents)
+        for path in [*temporary.rglob("*"), temporary]:
             _sync(path)
         if directory.exists():
             old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
             directory.rename(old)
-            beside.rename(directory)
+            temporary.rename(directory)
             shutil.rmtree(old)
         else:
-            beside.rename(directory)
+            temporary.rename(directory)
         _sync(directory.parent)
     except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"cannot write the checkpoint {directory}: {error}") from error
 
 
-def read(directory: Path, model: PreTrainedModel, setting: dict[str, Any]) -> Loaded:
+def read(directory: Path, model: PreTrainedModel, settings: dict[str, Any]) -> Loaded:
     """Load weights into `model`, set the random states, return the rest.
 
     Raises:
-        CheckpointError: incomplete, another format, another model, or other settings.
+        CheckpointError: it is not complete, has another format, is of another model, or was
+            written under other settings.
     """
     state = read_state(directory)
     if state.get("format") != FORMAT:
         raise CheckpointError(
-            f"{directory} has checkpoint format {state.get('format')}, this version reads {FORMAT}"
+            f"{directory} has checkpoint format {state.get('format')}, but this version reads only "
+            f"{FORMAT}; resume with the version that wrote it"
         )
-    _check_setting(directory, state["setting"], setting)
+    _check_settings(directory, state["setting"], settings)
     try:
         extra = torch.load(directory / "trainer.pt", weights_only=True, map_location="cpu")
         _load_weights(directory, model)
@@ -133,14 +134,13 @@ def _fill(directory: Path, contents: Contents) -> None:
     state = {
         "format": FORMAT,
         "policy_version": contents.policy_version,
-        "setting": contents.setting,
-        "setting_sha256": _digest(contents.setting),
+        "setting": contents.settings,
     }
     (directory / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
 def _copy_tokenizer(model_path: str, target: Path) -> None:
-    """Everything beside the weights that the model's directory has and the new one lacks."""
+    """Copy the model's other files (tokenizer, chat template) that `target` lacks."""
     source = Path(model_path)
     if not source.is_dir():
         AutoTokenizer.from_pretrained(model_path).save_pretrained(target)
@@ -154,8 +154,8 @@ def _copy_tokenizer(model_path: str, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _check_setting(directory: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
-    # Through JSON, so that tuples and lists compare equal.
+def _check_settings(directory: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    # Through JSON, so that tuples and lists compare as equal.
     now = json.loads(json.dumps(now))
     changed = sorted(
         key for key in (then.keys() | now.keys()) - _FREE if then.get(key) != now.get(key)
@@ -169,7 +169,7 @@ def _check_setting(directory: Path, then: dict[str, Any], now: dict[str, Any]) -
 
 
 def _load_weights(directory: Path, model: PreTrainedModel) -> None:
-    """Through transformers, which undoes whatever renaming `save_pretrained` did."""
+    """Load by transformers, which undoes the renaming of `save_pretrained`."""
     own = model.state_dict()
     dtype = next(model.parameters()).dtype
     loaded = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=dtype).state_dict()
@@ -185,10 +185,6 @@ def _load_weights(directory: Path, model: PreTrainedModel) -> None:
     with torch.no_grad():
         for name, tensor in loaded.items():
             own[name].copy_(tensor)
-
-
-def _digest(setting: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()
 
 
 def _sync(path: Path) -> None:

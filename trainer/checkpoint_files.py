@@ -1,4 +1,4 @@
-"""Which checkpoints a run has. Reads names and `state.json` only, so that it imports no torch.
+"""Finds and removes checkpoints. Reads names and `state.json` only, so it imports no torch.
 
 The controller looks for checkpoints before it starts a process; `trainer.checkpoint` writes and
 loads them.
@@ -24,14 +24,14 @@ def latest(checkpoints: Path) -> Path | None:
 
 
 def version_of(directory: Path) -> int:
-    """The policy version of a complete checkpoint: the steps done. Raises CheckpointError."""
+    """Policy version of a complete checkpoint, the steps trained. Raises CheckpointError."""
     return int(read_state(directory)["policy_version"])
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep` complete checkpoints, and what a killed writer left."""
+    """Remove all but the newest `keep` complete checkpoints, and remains of a killed writer."""
     for old in _complete(checkpoints)[:-keep]:
-        # state.json first: a removal cut short leaves nothing that looks complete.
+        # state.json first, so that an interrupted removal leaves nothing that looks complete.
         (old / "state.json").unlink()
         shutil.rmtree(old, ignore_errors=True)
     for left in [*checkpoints.glob(".step-*.writing"), *checkpoints.glob(".step-*.old")]:

@@ -12,8 +12,9 @@ from trainer.algorithms.registry import known_algorithms
 class TrainerConfig(BaseModel):
     """How groups of trajectories become optimizer steps.
 
-    With one pass over each batch (there is always exactly one here) three settings decide what
-    the importance ratio does; see `trainer.algorithms.grpo` for the equations.
+    Each batch is passed over exactly once. Then `proximal_policy`, `importance_cap` and
+    `clip_ratio_*` decide what the importance ratio does; `trainer.algorithms.grpo` has the
+    equations.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -23,15 +24,15 @@ class TrainerConfig(BaseModel):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW; 1e-6 suits 1B-32B parameters."""
     learning_rate_schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Shape after warm-up; cosine and linear fall to the minimum."""
+    """Shape after warm-up; cosine and linear decay to the minimum."""
     learning_rate_minimum: float = Field(default=0.0, ge=0)
-    """Where cosine and linear end."""
+    """Learning rate at which cosine and linear end."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly."""
     schedule_steps: int | None = Field(default=None, gt=0)
-    """Step at which cosine and linear reach the minimum; default run.steps."""
+    """Step at which cosine and linear reach the minimum; unset: run.steps."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled decay, on matrices only (not norms and biases)."""
+    """AdamW's decoupled weight decay, on matrices only (not norms and biases)."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's moment decays."""
     adam_epsilon: float = Field(default=1e-8, gt=0)
@@ -40,7 +41,7 @@ class TrainerConfig(BaseModel):
     """The global gradient norm is clipped to this; .inf turns it off."""
 
     proximal_policy: Literal["current", "behaviour"] = "current"
-    """current: decoupled objective, truncated importance weights, no clipping in a single pass.
+    """current: decoupled objective with truncated importance weights; a single pass clips nothing.
     behaviour: PPO's clipped ratio against the policy that drew the tokens."""
     importance_cap: float = Field(default=2.0, ge=1)
     """Largest importance weight of a token. current: the weight is truncated to it; behaviour:
@@ -50,31 +51,31 @@ class TrainerConfig(BaseModel):
     clip_ratio_high: float = Field(default=0.2, gt=0)
     """PPO clips the ratio above 1 + this; DAPO's clip-higher uses 0.28."""
     loss_normalization: Literal["token", "sequence"] = "token"
-    """token: every response token of the step weighs the same (DAPO). sequence: every sample weighs
-    the same, its tokens are averaged first (GRPO)."""
+    """token: every response token of the step has the same weight (DAPO). sequence: every sample
+    has the same weight, its tokens are averaged first (GRPO)."""
     advantage_normalization: Literal["std", "none"] = "std"
-    """std: divide by the group's deviation (GRPO). none: do not (Dr. GRPO)."""
+    """std: divide by the group's standard deviation (GRPO). none: do not (Dr. GRPO)."""
     skip_zero_variance_groups: bool = True
     """Do not compute groups whose advantages are all 0. They still count in the denominator, so the
     gradient is the same; their tokens are missing from the means of entropy, ratio and mismatch.
-    Ignored while kl_coefficient > 0."""
+    Without effect while kl_coefficient > 0."""
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the k3 penalty towards the initial model; 0 keeps no second model."""
+    """Weight of the KL penalty towards the initial model; with 0 no second model is loaded."""
 
     micro_batch_tokens: int = Field(default=8192, gt=0)
-    """Prompt + response tokens of one forward pass; a longer sequence goes alone."""
+    """Prompt + response tokens of one forward pass; a longer sequence gets its own."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Compute type. Under bfloat16 (autocast) parameters and Adam stay float32."""
     device: str = "auto"
     """auto (a GPU where there is one), cpu, cuda, cuda:N."""
     threads: int | None = Field(default=None, gt=0)
-    """Threads of torch in the trainer's process; unset: torch decides."""
+    """Torch threads of the trainer's process; unset: torch decides."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third slower."""
+    """Recompute activations in the backward pass: less memory, about a third slower."""
     checkpoint_every: int = Field(default=50, gt=0)
     """Optimizer steps between checkpoints."""
     keep_checkpoints: int = Field(default=2, gt=0)
-    """How many of the newest are kept."""
+    """How many of the newest checkpoints are kept."""
 
     @field_validator("algorithm")
     @classmethod

@@ -1,16 +1,16 @@
-"""The same linear layers and norms, faster on a CPU. Nothing here changes what is computed.
+"""Faster linear layers and norms for the CPU, with the same results.
 
-Two things cost most of a training step on a CPU:
+Two things take most of a training step on a CPU:
 
-- **Matrix products.** torch sends float32 products to MKL, which keeps to AVX2 on processors that
-  are not Intel's. oneDNN, also part of torch, uses AVX-512 there: 215 against 97 GFLOP/s per core
-  on an EPYC 9005. `OnednnLinear` takes that way, forward and backward.
-- **RMS norms**, which transformers writes as eight elementwise operations, each with a backward
-  pass of its own. `RmsNorm` has one written-out backward pass: 220 against 730 µs for 591 x 256.
+- **Matrix products.** torch sends float32 products to MKL, which uses only AVX2 on processors that
+  are not Intel's. oneDNN, also part of torch, uses AVX-512 there: 215 instead of 97 GFLOP/s per
+  core on an EPYC 9005. `OnednnLinear` uses it, forward and backward.
+- **RMS norms**, which transformers writes as eight elementwise operations, each with its own
+  backward pass. `_RmsNorm` has a single one, written by hand: 220 instead of 730 µs for 591 x 256.
   It also stays in float64 where transformers would fall back to float32.
 
-Each replacement is compared with the original on random input when it is made; where the two
-differ (Gemma adds 1 to its weights, say) the original stays.
+Each replacement is compared with the original on random input before it is made; where the results
+differ (Gemma adds 1 to its weights, for example) the original stays.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch.nn.functional import linear
 
 logger = logging.getLogger(__name__)
 
-FEWEST_ROWS = 16
-"""Below this many rows oneDNN's set-up costs more than it wins."""
+MIN_ROWS = 16
+"""With fewer rows oneDNN's set-up costs more than it saves."""
 
 
 def speed_up(model: nn.Module) -> tuple[int, int]:
-    """Replace what can be replaced, in place; returns how many (linear layers, norms).
+    """Replace layers of a model in place; returns how many (linear layers, norms).
 
-    Names, parameters and results stay the same. Does nothing for a model that is not on the CPU.
+    Names, parameters and results stay the same. A model that is not on the CPU stays as it is.
     """
     if next(model.parameters()).device.type != "cpu":
         return 0, 0
@@ -55,9 +55,9 @@ def speed_up(model: nn.Module) -> tuple[int, int]:
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Whether float32 products should go to oneDNN: AVX-512, not Intel, and it computes right.
+    """Whether float32 products should go to oneDNN: AVX-512, not Intel, and correct results.
 
-    Decided by what the machine is, not by a stopwatch, so that a run repeats bit for bit.
+    Decided by the machine's properties and not by timing, so that a run repeats bit for bit.
     """
     if not (
         torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -106,7 +106,7 @@ class OnednnLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., k]` to `[..., o]`."""
-        few = x.numel() < FEWEST_ROWS * self.in_features
+        few = x.numel() < MIN_ROWS * self.in_features
         if few or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
             return linear(x, self.weight, self.bias)
         out: Tensor = _Linear.apply(x, self.weight, self.bias)
@@ -149,7 +149,7 @@ def _epsilon(module: Any) -> float:
 
 @torch.no_grad()
 def _is_rms_norm(module: Any) -> bool:
-    """By name first, then by what it computes."""
+    """Whether the module is a plain RMS norm, by its name and by what it computes."""
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor):
         return False

@@ -1,10 +1,10 @@
 """What can go wrong in the trainer.
 
 TrainerError
-├── UnsupportedModelError        the trainer cannot train this model
-├── BatchError        a group does not fit (size, tokens, version, twice): nothing was accumulated
-├── NonFiniteError    a gradient or loss is not a number: the weights were not touched
-└── CheckpointError   a checkpoint cannot be written, read or resumed from
+├── UnsupportedModelError  the trainer cannot load or train this model
+├── BatchError             a group was refused (size, tokens, version, twice): nothing accumulated
+├── NonFiniteError         a loss or gradient is not finite: the weights are untouched
+└── CheckpointError        a checkpoint cannot be written, read or resumed from
 
 `BatchError` and `NonFiniteError` name the group or the step.
 """
@@ -21,11 +21,11 @@ class UnsupportedModelError(TrainerError):
 
 
 class BatchError(TrainerError):
-    """A group was refused; the step's accumulated gradient is as it was before."""
+    """A group was refused; the step's accumulated gradient is unchanged."""
 
 
 class NonFiniteError(TrainerError):
-    """A gradient is not finite, so the step was refused; weights and optimizer are untouched."""
+    """A loss or gradient is not finite; weights and optimizer are untouched."""
 
 
 class CheckpointError(TrainerError):

@@ -84,7 +84,7 @@ class Learner:
         self._model_path = model_path
         self._group_size = group_size
         self._total_steps = total_steps
-        self._setting = {
+        self._run_settings = {
             "group_size": group_size,
             "seed": seed,
             "temperature": temperature,
@@ -210,7 +210,7 @@ class Learner:
                 optimizer=self._optimizer.state_dict(),
                 model_path=self._model_path,
                 policy_version=self._version,
-                setting=self._described(),
+                settings=self._described(),
             ),
         )
         checkpoint_files.prune(directory.parent, self._config.keep_checkpoints)
@@ -267,7 +267,7 @@ class Learner:
         self._seen: set[int] = set()
 
     def _described(self) -> dict[str, Any]:
-        return {**self._config.model_dump(mode="json"), **self._setting}
+        return {**self._config.model_dump(mode="json"), **self._run_settings}
 
 
 def _token_batch(

@@ -1,4 +1,4 @@
-"""AdamW, its learning rate as a pure function of the step, and the one pass over the gradients."""
+"""AdamW, its learning rate schedule, and scaling and clipping of gradients in one pass."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainer.errors import NonFiniteError, TrainerError
 
 
 def learning_rate(config: TrainerConfig, step: int, total_steps: int | None) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up, then the schedule.
+    """Learning rate of optimizer step `step` (from 0): linear warm-up, then the schedule.
 
     Raises:
-        TrainerError: cosine or linear without a last step, or one inside the warm-up.
+        TrainerError: cosine or linear has no last step, or one inside the warm-up.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
@@ -37,7 +37,7 @@ def learning_rate(config: TrainerConfig, step: int, total_steps: int | None) -> 
 
 
 def make_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """Fused AdamW (on the CPU too); weight decay on matrices only, not on norms and biases."""
+    """Fused AdamW, on the CPU too; weight decay applies to matrices, not to norms and biases."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -53,12 +53,13 @@ def make_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
 
 
 def scale_and_clip(parameters: Iterable[Tensor], denominator: float, max_norm: float) -> float:
-    """Divide summed gradients by the denominator, clip the global norm; returns it unclipped.
+    """Divide summed gradients by the denominator and clip their global norm; returns the norm.
 
-    One pass over the gradients: the norm is taken of the sums, both factors are applied at once.
+    The returned norm is that before clipping. It is computed from the sums, so that both factors
+    are applied in one pass.
 
     Raises:
-        NonFiniteError: the norm is not finite; gradients are unchanged.
+        NonFiniteError: the norm is not finite; the gradients are unchanged.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = float(torch.nn.utils.get_total_norm(grads)) / denominator if grads else 0.0

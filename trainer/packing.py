@@ -1,10 +1,10 @@
-"""Sequences of different lengths in one row, without padding, each attending only to itself.
+"""Packs sequences of different lengths into one row without padding.
 
-Linear layers, norms and activations see `[1, T]` real tokens. Only attention has to know where
-one sequence ends: `packed_attention`, registered with transformers under `ATTENTION_NAME`,
-spreads queries, keys and values over `[B, H, L_max, D]`, runs causal SDPA, and gathers the real
-rows again. Sequences of a micro-batch are neighbours in length, so that spreading wastes little.
-Positions restart at 0 in each sequence, so rotary and learned positions come out right.
+Linear layers, norms and activations see `[1, T]` real tokens. Only attention needs to know where a
+sequence ends: `packed_attention`, registered with transformers under `ATTENTION_NAME`, spreads
+queries, keys and values over `[B, H, L_max, D]`, runs causal SDPA, and gathers the real tokens
+again. Sequences of a micro-batch have similar lengths, so little of the spread block is padding.
+Positions restart at 0 in each sequence, so rotary and learned positions are those of the sequence.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ ATTENTION_NAME = "asyncrl_packed"
 """The name under which the attention function is registered with transformers."""
 
 _PLAIN_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "layer_idx", "output_attentions"}
-"""Arguments some models hand to the attention function that do not change its result here."""
+"""Arguments that some models pass to the attention function and that do not affect its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where B sequences lie in a packed row of T tokens, and in the padded block of attention."""
+    """Positions of B sequences in a packed row of T tokens and in attention's padded block."""
 
     positions: Tensor
     """`[1, T]` int64, from 0 in each sequence."""
     spread: Tensor
-    """`[B * L_max]` int64: for each padded slot the packed token in it (0 where there is none)."""
+    """`[B * L_max]` int64: the packed token in each padded slot; 0 where there is none."""
     real: Tensor
     """`[B * L_max, 1, 1]` bool: whether the padded slot holds a token."""
     gather: Tensor
-    """`[T]` int64: for each packed token its padded slot."""
+    """`[T]` int64: the padded slot of each packed token."""
     sequences: int
     """B."""
     longest: int
@@ -69,10 +69,10 @@ class Layout:
 
 
 class _Spread(torch.autograd.Function):
-    """`[T, H, D]` to `[B * L_max, H, D]`; padded slots repeat token 0, their gradient is dropped.
+    """`[T, H, D]` to `[B * L_max, H, D]`; padding repeats token 0, and its gradient is dropped.
 
-    Written out because both directions are then plain gathers; the automatic backward pass of an
-    index would be a scatter-add over colliding indices.
+    The backward pass is written by hand because it is then a plain gather. That of autograd would
+    be a scatter-add over colliding indices.
     """
 
     @staticmethod
@@ -116,19 +116,21 @@ def packed_attention(
     `query` is `[1, H, T, D]`, `key` and `value` `[1, H_kv, T, D]`; returns `[1, T, H, D]`.
 
     Raises:
-        UnsupportedModelError: the model did not hand the layout through, or asks for something
-            that this function does not do (logit soft-caps, sinks, a mask of its own, not causal).
+        UnsupportedModelError: the model does not pass the layout on, or needs something that this
+            function does not do (logit soft-caps, sinks, its own mask, non-causal attention).
     """
     if packed_layout is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} does not hand keyword arguments to attention"
+            f"{type(module).__name__} does not pass keyword arguments on to attention"
         )
     if others.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
         raise UnsupportedModelError(f"{type(module).__name__} is not causal")
     unknown = [k for k, v in others.items() if v is not None and k not in _PLAIN_ARGUMENTS]
     if attention_mask is not None or unknown:
-        asked = ", ".join(unknown) or "an attention mask of its own"
-        raise UnsupportedModelError(f"{type(module).__name__} asks packed attention for {asked}")
+        asked = ", ".join(unknown) or "its own attention mask"
+        raise UnsupportedModelError(
+            f"{type(module).__name__} needs {asked}, which packed attention lacks"
+        )
 
     def spread(packed: Tensor) -> Tensor:
         flat: Tensor = _Spread.apply(packed[0].transpose(0, 1), packed_layout)
@@ -151,7 +153,7 @@ def packed_attention(
 
 
 def _window_mask(longest: int, window: int | None, device: torch.device) -> Tensor | None:
-    """`[L, L]` bool, a causal band of `window` keys; None where plain causal is the same."""
+    """`[L, L]` bool: a causal band of `window` keys; None where plain causal attention is equal."""
     if window is None or window >= longest:
         return None
     ones = torch.ones(longest, longest, dtype=torch.bool, device=device)
@@ -161,7 +163,7 @@ def _window_mask(longest: int, window: int | None, device: torch.device) -> Tens
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Indices of sequences per micro-batch: at most `budget` tokens each, longest first.
 
-    A sequence longer than the budget gets a micro-batch of its own. Deterministic.
+    A sequence longer than the budget gets its own micro-batch. Deterministic.
     """
     batches: list[list[int]] = []
     room = 0

@@ -1,10 +1,10 @@
-"""The model as the trainer uses it: packed tokens in, processed log-probabilities out.
+"""The language model as the trainer uses it: packed tokens in, processed log-probabilities out.
 
-"Processed" is the distribution that the engine samples from: logits divided by the temperature,
-then cut to the nucleus of top-p and renormalised. With top_p < 1 the nucleus is that of the
-*current* policy, joined by the drawn token: without it, a token at the nucleus' edge would have
-probability 0 after the smallest change of the weights, and no gradient to come back. The share
-of such tokens is reported (`outside_nucleus`); at staleness 0 it is rounding.
+"Processed" means the distribution that the engine samples from: logits divided by the temperature,
+restricted to the nucleus of top-p, and renormalised. With top_p < 1 the nucleus is that of the
+*current* policy plus the drawn token. Without the drawn token, a token at the nucleus' edge would
+have probability 0 after the smallest change of the weights, and no gradient to bring it back. The
+share of such tokens is reported (`mismatch.outside_nucleus`); at staleness 0 it is rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from trainer.packing import ATTENTION_NAME, Layout
 logger = logging.getLogger(__name__)
 
 LOGIT_BUDGET = 1 << 25
-"""Logits (numbers) held at once; above it the head runs in chunks and is recomputed backwards."""
+"""Logits (numbers) in memory at once; beyond it the head runs in chunks, which the backward pass
+computes again."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -42,7 +43,7 @@ class PackedBatch:
     """`[1, T]` int64."""
     layout: Layout
     predictors: Tensor
-    """`[N]` int64: where in the row the state lies that predicts each response token."""
+    """`[N]` int64: position in the row whose hidden state predicts each response token."""
     targets: Tensor
     """`[N]` int64: the response tokens."""
 
@@ -52,7 +53,7 @@ class PackedBatch:
     ) -> PackedBatch:
         """Pack (prompt `[P]`, response `[L]`) pairs in order; P and L at least 1.
 
-        The last response token is predicted but predicts nothing, so it is left out of the row.
+        The last response token predicts nothing, so it is left out of the row.
         """
         lengths = [len(prompt) + len(response) - 1 for prompt, response in sequences]
         rows: list[IntArray] = []
@@ -73,14 +74,14 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What a policy says of N response tokens. Only `logprobs` carries a gradient."""
+    """Scores of N response tokens under a policy. Only `logprobs` carries a gradient."""
 
     logprobs: Tensor
-    """`[N]` natural log, of the processed distribution, float32 (float64 models: float64)."""
+    """`[N]` nats, of the processed distribution, float32 (float64 for float64 models)."""
     entropy: Tensor
     """`[N]` nats, of the processed distribution."""
     outside: Tensor
-    """`[N]` bool: the drawn token lay outside the current nucleus and was joined to it."""
+    """`[N]` bool: the drawn token is outside the current nucleus and was added to it."""
 
 
 class Policy:
@@ -96,10 +97,10 @@ class Policy:
         top_p: float = 1.0,
         gradient_checkpointing: bool = False,
     ) -> None:
-        """Load, and check on two short sequences that packing changes nothing.
+        """Load the model and check on two short sequences that packing changes nothing.
 
         Raises:
-            UnsupportedModelError: it cannot be loaded, or packing would change what it computes.
+            UnsupportedModelError: it cannot be loaded, or packing would change its results.
         """
         if not temperature > 0 or not 0 < top_p <= 1:
             raise UnsupportedModelError(
@@ -123,7 +124,7 @@ class Policy:
         _set_modes(self.model, gradient_checkpointing=gradient_checkpointing)
 
     def score(self, batch: PackedBatch) -> TokenScores:
-        """Processed log-probability and entropy of every response token of a micro-batch."""
+        """Processed log-probability and entropy of each response token of a micro-batch."""
         with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self._compute_dtype == torch.bfloat16
         ):
@@ -187,7 +188,7 @@ class Policy:
 
     @torch.no_grad()
     def _check_packing(self, model_path: str) -> None:
-        """Compare packed with separate forward passes; choose the head; refuse if they differ."""
+        """Refuse a model whose packed and separate forward passes differ; choose the head."""
         high = self.vocab_size
         pairs = [(np.arange(1, 4, dtype=np.int32) % high, np.arange(2, 9, dtype=np.int32) % high)]
         pairs.append(
@@ -205,14 +206,14 @@ class Policy:
         close = 1e-3 * float(want.abs().max()) + 1e-4
         if float((packed - want).abs().max()) > close:
             raise UnsupportedModelError(
-                f"{model_path}: {type(self.model).__name__} gives other logits for packed "
+                f"{model_path}: {type(self.model).__name__} computes different logits for packed "
                 "sequences than for separate ones, so it cannot be trained here (known causes: "
                 "state-space or convolution layers, attention with its own position bias)"
             )
         assert self._head is not None  # noqa: S101 - for the type checker
         plain = self._head(self._hidden(batch)[batch.predictors])
         if plain.shape != want.shape or float((plain - want).abs().max()) > close:
-            logger.info("%s scales its logits: its own forward pass makes them", model_path)
+            logger.info("%s scales its logits: they come from its own forward pass", model_path)
             self._head = None
 
     def _separate(self, model_path: str, pairs: Sequence[tuple[IntArray, IntArray]]) -> Tensor:
@@ -232,14 +233,14 @@ class Policy:
 
 
 def nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """`[N, V]` logits to `[N, V]` bool: the smallest set of likeliest tokens with mass >= top_p."""
+    """`[N, V]` logits to `[N, V]` bool: the smallest set of top tokens with mass >= top_p."""
     probabilities, order = torch.softmax(logits, -1).sort(dim=-1, descending=True, stable=True)
     before = probabilities.cumsum(-1) - probabilities
     return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before < top_p)
 
 
 def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model from a directory or hub id, on the CPU.
+    """Load a causal language model from a directory or hub id, onto the CPU.
 
     Raises:
         UnsupportedModelError: transformers cannot load it, or it does not take an attention
@@ -265,9 +266,9 @@ def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _set_modes(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """No dropout anywhere: the trainer's log-probabilities must be the engine's.
+    """Turn dropout off everywhere: the trainer's log-probabilities must equal the engine's.
 
-    Checkpointing only works in training mode, which is therefore set on its layers alone.
+    Gradient checkpointing works only in training mode, so that mode is set on its layers alone.
     """
     model.eval()
     if not gradient_checkpointing:

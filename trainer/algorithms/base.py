@@ -35,14 +35,14 @@ Rewards = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """N response tokens as the loss sees them. All float, on one device."""
+    """N response tokens, as a loss takes them. All tensors are float and on one device."""
 
     logprobs: Tensor
     """`[N]` under the current policy (processed distribution); carries the gradient."""
     behaviour_logprobs: Tensor
-    """`[N]` as recorded by the engine when the token was drawn (or verified)."""
+    """`[N]` as the engine recorded them when it drew (or verified) the tokens."""
     advantages: Tensor
-    """`[N]` the advantage of the token's sample."""
+    """`[N]` advantage of the token's sample."""
     weights: Tensor
     """`[N]` 1 or 1 / L (see the module); 0 leaves a token out of loss and statistics."""
     reference_logprobs: Tensor | None = None
@@ -97,7 +97,7 @@ class Algorithm(Protocol):
 
 
 def centred(rewards: Rewards) -> Rewards:
-    """`[G]` rewards minus their mean; exactly 0 (no rounding residue) when all are equal.
+    """`[G]` rewards minus their mean; exactly 0 when all are equal, without rounding error.
 
     Raises:
         ValueError: G < 2, where every sample would be its own baseline and nothing is learnt.
@@ -112,7 +112,7 @@ def centred(rewards: Rewards) -> Rewards:
 def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, cap: float) -> Tensor:
     """`[N]` min(exp(logprobs - behaviour_logprobs), cap), without a gradient.
 
-    Truncated importance sampling (Ionides 2008): bounds the variance that one surprising token
-    can bring, at the price of a bias that is 0 where no weight reaches the cap.
+    Truncated importance sampling (Ionides 2008) bounds the variance that one surprising token can
+    cause, at the price of a bias that is 0 where no weight reaches the cap.
     """
     return torch.exp(logprobs.detach() - behaviour_logprobs).clamp(max=cap)

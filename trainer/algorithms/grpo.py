@@ -5,21 +5,21 @@ Advantage of sample i of a group with rewards r (outcome supervision, GRPO secti
     A_i = (r_i - mean(r)) / (std(r) + 1e-6)        advantage_normalization: std (std with G - 1)
     A_i =  r_i - mean(r)                           advantage_normalization: none (Dr. GRPO, eq. 3)
 
-Loss of a token with current probability p, behaviour probability b (what the engine drew it
-with) and proximal probability x, in the decoupled form (arXiv 2110.00641, eq. 6; AReaL,
+Loss of a token with current probability p, behaviour probability b (with which the engine drew it)
+and proximal probability x, in the decoupled form (arXiv 2110.00641, eq. 6; AReaL,
 2505.24298, eq. 5) with clip-higher (DAPO, eq. 8):
 
     w = min(sg(x) / b, cap)        u = p / sg(x)
     loss = -w * min(u * A, clip(u, 1 - low, 1 + high) * A)
 
-Each batch is passed over once and stepped once, so the policy "at arrival" is the current one:
+There is one pass over each batch and one step, so the policy "at arrival" is the current one:
 
-- `proximal_policy: current` (default): x = p. Then u = 1, the gradient is -w A grad log p:
-  truncated importance sampling towards the newest policy. Nothing is ever clipped; `clip_ratio_*`
-  play no part. On-policy (b = p) this is the plain policy gradient.
-- `proximal_policy: behaviour`: x = b. Then w = 1 and u = p / b is PPO's ratio against the policy
-  that drew the token, clipped; for A < 0 the loss is bounded by dual clip at `cap` (arXiv
-  1912.09729, eq. 5). Clipped tokens have no gradient.
+- `proximal_policy: current` (default): x = p. Then u = 1 and the gradient is -w A grad log p:
+  truncated importance sampling towards the newest policy. Nothing is clipped, and `clip_ratio_*`
+  have no effect. On-policy (b = p) this is the plain policy gradient.
+- `proximal_policy: behaviour`: x = b. Then w = 1, and u = p / b is PPO's clipped ratio against the
+  policy that drew the token; for A < 0 the loss is bounded by dual clip at `cap` (arXiv 1912.09729,
+  eq. 5). Clipped tokens have no gradient.
 
 Both agree to first order when p and b are close. Empty batch: loss 0.
 """
@@ -44,7 +44,7 @@ from trainer.algorithms.base import (
 from trainer.config import TrainerConfig
 
 STD_EPSILON = 1e-6
-"""Keeps the division finite; rewards that differ by less than this are noise."""
+"""Keeps the division finite; rewards that differ by less are noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,11 @@ class Grpo:
         )
 
     def advantages(self, rewards: Rewards) -> Rewards:
-        """`[G]` group-relative advantages; 0 without variance. Raises ValueError: G < 2."""
+        """`[G]` group-relative advantages, 0 where all rewards are equal.
+
+        Raises:
+            ValueError: G < 2.
+        """
         out = centred(rewards)
         if self.normalize_std and out.any():
             out = out / (np.std(rewards, ddof=1) + STD_EPSILON)
@@ -89,7 +93,7 @@ class Grpo:
 
     def _truncated(self, batch: TokenBatch) -> LossSums:
         weight = importance_weights(batch.logprobs, batch.behaviour_logprobs, self.importance_cap)
-        # u = 1 in value; written as a ratio so that value and gradient are both the equation's.
+        # u is 1, written as a ratio so that its gradient is the equation's too.
         ratio = torch.exp(batch.logprobs - batch.logprobs.detach())
         kept = batch.weights != 0
         return LossSums(

@@ -3,8 +3,8 @@
     A_i  = r_i - mean over j != i of r_j  =  (r_i - mean(r)) * G / (G - 1)
     loss = -sg(w) * A * log p,    w = min(p / b, cap)
 
-An unbiased gradient where no weight reaches the cap; `advantage_normalization`,
-`proximal_policy` and `clip_ratio_*` play no part. A group of one sample has no baseline and is
+The gradient is unbiased where no weight reaches the cap. `advantage_normalization`,
+`proximal_policy` and `clip_ratio_*` have no effect. A group of one sample has no baseline and is
 refused. Denominators: see `trainer.algorithms.base`. Empty batch: loss 0.
 """
 
