@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from tiny_warm_start import TINY
 
 from asyncrl.config import load_config
 from asyncrl.rewards.functions import arithmetic
 from asyncrl.tasks.arithmetic import draw_problems
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import ensure_builtin_model
-from asyncrl.tasks.warm_start import WarmStart
 from benchmarks.pipeline import costs as pipeline_costs
 from benchmarks.pipeline import main as pipeline
 from benchmarks.pipeline import run as pipeline_run
@@ -285,29 +285,17 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-TINY = ModelRecipe(
-    WarmStart(
-        hidden_size=32,
-        intermediate_size=32,
-        heads=1,
-        head_dim=32,
-        steps=4,
-        batch_size=4,
-        dev_problems=8,
-        expected=(0.0, 1.0),
-    ),
-    Muser(steps=2),
-)
+RECIPE = ModelRecipe(TINY, Muser(steps=2))
 
 
 def test_the_model_is_made_once(cache_dir: Path) -> None:
-    made = ensure_model(TINY, cache_dir)
+    made = ensure_model(RECIPE, cache_dir)
     stamp = (made / "config.json").stat().st_mtime_ns
-    assert ensure_model(TINY, cache_dir) == made
+    assert ensure_model(RECIPE, cache_dir) == made
     assert (made / "config.json").stat().st_mtime_ns == stamp
-    assert replace(TINY, version=2).digest() != TINY.digest()
+    assert replace(RECIPE, version=2).digest() != RECIPE.digest()
     # What it was taught shows in its weights.
-    start = ensure_builtin_model(cache_dir, None, TINY.warm_start)
+    start = ensure_builtin_model(cache_dir, None, RECIPE.warm_start)
     assert (start / "model.safetensors").read_bytes() != (made / "model.safetensors").read_bytes()
 
 
@@ -315,7 +303,7 @@ def test_costs_are_of_the_same_tokens_decoded_and_scored(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline_costs, "PROMPTS", 4)
-    model = str(ensure_model(TINY, cache_dir))
+    model = str(ensure_model(RECIPE, cache_dir))
     config = load_config(CONFIG, ("task.train_size=4", "sampling.max_tokens=12"))
     task = load_task(config.task, model, 0)
     cache = config.cache.model_copy(update={"enabled": False})

@@ -5,84 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.loading import load_task
-from asyncrl.tasks.model import ensure_builtin_model
-from asyncrl.tasks.warm_start import WarmStart
-from benchmarks.policies import (
-    Policies,
-    Recipe,
-    distributions,
-    ensure_policies,
-    total_variation,
-    write,
-)
-from benchmarks.policies_variety import Variety
+from benchmarks.policies import Policies
 from benchmarks.report import write_json
-from benchmarks.rollout import (
-    main as rollout,
-)
-from benchmarks.rollout import (
-    passes as rollout_passes,
-)
-from benchmarks.rollout import (
-    run as rollout_run,
-)
-from benchmarks.rollout import (
-    trees as rollout_trees,
-)
+from benchmarks.rollout import main as rollout
+from benchmarks.rollout import passes as rollout_passes
+from benchmarks.rollout import run as rollout_run
+from benchmarks.rollout import trees as rollout_trees
 from benchmarks.rollout.findings import TARGETS, Findings, Kind, Pass, Rows
 from benchmarks.rollout.passes import Plan, Workload
 from benchmarks.rollout.tables import tables
-from benchmarks.widen import widen
-
-TINY = WarmStart(
-    hidden_size=32,
-    intermediate_size=32,
-    heads=1,
-    head_dim=32,
-    steps=4,
-    batch_size=4,
-    dev_problems=8,
-    expected=(0.0, 1.0),
-)
-RECIPE = Recipe(
-    warm_start=TINY,
-    variety=Variety(steps=2),
-    overrides=("scheduler.groups_per_step=2", "evaluation.prompts=4"),
-    prompts=8,
-    keep=(0, 1, 2),
-    max_tokens=8,
-)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_builtin_model(tmp_path_factory.mktemp("cache"), None, TINY)
-
-
-@pytest.fixture(scope="module")
-def policies(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Policies:
-    """The tiny model and another one near it, as if a step had been made."""
-    later = tmp_path_factory.mktemp("later")
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    noise = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=noise), alpha=0.02)
-    network.save_pretrained(later)
-    AutoTokenizer.from_pretrained(model).save_pretrained(later)
-    return Policies(
-        {0: model, 1: later}, {"0-1": 0.1}, {"0": 0.9}, {"before": 0.5, "after": 0.6}, RECIPE
-    )
 
 
 def test_the_json_has_every_ratio_that_torch_gives(
@@ -186,71 +123,3 @@ def test_bad_options_are_refused(
     with pytest.raises(SystemExit, match="2"):
         rollout.main(arguments)
     assert said in capsys.readouterr().err
-
-
-def test_widened_models_say_the_same_and_differ_only_in_what_was_trained(
-    policies: Policies, tmp_path: Path
-) -> None:
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 50, (2, 20)))
-    wide = [tmp_path / str(version) for version in (0, 1)]
-    gates = []
-    for path, target in zip(policies.paths.values(), wide, strict=True):
-        parameters = widen(str(path), target, 256)
-        logits = []
-        for each in (path, target):
-            network = AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)
-            with torch.no_grad():
-                logits.append(network(tokens).logits)
-        assert parameters == sum(p.numel() for p in network.parameters())
-        torch.testing.assert_close(logits[0], logits[1], atol=1e-5, rtol=1e-5)
-        gates.append(network.state_dict()["model.layers.0.mlp.gate_proj.weight"])
-    assert torch.equal(gates[0][32:], gates[1][32:])
-    assert not torch.equal(gates[0][:32], gates[1][:32])
-    with pytest.raises(ValueError, match="not above the model's 32"):
-        widen(str(policies.paths[0]), tmp_path, 32)
-
-
-async def _texts(policies: Policies) -> tuple[object, list[np.ndarray]]:
-    task = load_task(TaskConfig(train_size=4), str(policies.paths[0]), 0)
-    return task, await write(policies.paths[0], task, task.train, RECIPE)
-
-
-def test_the_distance_of_policies_is_exact(policies: Policies) -> None:
-    import asyncio
-
-    task, texts = asyncio.run(_texts(policies))
-    first, later = policies.paths.values()
-    prompts = task.train  # type: ignore[attr-defined]
-    own, other = (distributions(path, prompts, texts) for path in (first, later))
-    assert total_variation(own, own) == 0
-    # By hand, one text at a time and without padding.
-    distances = []
-    for prompt, text in zip(prompts, texts, strict=True):
-        tokens = torch.from_numpy(np.concatenate([prompt.tokens, text]))[None].long()
-        with torch.no_grad():
-            p, q = (
-                AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens)
-                .logits[0, len(prompt.tokens) - 1 : -1]
-                .softmax(-1)
-                for path in (first, later)
-            )
-        distances += (0.5 * (p - q).abs().sum(-1)).tolist()
-    found = total_variation(own, other)
-    assert found == pytest.approx(np.mean(distances), rel=1e-4)
-    assert found > 1e-3
-
-
-@pytest.mark.slow
-def test_policies_are_trained_once_and_made_again_when_missing(tmp_path: Path) -> None:
-    made = ensure_policies(RECIPE, tmp_path)
-    assert sorted(made.paths) == [0, 1, 2]
-    assert made.drift.keys() == {"0-1", "0-2", "1-2"}
-    # A model that was hardly trained earns nothing, so nothing moves it.
-    assert all(0 <= distance < 0.1 for distance in made.drift.values())
-    assert made.certainty.keys() == {"0", "1", "2"}
-    record = made.paths[0].parent / "policies.json"
-    stamp = record.stat().st_mtime_ns
-    assert ensure_policies(RECIPE, tmp_path) == made
-    assert record.stat().st_mtime_ns == stamp
-    assert replace(RECIPE, version=2).digest() != RECIPE.digest()
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".making")]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rich.progress import Progress
+from tiny_warm_start import TINY
 
 from asyncrl.errors import ModelError
 from asyncrl.tasks.config import ModelConfig, TaskConfig
@@ -19,18 +20,7 @@ from asyncrl.tasks.model import (
     ensure_builtin_model,
     resolve_model,
 )
-from asyncrl.tasks.warm_start import RECIPE, WarmStart, sampled_accuracy, warm_start
-
-TINY = WarmStart(
-    hidden_size=32,
-    intermediate_size=32,
-    heads=1,
-    head_dim=32,
-    steps=4,
-    batch_size=4,
-    dev_problems=8,
-    expected=(0.0, 1.0),
-)
+from asyncrl.tasks.warm_start import RECIPE, sampled_accuracy, warm_start
 
 
 @pytest.fixture(scope="module")

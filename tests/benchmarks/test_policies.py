@@ -1,0 +1,92 @@
+"""Policies that benchmarks train and widen: the distance of two versions is exact."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.tasks.config import TaskConfig
+from asyncrl.tasks.loading import load_task
+from benchmarks.policies import (
+    Policies,
+    Recipe,
+    distributions,
+    ensure_policies,
+    total_variation,
+    write,
+)
+from benchmarks.widen import widen
+
+
+def test_widened_models_say_the_same_and_differ_only_in_what_was_trained(
+    policies: Policies, tmp_path: Path
+) -> None:
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 50, (2, 20)))
+    wide = [tmp_path / str(version) for version in (0, 1)]
+    gates = []
+    for path, target in zip(policies.paths.values(), wide, strict=True):
+        parameters = widen(str(path), target, 256)
+        logits = []
+        for each in (path, target):
+            network = AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)
+            with torch.no_grad():
+                logits.append(network(tokens).logits)
+        assert parameters == sum(p.numel() for p in network.parameters())
+        torch.testing.assert_close(logits[0], logits[1], atol=1e-5, rtol=1e-5)
+        gates.append(network.state_dict()["model.layers.0.mlp.gate_proj.weight"])
+    assert torch.equal(gates[0][32:], gates[1][32:])
+    assert not torch.equal(gates[0][:32], gates[1][:32])
+    with pytest.raises(ValueError, match="not above the model's 32"):
+        widen(str(policies.paths[0]), tmp_path, 32)
+
+
+async def _texts(policies: Policies) -> tuple[object, list[np.ndarray]]:
+    task = load_task(TaskConfig(train_size=4), str(policies.paths[0]), 0)
+    return task, await write(policies.paths[0], task, task.train, policies.recipe)
+
+
+def test_the_distance_of_policies_is_exact(policies: Policies) -> None:
+    task, texts = asyncio.run(_texts(policies))
+    first, later = policies.paths.values()
+    prompts = task.train  # type: ignore[attr-defined]
+    own, other = (distributions(path, prompts, texts) for path in (first, later))
+    assert total_variation(own, own) == 0
+    # By hand, one text at a time and without padding.
+    distances = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens = torch.from_numpy(np.concatenate([prompt.tokens, text]))[None].long()
+        with torch.no_grad():
+            p, q = (
+                AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens)
+                .logits[0, len(prompt.tokens) - 1 : -1]
+                .softmax(-1)
+                for path in (first, later)
+            )
+        distances += (0.5 * (p - q).abs().sum(-1)).tolist()
+    found = total_variation(own, other)
+    assert found == pytest.approx(np.mean(distances), rel=1e-4)
+    assert found > 1e-3
+
+
+@pytest.mark.slow
+def test_policies_are_trained_once_and_made_again_when_missing(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    made = ensure_policies(recipe, tmp_path)
+    assert sorted(made.paths) == [0, 1, 2]
+    assert made.drift.keys() == {"0-1", "0-2", "1-2"}
+    # A model that was hardly trained earns nothing, so nothing moves it.
+    assert all(0 <= distance < 0.1 for distance in made.drift.values())
+    assert made.certainty.keys() == {"0", "1", "2"}
+    record = made.paths[0].parent / "policies.json"
+    stamp = record.stat().st_mtime_ns
+    assert ensure_policies(recipe, tmp_path) == made
+    assert record.stat().st_mtime_ns == stamp
+    assert replace(recipe, version=2).digest() != recipe.digest()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".making")]
