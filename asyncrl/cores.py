@@ -1,13 +1,12 @@
-"""Which core each process of a run is given, when `launcher.pin_cores` is set. Pure, but `stay_on`.
+"""Which cores each process of a run is pinned to, if `launcher.pin_cores` is set.
 
     cores       0 .. t-1       t .. 2t-1      2t .. 3t-1     3t ..
     process     generator-0    generator-1    trainer        controller and reward workers
 
-t is the threads of a process. Where no core is left over, the controller and the reward workers
-share the trainer's: what they do is short (some milliseconds per sample) and the trainer's work can
-be late by that much, whereas a generator that is interrupted delays every row of its step. The
-generator's own event loop (messages, detokenizing) stays on the generator's core: it runs between
-two of its steps anyway.
+Each process has t threads. If no core is left, the controller and the reward workers share the
+trainer's cores. Their work is short (some milliseconds per sample), and the trainer can be late by
+that much, whereas a delayed generator delays every row of its step. The generator's own event loop
+(messages, detokenization) stays on the generator's cores, because it runs between its steps.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from pathlib import Path
 from asyncrl.errors import UserError
 
 HELPER_CORES = "ASYNCRL_HELPER_CORES"
-"""Environment variable that tells a process on which cores its reward workers run: `1` or `2,3`."""
+"""Environment variable with the cores of a process's reward workers, such as `1` or `2,3`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CorePlan:
-    """Cores by role; no core is in two of generators and trainer."""
+    """Cores by role. Generators and trainer have no core in common."""
 
     generators: tuple[tuple[int, ...], ...]
     trainer: tuple[int, ...]
     helpers: tuple[int, ...]
-    """Of the controller and the reward workers: what is left over, else the trainer's."""
+    """Of the controller and the reward workers: the remaining cores, or else the trainer's."""
 
     def of(self, name: str) -> tuple[int, ...]:
-        """Cores of a process by its name; a replacement (`generator-0.1`) gets its place."""
+        """Cores of a process by its name; a replacement (`generator-0.1`) has its predecessor's."""
         if not name.startswith("generator-"):
             return self.trainer
         return self.generators[int(name.removeprefix("generator-").split(".")[0])]
@@ -49,7 +48,7 @@ def plan_cores(available: Sequence[int], *, generators: int, threads: int) -> Co
     if needed > len(available):
         raise UserError(
             f"launcher.pin_cores: {generators} generator(s) and a trainer with {threads} thread(s) "
-            f"each need {needed} cores, this process may use {len(available)}. Lower "
+            f"each need {needed} cores, and this process may use {len(available)}. Lower "
             "launcher.threads or launcher.generators, or leave pin_cores out"
         )
     cores = sorted(available)
@@ -58,14 +57,14 @@ def plan_cores(available: Sequence[int], *, generators: int, threads: int) -> Co
 
 
 def stay_on(cores: Sequence[int], pid: int = 0) -> None:
-    """Keep a process on these cores: every thread that it has, and so all that it starts later."""
+    """Pin every thread of a process to these cores. Threads that it starts later inherit this."""
     tasks = Path(f"/proc/{pid or os.getpid()}/task")
     for thread in tasks.iterdir():
         os.sched_setaffinity(int(thread.name), cores)
 
 
 def stay_on_helper_cores() -> None:
-    """For what a generator starts beside its engine: leave the generator's core, if told to."""
-    told = os.environ.get(HELPER_CORES)
-    if told:
-        stay_on([int(core) for core in told.split(",")])
+    """Pin this process to the cores in HELPER_CORES, if that is set. Reward workers call it."""
+    cores = os.environ.get(HELPER_CORES)
+    if cores:
+        stay_on([int(core) for core in cores.split(",")])

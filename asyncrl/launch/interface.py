@@ -1,4 +1,4 @@
-"""What a launcher is. Local processes today; Ray actors join behind the same two protocols."""
+"""What a launcher is. `LocalLauncher` starts local processes; Ray actors can follow."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ class ProcessHandle(Protocol):
     spec: ChildSpec
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative for a signal, as in `subprocess`."""
+        """None while the process runs; negative for a signal, as in `subprocess`."""
 
     def end(self, *, by_force: bool) -> None:
-        """Ask it (and what it started) to end, or kill it. Idempotent; does not wait."""
+        """Ask the process and its children to end, or kill them. Idempotent; does not wait."""
 
-    def last_words(self, lines: int = 12) -> str:
-        """The end of its log, for the person who asks why it died."""
+    def log_tail(self, lines: int = 12) -> str:
+        """The last lines of its log, which say why it ended."""
 
 
 class Launcher(Protocol):
     """Starts processes."""
 
+    @property
+    def threads(self) -> int:
+        """Threads for tensor work that each process should use."""
+
     def start(self, spec: ChildSpec) -> ProcessHandle:
         """Start a process; returns at once."""
-
-    def threads_for(self, role: str) -> int:
-        """Threads for tensor work that a process of this role should use."""

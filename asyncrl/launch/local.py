@@ -1,4 +1,4 @@
-"""Child processes on this machine, one log file each."""
+"""Starts child processes on this machine, each with a log file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOG_TAIL_BYTES = 16_384
 
 
 class LocalProcess:
-    """A child in a session of its own, so that it and what it starts can be ended together."""
+    """A child in a session of its own, so that it can be ended together with its children."""
 
     def __init__(self, spec: ChildSpec, process: subprocess.Popen[bytes], log: Path) -> None:
         self.spec = spec
@@ -28,24 +28,24 @@ class LocalProcess:
         self._log = log
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative for a signal."""
+        """None while the process runs; negative for a signal."""
         code = self._process.poll()
         if code is not None:
-            # What it started (an engine core, reward workers) must not outlive it.
+            # Its children (an engine core, reward workers) must not outlive it.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         return code
 
     def end(self, *, by_force: bool) -> None:
-        """Send SIGTERM, or SIGKILL, to the child and what it started."""
+        """Send SIGTERM to the process, or SIGKILL to it and its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if by_force:
                 os.killpg(self._process.pid, signal.SIGKILL)
             else:
                 self._process.terminate()
 
-    def last_words(self, lines: int = 12) -> str:
-        """The end of its log file."""
+    def log_tail(self, lines: int = 12) -> str:
+        """The last lines of its log file."""
         try:
             with self._log.open("rb") as file:
                 file.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
@@ -56,17 +56,17 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """Starts children with this interpreter; their cores are shared out evenly.
+    """Starts children with this interpreter, which share the cores evenly.
 
     Args:
         logs: folder of their log files.
-        generators: how many there will be, beside one trainer.
-        threads: of each process; None: the cores that there are, shared out.
-        pin_cores: keep each process on cores of its own, this one included (`asyncrl.cores`)
-            from its first child on.
+        generators: number of generators; one trainer is added.
+        threads: of each process; None: an even share of the available cores.
+        pin_cores: keep each process on cores of its own (`asyncrl.cores`). This process is pinned
+            when it starts its first child.
 
     Raises:
-        UserError: too few cores to pin, or a system that cannot.
+        UserError: there are too few cores to pin, or the system cannot pin.
     """
 
     def __init__(
@@ -77,20 +77,22 @@ class LocalLauncher:
         available = sorted(os.sched_getaffinity(0)) if can_pin else [0, 1]
         self._threads = threads or max(1, len(available) // (generators + 1))
         if pin_cores and not can_pin:
-            raise UserError("launcher.pin_cores: this system cannot keep a process on a core")
+            raise UserError(
+                "launcher.pin_cores: this system cannot pin processes; leave pin_cores out"
+            )
         self._plan = (
             plan_cores(available, generators=generators, threads=self._threads)
             if pin_cores
             else None
         )
 
-    def threads_for(self, role: str) -> int:
-        """The same for every role: generator and trainer cost about the same here."""
-        del role
+    @property
+    def threads(self) -> int:
+        """The same for every process: a generator and a trainer cost about the same."""
         return self._threads
 
     def start(self, spec: ChildSpec) -> ProcessHandle:
-        """Start `python -m asyncrl.processes.child` with its output in logs/NAME.log."""
+        """Start `python -m asyncrl.processes.child`; its output goes to LOGS/NAME.log."""
         log = self._logs / f"{spec.name}.log"
         environment = os.environ | {
             "OMP_NUM_THREADS": str(spec.threads),
@@ -116,7 +118,7 @@ class LocalLauncher:
                 start_new_session=True,
             )
         if self._plan is not None:
-            # It has one thread yet, the interpreter being loaded: all others will inherit this.
-            with contextlib.suppress(OSError):  # it has ended already
+            # The interpreter is still being loaded in its only thread; later threads inherit this.
+            with contextlib.suppress(OSError):  # it has already ended
                 stay_on(self._plan.of(spec.name), process.pid)
         return LocalProcess(spec, process, log)

@@ -98,7 +98,7 @@ def _cache_place(spec: ChildSpec, config: RunConfig, tokenizer: Any) -> CachePla
 
 
 def _failure(spec: ChildSpec, error: BaseException) -> from_generator.Failure | None:
-    """What the controller is told about an error; None if nobody expected it.
+    """The message to the controller about an error; None for an unexpected error.
 
     A replacement is built from the same settings as the process that died, which started: if the
     replacement cannot start, the user's settings are not at fault.

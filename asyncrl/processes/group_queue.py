@@ -1,6 +1,7 @@
-"""The trainer's queue: trajectories that came, gathered into groups, by step.
+"""The trainer's queue: gathers trajectories into groups, by step.
 
-Pure: no sockets, no clock. Every trajectory is taken at most once, whatever comes twice.
+It has no sockets and no clock. Each trajectory is handed out at most once, even if it arrives
+twice.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from wire.messages.data import TrajectoryDelivery
 
 
 class GroupQueue:
-    """Groups of `group_size` trajectories, whole ones handed out once."""
+    """Groups of `group_size` trajectories. Each whole group is handed out once."""
 
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
         self.duplicates = 0
-        """Deliveries that came again, or too late."""
+        """Deliveries that arrived again or too late."""
         self._partial: dict[int, dict[int, TrajectoryDelivery]] = {}
         self._whole: dict[int, dict[int, dict[int, TrajectoryDelivery]]] = {}
         self._taken: dict[int, set[int]] = {}
@@ -32,10 +33,10 @@ class GroupQueue:
         return partial + self.group_size * sum(len(groups) for groups in self._whole.values())
 
     def add(self, delivery: TrajectoryDelivery, *, next_step: int) -> bool:
-        """Take a delivery in; False when it is a duplicate or its step is past.
+        """Queue a delivery; False if it is a duplicate or its step is past.
 
         Raises:
-            ValueError: its arrays disagree in length, or its sample index is outside the group.
+            ValueError: its arrays differ in length, or its sample index is outside the group.
         """
         group, sample = delivery.sample.group, delivery.sample.sample
         if not 0 <= sample < self.group_size:
@@ -59,7 +60,16 @@ class GroupQueue:
     def take(
         self, step: int, *, allowed: Collection[int] | None
     ) -> tuple[int, list[Trajectory], FloatArray] | None:
-        """A whole group of this step, each once; with `allowed`, only one of those."""
+        """Take a whole group of this step.
+
+        Args:
+            step: the step being trained.
+            allowed: the groups that may be taken; None: any.
+
+        Returns:
+            Its index, its trajectories in the order of their sample indices, and their rewards
+            `[group_size]`; None if there is no such group.
+        """
         groups = self._whole.get(step, {})
         for group in groups:
             if allowed is None or group in allowed:
@@ -71,7 +81,7 @@ class GroupQueue:
         return None
 
     def forget_before(self, step: int) -> None:
-        """Drop what belongs to steps that are done (left over from failed groups)."""
+        """Drop what is left of earlier steps: samples of groups that failed."""
         for kept in (self._whole, self._taken):
             for old in [key for key in kept if key < step]:
                 del kept[old]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.bring_up import Child, bring_up
+from asyncrl.processes.checkpoints import Checkpoints
 from asyncrl.processes.group_queue import GroupQueue
 from asyncrl.processes.shared_memory import SHARED_MEMORY, weights_id
 from asyncrl.processes.spec import ChildSpec
+from asyncrl.processes.step_trainer import StepTrainer, TrainerRecords
 from asyncrl.processes.trainer import TrainerProcess
 from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
@@ -24,23 +26,26 @@ async def run_trainer(spec: ChildSpec) -> None:
     """Load or resume the learner, publish its weights, and train until told to shut down."""
     async with bring_up(spec, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
         config = child.config
-        data_hub: Hub[data.FromGeneratorData] = Hub(spec.data_address, data.FromGeneratorData)
-        child.closing.callback(data_hub.close)
+        generators: Hub[data.FromGeneratorData] = Hub(spec.data_address, data.FromGeneratorData)
+        child.closing.callback(generators.close)
         publisher = WeightPublisher(SHARED_MEMORY, weights_id(config.run.name, spec.parent))
         child.closing.callback(publisher.close)
         with child.timeline.span(SpanKind.STARTING):
             learner = _load_learner(child)
+        records = TrainerRecords(child.metrics, child.timeline)
         process = TrainerProcess(
-            config.trainer,
-            learner=learner,
-            queue=GroupQueue(config.scheduler.group_size),
+            StepTrainer(learner, publisher, records),
+            GroupQueue(config.scheduler.group_size),
+            Checkpoints(
+                learner,
+                child.directory / "checkpoints",
+                every=config.trainer.checkpoint_every,
+                records=records,
+            ),
+            child.control,
+            generators,
+            records,
             groups_per_step=config.scheduler.groups_per_step,
-            publisher=publisher,
-            checkpoints=child.directory / "checkpoints",
-            control=child.control,
-            data_hub=data_hub,
-            timeline=child.timeline,
-            metrics=child.metrics,
         )
         await process.run(metrics_port=child.metrics_port)
 
@@ -64,7 +69,7 @@ def _load_learner(child: Child[TrainerMetrics]) -> Learner:
 
 
 def _failure(_spec: ChildSpec, error: BaseException) -> from_trainer.Failure | None:
-    """What the controller is told about an error; None if nobody expected it."""
+    """The message to the controller about an error; None for an unexpected error."""
     if not isinstance(error, AsyncrlError | TrainerError | MonitoringError | PublishError):
         return None
     by_user = isinstance(error, UserError | TrainerError | MonitoringError)

@@ -102,7 +102,7 @@ class Fleet:
             self._trainer_spec,
             role=role,
             name=name,
-            threads=self._launcher.threads_for(role),
+            threads=self._launcher.threads,
             process_index=len(self._workers) + 1,
             first=first,
         )

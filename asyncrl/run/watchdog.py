@@ -29,11 +29,11 @@ class Watchdog:
         """
         deaths = self._fleet.deaths()
         for worker, reason in deaths:
-            self._progress.say(f"{worker.name} {reason}\n{worker.handle.last_words()}")
+            self._progress.say(f"{worker.name} {reason}\n{worker.handle.log_tail()}")
             self._progress.died("trainer" if worker.is_trainer else "generator")
             if worker.is_trainer:
                 raise RunFailed(
-                    f"the trainer {reason}; its last words:\n{worker.handle.last_words()}"
+                    f"the trainer {reason}; its last words:\n{worker.handle.log_tail()}"
                 )
             await self._evaluation.lost(worker)
             await self._training.apply(GeneratorLost(worker.name))
@@ -48,5 +48,5 @@ class Watchdog:
             raise RunFailed(
                 f"{worker.name} {reason}, no generator is left and launcher.max_restarts "
                 f"({self._fleet.max_restarts}) does not allow another; its last words:\n"
-                f"{worker.handle.last_words()}"
+                f"{worker.handle.log_tail()}"
             )

@@ -29,20 +29,18 @@ class FakeHandle:
         self.ended.append("kill" if by_force else "term")
         self.code = -9 if by_force else 0
 
-    def last_words(self, lines: int = 12) -> str:
+    def log_tail(self, lines: int = 12) -> str:
         return f"the log of {self.spec.name}"
 
 
 @dataclass
 class FakeLauncher:
     handles: dict[str, FakeHandle] = field(default_factory=dict)
+    threads: int = 1
 
     def start(self, spec: ChildSpec) -> FakeHandle:
         self.handles[spec.name] = FakeHandle(spec)
         return self.handles[spec.name]
-
-    def threads_for(self, role: str) -> int:
-        return 1
 
 
 @dataclass

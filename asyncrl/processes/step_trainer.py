@@ -1,0 +1,126 @@
+"""Trains one step after the other: gradients of groups, the optimizer step, new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from monitoring.metrics import TrainerMetrics
+from monitoring.spans import SpanKind
+from monitoring.timeline import Timeline
+from rollout.trajectory import FloatArray, Trajectory
+from trainer.learner import Learner
+from wire.messages.from_trainer import StepFinished
+from wire.records import TrainerTimes
+from wire.weights.layout import WeightManifest
+from wire.weights.writer import WeightPublisher
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRecords:
+    """Where a trainer records what it does."""
+
+    metrics: TrainerMetrics
+    timeline: Timeline
+
+
+class StepTrainer:
+    """The learner and its publisher, on the time line. The learner works in a thread.
+
+    Args:
+        learner: computes gradients and takes optimizer steps.
+        publisher: publishes the weights after each step.
+        records: metrics and the time line.
+    """
+
+    def __init__(
+        self, learner: Learner, publisher: WeightPublisher, records: TrainerRecords
+    ) -> None:
+        self._learner = learner
+        self._publisher = publisher
+        self._metrics = records.metrics
+        self._timeline = records.timeline
+        self._start_step()
+        self.busy_seconds = 0.0
+        """Spent on gradients and optimizer steps since the start."""
+
+    def _start_step(self) -> None:
+        self.done: set[int] = set()
+        """Groups of this step whose gradients are accumulated."""
+        self._samples = 0
+        self._train_seconds = 0.0
+        self._waited: defaultdict[str, float] = defaultdict(float)
+
+    @property
+    def step(self) -> int:
+        """The step being trained: the number of optimizer steps taken, which is the version."""
+        return self._learner.policy_version
+
+    async def publish(self) -> WeightManifest:
+        """Publish the present weights. Raises PublishError."""
+        with self._timeline.span(SpanKind.TRANSFERRING_WEIGHTS, version=self.step):
+            return await asyncio.to_thread(
+                self._publisher.publish, self._learner.tensors(), self.step
+            )
+
+    async def accumulate(
+        self, group: int, trajectories: Sequence[Trajectory], rewards: FloatArray
+    ) -> None:
+        """Add the gradient of a whole group. Raises TrainerError."""
+        began = time.monotonic()
+        with self._timeline.span(SpanKind.TRAINING, step=self.step):
+            await asyncio.to_thread(self._learner.add_group, trajectories, rewards)
+        self.done.add(group)
+        self._samples += len(trajectories)
+        self._count_training(time.monotonic() - began)
+
+    async def wait(self, changed: asyncio.Event, cause: str) -> None:
+        """Wait for an event; `cause` is what the time line shows."""
+        began = time.monotonic()
+        with self._timeline.waiting(cause, step=self.step):
+            await changed.wait()
+        self._waited[cause] += time.monotonic() - began
+
+    async def finish_step(self) -> StepFinished:
+        """Take the optimizer step and publish the new weights.
+
+        Raises:
+            TrainerError: the step failed.
+            PublishError: the weights could not be published.
+        """
+        step, groups = self.step, tuple(sorted(self.done))
+        began = time.monotonic()
+        with self._timeline.span(SpanKind.TRAINING, step=step):
+            metrics = await asyncio.to_thread(self._learner.step)
+        self._count_training(time.monotonic() - began)
+        began = time.monotonic()
+        manifest = await self.publish()
+        times = TrainerTimes(
+            train_seconds=self._train_seconds,
+            publish_seconds=time.monotonic() - began,
+            wait_seconds=sum(self._waited.values()),
+            wait_first_seconds=self._waited["first group"],
+            wait_last_seconds=self._waited["last group"],
+        )
+        finished = StepFinished(step, groups, manifest, metrics, times)
+        self._measure(finished)
+        self._start_step()
+        return finished
+
+    def _count_training(self, seconds: float) -> None:
+        self._train_seconds += seconds
+        self.busy_seconds += seconds
+
+    def _measure(self, finished: StepFinished) -> None:
+        metrics, manifest = self._metrics, finished.manifest
+        metrics.publish(finished.metrics)
+        metrics.steps.inc()
+        metrics.tokens.inc(finished.metrics.batch.tokens)
+        metrics.samples.inc(self._samples)
+        metrics.train_time.observe(finished.times.train_seconds)
+        metrics.publish_time.observe(finished.times.publish_seconds)
+        metrics.weights_size.set(manifest.nbytes)
+        metrics.policy_version.set(manifest.policy_version)
