@@ -85,9 +85,7 @@ class GeneratorProcess:
         self.deadlines = Deadlines(self.samples, deadline_seconds)
         self._preemption = Preemption(engine, self.samples, metrics, kv_limit=kv_limit)
         self._evaluation = Evaluation(generator, controller)
-        self._deliveries = Deliveries(
-            self.samples.held, trainer, controller, records, lenient_reuse
-        )
+        self.deliveries = Deliveries(self.samples.held, trainer, controller, records, lenient_reuse)
         self._installs = WeightInstalls(engine, self.samples, controller, metrics, self._note)
         self._paused_at: float | None = None
 
@@ -103,7 +101,7 @@ class GeneratorProcess:
             async with asyncio.TaskGroup() as loops:
                 running = [
                     loops.create_task(self._dispatch_commands()),
-                    loops.create_task(self._deliveries.receive_acknowledgements()),
+                    loops.create_task(self.deliveries.receive_acknowledgements()),
                     loops.create_task(self._report()),
                 ]
                 await self._tasks.wait_for_end()
@@ -133,7 +131,7 @@ class GeneratorProcess:
             case to_generator.InstallWeights():
                 self._tasks.start(self._installs.install(command))
             case to_generator.Deliver():
-                self._tasks.start(self._deliveries.deliver(command))
+                self._tasks.start(self.deliveries.deliver(command))
             case to_generator.Discard():
                 self.samples.discard(command.samples)
             case to_generator.Pause():
@@ -168,7 +166,7 @@ class GeneratorProcess:
             self._note()
             await self._controller.send(
                 self._reports.report(
-                    held=len(self.samples.held), unacknowledged=self._deliveries.unacknowledged
+                    held=len(self.samples.held), unacknowledged=self.deliveries.unacknowledged
                 )
             )
             for _ in range(_NOTES_PER_REPORT):
@@ -200,7 +198,7 @@ class GeneratorProcess:
                 installing=self._installs.installing,
                 paused=self._paused_at is not None,
                 held=len(self.samples.held),
-                delivered_step=self._deliveries.newest_step,
+                delivered_step=self.deliveries.newest_step,
                 policy_version=stats.policy_version,
             )
         )

@@ -24,6 +24,7 @@ from asyncrl.processes.generation import SampleGenerator
 from asyncrl.processes.generator import GeneratorProcess
 from asyncrl.processes.reports import GeneratorRecords
 from asyncrl.processes.sample_rewards import SampleRewards
+from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from monitoring.metrics import GeneratorMetrics, new_registry
 from monitoring.timeline import Timeline
@@ -55,9 +56,12 @@ class FakeEngine:
         self.updates: list[tuple[int, set[str]]] = []
         self.paused = False
         self.saved = False
+        self.error: EngineError | None = None
 
     async def generate(self, request: GenerateRequest) -> Any:
         assert not (self.paused and request.kept is not None)
+        if self.error is not None:
+            raise self.error
         self.requests.append(request)
         queue = self.chunks.setdefault(request.request_id, asyncio.Queue())
         ended = False
@@ -143,9 +147,16 @@ class FakeLine:
     def __init__(self) -> None:
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
         self.sent: deque[Any] = deque()
+        self._changed = asyncio.Event()
 
     async def send(self, message: Any) -> None:
         self.sent.append(message)
+        self._changed.set()
+
+    async def wait_until_sent(self, count: int) -> None:
+        while len(self.sent) < count:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def receive(self) -> Any:
         return await self.inbox.get()

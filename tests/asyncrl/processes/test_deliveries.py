@@ -5,6 +5,8 @@ from __future__ import annotations
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, verify
 
 from asyncrl.errors import AsyncrlError
+from asyncrl.processes import deliveries
+from wire.messages import data
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
 
@@ -52,5 +54,33 @@ def test_a_sample_that_is_discarded_while_its_reward_is_computed_is_not_delivere
         harness.rewards.gate.set()
         await settle()
         assert not harness.data.sent
+
+    play(scenario)
+
+
+def test_a_delivery_is_sent_again_until_it_is_acknowledged(monkeypatch):
+    monkeypatch.setattr(deliveries, "RESEND_SECONDS", 0.01)
+
+    async def scenario(harness: GeneratorHarness) -> None:
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        harness.engine.feed("train-5.1", [3, 4], 1, end="stop")
+        await settle()
+        await harness.send(tg.Deliver(2, (SAMPLE,)))
+        await harness.data.wait_until_sent(3)
+        first, *again = harness.data.sent
+        assert all(delivery == first for delivery in again)
+        harness.data.inbox.put_nowait(data.Received(SAMPLE))
+        await settle()
+        assert fg.SampleDelivered("g0", SAMPLE) in harness.control.sent
+        assert not harness.process.deliveries.unacknowledged
+
+    play(scenario)
+
+
+def test_a_delivery_of_a_sample_that_is_not_held_is_reported():
+    async def scenario(harness: GeneratorHarness) -> None:
+        assert await harness.delivered() == []
+        (failed,) = [m for m in harness.control.sent if isinstance(m, fg.SampleFailed)]
+        assert (failed.sample, failed.user_error) == (SAMPLE, False)
 
     play(scenario)

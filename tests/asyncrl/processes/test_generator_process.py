@@ -1,12 +1,17 @@
-"""Weight installation and lenient reuse in a generator process with a fake engine."""
+"""A generator process with a fake engine: weights, lenient reuse, evaluation and failures."""
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
+import pytest
 import torch
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
+from engine.errors import EngineError, RequestError
 from rollout.trajectory import KeptTokens
+from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
 from wire.weights.writer import WeightPublisher
 
@@ -43,3 +48,37 @@ def test_with_lenient_reuse_samples_begin_with_earlier_rollouts():
         assert kept.lenience == 1.5
 
     play(scenario, lenient_reuse=Earlier())
+
+
+def test_a_task_that_fails_ends_the_process_with_its_error():
+    async def scenario() -> None:
+        harness = GeneratorHarness()
+        harness.engine.error = EngineError("out of memory")
+        running = asyncio.create_task(harness.process.run(metrics_port=None))
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        with pytest.raises(EngineError, match="out of memory"):
+            await running
+        assert not any(isinstance(m, fg.Goodbye) for m in harness.control.sent)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_the_engine_refuses_is_a_failed_sample():
+    async def scenario(harness: GeneratorHarness) -> None:
+        harness.engine.error = RequestError("too long")
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        assert fg.SampleFailed("g0", SAMPLE, "too long", user_error=False) in harness.control.sent
+
+    play(scenario)
+
+
+def test_a_held_out_sample_is_rewarded_reported_and_forgotten():
+    async def scenario(harness: GeneratorHarness) -> None:
+        await harness.send(tg.Evaluate(round=3, index=4, prompt=PROMPT, seed=7))
+        harness.engine.feed("eval-3.4", [3, 4], 1, end="stop")
+        await settle()
+        assert fg.EvaluationSample("g0", 3, 4, 2.0, 2, 1) in harness.control.sent
+        assert not harness.finished()
+        assert not harness.process.samples.held
+
+    play(scenario)

@@ -1,0 +1,32 @@
+"""Shared files of dead runs are removed, those of live runs stay."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.processes import shared_memory
+
+
+def test_files_of_this_process_and_of_dead_processes_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    dead, alive = ended.pid, os.getppid()
+    exchange = shared_memory.exchange_directory("my-run", dead)
+    exchange.mkdir()
+    (exchange / "rollouts").touch()
+    for owner in (dead, alive, os.getpid()):
+        (tmp_path / f"asyncrl-{shared_memory.weights_id('my-run', owner)}-weights-0").touch()
+    (tmp_path / "asyncrl-notes").touch()
+    shared_memory.remove_stale_files()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"asyncrl-my-run-{alive}-weights-0",
+        "asyncrl-notes",
+    }

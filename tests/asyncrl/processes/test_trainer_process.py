@@ -1,0 +1,202 @@
+"""The trainer process with a fake learner: which groups a step trains on, and what is saved."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from generator_harness import FakeLine
+from step_records import full_step
+
+from asyncrl.errors import AsyncrlError, first_error
+from asyncrl.processes.checkpoints import Checkpoints
+from asyncrl.processes.group_queue import GroupQueue
+from asyncrl.processes.step_trainer import StepTrainer, TrainerRecords
+from asyncrl.processes.trainer import TrainerProcess
+from monitoring.metrics import TrainerMetrics, new_registry
+from monitoring.timeline import Timeline
+from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
+from wire.frames import encode_trajectory
+from wire.messages import data, from_trainer, to_trainer
+from wire.weights.writer import WeightPublisher
+
+GROUP_SIZE = 2
+
+
+class FakeLearner:
+    """Remembers the groups of each step."""
+
+    def __init__(self) -> None:
+        self.policy_version = 0
+        self.groups: list[list[int]] = [[]]
+        self.saved: list[Path] = []
+        self.added = threading.Event()
+
+    def add_group(self, trajectories: Sequence[Trajectory], _rewards: Any) -> None:
+        assert len(trajectories) == GROUP_SIZE
+        self.groups[-1].append(trajectories[0].id.group)
+        self.added.set()
+
+    def step(self) -> Any:
+        self.policy_version += 1
+        self.groups.append([])
+        return full_step()
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [("w", torch.zeros(3))]
+
+    def save(self, directory: Path) -> None:
+        self.saved.append(directory)
+
+
+class FakeHub:
+    """Deliveries from one generator."""
+
+    def __init__(self) -> None:
+        self.inbox: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self.acknowledged: list[SampleId] = []
+
+    async def receive(self) -> tuple[str, Any]:
+        return await self.inbox.get()
+
+    async def send(self, _peer: str, message: data.Received) -> None:
+        self.acknowledged.append(message.sample)
+
+
+def delivery_of(sample: SampleId, step: int) -> data.TrajectoryDelivery:
+    """A sample of one token."""
+    builder = TrajectoryBuilder(sample, "p", np.array([1], np.int32))
+    builder.append(
+        tokens=np.array([3], np.int32),
+        logprobs=np.zeros(1, np.float32),
+        topk_ids=np.zeros((1, 1), np.int32),
+        topk_logprobs=np.zeros((1, 1), np.float32),
+        provenance=np.zeros(1, np.uint8),
+        policy_version=step,
+    )
+    return encode_trajectory(builder.finish("stop"), reward=1.0, step=step)
+
+
+class TrainerHarness:
+    """A trainer process of two groups a step among fakes. It saves every second step."""
+
+    running: asyncio.Task[None]
+
+    def __init__(self, directory: Path, publisher: WeightPublisher) -> None:
+        self.learner, self.control, self.hub = FakeLearner(), FakeLine(), FakeHub()
+        metrics = TrainerMetrics.register(new_registry(), "trainer")
+        records = TrainerRecords(metrics, Timeline(None, "trainer"))
+        learner: Any = self.learner
+        control: Any = self.control
+        hub: Any = self.hub
+        self.process = TrainerProcess(
+            StepTrainer(learner, publisher, records),
+            GroupQueue(GROUP_SIZE),
+            Checkpoints(learner, directory, every=2, records=records),
+            control,
+            hub,
+            records,
+            groups_per_step=2,
+        )
+
+    def deliver(self, group: int, *, step: int) -> None:
+        """Queue a whole group."""
+        for sample in range(GROUP_SIZE):
+            self.hub.inbox.put_nowait(("g0", delivery_of(SampleId(group, sample), step)))
+
+    async def sent(self, kind: type[Any], count: int) -> list[Any]:
+        """Wait until the controller was sent this many messages of a kind."""
+        while True:
+            found = [message for message in self.control.sent if isinstance(message, kind)]
+            if len(found) >= count:
+                return found
+            await self.control.wait_until_sent(len(self.control.sent) + 1)
+
+
+def play(directory: Path, scenario: Any, *, checkpoint: bool = False) -> TrainerHarness:
+    """Run a scenario; shut down afterwards."""
+
+    async def run() -> TrainerHarness:
+        with WeightPublisher(directory, "run") as publisher:
+            harness = TrainerHarness(directory, publisher)
+            async with asyncio.timeout(20):
+                harness.running = asyncio.create_task(harness.process.run(metrics_port=None))
+                try:
+                    await scenario(harness)
+                    harness.control.inbox.put_nowait(to_trainer.Shutdown(checkpoint))
+                finally:
+                    await harness.running
+            return harness
+
+    return asyncio.run(run())
+
+
+def test_a_step_is_taken_when_the_groups_of_its_plan_are_accumulated(tmp_path: Path) -> None:
+    async def scenario(harness: TrainerHarness) -> None:
+        harness.deliver(1, step=0)
+        harness.deliver(2, step=1)  # waits for its step
+        harness.deliver(0, step=0)
+        harness.control.inbox.put_nowait(to_trainer.StepPlan(0, (0, 1)))
+        (finished,) = await harness.sent(from_trainer.StepFinished, 1)
+        assert (finished.step, finished.groups) == (0, (0, 1))
+        assert finished.manifest.policy_version == 1
+
+    harness = play(tmp_path, scenario)
+    assert [sorted(groups) for groups in harness.learner.groups] == [[0, 1], [2]]
+    assert len(harness.hub.acknowledged) == 3 * GROUP_SIZE
+    assert isinstance(harness.control.sent[-1], from_trainer.Goodbye)
+
+
+def test_checkpoints_are_written_when_due_and_once_per_version(tmp_path: Path) -> None:
+    async def scenario(harness: TrainerHarness) -> None:
+        for step in range(2):
+            harness.deliver(step, step=step)
+            harness.control.inbox.put_nowait(to_trainer.StepPlan(step, (step,)))
+        (written,) = await harness.sent(from_trainer.CheckpointWritten, 1)
+        assert written == from_trainer.CheckpointWritten(2, str(tmp_path / "step-000002"))
+
+    harness = play(tmp_path, scenario, checkpoint=True)
+    assert harness.learner.saved == [tmp_path / "step-000002"]
+
+
+def test_a_shutdown_with_checkpoint_saves_a_version_that_is_not_due(tmp_path: Path) -> None:
+    async def scenario(harness: TrainerHarness) -> None:
+        harness.deliver(0, step=0)
+        harness.control.inbox.put_nowait(to_trainer.StepPlan(0, (0,)))
+        await harness.sent(from_trainer.StepFinished, 1)
+
+    assert play(tmp_path, scenario).learner.saved == []
+    assert play(tmp_path, scenario, checkpoint=True).learner.saved == [tmp_path / "step-000001"]
+
+
+def test_a_group_that_is_reported_as_failed_after_its_gradient_ends_the_run(
+    tmp_path: Path,
+) -> None:
+    async def scenario(harness: TrainerHarness) -> None:
+        harness.deliver(0, step=0)
+        await asyncio.to_thread(harness.learner.added.wait, 10)
+        harness.control.inbox.put_nowait(to_trainer.StepPlan(0, (1,)))
+        await asyncio.wait([harness.running])
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        play(tmp_path, scenario)
+    error = first_error(caught.value)
+    assert isinstance(error, AsyncrlError)
+    assert "[0]" in str(error)
+
+
+def test_a_delivery_that_cannot_be_trained_on_ends_the_run(tmp_path: Path) -> None:
+    async def scenario(harness: TrainerHarness) -> None:
+        outside_the_group = SampleId(0, GROUP_SIZE)
+        harness.hub.inbox.put_nowait(("g0", delivery_of(outside_the_group, 0)))
+        await asyncio.wait([harness.running])
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        play(tmp_path, scenario)
+    assert "0.2 of g0 cannot be trained on" in str(first_error(caught.value))
