@@ -6,9 +6,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class VllmConfig(BaseModel):
-    """How vLLM is started and how its steps are shaped.
+    """How vLLM is started, and how many tokens its steps take.
 
-    How far a row drafts is the cache's setting (`CacheConfig.max_draft_tokens`); with the cache
+    The length of drafts is a setting of the cache (`CacheConfig.max_draft_tokens`). With the cache
     disabled vLLM runs without speculation.
     """
 
@@ -24,20 +24,21 @@ class VllmConfig(BaseModel):
     enable_prefix_caching: bool = True
     """Share the KV of equal prompts. Never across versions of the weights."""
     max_step_tokens: int | None = Field(default=None, ge=1)
-    """None: each step drafts what pays, by the step times and acceptance measured all along. A
-    number: steps are filled up with drafts to this many tokens, whatever that costs; rows beyond it
-    run without drafts."""
+    """None: each step drafts what pays, by the measured step times and acceptance. A number: steps
+    are filled with drafts to this many tokens whatever that costs; rows beyond it run without
+    drafts."""
     max_prefill_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that one step may take in, prompts and kept tokens that are scored included; longer
-    ones are split. None: 4096; on a CPU 512, where more at once leaves its caches and costs up to
-    twice as much a token."""
+    """Prompt tokens, including kept tokens that are scored, that one step may take in; longer ones
+    are split. None: 4096, on a CPU 512, because more exceeds its caches and costs up to twice as
+    much a token."""
     chunk_tokens: int = Field(default=16, ge=1)
-    """A request reports its tokens in chunks of at least this many (the first at once; always at
-    its end, at a pause and before new weights). 1 streams every step, at a cost."""
+    """A request reports its tokens in chunks of at least this many. The first token is reported at
+    once, and the rest at its end, at a pause and before new weights. 1 streams every step, at a
+    cost."""
     startup_timeout_seconds: float = Field(default=300.0, ge=1)
     """Longest wait for vLLM to become ready."""
     call_timeout_seconds: float = Field(default=120.0, ge=1)
-    """Longest wait for vLLM to pause, resume or take new weights."""
+    """Longest wait for vLLM to pause, to resume, or to stage or install weights."""
     log_level: str = Field(default="ERROR", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
-    """What vLLM writes to stderr. INFO and above goes to a file beside it, whose end is quoted when
-    vLLM fails."""
+    """What vLLM writes to stderr. INFO and above also goes to a file, whose end is quoted when vLLM
+    fails."""

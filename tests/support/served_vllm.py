@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 from new_weights import give_weights
 from scipy.stats import chi2
@@ -21,9 +22,17 @@ from engine.config import EngineConfig
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from engine.vllm.client.engine import VllmEngine
 from engine.vllm.config import VllmConfig
+from rollout.trajectory import KeptTokens
 
 T = TypeVar("T")
 
+REAL_VLLM = [
+    pytest.mark.vllm,
+    # vLLM 0.32.0 itself, on import and when it looks through all modules for kernels to replace.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*distributed.reduce_op.*:FutureWarning"),
+]
+"""The `pytestmark` of modules that run a real engine."""
 VOCAB = 8
 MAX_LEN = 400
 SLOTS = 16
@@ -116,6 +125,20 @@ def tokens_of(chunks: list[TokenChunk]) -> np.ndarray:
 
 def logprobs_of(chunks: list[TokenChunk]) -> np.ndarray:
     return np.concatenate([chunk.logprobs for chunk in chunks])
+
+
+def provenance_of(chunks: Sequence[TokenChunk]) -> np.ndarray:
+    return np.concatenate([chunk.provenance for chunk in chunks])
+
+
+def kept_of(chunks: list[TokenChunk], part: slice = slice(None)) -> KeptTokens:
+    """Part of a response, to be verified."""
+    return KeptTokens(
+        tokens_of(chunks)[part],
+        logprobs_of(chunks)[part],
+        np.concatenate([chunk.topk_ids for chunk in chunks])[part],
+        np.concatenate([chunk.topk_logprobs for chunk in chunks])[part],
+    )
 
 
 @torch.no_grad()

@@ -1,95 +1,73 @@
 """VllmEngine: vLLM behind the `Engine` protocol, with the cache of rollouts drafting inside it.
 
-    this process                                         vLLM's engine-core process
-    generate ──► AsyncLLM ── requests ──────────────────► scheduler, model, CacheDrafter
-    StepQueue ◄─ StepProcessor ◄── steps, each stamped ◄── with the version that drew it
-    stage_weights ─► manifest by rpc ───────────────────► WorkerWeights reads the published file
-    install_weights ─► version by rpc, while paused ────► and loads its copy
+    this process (client/)                               vLLM's engine-core process (worker/)
+    Generation, Scoring ─► Streams ─► AsyncLLM ────────► scheduler, model, CacheDrafter
+    StepQueue ◄─ StepProcessor ◄── steps, each stamped ◄─ with the version that drew it
+    WeightSwap ── manifest, by rpc ────────────────────► WorkerWeights copies the published file
+               ── version, by rpc, while paused ───────► and loads its copy
 
-    output task (AsyncLLM's)  consumes: messages of the core · produces: steps, one queue a request
-                              waits for: the core · unblocked by: its death too
-    core watch (Core)         waits for: the core process to end · then wakes every consumer
+    output task (AsyncLLM's)   consumes: messages of the core · produces: steps, a queue per request
+                               waits for: the core · unblocked by: its death too
+    core watch (CoreProcess)   waits for: the core process to end · then wakes every consumer
 
-Which version drew a token is stamped in the core, where weights change only while generation is
-paused; nothing here guesses it. Requests that have not begun when the weights change begin again
-under the new ones: their prompt's KV would be of the old version. Prefix KV is shared by requests
-of one version only (the version is the salt of its hash); running requests keep theirs.
+The core stamps each token with the version that drew it; weights change only while generation is
+paused. Requests that have not begun when the weights change begin again under the new ones, because
+their prompt's KV would be of the old version. Prefix KV is shared by requests of one version only
+(the version is the salt of its hash); running requests keep theirs.
+
+The parts are `process` (starting, watching, stopping vLLM), `core` (the calls), `streams` (the
+requests being served), `generation`, `verification` and `scoring` (what they are for), `pausing`
+and `weights`. What both processes agree on is in `engine.vllm.remote` and `engine.vllm.extras`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import numpy as np
 
 from cache.config import CacheConfig
 from cache.place import CachePlace
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
-from engine.protocol import (
-    GenerateRequest,
-    SamplingParams,
-    Score,
-    ScoreRequest,
-    TokenChunk,
-)
-from engine.requests import Limits
+from engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
+from engine.requests import Limits, SeedStream
 from engine.vllm.client.core import Core
-from engine.vllm.client.kept import settle, warm_up
-from engine.vllm.client.requests import (
-    Table,
-    check_temperature,
-    empty_end,
-    generate_arguments,
-    score_arguments,
-    score_of,
-    unscored,
-    verify_arguments,
-)
-from engine.vllm.client.steps import AbortedError, ChunkBuilder, Step, StepQueue
-from engine.weights import ModelShapes, not_staged
-from rollout.trajectory import KeptTokens, Provenance
+from engine.vllm.client.generation import Generation
+from engine.vllm.client.pausing import Pausing
+from engine.vllm.client.process import CoreProcess
+from engine.vllm.client.scoring import Scoring
+from engine.vllm.client.streams import Streams
+from engine.vllm.client.verification import warm_up
+from engine.vllm.client.weights import WeightSwap
+from engine.weights import ModelShapes
 from wire.records import EngineStats, TokenCounts
 from wire.weights.layout import WeightManifest
 
-T = TypeVar("T")
 
-_SCORE_PRIORITY = -1
-"""Before primary work: somebody waits for all of it."""
-_SEED_MASK = (1 << 64) - 1
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a started engine is made of."""
 
-
-@dataclass(slots=True)
-class _Stream:
-    """A request that vLLM is serving; given again when it had not begun at an update."""
-
-    request_id: str
-    """Ours towards vLLM: never used twice."""
-    queue: StepQueue
-    again: bool = False
-
-    def cut(self) -> None:
-        """End it; what was drawn is still handed over."""
-        self.again = False
-        self.queue.put(None)
-
-
-@dataclass(slots=True)
-class _Serving:
-    """A `generate` that somebody reads."""
-
-    stream: _Stream | None = None
-    """What vLLM is serving of it now: a verification, or the response itself."""
-    interrupted: bool = False
+    core: Core
+    streams: Streams
+    generation: Generation
+    scoring: Scoring
+    pausing: Pausing
+    weights: WeightSwap
 
 
 class VllmEngine:
-    """The generator on vLLM; satisfies `engine.protocol.Engine`. One event loop."""
+    """The generator on vLLM; satisfies `engine.protocol.Engine`. One event loop.
+
+    Args:
+        config: of the engine.
+        model_path: a directory in HF format or a hub id.
+        cache_config: of the cache of rollouts that drafts inside vLLM.
+        seed: of the stream that gives seeds to requests without one.
+        place: where the cache's snapshot is, and whom it exchanges rollouts with.
+    """
 
     def __init__(
         self,
@@ -105,40 +83,44 @@ class VllmEngine:
         self._cache_config = cache_config
         self._place = place or CachePlace()
         self._seed = seed
-        self._seeds = np.random.default_rng(seed)
-        self._core: Core | None = None
-        self._ended: EngineError | None = None
-        self._shapes = ModelShapes({}, frozenset(), {})
-        self._staged: int | None = None
-        self._limits = Limits(config.max_model_len, 1, config.top_k_logprobs)
-        self._streams: dict[str, _Stream] = {}
-        self._serving: dict[str, _Serving] = {}
-        self._numbers = itertools.count()
-        self._staging = asyncio.Lock()
-        self._control = asyncio.Lock()
-        self._paused = False
-        self._version = 0
-        self._tokens = 0
+        self._process = CoreProcess(config)
+        self._starting = False
+        self._parts: _Parts | None = None
 
     async def start(self) -> None:
         """Load the model and become ready. Raises EngineStartError, quoting vLLM's log."""
-        if self._core is not None or self._ended is not None:
+        process = self._process
+        if self._starting or process.ended is not None:
             raise EngineStartError("the engine was started before; make a new one")
-        self._core = core = Core(self._config, self._end)
+        self._starting = True
         try:
-            self._shapes = await asyncio.to_thread(ModelShapes.of_path, self._model_path)
-            await asyncio.gather(
-                core.start(self._model_path, self._cache_config, self._seed, self._place),
-                asyncio.to_thread(warm_up),
-            )
+            shapes = await asyncio.to_thread(ModelShapes.of_path, self._model_path)
+            started = process.start(self._model_path, self._cache_config, self._seed, self._place)
+            await asyncio.gather(started, asyncio.to_thread(warm_up))
+            self._parts = self._assemble(shapes)
+            await self._parts.core.attach()
         except EngineError as error:
-            self._ended = error
-            await self._free()
+            process.fail(error)
+            await process.stop()
             if isinstance(error, EngineStartError):
                 raise
             raise EngineStartError(f"vLLM could not be started: {error}") from error
-        self._limits = Limits(
-            self._config.max_model_len, core.vllm.vocab_size, self._config.top_k_logprobs
+
+    def _assemble(self, shapes: ModelShapes) -> _Parts:
+        config, vocab_size = self._config, self._process.vllm.vocab_size
+        limits = Limits(config.max_model_len, vocab_size, config.top_k_logprobs)
+        seeds = SeedStream(self._seed)
+        core = Core(self._process, config.slots)
+        streams = Streams(core, config.vllm.chunk_tokens)
+        self._process.on_end = streams.fail
+        pausing = Pausing(core, streams)
+        return _Parts(
+            core=core,
+            streams=streams,
+            generation=Generation(core, streams, limits, seeds),
+            scoring=Scoring(core, streams, limits, seeds),
+            pausing=pausing,
+            weights=WeightSwap(core, streams, pausing, shapes, config.vllm.call_timeout_seconds),
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
@@ -148,53 +130,13 @@ class VllmEngine:
             RequestError: the request cannot be served (at the first chunk asked for).
             EngineError: vLLM is not running, or died; the end of its log is quoted.
         """
-        self._running()
-        self._limits.check_generate(request)
-        check_temperature(request.request_id, request.sampling)
-        serving = self._serving[request.request_id] = _Serving()
-        try:
-            async with aclosing(self._served(request, serving)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        finally:
-            self._serving.pop(request.request_id, None)
+        async with aclosing(self._running().generation.chunks(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def interrupt(self, request_id: str) -> None:
         """End a request; its stream reports all steps that have come, then `abort`."""
-        self._running()
-        serving = self._serving.get(request_id)
-        if serving is not None:
-            serving.interrupted = True
-            if serving.stream is not None:
-                serving.stream.cut()
-
-    async def _served(
-        self, request: GenerateRequest, serving: _Serving
-    ) -> AsyncGenerator[TokenChunk, None]:
-        seed = self._seed_of(request.sampling)
-        if request.kept is not None and len(request.kept):
-            verified = await self._verified(request, request.kept, seed, serving)
-            if verified is None:
-                yield empty_end(request, self._version)
-                return
-            first, request = verified
-            if first is not None:
-                self._tokens += int((first.provenance != Provenance.VERIFIED).sum())
-                yield first
-                if first.finish_reason is not None:
-                    return
-        builder = ChunkBuilder(request.request_id, request.sampling.top_k_logprobs)
-        arguments = generate_arguments(request, seed, self._limits.vocab_size)
-        stream = self._steps(request.request_id, *arguments, request.priority, serving)
-        async with aclosing(stream) as parts:
-            async for steps in parts:
-                for chunk in builder.chunks(steps):
-                    self._tokens += len(chunk.tokens)
-                    yield chunk
-                    if chunk.finish_reason is not None:
-                        return
-        # Only `interrupt` and `close` end a request from this side while somebody reads it.
-        yield empty_end(request, self._version)
+        self._running().generation.interrupt(request_id)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Score given tokens, all under one policy version.
@@ -206,140 +148,19 @@ class VllmEngine:
             RequestError: a request cannot be scored; none of them was.
             EngineError: the engine is paused, or vLLM died.
         """
-        self._running()
-        for request in requests:
-            self._limits.check_score(request)
-            check_temperature(request.request_id, request.sampling)
-        if self._paused and requests:
+        parts = self._running()
+        parts.scoring.check(requests)
+        if parts.pausing.paused and requests:
             raise EngineError("the engine is paused: vLLM cannot score now, resume it first")
-        scores = await _gather([self._score(request) for request in requests])
-        while len({score.policy_version for score in scores}) > 1:
-            newest = max(score.policy_version for score in scores)
-            stale = [i for i, score in enumerate(scores) if score.policy_version < newest]
-            again = await _gather([self._score(requests[i]) for i in stale])
-            for i, score in zip(stale, again, strict=True):
-                scores[i] = score
-        return scores
-
-    async def _verified(
-        self, request: GenerateRequest, kept: KeptTokens, seed: int, serving: _Serving
-    ) -> tuple[TokenChunk | None, GenerateRequest] | None:
-        """Score and judge kept tokens (see `engine.vllm.client.kept`); None when that was ended."""
-        name, vocab_size = request.request_id, self._limits.vocab_size
-        arguments = verify_arguments(request, kept, seed, vocab_size)
-        step = await self._scored(name, *arguments, request.priority, serving)
-        if step is None:
-            return None
-        table = Table.of(name, step, request.sampling.top_k_logprobs, vocab_size)
-        return settle(request, kept, table, seed, step.policy_version)
-
-    async def _score(self, request: ScoreRequest) -> Score:
-        if not len(request.tokens):
-            return unscored(request, self._version)
-        seed, vocab_size = self._seed_of(request.sampling), self._limits.vocab_size
-        arguments = score_arguments(request, seed, vocab_size)
-        step = await self._scored(request.request_id, *arguments, _SCORE_PRIORITY, _Serving())
-        if step is None:
-            raise EngineError(
-                f"request {request.request_id!r}: the engine was closed while scoring"
-            )
-        return score_of(request, step, vocab_size)
-
-    async def _scored(
-        self,
-        name: str,
-        tokens: list[int],
-        params: dict[str, Any],
-        priority: int,
-        serving: _Serving,
-    ) -> Step | None:
-        """The only step of a scoring request; None when it was interrupted, or all closed."""
-        stream = self._steps(name, tokens, params, priority, serving)
-        async with aclosing(stream) as parts:
-            async for steps in parts:
-                for step in steps:
-                    if step.scored_ids is not None:
-                        return step
-        return None
-
-    def _seed_of(self, sampling: SamplingParams) -> int:
-        if sampling.seed is None:
-            return int(self._seeds.integers(0, 1 << 63))
-        return sampling.seed & _SEED_MASK
-
-    async def _steps(
-        self,
-        name: str,
-        tokens: list[int],
-        params: dict[str, Any],
-        priority: int,
-        serving: _Serving,
-    ) -> AsyncGenerator[list[Step], None]:
-        """Steps of one request until its end; ends early when interrupted or closed."""
-        core = self._running()
-        if serving.interrupted:
-            return
-        stream = serving.stream = self._new_stream()
-        try:
-            await self._submit(core, stream, tokens, params, priority)
-            while True:
-                try:
-                    steps = await stream.queue.take()
-                except AbortedError:
-                    if not stream.again:
-                        return
-                    del self._streams[stream.request_id]
-                    stream = serving.stream = self._new_stream()
-                    await self._submit(core, stream, tokens, params, priority)
-                    continue
-                yield steps
-                if steps and steps[-1].finish_reason is not None:
-                    return
-        except EngineError:
-            raise
-        except Exception as error:
-            # Whatever vLLM put into the queue or raised for this request: its core is gone.
-            raise core.failure(f"request {name!r} was lost: {error!r}") from error
-        finally:
-            self._streams.pop(stream.request_id, None)
-            if self._ended is None:
-                await core.abort([stream.request_id])
-                if not self._streams:
-                    core.vllm.meter.idle()
-
-    def _new_stream(self) -> _Stream:
-        stream = _Stream(f"r{next(self._numbers)}", StepQueue(self._config.vllm.chunk_tokens))
-        self._streams[stream.request_id] = stream
-        return stream
-
-    async def _submit(
-        self, core: Core, stream: _Stream, tokens: list[int], params: dict[str, Any], priority: int
-    ) -> None:
-        self._running()
-        await core.submit(
-            stream.request_id,
-            stream.queue,
-            tokens,
-            params,
-            priority=priority,
-            salt=f"version {self._version}",
-        )
+        return await parts.scoring.score(requests)
 
     async def pause(self) -> None:
         """Stop drawing tokens and report what was drawn; running requests stay. Idempotent."""
-        async with self._control:
-            core = self._running()
-            if not self._paused:
-                await self._stop_drawing(core)
-                self._paused = True
+        await self._running().pausing.pause()
 
     async def resume(self) -> None:
-        """Go on after `pause`. Idempotent."""
-        async with self._control:
-            core = self._running()
-            if self._paused:
-                await self._draw_on(core)
-                self._paused = False
+        """Resume drawing after `pause`. Idempotent."""
+        await self._running().pausing.resume()
 
     async def stage_weights(self, manifest: WeightManifest) -> None:
         """Have vLLM's worker copy published weights into its staging memory; generation continues.
@@ -350,11 +171,7 @@ class VllmEngine:
                 not finite; nothing is staged.
             EngineError: vLLM failed.
         """
-        async with self._staging:
-            core, self._staged = self._running(), None
-            self._shapes.check(manifest)
-            await core.stage(manifest)
-            self._staged = manifest.policy_version
+        await self._running().weights.stage(manifest)
 
     async def install_weights(self, policy_version: int) -> None:
         """Replace the weights between two steps; running requests continue with the KV they have.
@@ -363,52 +180,23 @@ class VllmEngine:
             WeightsError: this version is not staged; nothing was changed.
             EngineError: vLLM failed during the installation; the engine has ended.
         """
-        async with self._staging, self._control:
-            core = self._running()
-            if self._staged != policy_version:
-                raise not_staged(policy_version, self._staged)
-            try:
-                if not self._paused:
-                    await self._stop_drawing(core)
-                await core.install(policy_version)
-                self._version, self._staged = policy_version, None
-                await self._begin_again(core)
-                if not self._paused:
-                    await self._draw_on(core)
-            except EngineError as error:
-                self._end(error)
-                raise
-
-    async def _begin_again(self, core: Core) -> None:
-        """What has no token yet may have KV of the old weights, under the old salt."""
-        waiting = [stream for stream in self._streams.values() if not stream.queue.started]
-        for stream in waiting:
-            stream.again = True
-        await core.abort([stream.request_id for stream in waiting])
-
-    async def _stop_drawing(self, core: Core) -> None:
-        await core.pause()
-        for stream in self._streams.values():
-            stream.queue.flush()
-
-    async def _draw_on(self, core: Core) -> None:
-        await core.resume()
-        if self._streams:
-            core.vllm.meter.busy()
+        await self._running().weights.install(policy_version)
 
     async def save_cache(self) -> int:
         """Write the snapshot of the cache, if it has a place for one; returns its bytes."""
-        return await self._running().save_cache()
+        return await self._running().core.save_cache()
 
     def stats(self) -> EngineStats:
         """Counters and gauges, as of the last step."""
-        vllm = self._running().vllm
+        parts, vllm = self._running(), self._process.vllm
         meter, served = vllm.meter, vllm.processor.get_num_unfinished_requests()
-        # What vLLM counts after a step leaves out all that ended with it: all that was scored.
+        # vLLM's own count after a step leaves out what ended with it, which is all scored requests.
         running = min(served, self._config.slots)
         return EngineStats(
             tokens=TokenCounts(
-                generated=self._tokens, drafted=meter.drafted, accepted=meter.accepted
+                generated=parts.generation.tokens_drawn,
+                drafted=meter.drafted,
+                accepted=meter.accepted,
             ),
             steps=meter.steps,
             busy_seconds=meter.busy_seconds,
@@ -416,41 +204,20 @@ class VllmEngine:
             waiting=served - running,
             slots=self._config.slots,
             kv_used=meter.kv_used if served else 0.0,
-            policy_version=self._version,
+            policy_version=parts.core.policy_version,
         )
 
     async def close(self) -> None:
         """End vLLM; running requests end with `finish_reason="abort"`. Idempotent."""
-        if self._ended is None:
-            self._ended = EngineError("the engine is closed")
-        for stream in self._streams.values():
-            stream.cut()
-        await self._free()
+        self._process.close()
+        if self._parts is not None:
+            self._parts.streams.cut()
+        await self._process.stop()
 
-    async def _free(self) -> None:
-        if self._core is not None:
-            await self._core.stop()
-
-    def _end(self, error: EngineError) -> None:
-        """The engine is over; everybody who waits is told why."""
-        if self._ended is None:
-            self._ended = error
-        for stream in self._streams.values():
-            stream.queue.put(self._ended)
-
-    def _running(self) -> Core:
-        if self._ended is not None:
-            raise EngineError(str(self._ended)) from self._ended
-        if self._core is None:
+    def _running(self) -> _Parts:
+        """The parts. Raises EngineError when the engine was not started or has ended."""
+        if self._parts is None and self._process.ended is None:
             raise EngineError("the engine was not started")
-        return self._core
-
-
-async def _gather(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """Results in order; at the first failure the others are cancelled."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
+        self._process.check()
+        assert self._parts is not None  # noqa: S101 - for the type checker
+        return self._parts

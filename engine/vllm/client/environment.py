@@ -1,7 +1,7 @@
-"""The environment that vLLM is started in, and the log that says why it failed.
+"""The environment variables that vLLM is started with, and its log.
 
-vLLM takes many settings from environment variables, read when it is imported and again in the
-process of its core, so they are set before the first import. Does not import vLLM.
+vLLM reads many settings from environment variables when it is imported, and again in its core
+process, so they are set before the first import. Does not import vLLM.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class VllmLog:
 def process_log(level: str) -> VllmLog:
     """The log of all engines of this process, removed when the process ends.
 
-    vLLM reads the path of its logging configuration once per process and hands it to the core of
-    every later engine: it must outlive the engine that it was made for.
+    vLLM reads the path of its logging configuration once per process and passes it to the core of
+    every later engine, so the log must outlive the engine that it was made for.
     """
     log = VllmLog(level)
     atexit.register(log.remove)
@@ -55,7 +55,7 @@ def process_log(level: str) -> VllmLog:
 
 
 def prepare(config: EngineConfig, log: VllmLog) -> None:
-    """Set what vLLM reads from the environment of this process and, inherited, of its core."""
+    """Set the environment variables that vLLM reads here and, inherited, in its core process."""
     threads = config.threads or os.cpu_count() or 1
     os.environ.update(
         {
@@ -64,23 +64,23 @@ def prepare(config: EngineConfig, log: VllmLog) -> None:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_DO_NOT_TRACK": "1",
             "DO_NOT_TRACK": "1",
-            # Only asks AsyncLLM's core, a process of its own anyway, to run the model itself: a
-            # second process for it costs half the start. vLLM wants one for its thread binding.
+            # AsyncLLM's core is a process of its own already. This has it run the model itself;
+            # vLLM would start another process, to bind its threads, for half the start's time.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.vllm.startup_timeout_seconds)),
-            # The drafting hook and the scoring patch belong to the first model runner.
+            # The drafting hook and our scoring are written for the first model runner.
             "VLLM_USE_V2_MODEL_RUNNER": "0",
-            # vLLM gets room for drafts beyond max_model_len; no request may use it.
+            # vLLM gets room for drafts beyond max_model_len, which no request may use.
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-            # Cores are shared with the trainer and other generators: the system places threads.
+            # Cores are shared with the trainer and other generators: the kernel places threads.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
         }
     )
-    # vLLM configures its logging when it is started; it says things when it is imported.
+    # vLLM configures its logging when it is started, but it logs when it is imported.
     logging.config.dictConfig(json.loads(log.config_path.read_text()))
-    # Threads that spin at barriers starve each other when cores are shared with a trainer: 180
-    # tokens/s instead of 5,500 (2 threads, 2 cores, a 3M model, one other busy process).
+    # Threads that spin at barriers starve each other when cores are shared with a trainer:
+    # 180 tokens/s instead of 5,500 (2 threads, 2 cores, a 3M model, one other busy process).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

@@ -1,4 +1,4 @@
-"""Bringing vLLM up. Imports vLLM, so run `environment.prepare` before."""
+"""Starts vLLM. Imports it, so `environment.prepare` must have run before."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from engine.config import EngineConfig
 from engine.errors import EngineStartError
 from engine.vllm.client.meter import Meter
 from engine.vllm.client.outputs import StepProcessor
+from engine.vllm.extras import DrafterSettings
 from engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH
-from engine.vllm.worker.batch import SECTION
 
 _CPU_KV_GIB = 0.5
 _PREFILL, _CPU_PREFILL = 4096, 512
-"""Tokens a step. 64 kept answers scored on a CPU, a model widened to 25M parameters: 9.1 s with
-4096, 4.6 with 1024, 3.7 with 256; and new weights wait for no step of two seconds."""
-_VLLM_MOST_LOGPROBS = 20
+"""Tokens a step. Scoring 64 kept answers on a CPU, with a model widened to 25M parameters, takes
+9.1 s with 4096, 4.6 with 1024 and 3.7 with 256. New weights then wait for no step of two seconds."""
+_VLLM_MAX_LOGPROBS = 20
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A vLLM that has answered."""
+    """A vLLM that is ready."""
 
     llm: AsyncLLM
     processor: StepProcessor
@@ -50,17 +50,17 @@ def launch(
 
     Raises:
         EngineStartError: the device is not there.
-        Whatever vLLM raises: the caller quotes the log.
+        Other errors of vLLM's pass through; the caller quotes its log.
     """
     _check_device(config)
     meter = Meter()
     args = AsyncEngineArgs(**engine_args(config, model_path, cache_config, seed, place))
     with _without_compilers(args):
         llm = AsyncLLM.from_engine_args(args, stat_loggers=[meter.logger])
-    # The output task starts with the first request and takes the processor that it finds.
+    # The output task starts with the first request and uses the processor that it finds then.
     if llm.output_handler is not None:
         llm.shutdown()
-        raise EngineStartError("vLLM began to read outputs too early: launch() ran on a loop")
+        raise EngineStartError("launch() must not run on an event loop: vLLM reads outputs already")
     llm.output_processor = processor = StepProcessor()
     return Launched(llm, processor, meter, llm.model_config.get_vocab_size())
 
@@ -72,11 +72,11 @@ def engine_args(
     seed: int,
     place: CachePlace,
 ) -> dict[str, Any]:
-    """Our settings in vLLM's words."""
+    """The arguments of `AsyncEngineArgs` for our settings."""
     on_cpu = current_platform.is_cpu()
     ours = config.vllm
     drafts = cache_config.max_draft_tokens if cache_config.enabled else 0
-    # One draft or one scored token past the end must fit vLLM's limit; ours is checked before.
+    # Room for drafts, or for the token drawn after a scored text. Requests are held to our limit.
     max_len = config.max_model_len + max(drafts, 1)
     kv_gib = ours.kv_cache_gib or (_CPU_KV_GIB if on_cpu else None)
     eager = ours.enforce_eager
@@ -94,7 +94,7 @@ def engine_args(
         "enable_prefix_caching": ours.enable_prefix_caching,
         "enforce_eager": on_cpu if eager is None else eager,
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": max(config.top_k_logprobs, _VLLM_MOST_LOGPROBS),
+        "max_logprobs": max(config.top_k_logprobs, _VLLM_MAX_LOGPROBS),
         "scheduling_policy": "priority",
         "distributed_executor_backend": "uni",
         "per_request_spec_decode_metrics": "summary" if drafts else "none",
@@ -113,22 +113,21 @@ def engine_args(
             "model": DRAFTER_PATH,
             "num_speculative_tokens": drafts,
         }
-        args["additional_config"] = {
-            SECTION: {
-                "cache": cache_config.model_dump(mode="json"),
-                "place": to_json(place),
-                "max_step_tokens": ours.max_step_tokens,
-                "most_step_tokens": args["max_num_batched_tokens"],
-            }
-        }
+        args["additional_config"] = DrafterSettings(
+            cache=cache_config.model_dump(mode="json"),
+            place=to_json(place),
+            fixed_step_tokens=ours.max_step_tokens,
+            max_step_tokens=args["max_num_batched_tokens"],
+        ).to_config()
     return args
 
 
 @contextmanager
 def _without_compilers(args: AsyncEngineArgs) -> Iterator[None]:
-    """With `enforce_eager` on a CPU vLLM still compiles a few helpers of its sampler.
+    """Keep vLLM from compiling with `enforce_eager` on a CPU.
 
-    That takes longer than the whole start and makes them slower; the core inherits the refusal.
+    It would still compile a few helpers of its sampler, which takes longer than the whole start and
+    makes them slower. The core process inherits the environment variable.
     """
     name = "TORCH_COMPILE_DISABLE"
     before = os.environ.get(name)

@@ -1,4 +1,4 @@
-"""Counters and gauges of a running vLLM, from the statistics that its core sends with each step."""
+"""Counters and gauges of a running vLLM, from the statistics its core sends with each step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 
 class Meter:
-    """What vLLM has done so far. `logger` is the hook that AsyncLLM calls."""
+    """What vLLM has done since its start. `logger` makes the hook that AsyncLLM calls."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -22,11 +22,11 @@ class Meter:
         self.prefix_asked = 0
         """Context tokens that new requests came with."""
         self.prefix_found = 0
-        """Of those, tokens whose KV was there already."""
+        """Of those, tokens whose KV was found in the prefix cache."""
         self._busy_since: float | None = None
 
     def logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
-        """The factory to put into `AsyncLLM(stat_loggers=[...])`."""
+        """A factory for `AsyncLLM(stat_loggers=[...])`."""
         return _MeterLogger(self, vllm_config, engine_index)
 
     def idle(self) -> None:
@@ -39,7 +39,7 @@ class Meter:
             self._busy_since = time.monotonic()
 
     def record(self, stats: Any) -> None:
-        """One step's `SchedulerStats`."""
+        """Add one step's `SchedulerStats`."""
         now = time.monotonic()
         if self._busy_since is not None:
             self.busy_seconds += now - self._busy_since
@@ -57,7 +57,7 @@ class Meter:
 
 
 class _MeterLogger(StatLoggerBase):
-    """AsyncLLM's side of a Meter."""
+    """Passes AsyncLLM's statistics to a Meter."""
 
     def __init__(self, meter: Meter, _vllm_config: Any, _engine_index: int) -> None:
         self._meter = meter
@@ -69,9 +69,9 @@ class _MeterLogger(StatLoggerBase):
         mm_cache_stats: Any = None,  # noqa: ARG002
         engine_idx: int = 0,  # noqa: ARG002
     ) -> None:
-        """Called by AsyncLLM with each message of the core."""
+        """Record the statistics of one message of the core."""
         if scheduler_stats is not None:
             self._meter.record(scheduler_stats)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Do nothing: AsyncLLM calls it once at the start."""

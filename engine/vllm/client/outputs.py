@@ -1,8 +1,8 @@
-"""Our output processor inside `AsyncLLM`: steps go to their consumers as the core labelled them.
+"""Our output processor inside `AsyncLLM`: hands each step to its consumer with its version.
 
-vLLM's own processor merges the steps of a slow consumer, keeps the weight version of each only
-until the end and builds a Python object per log-probability. This one forwards each step's arrays
-with the version that the core stamped on it. Written against vLLM 0.32.0.
+vLLM's own processor merges the steps of a slow consumer, keeps only the last weight version of a
+request and builds a Python object per log-probability. This one forwards each step's arrays with
+the version that the core stamped on it. Written against vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _NO_LOGPROBS = np.empty((0, 1), np.float32)
 
 
 class StepProcessor(OutputProcessor):
-    """Hands every request's steps to the `StepQueue` that was announced for it."""
+    """Hands every request's steps to the `StepQueue` announced for it."""
 
     def __init__(self) -> None:
         super().__init__(None, log_stats=True)
         self._expected: dict[str, StepQueue] = {}
 
     def expect(self, request_id: str, queue: StepQueue) -> None:
-        """Announce where the steps of a request, about to be added, shall go."""
+        """Announce where the steps of a request go, just before it is added."""
         self._expected[request_id] = queue
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """As the parent; then the request's queue becomes the announced one."""
+        """Add a request as the parent does, then replace its queue by the announced one."""
         super().add_request(request, *args, **kwargs)
         queue = self._expected.pop(request.external_req_id)
         self.request_states[request.request_id].queue = queue

@@ -1,4 +1,4 @@
-"""Requests and scores of the protocol in vLLM's words. Does not import vLLM."""
+"""Requests and scores of the protocol in vLLM's terms. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -8,105 +8,111 @@ from typing import Any
 import numpy as np
 
 from engine.errors import EngineError, RequestError
-from engine.protocol import GenerateRequest, SamplingParams, Score, ScoreRequest, TokenChunk
+from engine.protocol import GenerateRequest, SamplingParams, Score, ScoreRequest
+from engine.vllm.client.core import CoreRequest
 from engine.vllm.client.steps import Step, most_probable, not_finite
-from engine.vllm.worker.batch import request_extra
+from engine.vllm.extras import RequestExtra, ScoreColumns
 from rollout.trajectory import FloatArray, IntArray, KeptTokens
 
-LEAST_TEMPERATURE = 0.01
+MIN_TEMPERATURE = 0.01
 """vLLM silently raises a lower one to this."""
+
+_SCORE_PRIORITY = -1
+"""Before primary work: somebody waits for all scores."""
 
 
 def check_temperature(name: str, sampling: SamplingParams) -> None:
     """Raise RequestError for a temperature that vLLM would change."""
-    if sampling.temperature < LEAST_TEMPERATURE:
+    if sampling.temperature < MIN_TEMPERATURE:
         raise RequestError(
             f"request {name!r}: temperature={sampling.temperature} must be at least "
-            f"{LEAST_TEMPERATURE} on vLLM"
+            f"{MIN_TEMPERATURE} on vLLM"
         )
 
 
-def generate_arguments(
-    request: GenerateRequest, seed: int, vocab_size: int
-) -> tuple[list[int], dict[str, Any]]:
-    """Tokens to start from, and the arguments of vLLM's `SamplingParams`."""
-    sampling = request.sampling
-    written = len(request.prefix_tokens)
-    params = _common(sampling) | {
-        "max_tokens": sampling.max_tokens - written,
+def generation(request: GenerateRequest, seed: int, vocab_size: int) -> CoreRequest:
+    """Continue a request from its prefix."""
+    sampling, prefix = request.sampling, request.prefix_tokens
+    extra = RequestExtra(
+        seed=seed,
+        generated=len(prefix),
+        cache_key=request.cache_key,
+        draft=request.draft_tokens,
+    )
+    params = _common(sampling, extra) | {
+        "max_tokens": sampling.max_tokens - len(prefix),
         "stop_token_ids": list(sampling.stop_tokens),
         "logprobs": min(sampling.top_k_logprobs, vocab_size),
-        "extra_args": request_extra(
-            seed=seed, written=written, cache_key=request.cache_key, old=request.draft_tokens
-        ),
     }
-    tokens: list[int] = np.concatenate([request.prompt_tokens, request.prefix_tokens]).tolist()
-    return tokens, params
+    return CoreRequest(_joined(request.prompt_tokens, prefix), params, request.priority)
 
 
-def score_arguments(
-    request: ScoreRequest, seed: int, vocab_size: int
-) -> tuple[list[int], dict[str, Any]]:
-    """As `generate_arguments`; vLLM must draw one token, which is thrown away."""
+def scoring(request: ScoreRequest, seed: int, vocab_size: int) -> CoreRequest:
+    """Score the tokens of a request. vLLM must draw one token as well, which is thrown away."""
     count = len(request.tokens)
-    params = _scoring(request.sampling, vocab_size) | {
-        "extra_args": request_extra(seed=seed, written=count, scored=count)
-    }
-    tokens: list[int] = np.concatenate([request.prompt_tokens, request.tokens]).tolist()
-    return tokens, params
+    extra = RequestExtra(seed=seed, generated=count, scored=count)
+    params = _scoring(request.sampling, extra, vocab_size)
+    return CoreRequest(_joined(request.prompt_tokens, request.tokens), params, _SCORE_PRIORITY)
 
 
-def verify_arguments(
+def verification(
     request: GenerateRequest, kept: KeptTokens, seed: int, vocab_size: int
-) -> tuple[list[int], dict[str, Any]]:
-    """To score a request's kept tokens, and the tokens that were most probable in their place."""
+) -> CoreRequest:
+    """Score a request's kept tokens, and the tokens that were most probable in their place."""
     prefix, count = request.prefix_tokens, len(kept)
-    params = _scoring(request.sampling, vocab_size) | {
-        "extra_args": request_extra(
-            seed=seed, written=len(prefix) + count, scored=count, known=kept.topk_ids
-        )
-    }
-    tokens: list[int] = np.concatenate([request.prompt_tokens, prefix, kept.tokens]).tolist()
-    return tokens, params
+    extra = RequestExtra(
+        seed=seed, generated=len(prefix) + count, scored=count, known=kept.topk_ids
+    )
+    params = _scoring(request.sampling, extra, vocab_size)
+    tokens = _joined(request.prompt_tokens, prefix, kept.tokens)
+    return CoreRequest(tokens, params, request.priority)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What came back of a scoring request: the worker's columns by name (`worker.scoring`)."""
+    """The result of a scoring request, by the names of its columns (`engine.vllm.extras`)."""
 
     own: FloatArray
     """`[n]` log-probabilities of the tokens."""
     topk_ids: IntArray
-    """`[n, K]` padded with -1."""
+    """`[n, K]`, padded with -1."""
     topk_logprobs: FloatArray
+    """`[n, K]`"""
     tail_ids: IntArray
     """`[n]`"""
     tail_logprobs: FloatArray
+    """`[n]`"""
     known_logprobs: FloatArray
     """`[n, K']` at the ids that the request named."""
 
     @classmethod
-    def of(cls, name: str, step: Step, asked: int, vocab_size: int) -> Table:
-        """Read a scoring request's only step; K most probable were `asked` for."""
+    def of(cls, name: str, step: Step, top_k: int, vocab_size: int) -> Table:
+        """Read the step of a scoring request that asked for the `top_k` most probable tokens.
+
+        Raises:
+            EngineError: the table is missing, or the model's probabilities are not finite.
+        """
         ids, values = step.scored_ids, step.scored_logprobs
         if ids is None or values is None:
             raise EngineError(f"request {name!r}: vLLM sent no prompt log-probabilities")
         if np.isnan(values).any():
             raise EngineError(not_finite(name))
-        k = min(asked, vocab_size)
-        topk_ids, topk_logprobs = most_probable(ids[:, : 1 + k], values[:, : 1 + k], asked)
+        k = min(top_k, vocab_size)
+        columns = ScoreColumns(k, ids.shape[1] - ScoreColumns(k).width)
+        listed = slice(0, columns.top_k.stop)
+        topk_ids, topk_logprobs = most_probable(ids[:, listed], values[:, listed], top_k)
         return cls(
-            own=np.ascontiguousarray(values[:, 0]),
+            own=np.ascontiguousarray(values[:, columns.own]),
             topk_ids=topk_ids,
             topk_logprobs=topk_logprobs,
-            tail_ids=np.ascontiguousarray(ids[:, 1 + k]),
-            tail_logprobs=np.ascontiguousarray(values[:, 1 + k]),
-            known_logprobs=np.ascontiguousarray(values[:, 2 + k :]),
+            tail_ids=np.ascontiguousarray(ids[:, columns.tail]),
+            tail_logprobs=np.ascontiguousarray(values[:, columns.tail]),
+            known_logprobs=np.ascontiguousarray(values[:, columns.named]),
         )
 
 
 def score_of(request: ScoreRequest, step: Step, vocab_size: int) -> Score:
-    """The score in a scoring request's only step."""
+    """The score in a scoring request's step."""
     table = Table.of(request.request_id, step, request.sampling.top_k_logprobs, vocab_size)
     return Score(
         request_id=request.request_id,
@@ -121,43 +127,37 @@ def score_of(request: ScoreRequest, step: Step, vocab_size: int) -> Score:
 
 def unscored(request: ScoreRequest, policy_version: int) -> Score:
     """The score of no tokens."""
-    ids, logprobs = _nothing(request.sampling.top_k_logprobs)
-    none = np.empty(0, np.float32)
-    no_ids = np.empty(0, np.int32)
-    return Score(request.request_id, none, ids, logprobs, no_ids, none, policy_version)
-
-
-def empty_end(request: GenerateRequest, policy_version: int) -> TokenChunk:
-    """The last chunk of a request that the engine's end cut off."""
-    ids, logprobs = _nothing(request.sampling.top_k_logprobs)
-    return TokenChunk(
+    k = request.sampling.top_k_logprobs
+    none, no_ids = np.empty(0, np.float32), np.empty(0, np.int32)
+    return Score(
         request_id=request.request_id,
-        tokens=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        topk_ids=ids,
-        topk_logprobs=logprobs,
-        provenance=np.empty(0, np.uint8),
+        logprobs=none,
+        topk_ids=np.empty((0, k), np.int32),
+        topk_logprobs=np.empty((0, k), np.float32),
+        tail_ids=no_ids,
+        tail_logprobs=none,
         policy_version=policy_version,
-        finish_reason="abort",
     )
 
 
-def _common(sampling: SamplingParams) -> dict[str, Any]:
+def _joined(*parts: IntArray) -> list[int]:
+    tokens: list[int] = np.concatenate(parts).tolist()
+    return tokens
+
+
+def _common(sampling: SamplingParams, extra: RequestExtra) -> dict[str, Any]:
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         # Only our stop tokens end a response; what the model's files say does not.
         "ignore_eos": True,
         "detokenize": False,
+        "extra_args": extra.to_extra_args(),
     }
 
 
-def _scoring(sampling: SamplingParams, vocab_size: int) -> dict[str, Any]:
-    return _common(sampling) | {
+def _scoring(sampling: SamplingParams, extra: RequestExtra, vocab_size: int) -> dict[str, Any]:
+    return _common(sampling, extra) | {
         "max_tokens": 1,
         "prompt_logprobs": min(sampling.top_k_logprobs, vocab_size),
     }
-
-
-def _nothing(k: int) -> tuple[IntArray, FloatArray]:
-    return np.empty((0, k), np.int32), np.empty((0, k), np.float32)

@@ -1,11 +1,11 @@
-"""What vLLM's core reports, step by step, on its way to the chunks of the protocol.
+"""The steps that vLLM's core reports, and the chunks of the protocol that are built from them.
 
 One `Step` is what one forward pass added to one request. The core labels it with the version of
-the weights that drew it, so chunks are built per version here, however late they are read.
+the weights that drew it, so a chunk has one version however late its steps are read.
 
-Provenance: a step of n tokens accepted n - 1 drafts and drew one token. Only where the response
-ended inside the accepted drafts (a stop token, the limit) are all its tokens drafts; vLLM's count
-of a request's accepted drafts, sent with its last step, tells.
+Provenance: a step of n tokens accepted n - 1 drafts and drew one token. If the response ended
+inside the accepted drafts (a stop token, the limit), all its tokens are drafts. vLLM's count of a
+request's accepted drafts, sent with the last step, tells the two cases apart.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ class Step:
     policy_version: int
     finish_reason: FinishReason | None = None
     accepted: int | None = None
-    """With the last step: drafts accepted in all steps, those cut off at the end included."""
+    """In the last step: drafts accepted in all steps, including those cut off at the end."""
     scored_ids: IntArray | None = None
-    """`[n, C]` of n scored tokens, columns as in `engine.vllm.worker.scoring`."""
+    """`[n, C]` for n scored tokens; columns as in `engine.vllm.extras.ScoreColumns`."""
     scored_logprobs: FloatArray | None = None
+    """`[n, C]`"""
 
 
 @dataclass(slots=True)
 class StepQueue:
     """Steps of one request, from vLLM's output task to the consumer.
 
-    The consumer is woken at the first step, when `wake_at` tokens are waiting, and at an end, an
+    The consumer is woken by the first step, when `wake_at` tokens are waiting, and by an end, an
     error or a flush.
     """
 
@@ -67,7 +68,7 @@ class StepQueue:
             self._ready.set()
 
     def put(self, item: object) -> None:
-        """VLLM's side door: an exception when its core died, otherwise the end by an abort."""
+        """Called by vLLM: with an exception when its core died, otherwise when it was aborted."""
         self.started = True
         if isinstance(item, BaseException):
             self._error = item
@@ -76,20 +77,20 @@ class StepQueue:
         self._ready.set()
 
     def flush(self) -> None:
-        """Let the consumer have what is there."""
+        """Wake the consumer if steps are waiting."""
         if self._steps:
             self._ready.set()
 
     async def take(self) -> list[Step]:
-        """Every step that waits, at least one.
+        """Wait for steps and take all of them.
 
         Raises:
-            AbortedError: the request was aborted and nothing waits.
-            EngineError, or what vLLM raised: it failed and nothing waits.
+            AbortedError: the request was aborted and no step is left.
+            EngineError: it failed and no step is left; vLLM's own errors pass through.
         """
         await self._ready.wait()
         if self._error is None and not self._aborted:
-            self._ready.clear()  # an end stays an end
+            self._ready.clear()  # an end is told to every later call as well
         if self._steps:
             taken = list(self._steps)
             self._steps.clear()
@@ -107,7 +108,7 @@ class AbortedError(EngineError):
 
 
 class ChunkBuilder:
-    """Turns the steps of one request into chunks; K most probable tokens per position."""
+    """Turns the steps of one request into chunks, with the K most probable tokens per position."""
 
     def __init__(self, request_id: str, top_k: int) -> None:
         self._request_id = request_id
@@ -156,7 +157,7 @@ class ChunkBuilder:
 
 
 def not_finite(request_id: str) -> str:
-    """What to say when a distribution is nan."""
+    """The error message for a distribution that is NaN."""
     return (
         f"request {request_id!r}: the model's probabilities are not finite: its weights or "
         "activations overflowed"

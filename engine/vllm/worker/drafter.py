@@ -23,7 +23,8 @@ from cache.place import from_json, open_at, save_at
 from cache.tree import RolloutCache
 from engine.drafting.fixed_budget import FixedBudget
 from engine.drafting.planner import DraftPlanner, Planner
-from engine.vllm.worker.batch import SECTION, Batch
+from engine.vllm.extras import DrafterSettings
+from engine.vllm.worker.batch import Batch
 from engine.vllm.worker.rows import NO_SLOT, RowBook
 from engine.vllm.worker.sampling import CoreSampler
 from rollout.trajectory import IntArray
@@ -50,10 +51,10 @@ class CacheDrafter:
     """Drafts from the cache of rollouts that this engine has written."""
 
     def __init__(self, vllm_config: Any) -> None:
-        settings = vllm_config.additional_config[SECTION]
-        config = CacheConfig.model_validate(settings["cache"])
+        settings = DrafterSettings.from_config(vllm_config.additional_config)
+        config = CacheConfig.model_validate(settings.cache)
         self.planner = _planner(settings, config.max_draft_tokens)
-        self._place = from_json(settings["place"])
+        self._place = from_json(settings.place)
         self._cache = open_at(config, self._place)
         self._book = RowBook(self._cache, self.planner)
         self._runner: Any = None
@@ -208,11 +209,9 @@ class CacheDrafter:
         return min(int(rest.sum()), most)
 
 
-def _planner(settings: dict[str, Any], max_draft_tokens: int) -> Planner:
-    """The planner that the settings from `engine.vllm.client.launch` ask for."""
-    fixed: int | None = settings["max_step_tokens"]
+def _planner(settings: DrafterSettings, max_draft_tokens: int) -> Planner:
+    """The planner that the settings ask for."""
+    fixed = settings.fixed_step_tokens
     if fixed is not None:
         return FixedBudget(max_step_tokens=fixed, max_draft_tokens=max_draft_tokens)
-    return DraftPlanner(
-        max_step_tokens=settings["most_step_tokens"], max_draft_tokens=max_draft_tokens
-    )
+    return DraftPlanner(max_step_tokens=settings.max_step_tokens, max_draft_tokens=max_draft_tokens)

@@ -54,14 +54,14 @@ class RowBook:
 
     def slot(self, request_id: str, entry: Entry) -> int:
         """The request's slot, a new one if it is new; NO_SLOT when it does not draft."""
-        if not entry.cache_key:
+        if not entry.extra.cache_key:
             return NO_SLOT
         slot = self._slot_of.get(request_id)
         if slot is None:
             if not self._free:
                 self._grow()
             slot = self._slot_of[request_id] = self._free.pop()
-            self._handle[slot] = self._source.open(entry.cache_key, entry.context[-64:])
+            self._handle[slot] = self._source.open(entry.extra.cache_key, entry.context[-64:])
             self._limit[slot] = entry.limit
             self._start[slot] = self._known[slot] = len(entry.context)
             self._over[slot] = False
@@ -69,7 +69,7 @@ class RowBook:
             self._widen("_stops", len(entry.stop_tokens), _NOT_A_TOKEN)
             self._stops[slot] = _NOT_A_TOKEN
             self._stops[slot, : len(entry.stop_tokens)] = entry.stop_tokens
-            self._old.begin(slot, entry.old)
+            self._old.begin(slot, entry.extra.draft)
         return slot
 
     def forget(self, alive: Container[str]) -> None:

@@ -1,14 +1,14 @@
-"""Drawing inside vLLM's model runner: with drafts or without, a token is a function of its place.
+"""Draws tokens inside vLLM's model runner, the same ones with drafts and without.
 
-vLLM draws from a generator per request, with numbers that depend on how drafts fell. Here a draw is
-a pure function of (distribution, seed of the request, position in the response), by
-`engine.sampling`: so neither batch, row, preemption nor drafts change which token a request
-writes. Drafts are judged by comparison: at each drafted position a token is drawn as ever, and the
-draft is kept as far as it equals the draws (`rollout.acceptance.accept_chain`, exact for any
+vLLM draws with one random generator per request, whose numbers depend on which drafts were
+accepted. Here a draw is a pure function of (distribution, seed of the request, position in the
+response), see `engine.sampling`. So neither the batch, the row, preemption nor drafts change which
+token a request generates. At each drafted position a token is drawn as without drafts, and the
+draft is accepted as far as it equals the draws (`rollout.acceptance.accept_chain`, exact for any
 draft). That needs none of vLLM's rejection kernels and costs one pass over the logits.
 
-`CoreSampler` takes the place of `GPUModelRunner._sample` (vLLM 0.32.0), which gets one row of
-logits per request, or per draft token and request when the step has drafts.
+`CoreSampler` replaces `GPUModelRunner._sample` (vLLM 0.32.0), which gets one row of logits per
+request, and one more per draft token when the step has drafts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ from engine.vllm.worker.batch import Batch
 from rollout.acceptance import accept_chain
 
 _NO_TOKEN = -1
-"""What vLLM takes for 'nothing here'."""
+"""What vLLM reads as no token."""
 
 
 class CoreSampler:
-    """Draws for a model runner; call it in place of `runner._sample`."""
+    """Draws for a model runner, in place of `runner._sample`.
+
+    Args:
+        runner: vLLM's `GPUModelRunner`.
+        batch: its requests.
+    """
 
     def __init__(self, runner: Any, batch: Batch) -> None:
         self._runner = runner
@@ -54,7 +59,7 @@ class CoreSampler:
         batch = self._batch
         logprobs = processed_logprobs(logits.float(), batch.temperature, batch.top_p)
         tokens = draw(logprobs, uniforms(batch.seed, batch.lengths() - batch.start))
-        tokens.clamp_(min=0)  # not finite: its log-probability says so
+        tokens.clamp_(min=0)  # -1 if not finite; its log-probability is NaN then
         return self._output(tokens.to(torch.int32)[:, None], self._listed(logprobs, tokens))
 
     def _drafted(self, logits: torch.Tensor, metadata: Any, fed: NDArray[np.int64]) -> Any:
@@ -81,7 +86,7 @@ class CoreSampler:
         out = samples.masked_fill(outside, _NO_TOKEN).to(torch.int32)
         listed = self._listed(logprobs, tokens)
         if listed is not None:
-            # vLLM takes its pick from a table with all places of all rows.
+            # vLLM picks from a table with every place of every row.
             listed = tuple(_spread(part, flat, len(counts) * width) for part in listed)
         return self._output(out, listed)
 
@@ -103,7 +108,7 @@ class CoreSampler:
         tensors = None
         if listed is not None:
             ids, values = listed
-            # vLLM wants ranks; nobody reads them here.
+            # vLLM requires ranks; nothing reads them here.
             tensors = LogprobsTensors(ids, values, ids.new_zeros(len(ids)))
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=tensors)
 

@@ -1,13 +1,13 @@
-"""Log-probabilities of given tokens, inside vLLM's model runner, under what is sampled from.
+"""Computes log-probabilities of given tokens inside vLLM's model runner, as they are sampled.
 
 vLLM computes `prompt_logprobs` one request after the other, for all of a prompt, from raw logits:
-temperature and top-p are left out (`GPUModelRunner._get_prompt_logprobs_dict`, 0.32.0).
-`CoreScorer` takes that method's place: all requests of a step together, only the positions that
-were asked for, the processed distribution, and one more draw at each position: from what lies
-outside the tokens that are reported (see `engine.protocol.Score.tail_ids`).
+it leaves out temperature and top-p (`GPUModelRunner._get_prompt_logprobs_dict`, 0.32.0).
+`CoreScorer` replaces that method. It handles all requests of a step together, only the positions
+that were asked for, with the processed distribution, and adds one draw at each position from what
+lies outside the listed tokens (see `engine.protocol.Score.tail_ids`).
 
-What comes back is a table in the place of vLLM's, a row per scored token, with the columns
-own token | K most probable | tail draw | K' tokens that the request named.
+The result replaces vLLM's table: a row for each scored token, with the columns of
+`engine.vllm.extras.ScoreColumns`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.sampling import MAX_LOGITS, Purpose, draw_outside, forked, processed_logprobs, uniforms
+from engine.vllm.extras import ScoreColumns
 from engine.vllm.worker.batch import Batch, Entry
 from rollout.trajectory import FloatArray, IntArray
 
@@ -30,15 +31,26 @@ class _Part:
 
     request_id: str
     entry: Entry
-    k: int
+    columns: ScoreColumns
     rows: NDArray[np.int64]
     """`[n]` rows of the step's hidden states."""
-    at: int
-    """The first one's index among all scored positions of the request."""
+    first: int
+    """Index of the first one among all scored positions of the request."""
+
+    @property
+    def known(self) -> IntArray | None:
+        """`[n, K']` ids that the request named at these positions."""
+        known = self.entry.extra.known
+        return None if known is None else known[self.first : self.first + len(self.rows)]
 
 
 class CoreScorer:
-    """Computes prompt log-probabilities for a model runner."""
+    """Computes prompt log-probabilities for a model runner.
+
+    Args:
+        runner: vLLM's `GPUModelRunner`.
+        batch: its requests.
+    """
 
     def __init__(self, runner: Any, batch: Batch) -> None:
         self._runner = runner
@@ -53,7 +65,7 @@ class CoreScorer:
 
     @torch.inference_mode()
     def compute(self, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
-        """As vLLM's: a table for each request whose prompt has been taken in by this step."""
+        """The tables of the requests whose prompts are complete after this step, as vLLM's."""
         pending: dict[str, int] = self._runner.num_prompt_logprobs
         if not pending:
             return {}
@@ -62,7 +74,7 @@ class CoreScorer:
         for request_id, k in pending.items():
             count = scheduled.get(request_id)
             if count is None:
-                continue  # preempted while its prompt was taken in
+                continue  # preempted in the middle of its prompt
             part, whole = self._part(request_id, k, count)
             parts.append(part)
             if whole:
@@ -79,21 +91,20 @@ class CoreScorer:
         total = len(entry.context)
         begin = int(runner.requests[request_id].num_computed_tokens)
         # The state at position i says what follows: token i + 1.
-        first = total - 1 - entry.scored
+        first = total - 1 - entry.extra.scored
         low, high = max(begin, first), min(begin + count, total - 1)
         row = runner.input_batch.req_id_to_index[request_id]
         offset = int(runner.query_start_loc.np[row]) - begin
         rows = np.arange(low, max(high, low)) + offset
+        known = entry.extra.known
+        columns = ScoreColumns(k, 0 if known is None else known.shape[1])
         if request_id not in self._tables:
-            width = 2 + k + (0 if entry.known is None else entry.known.shape[1])
-            self._tables[request_id] = (
-                np.empty((entry.scored, width), np.int32),
-                np.empty((entry.scored, width), np.float32),
-            )
-        return _Part(request_id, entry, k, rows, low - first), begin + count >= total
+            shape = entry.extra.scored, columns.width
+            self._tables[request_id] = np.empty(shape, np.int32), np.empty(shape, np.float32)
+        return _Part(request_id, entry, columns, rows, low - first), begin + count >= total
 
     def _fill(self, hidden_states: torch.Tensor, parts: list[_Part]) -> None:
-        """Batches of parts, so that a bounded number of logits is held at once."""
+        """Score in batches of parts, so that at most `MAX_LOGITS` logits are held at once."""
         vocab = self._runner.model_config.get_vocab_size()
         batch: list[_Part] = []
         held = 0
@@ -119,60 +130,61 @@ class CoreScorer:
             np.repeat(np.array([entry.top_p for entry in entries], np.float32), counts),
         )
         own = np.concatenate([_scored_tokens(part) for part in parts])
-        most = max(part.k for part in parts)
-        values, ids = torch.topk(logprobs, min(most, logprobs.shape[1]), dim=1)
-        listed_ids = ids.cpu().numpy().astype(np.int32)
-        listed = _pad(listed_ids, most)
-        listed_values = _pad(values.float().cpu().numpy(), most, -np.inf)
-        reported = np.repeat([part.k for part in parts], counts)
-        outside_of = np.where(np.arange(most) < reported[:, None], listed, -1)
+        max_k = max(part.columns.k for part in parts)
+        values, ids = torch.topk(logprobs, min(max_k, logprobs.shape[1]), dim=1)
+        listed = _pad(ids.cpu().numpy().astype(np.int32), max_k)
+        listed_values = _pad(values.float().cpu().numpy(), max_k, -np.inf)
+        reported = np.repeat([part.columns.k for part in parts], counts)
+        outside_of = np.where(np.arange(max_k) < reported[:, None], listed, -1)
         named = self._named(parts, counts)
         if named is not None:
-            width = max(named.shape[1], most)
-            has = np.repeat([entry.known is not None for entry in entries], counts)
+            width = max(named.shape[1], max_k)
+            has = np.repeat([part.known is not None for part in parts], counts)
             outside_of = np.where(has[:, None], _pad(named, width), _pad(outside_of, width))
         tail_ids, tail_values = draw_outside(logprobs, outside_of, self._numbers(parts, counts))
         columns = [own[:, None]] if named is None else [own[:, None], named]
         asked = _at(logprobs, np.concatenate(columns, axis=1))
         for part, end in zip(parts, np.cumsum(counts), strict=True):
-            span, k = slice(end - len(part.rows), end), part.k
+            span, at = slice(end - len(part.rows), end), part.columns
             out_ids, out_values = (
-                table[part.at : part.at + len(part.rows)] for table in self._tables[part.request_id]
+                table[part.first : part.first + len(part.rows)]
+                for table in self._tables[part.request_id]
             )
-            out_ids[:, 0], out_values[:, 0] = own[span], asked[span, 0]
-            out_ids[:, 1 : 1 + k] = listed[span, :k]
-            out_values[:, 1 : 1 + k] = listed_values[span, :k]
-            out_ids[:, 1 + k], out_values[:, 1 + k] = tail_ids[span], tail_values[span]
-            if named is not None and part.entry.known is not None:
-                width = part.entry.known.shape[1]
-                out_ids[:, 2 + k :] = named[span, :width]
-                out_values[:, 2 + k :] = asked[span, 1 : 1 + width]
+            out_ids[:, at.own], out_values[:, at.own] = own[span], asked[span, 0]
+            out_ids[:, at.top_k] = listed[span, : at.k]
+            out_values[:, at.top_k] = listed_values[span, : at.k]
+            out_ids[:, at.tail], out_values[:, at.tail] = tail_ids[span], tail_values[span]
+            if named is not None:
+                out_ids[:, at.named] = named[span, : at.known]
+                out_values[:, at.named] = asked[span, 1 : 1 + at.known]
 
     def _numbers(self, parts: list[_Part], counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        seeds = np.repeat(np.array([part.entry.seed for part in parts], np.uint64), counts)
+        """`[N]` the uniform numbers of the tail draws, of streams that draw nothing else."""
+        seeds = np.repeat(np.array([part.entry.extra.seed for part in parts], np.uint64), counts)
         position = np.concatenate(
-            [len(p.entry.context) - p.entry.scored + p.at + np.arange(len(p.rows)) for p in parts]
-        ) - np.repeat([part.entry.start for part in parts], counts)
+            [_first_token(part) - part.entry.start + np.arange(len(part.rows)) for part in parts]
+        )
         return uniforms(forked(seeds, Purpose.TAIL, self.policy_version), position)
 
     def _named(self, parts: list[_Part], counts: NDArray[np.int64]) -> IntArray | None:
         """`[N, K']` ids that requests named at their positions, padded with -1."""
-        width = max(
-            (p.entry.known.shape[1] for p in parts if p.entry.known is not None), default=-1
-        )
-        if width < 0:
+        if all(part.known is None for part in parts):
             return None
+        width = max(part.columns.known for part in parts)
         named = np.full((int(counts.sum()), width), -1, np.int32)
         for part, end in zip(parts, np.cumsum(counts), strict=True):
-            known = part.entry.known
-            if known is not None:
-                n = len(part.rows)
-                named[end - n : end, : known.shape[1]] = known[part.at : part.at + n]
+            if part.known is not None:
+                named[end - len(part.rows) : end, : part.columns.known] = part.known
         return named
 
 
+def _first_token(part: _Part) -> int:
+    """Place of the part's first scored token in the request's context."""
+    return len(part.entry.context) - part.entry.extra.scored + part.first
+
+
 def _scored_tokens(part: _Part) -> IntArray:
-    start = len(part.entry.context) - part.entry.scored + part.at
+    start = _first_token(part)
     return part.entry.context[start : start + len(part.rows)]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from new_weights import give_weights
+from served_vllm import REAL_VLLM
 
 from benchmarks.exactness_loop import engines, statements
 from benchmarks.exactness_loop.distributions import ResponseDistributions
@@ -21,10 +22,7 @@ from benchmarks.exactness_loop.modes import MODES, PROMPTS, SPACE, make_policies
 from benchmarks.exactness_loop.statements import ALARM, TOLERANCE, Finding
 from engine.protocol import Engine
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*distributed.reduce_op.*:FutureWarning"),
-]
+pytestmark = REAL_VLLM
 
 SAMPLES = 1500
 

@@ -1,4 +1,4 @@
-"""The vLLM engine against real vLLM on this machine: one engine for the whole module.
+"""The vLLM engine against real vLLM on this machine.
 
 Sampling is compared by chi-square with the distribution of the model, enumerated over all
 responses. Each comparison fails a right engine with probability ALARM = 1e-5; there are two.
@@ -7,9 +7,6 @@ responses. Each comparison fails a right engine with probability ALARM = 1e-5; t
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,7 @@ import torch
 from new_weights import give_weights
 from served_vllm import (
     PROMPT,
+    REAL_VLLM,
     SLOTS,
     VOCAB,
     WAYS,
@@ -32,7 +30,6 @@ from served_vllm import (
     logprobs_of,
     make_model,
     reference,
-    serving,
     tokens_of,
 )
 
@@ -40,19 +37,8 @@ from engine.errors import EngineError, RequestError, WeightsError
 from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
 from rollout.trajectory import Provenance
 
-pytestmark = [
-    pytest.mark.vllm,
-    # vLLM 0.32.0 itself, on import and when it looks through all modules for kernels to replace.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning"),
-]
+pytestmark = REAL_VLLM
 ALARM = 1e-5
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("vllm-model")) as running:
-        yield running
 
 
 def test_drafting_leaves_the_sampled_distribution_as_it_is(served: Served) -> None:
@@ -319,29 +305,3 @@ def test_unfitting_weights_change_nothing(served: Served) -> None:
     assert chunks[-1].policy_version == version
     want = drawn(served.old, PROMPT, tokens_of(chunks))
     np.testing.assert_allclose(logprobs_of(chunks), want, atol=1e-3)
-
-
-def test_a_dead_core_reaches_every_consumer(served: Served) -> None:
-    """Last: it ends the module's engine."""
-    engine = served.engine
-
-    async def die() -> list[BaseException | list[TokenChunk]]:
-        requests = [ask(f"doomed{i}", max_tokens=390) for i in range(3 * SLOTS)]
-        first = engine.generate(ask("first", max_tokens=390))
-        tasks = [asyncio.create_task(collect(engine, request)) for request in requests]
-        await anext(first)
-        core = engine._core
-        assert core is not None
-        for process in core.vllm.llm.engine_core.resources.engine_manager.processes:
-            os.kill(process.pid, signal.SIGKILL)
-        await core.died.wait()
-        await first.aclose()
-        return list(await asyncio.gather(*tasks, return_exceptions=True))
-
-    for outcome in served.call(die()):
-        assert isinstance(outcome, EngineError), outcome
-        assert "died" in str(outcome) or "lost" in str(outcome)
-    with pytest.raises(EngineError, match="died"):
-        served.call(engine.score([]))
-    with pytest.raises(EngineError, match="died"):
-        served.call(engine.pause())

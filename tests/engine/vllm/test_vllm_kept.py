@@ -1,23 +1,21 @@
-"""Kept tokens and scores on real vLLM: one engine, whose KV space is too small for all its slots.
+"""Verification of kept tokens on real vLLM.
 
 Sampling is compared by chi-square with the policy, enumerated over all responses. Each comparison
-fails a right engine with probability ALARM = 1e-5; there are two, and one of tail draws.
+fails a right engine with probability ALARM = 1e-5; there are two.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from new_weights import give_weights
-from scipy.stats import chi2
 from served_vllm import (
     PROMPT,
+    REAL_VLLM,
     SLOTS,
-    VOCAB,
     WAYS,
     Served,
     ask,
@@ -26,46 +24,22 @@ from served_vllm import (
     collect_all,
     drawn,
     enumerated,
+    kept_of,
     logprobs_of,
-    reference,
-    serving,
+    provenance_of,
     tokens_of,
 )
 
-from engine.protocol import GenerateRequest, SamplingParams, Score, ScoreRequest, TokenChunk
-from rollout.trajectory import KeptTokens, Provenance
+from engine.protocol import GenerateRequest, TokenChunk
+from rollout.trajectory import Provenance
 
-pytestmark = [
-    pytest.mark.vllm,
-    # vLLM 0.32.0 itself, on import and when it looks through all modules for kernels to replace.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning"),
-]
-
+pytestmark = REAL_VLLM
 ALARM = 1e-5
-SMALL_KV_GIB = 0.002
-"""32 blocks of 128 tokens; 16 responses of 390 tokens would need 64."""
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    path = tmp_path_factory.mktemp("vllm-model")
-    # Longer prompts than 128 tokens are taken in by parts.
-    with serving(path, kv_cache_gib=SMALL_KV_GIB, max_prefill_tokens=128) as running:
-        yield running
-
-
-def kept_of(chunks: list[TokenChunk], part: slice = slice(None)) -> KeptTokens:
-    return KeptTokens(
-        tokens_of(chunks)[part],
-        logprobs_of(chunks)[part],
-        np.concatenate([chunk.topk_ids for chunk in chunks])[part],
-        np.concatenate([chunk.topk_logprobs for chunk in chunks])[part],
-    )
-
-
-def provenance_of(chunks: Sequence[TokenChunk]) -> np.ndarray:
-    return np.concatenate([chunk.provenance for chunk in chunks])
+@pytest.fixture
+def served(served_in_small_kv: Served) -> Served:
+    return served_in_small_kv
 
 
 def drift(served: Served, n: int, **how: float) -> list[GenerateRequest]:
@@ -168,9 +142,7 @@ def test_the_rejected_rest_is_drafted_and_the_kv_of_scoring_is_found(served: Ser
     how = {"temperature": 0.7}
     chunks = served.call(collect(served.engine, ask("k", max_tokens=380, seed=5, **how)))
     served.install(served.new)
-    core = served.engine._core
-    assert core is not None
-    meter, before = core.vllm.meter, served.engine.stats()
+    meter, before = served.engine._process.vllm.meter, served.engine.stats()
     found = meter.prefix_found
     # Only the last tokens are of another policy's liking: the first 300 are made to be accepted.
     lenient = replace(kept_of(chunks, slice(300)), lenience=1e30)
@@ -222,149 +194,6 @@ def test_verified_tokens_bear_the_version_that_judged_them(served: Served) -> No
             want = drawn(models[first.policy_version], PROMPT, first.tokens, **WAYS[0])
             np.testing.assert_allclose(first.logprobs, want, atol=1e-3)
     assert judged == {version, version + 1}
-
-
-# Scores
-
-
-def score(served: Served, tokens: np.ndarray, seeds: Sequence[int], k: int = 4) -> list[Score]:
-    return served.call(
-        served.engine.score(
-            [
-                ScoreRequest(
-                    f"s{seed}", PROMPT, tokens,
-                    SamplingParams(1, seed=seed, top_k_logprobs=k, **WAYS[1]),
-                )
-                for seed in seeds
-            ]
-        )
-    )  # fmt: skip
-
-
-def test_tail_draws_follow_what_is_not_listed(served: Served) -> None:
-    """Pooled over positions, against the reference outside the 2 listed tokens."""
-    served.install(served.old)
-    tokens = np.random.default_rng(1).integers(0, VOCAB, 40).astype(np.int32)
-    scores = score(served, tokens, range(400), k=2)
-    law = reference(served.old, np.concatenate([PROMPT, tokens])[None], **WAYS[1])[0, 2:-1].exp()
-    law = law.numpy().copy()
-    np.testing.assert_array_equal(scores[0].topk_ids, scores[1].topk_ids)
-    np.put_along_axis(law, scores[0].topk_ids, 0.0, axis=1)
-    tails = np.stack([one.tail_ids for one in scores])
-    values = np.stack([one.tail_logprobs for one in scores])
-    none = law.sum(1) < 1e-6
-    assert (tails[:, none] == -1).all()
-    assert np.isneginf(values[:, none]).all()
-    place = np.broadcast_to(np.arange(40), tails.shape)
-    there = tails >= 0
-    np.testing.assert_allclose(
-        np.exp(values[there]), law[place[there], tails[there]], rtol=1e-2, atol=1e-5
-    )
-    statistic, freedom = 0.0, 0
-    for at in np.flatnonzero(~none):
-        want = 400 * law[at] / law[at].sum()
-        have = np.bincount(tails[:, at], minlength=VOCAB)
-        assert have[want == 0].sum() == 0
-        common = want >= 8
-        cells = np.append(want[common], want[~common].sum())
-        counts = np.append(have[common], have[~common].sum())
-        full = cells > 0
-        statistic += (((counts - cells) ** 2)[full] / cells[full]).sum()
-        freedom += int(full.sum()) - 1
-    p = float(chi2.sf(statistic, freedom))
-    print(f"tails: p = {p:.3g} with {freedom} degrees of freedom")
-    assert freedom > 30
-    assert p > ALARM
-    again = score(served, tokens, range(3), k=2)
-    np.testing.assert_array_equal(np.stack([one.tail_ids for one in again]), tails[:3])
-
-
-def test_long_texts_are_scored_by_parts(served: Served) -> None:
-    """Together with responses that are being written; the parts fall differently each time."""
-    served.install(served.old)
-    rng = np.random.default_rng(3)
-    texts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in (390, 129, 127, 250, 60, 1)]
-    sampling = SamplingParams(1, top_k_logprobs=4)
-    requests = [ScoreRequest(f"s{i}", PROMPT, text, sampling) for i, text in enumerate(texts)]
-
-    async def both() -> list[Score]:
-        writing = [ask(f"w{i}", max_tokens=60, cache_key="parts") for i in range(8)]
-        responses = asyncio.create_task(collect_all(served.engine, writing))
-        scores = await served.engine.score(requests)
-        await responses
-        return scores
-
-    for one, text in zip(served.call(both()), texts, strict=True):
-        np.testing.assert_allclose(one.logprobs, drawn(served.old, PROMPT, text), atol=1e-3)
-        law = reference(served.old, np.concatenate([PROMPT, text])[None])[0, 2:-1].numpy()
-        best = -np.sort(-law, axis=1)[:, :4]
-        np.testing.assert_allclose(one.topk_logprobs, best, atol=1e-3)
-        assert (one.tail_ids[:, None] != one.topk_ids).all()
-
-
-def test_where_all_is_listed_there_is_no_tail(served: Served) -> None:
-    served.install(served.old)
-    short = SamplingParams(1, top_k_logprobs=4, top_p=0.3)
-    one = served.call(served.engine.score([ScoreRequest("s", PROMPT, PROMPT, short)]))[0]
-    law = reference(served.old, np.concatenate([PROMPT, PROMPT])[None], top_p=0.3)[0, 2:-1]
-    few = ((law > -np.inf).sum(-1) <= 4).numpy()
-    assert few.any()
-    assert (one.tail_ids[few] == -1).all()
-    assert one.tail_ids.shape == one.tail_logprobs.shape == (3,)
-
-
-# Drafting, preemption, priorities and swaps together
-
-
-def test_a_response_is_the_same_however_it_is_served(served: Served) -> None:
-    """Alone and without drafts, or drafted, preempted for want of KV, and out of its turn.
-
-    A draw is a function of seed and place. Logits differ in their last bits with the batch, which
-    moves a draw about once in 10^6: one response may differ.
-    """
-    served.install(served.old)
-    how = {"max_tokens": 390, "temperature": 0.7}
-    alone = [ask(f"a{i}", seed=100 + i % 4, **how) for i in range(4)]
-    want = [tokens_of(served.call(collect(served.engine, request))) for request in alone]
-    before = served.engine.stats()
-    crowd = [
-        ask(f"c{i}", seed=100 + i % 4, cache_key="crowd", priority=i % 2, **how)
-        for i in range(SLOTS + 8)
-    ]
-    got = [tokens_of(chunks) for chunks in served.call(collect_all(served.engine, crowd))]
-    after = served.engine.stats()
-    assert sum(one.tolist() != want[i % 4].tolist() for i, one in enumerate(got)) <= 1
-    accepted = after.tokens.accepted - before.tokens.accepted
-    assert accepted > 1000
-
-
-def test_weights_change_under_preempted_and_drafted_responses(served: Served) -> None:
-    engine = served.engine
-    served.install(served.old)
-    version = engine.stats().policy_version
-    requests = [
-        ask(f"p{i}", cache_key=f"swap{i % 3}", max_tokens=390, priority=i % 3)
-        for i in range(2 * SLOTS)
-    ]
-
-    async def swaps() -> list[list[TokenChunk]]:
-        responses = [asyncio.create_task(collect(engine, request)) for request in requests]
-        for step, model in enumerate((served.new, served.old, served.new)):
-            reached = engine.stats().tokens.generated + 2000
-            while engine.stats().tokens.generated < reached:
-                await asyncio.wait(responses, timeout=0.01)
-            await give_weights(engine, model.state_dict().items(), version + 1 + step)
-        return list(await asyncio.gather(*responses))
-
-    for chunks in served.call(swaps()):
-        assert len(tokens_of(chunks)) == 390
-        versions = [chunk.policy_version for chunk in chunks]
-        assert versions == sorted(versions)
-        assert chunks[-1].finish_reason == "length"
-        assert np.isfinite(logprobs_of(chunks)).all()
-    fresh = served.call(collect(engine, ask("after", max_tokens=100)))
-    want = drawn(served.new, PROMPT, tokens_of(fresh))
-    np.testing.assert_allclose(logprobs_of(fresh), want, atol=1e-3)
 
 
 def test_an_interrupted_request_reports_all_that_came_and_can_go_on(served: Served) -> None:

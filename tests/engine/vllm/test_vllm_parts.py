@@ -17,9 +17,9 @@ from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.vllm.client.engine import VllmEngine
-from engine.vllm.client.kept import settle, warm_up
-from engine.vllm.client.requests import Table, generate_arguments
+from engine.vllm.client.requests import Table, generation
 from engine.vllm.client.steps import AbortedError, ChunkBuilder, Step, StepQueue, most_probable
+from engine.vllm.client.verification import judge, warm_up
 from engine.vllm.worker.batch import Entry
 from rollout.acceptance.kept import _verify as compiled_rule
 from rollout.trajectory import IntArray, KeptTokens, Provenance
@@ -96,17 +96,19 @@ def test_the_consumer_is_woken_for_enough_tokens_a_flush_or_an_end() -> None:
 
 
 def test_a_request_carries_its_stream_and_its_place() -> None:
-    """A resumed response goes on in its own stream of numbers, behind what is written."""
+    """A resumed response continues in its own stream of numbers, after what was generated."""
     sampling = SamplingParams(max_tokens=9, seed=5)
     request = GenerateRequest("r", "tree", ids(1, 2), sampling, ids(3, 4, 5), ids(6))
-    tokens, params = generate_arguments(request, 5, 10)
+    submitted = generation(request, 5, 10)
+    tokens, params = submitted.tokens, submitted.params
     assert tokens == [1, 2, 3, 4, 5]
     assert params["max_tokens"] == 6
     assert "seed" not in params  # vLLM would make a generator for it
     params_of_vllm = SimpleNamespace(**params)
     entry = Entry.read(SimpleNamespace(prompt_token_ids=tokens, sampling_params=params_of_vllm))
-    assert (entry.seed, entry.start, entry.limit, entry.cache_key) == (5, 2, 11, "tree")
-    assert entry.old.tolist() == [6]
+    extra = entry.extra
+    assert (extra.seed, entry.start, entry.limit, extra.cache_key) == (5, 2, 11, "tree")
+    assert extra.draft.tolist() == [6]
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -131,7 +133,7 @@ def test_no_verification_waits_for_a_compiler(finished: bool) -> None:
     request = GenerateRequest("r", "", ids(1, 2), sampling, kept=kept)
     warm_up()
     compiled = list(compiled_rule.signatures)
-    chunk, rest = settle(request, kept, now, 3, 1)
+    chunk, rest = judge(request, kept, now, 3, 1)
     assert compiled_rule.signatures == compiled
     assert chunk is not None
     assert chunk.tokens.tolist() == [0] * n

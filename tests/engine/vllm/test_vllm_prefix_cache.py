@@ -10,21 +10,21 @@ is in use, and `test_one_salt_for_all_versions_is_seen` that these checks can fa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from new_weights import give_weights
 from served_vllm import (
+    REAL_VLLM,
     VOCAB,
     Served,
     ask,
     collect,
     drawn,
     drawn_across,
+    kept_of,
     logprobs_of,
-    serving,
     tokens_of,
 )
 
@@ -32,10 +32,7 @@ from engine.protocol import SamplingParams, ScoreRequest, TokenChunk
 from engine.vllm.client.core import Core
 from rollout.trajectory import KeptTokens, Provenance
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*distributed.reduce_op.*:FutureWarning"),
-]
+pytestmark = REAL_VLLM
 
 CLOSE = 1e-3
 PROMPT = np.random.default_rng(7).integers(0, VOCAB, 300).astype(np.int32)
@@ -43,17 +40,9 @@ BLOCKS = 2 * 128
 """Tokens of the prompt in whole blocks."""
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("vllm-model")) as running:
-        yield running
-
-
 def found(served: Served) -> int:
     """Prompt tokens whose KV was taken from the prefix cache, since start."""
-    core = served.engine._core
-    assert core is not None
-    return int(core.vllm.meter.prefix_found)
+    return int(served.engine._process.vllm.meter.prefix_found)
 
 
 def asked(name: str, **changes: Any) -> Any:
@@ -62,15 +51,6 @@ def asked(name: str, **changes: Any) -> Any:
 
 def write(served: Served, name: str, **changes: Any) -> list[TokenChunk]:
     return served.call(collect(served.engine, asked(name, **changes)))
-
-
-def kept_of(chunks: list[TokenChunk]) -> KeptTokens:
-    return KeptTokens(
-        tokens_of(chunks),
-        logprobs_of(chunks),
-        np.concatenate([chunk.topk_ids for chunk in chunks]),
-        np.concatenate([chunk.topk_logprobs for chunk in chunks]),
-    )
 
 
 def score_request(tokens: np.ndarray) -> ScoreRequest:
@@ -186,12 +166,7 @@ def test_nor_while_requests_of_the_old_weights_still_run(served: Served) -> None
 
 def test_one_salt_for_all_versions_is_seen(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the checks above would say of an engine that forgets the version."""
-    submit = Core.submit
-
-    async def forgetful(self: Core, *args: Any, **fields: Any) -> None:
-        await submit(self, *args, **(fields | {"salt": "any"}))
-
-    monkeypatch.setattr(Core, "submit", forgetful)
+    monkeypatch.setattr(Core, "_salt", lambda _: "any")
     served.install(served.old)
     text = write(served, "before", max_tokens=60)
     served.install(served.new)

@@ -15,7 +15,8 @@ from cache.place import CachePlace, to_json
 from cache.tree import Drafts, RolloutCache
 from engine.drafting.continuation import Continuations
 from engine.drafting.planner import DraftPlanner
-from engine.vllm.worker.batch import Entry, request_extra
+from engine.vllm.extras import DrafterSettings, RequestExtra
+from engine.vllm.worker.batch import Entry
 from engine.vllm.worker.drafter import CacheDrafter
 from engine.vllm.worker.rows import NO_SLOT, RowBook
 from rollout.trajectory import FloatArray, IntArray
@@ -112,9 +113,8 @@ class Scene:
         self.entries: dict[str, Entry] = {}
 
     def add(self, name: str, *, limit: int = 20, old: tuple[int, ...] = (), key: str = "") -> None:
-        self.entries[name] = Entry(
-            1, 1.0, 1.0, 2, ids(1, 2), limit, (STOP,), key or f"tree of {name}", ids(*old), 0, None
-        )
+        extra = RequestExtra(seed=1, cache_key=key or f"tree of {name}", draft=ids(*old))
+        self.entries[name] = Entry(extra, 1.0, 1.0, 2, ids(1, 2), limit, (STOP,))
 
     def step(self, texts: dict[str, tuple[int, ...]], other_tokens: int = 0) -> list[list[int]]:
         """A step after which the rows hold these texts, in this order."""
@@ -265,9 +265,12 @@ class Clockless:
 
     def add(self, name: str, key: str) -> None:
         params = SimpleNamespace(
-            extra_args=request_extra(seed=1, cache_key=key), max_tokens=10, stop_token_ids=[STOP],
-            temperature=1.0, top_p=1.0,
-        )  # fmt: skip
+            extra_args=RequestExtra(seed=1, cache_key=key).to_extra_args(),
+            max_tokens=10,
+            stop_token_ids=[STOP],
+            temperature=1.0,
+            top_p=1.0,
+        )
         self.requests[name] = SimpleNamespace(prompt_token_ids=[1, 2], sampling_params=params)
 
     def execute_model(self, scheduler_output: Any) -> None:
@@ -294,14 +297,13 @@ def adapter() -> tuple[CacheDrafter, Clockless, FixedPlanner]:
     from engine.vllm.worker.batch import Batch
     from engine.vllm.worker.sampling import CoreSampler
 
-    settings = {"cache": CacheConfig(min_match=1, min_probability=0.0).model_dump(mode="json")}
-    drafter = CacheDrafter(
-        SimpleNamespace(
-            additional_config={
-                "asyncrl": settings | {"max_step_tokens": 20, "place": to_json(CachePlace())}
-            }
-        )
+    settings = DrafterSettings(
+        cache=CacheConfig(min_match=1, min_probability=0.0).model_dump(mode="json"),
+        place=to_json(CachePlace()),
+        fixed_step_tokens=20,
+        max_step_tokens=100,
     )
+    drafter = CacheDrafter(SimpleNamespace(additional_config=settings.to_config()))
     drafter.load_model(None)
     planner = drafter.planner = drafter._book._planner = FixedPlanner(3)
     runner = Clockless()

@@ -1,16 +1,17 @@
-"""Verify-then-resume: kept tokens scored, judged, reported, and the request that goes on with them.
+"""Verification of kept tokens: judges what vLLM scored, and makes the request that continues.
 
-vLLM scores the kept tokens in one prefill; here a prefix of them is accepted, the token behind it
-is placed, and what is left becomes an ordinary request with a longer prefix, whose prefill finds
-most of the KV that scoring made (prefix caching, in whole blocks). The rejected rest is its draft.
+vLLM scores the kept tokens in one prefill. Here a prefix of them is accepted and the token after it
+is drawn from the residual. The rest of the response becomes an ordinary request with a longer
+prefix, whose prefill finds most of the KV that scoring computed (prefix caching, in whole blocks).
+The rejected tokens are its draft.
 
-The worker lists the current policy at just the ids that the old one's top-K holds, and draws from
-what lies outside of them, so all of the old top-K can be accepted (see
-`rollout.acceptance.verify_kept`: the list was chosen without a look at the token).
+The worker scores the current policy at exactly the ids in the old policy's top K, and draws from
+what lies outside them, so every token of the old top K can be accepted (the list was chosen without
+looking at the token, see `rollout.acceptance.verify_kept`).
 
-Numbers: a function of (seed of the request, policy version, position), from streams beside the one
-that draws; drawing goes on in its own stream. What is accepted is labelled with the version that
-scored it, also when the weights change before the response goes on.
+The random numbers are a function of (seed of the request, policy version, position). They come from
+streams other than the one that draws tokens. Accepted tokens carry the version that scored them,
+even if the weights change before the response resumes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from rollout.trajectory import FinishReason, IntArray, KeptTokens, Provenance
 
 
 def warm_up() -> None:
-    """Load the compiled rules, or compile them: seconds, for which the event loop would stand."""
+    """Compile the acceptance rules, or load them compiled.
+
+    It takes seconds, during which the event loop would be blocked.
+    """
     none, two = np.full(2, -1, np.int32), np.array([0, 2], np.int32)
     known = TopKDistributions(np.zeros(2, np.float32), none[:, None], np.zeros((2, 1), np.float32))
     verify_kept(
@@ -41,29 +45,29 @@ def warm_up() -> None:
     )
 
 
-def settle(
+def judge(
     request: GenerateRequest, kept: KeptTokens, table: Table, seed: int, policy_version: int
 ) -> tuple[TokenChunk | None, GenerateRequest]:
     """Judge the kept tokens of a request.
 
     Args:
         request: with its kept tokens, at least one.
-        kept: those.
-        table: what the current policy says of them.
+        kept: those tokens.
+        table: their scores under the current policy.
         seed: of the request.
-        policy_version: under which they were scored.
+        policy_version: that scored them.
 
     Returns:
-        What is to be reported, with the end if that is reached (None: nothing was accepted or
-        placed), and the request that goes on.
+        The tokens to report, with the finish reason if they end the response (None: nothing was
+        accepted or drawn), and the request that continues after them.
     """
-    accepted, token, logprob = _judge(request, kept, table, seed, policy_version)
-    placed = token >= 0
-    count = accepted + placed
+    accepted, token, logprob = _accept(request, kept, table, seed, policy_version)
+    drawn = token >= 0
+    count = accepted + drawn
     tokens = kept.tokens[:count].astype(np.int32)
     logprobs = table.own[:count].copy()
     provenance = np.full(count, Provenance.VERIFIED, np.uint8)
-    if placed:
+    if drawn:
         tokens[accepted], logprobs[accepted] = token, logprob
         provenance[accepted] = Provenance.SAMPLED
     count, reason = _end(request, tokens)
@@ -86,10 +90,10 @@ def settle(
     return (chunk if count else None), rest
 
 
-def _judge(
+def _accept(
     request: GenerateRequest, kept: KeptTokens, table: Table, seed: int, policy_version: int
 ) -> tuple[int, int, float]:
-    """How many stay, the token behind them (-1: just draw on) and its log-probability."""
+    """How many are accepted, the token drawn after them (-1: none) and its log-probability."""
     size = len(kept)
     seeds = np.full(size, seed, np.uint64)
     position = len(request.prefix_tokens) + np.arange(size)
@@ -98,7 +102,7 @@ def _judge(
     if kept.lenience is not None:
         counts = accept_lenient(kept.logprobs, table.own, offsets, accept, kept.lenience)
         return int(counts[0]), -1, np.nan
-    # Copies: of a finished trajectory they are read-only, for which numba would compile anew.
+    # Copies, because arrays of a finished trajectory are read-only: numba would compile again.
     tokens, ids = kept.tokens.copy(), kept.topk_ids.copy()
     verdicts = verify_kept(
         tokens,
@@ -115,9 +119,9 @@ def _judge(
 
 
 def _end(request: GenerateRequest, tokens: IntArray) -> tuple[int, FinishReason | None]:
-    """Where the response ends within `tokens`, and why; all of them and None if it goes on."""
+    """Where the response ends within `tokens`, and why; all of them and None if it continues."""
     stops = np.flatnonzero(np.isin(tokens, request.sampling.stop_tokens))
     if len(stops):
         return int(stops[0]) + 1, "stop"
-    written = len(request.prefix_tokens) + len(tokens)
-    return len(tokens), "length" if written >= request.sampling.max_tokens else None
+    generated = len(request.prefix_tokens) + len(tokens)
+    return len(tokens), "length" if generated >= request.sampling.max_tokens else None

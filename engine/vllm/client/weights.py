@@ -1,0 +1,95 @@
+"""New weights, from the generator's side: staged in vLLM's worker, then installed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from engine.errors import EngineError, WeightsError, WeightsSupersededError
+from engine.vllm.client.core import Core
+from engine.vllm.client.pausing import Pausing
+from engine.vllm.client.streams import Streams
+from engine.weights import ModelShapes, not_staged
+from wire.weights.layout import WeightManifest
+
+_FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.05
+"""Between two questions whether weights are staged. Each is answered between two steps."""
+
+
+class WeightSwap:
+    """Stages published weights in vLLM's worker while it generates, then installs them.
+
+    Args:
+        core: vLLM.
+        streams: its requests; those without a token begin again under the new weights.
+        pausing: stops drawing for the installation.
+        shapes: of the model.
+        timeout_seconds: longest wait for a staging.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        streams: Streams,
+        pausing: Pausing,
+        shapes: ModelShapes,
+        timeout_seconds: float,
+    ) -> None:
+        self._core = core
+        self._streams = streams
+        self._pausing = pausing
+        self._shapes = shapes
+        self._timeout_seconds = timeout_seconds
+        self._lock = asyncio.Lock()
+        self._staged: int | None = None
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        """Have the worker copy published weights into its staging memory.
+
+        Raises:
+            WeightsSupersededError: newer weights were published over these; nothing is staged.
+            WeightsError: the weights do not fit the model, cannot be read or have values that are
+                not finite; nothing is staged.
+            EngineError: vLLM failed or did not finish in time.
+        """
+        async with self._lock:
+            self._staged = None
+            self._shapes.check(manifest)
+            await self._core.begin_staging(manifest)
+            await self._staging_ended()
+            self._staged = manifest.policy_version
+
+    async def _staging_ended(self) -> None:
+        """Poll: a call to vLLM's core that waited for the copy would hold up its steps."""
+        deadline = time.monotonic() + self._timeout_seconds
+        pause = _FIRST_POLL_SECONDS
+        while (report := await self._core.staging()).state == "running":
+            if time.monotonic() > deadline:
+                raise self._core.process.failure(
+                    f"vLLM did not stage new weights within {self._timeout_seconds:g} s"
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _MAX_POLL_SECONDS)
+        if report.state == "superseded":
+            raise WeightsSupersededError(report.message)
+        if report.state == "refused":
+            raise WeightsError(report.message)
+
+    async def install(self, policy_version: int) -> None:
+        """Replace the weights between two steps.
+
+        Raises:
+            WeightsError: this version is not staged; nothing was changed.
+            EngineError: vLLM failed during the installation; the engine has ended.
+        """
+        async with self._lock:
+            if self._staged != policy_version:
+                raise not_staged(policy_version, self._staged)
+            try:
+                async with self._pausing.stopped():
+                    await self._core.install(policy_version)
+                    self._staged = None
+                    await self._streams.restart_unstarted()
+            except EngineError as error:
+                self._core.process.fail(error)
+                raise

@@ -1,0 +1,39 @@
+"""What a killed engine core leaves. Sorted behind all modules that use the engine it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from served_vllm import REAL_VLLM, SLOTS, Served, ask, collect
+
+from engine.errors import EngineError
+from engine.protocol import TokenChunk
+
+pytestmark = REAL_VLLM
+
+
+def test_a_dead_core_reaches_every_consumer(served: Served) -> None:
+    engine = served.engine
+
+    async def die() -> list[BaseException | list[TokenChunk]]:
+        requests = [ask(f"doomed{i}", max_tokens=390) for i in range(3 * SLOTS)]
+        first = engine.generate(ask("first", max_tokens=390))
+        tasks = [asyncio.create_task(collect(engine, request)) for request in requests]
+        await anext(first)
+        core = engine._process
+        for child in core.vllm.llm.engine_core.resources.engine_manager.processes:
+            os.kill(child.pid, signal.SIGKILL)
+        await core.died.wait()
+        await first.aclose()
+        return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+    for outcome in served.call(die()):
+        assert isinstance(outcome, EngineError), outcome
+        assert "died" in str(outcome) or "lost" in str(outcome)
+    with pytest.raises(EngineError, match="died"):
+        served.call(engine.score([]))
+    with pytest.raises(EngineError, match="died"):
+        served.call(engine.pause())
