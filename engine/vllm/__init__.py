@@ -1,1 +1,8 @@
-"""vLLM as a generator. Importing this package does not import vLLM: it loads with the engine."""
+"""vLLM as a generator. vLLM itself is imported only when an engine starts.
+
+    client/     runs in the generator's process
+    worker/     runs inside vLLM's engine-core process
+    remote.py   the calls from one to the other; extras.py: what travels with vLLM's own messages
+
+Neither half imports the other.
+"""

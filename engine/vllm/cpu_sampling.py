@@ -1,16 +1,16 @@
-"""Repair of vLLM's sampling with drafts on a CPU, applied only where it is broken.
+"""Repairs vLLM's sampling with drafts on a CPU, only where it is broken.
 
 vLLM 0.32.0 on a CPU replaces its Triton kernels by C++ ones. The replacement for `expand_kernel`
 (one value per request -> one value per drafted position) hands the C++ code an int64 *copy* of its
 output and drops it, so temperature, top-p and top-k of drafted positions are uninitialised memory
 unless they happen to be int64. Tokens are then drawn from a wrong distribution, silently.
 
-Our engine draws and judges drafts itself (`engine.vllm.worker.sampling`) and does not depend on
-it; vLLM's own drafters do, with which ours is compared in benchmarks.
+Our engine draws and verifies drafts itself (`engine.vllm.worker.sampling`) and does not depend on
+this repair. vLLM's own drafters, with which benchmarks compare ours, do.
 
 `apply_if_affected` is the entry point `vllm.general_plugins: asyncrl_cpu_sampling`, so it runs in
-every process that vLLM starts, before the replacements are registered. It tries the function and
-replaces it only if the output stays unwritten; on a GPU it returns at once.
+every process that vLLM starts, before the replacements are registered. It tests the function and
+replaces it only if the output stays unwritten. On a GPU it returns at once.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ def apply_if_affected() -> None:
     from vllm.utils import cpu_triton_utils
 
     current_platform.import_kernels()
-    _let_it_look_at_anything()
+    _tolerate_foreign_handles()
     if writes_its_output(getattr(cpu_triton_utils, _NAME, None)):
         return
     setattr(cpu_triton_utils, _NAME, expand)
     _LOG.info("CPU sampling with drafts: vLLM's expand loses its output, replaced")
 
 
-def _let_it_look_at_anything() -> None:
-    """Keep vLLM's start from failing where numba is imported in the process of its core.
+def _tolerate_foreign_handles() -> None:
+    """Keep vLLM's start from failing where numba is imported in its core process.
 
-    It looks through the attributes of all modules for kernels to replace and takes
-    `vars(value)` for a dictionary; llvmlite's handle of its library gives something else.
+    vLLM looks through the attributes of all modules for kernels to replace and takes `vars(value)`
+    for a dictionary. For llvmlite's library handle it is something else.
     """
     from vllm.triton_utils import dispatcher
 
-    # torch says that one of its names is old, of which vLLM comes past on the way.
+    # On the way vLLM touches a deprecated name of torch, which warns.
     warnings.filterwarnings("ignore", message=_OLD_NAME, category=FutureWarning)
 
     def vars_or_nothing(value: object) -> Mapping[str, Any]:
         found: Any = vars(value)
         return found if isinstance(found, Mapping) else {}
 
-    # Its own name for the builtin; untyped, since there is none before.
+    # Shadows the builtin in that module; setattr, because the module has no such name yet.
     setattr(dispatcher, "vars", vars_or_nothing)  # noqa: B010
 
 
 def writes_its_output(impl: Expand | None) -> bool:
     """Whether an `expand` fills a float32 output as the Triton kernel does.
 
-    A missing function (None) counts as fine: this vLLM does it in another way.
+    A missing function (None) counts as fine: this vLLM does without it.
     """
     if impl is None:
         return True

@@ -1,4 +1,4 @@
-"""Real vLLM in tests: small enumerable models, an engine on a loop, and what a right one says."""
+"""Real vLLM in tests: small enumerable models, an engine on a loop, and reference results."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The generator's side of vLLM: runs in the generator's process, talks to vLLM's core."""
+"""The generator's side: starts vLLM in a process of its own and talks to it."""

@@ -1,1 +1,1 @@
-"""The side of vLLM's core: everything here runs inside the engine-core process."""
+"""The side of vLLM's engine-core process: drawing, scoring, drafting and loading weights there."""

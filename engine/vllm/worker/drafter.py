@@ -1,12 +1,12 @@
 """The adapter to vLLM's `custom_class` drafting hook, experimental upstream (0.32.0).
 
-vLLM builds `CacheDrafter` in the process of its engine core and calls `propose` after each step.
-The hook passes no request ids, so the worker extension hands over the model runner once
-(`attach`), whose batch names the rows. All knowledge of vLLM's insides that drafting needs is in
-this file; what to draft is decided in `worker.rows`, how much by `engine.drafting.planner`.
+vLLM builds `CacheDrafter` in its engine-core process and calls `propose` after each step. The hook
+passes no request ids, so the worker extension hands over the model runner once (`attach`), whose
+batch names the rows. This file holds everything that drafting needs to know of vLLM's internals.
+`worker.rows` decides what to draft, `engine.drafting.planner` how much.
 
 vLLM treats a step without drafts as one with drafts of length 0. `attach` makes such a step as
-plain as it would be without drafting: no verification, no drafts handed to the scheduler.
+cheap as one without speculation: no verification, and no drafts for the scheduler.
 """
 
 from __future__ import annotations
@@ -30,25 +30,29 @@ from engine.vllm.worker.sampling import CoreSampler
 from rollout.trajectory import IntArray
 
 _GAP = 0.002
-"""Seconds between two steps that are the scheduler's work, whatever the step took."""
+"""Seconds between two steps that the scheduler may need, whatever the step took."""
 
 
 @dataclass(slots=True)
 class _Taken:
-    """The step that runs, or the last one."""
+    """The current step, or the last one."""
 
     began: float
     tokens: int
-    """Fed, drafts and prompts included."""
+    """Fed to the model, drafts and prompts included."""
     rows: int
-    """Of those that decode."""
+    """Rows that decode."""
     context: int = 0
     ended: float = 0.0
     """0: no tokens were drawn in it."""
 
 
 class CacheDrafter:
-    """Drafts from the cache of rollouts that this engine has written."""
+    """Drafts from the cache of this engine's earlier rollouts.
+
+    Args:
+        vllm_config: vLLM's, with our `DrafterSettings` in `additional_config`.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
         settings = DrafterSettings.from_config(vllm_config.additional_config)
@@ -66,7 +70,7 @@ class CacheDrafter:
         self._taken: _Taken | None = None
 
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
-        """There is no model to load; compiled code is warmed up instead."""
+        """Warm up the cache's compiled code; there is no model to load."""
         cache = RolloutCache(CacheConfig(max_bytes=1 << 20))
         context = np.arange(8, dtype=np.int32)
         cache.insert("warm-up", context, context)
@@ -75,7 +79,7 @@ class CacheDrafter:
         cache.close(row)
 
     def advance(self, policy_version: int) -> None:
-        """The weights of this version write from now on."""
+        """Label what is generated from now on with this policy version."""
         self._cache.advance(policy_version)
 
     def save(self) -> int:
@@ -83,14 +87,14 @@ class CacheDrafter:
         return save_at(self._cache, self._place)
 
     def attach(self, runner: Any, batch: Batch, sampler: CoreSampler) -> None:
-        """Take the model runner, whose batch says which request is in which row, and hook in."""
+        """Hook into the model runner, whose batch says which request is in which row."""
         self._runner, self._batch, self._sampler = runner, batch, sampler
         execute, prepare, take = (
             runner.execute_model,
             runner._prepare_inputs,  # noqa: SLF001
             runner.take_draft_token_ids,
         )
-        # Recurrent layers must know that a row without drafts decodes with drafting.
+        # Recurrent layers need the speculative path for rows without drafts as well.
         plainly = not runner.model_config.is_hybrid
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +113,7 @@ class CacheDrafter:
         def take_draft_token_ids() -> Any:
             drafts = take() if self._proposed else None
             if drafts is not None:
-                # The scheduler goes through all rows named; most have nothing.
+                # The scheduler loops over all named rows, most of which have no draft.
                 drafts.req_ids = list(self._proposed)
                 drafts.draft_token_ids = list(self._proposed.values())
             return drafts
@@ -119,10 +123,10 @@ class CacheDrafter:
         runner.take_draft_token_ids = take_draft_token_ids
 
     def begin(self, scheduler_output: Any, now: float) -> None:
-        """A step begins: what the one before took is known now.
+        """Note the start of a step, and tell the planner how long the one before took.
 
-        Not told to the planner: steps that mostly took prompts in, and those with a break after
-        them (nothing to do, a pause, new weights), seen as a gap longer than the step itself.
+        The planner is not told of steps that mostly took in prompts, nor of those before a break
+        (no work, a pause, new weights), seen as a gap longer than the step itself.
         """
         last, self._taken = self._taken, None
         if last is not None and last.ended:
@@ -143,7 +147,7 @@ class CacheDrafter:
         if decoding and tokens <= 2 * ordinary and not self._runner.num_prompt_logprobs:
             self._taken = _Taken(now, tokens, len(decoding))
         if not tokens and self._batch is not None:
-            self._follow(self._batch)  # nothing runs any more: rows are closed here
+            self._follow(self._batch)  # nothing is running: close the rows of ended requests
 
     def propose(
         self,
@@ -173,9 +177,9 @@ class CacheDrafter:
         lengths = batch.lengths()
         if sampler.fed is not None:
             book.judge(self._slots, sampler.fed, got - 1)
-        wrote = np.flatnonzero((self._slots != NO_SLOT) & (got > 0))
-        if len(wrote):
-            book.record(self._slots[wrote], wrote, lengths[wrote], token_ids_cpu)
+        grown = np.flatnonzero((self._slots != NO_SLOT) & (got > 0))
+        if len(grown):
+            book.record(self._slots[grown], grown, lengths[grown], token_ids_cpu)
             decode = np.flatnonzero(got)
             chosen = book.draft(
                 self._slots[decode], lengths[decode], other_tokens=self._other_tokens(got)
@@ -199,14 +203,14 @@ class CacheDrafter:
             self._slots = np.array(slots, np.int64)
 
     def _other_tokens(self, got: NDArray[np.int64]) -> int:
-        """Tokens of prompts that the next step goes on with."""
+        """Tokens of unfinished prompts that the next step takes in."""
         waiting = np.flatnonzero(got == 0)
         if not len(waiting):
             return 0
         table = self._runner.input_batch
         rest = table.num_prompt_tokens[waiting] - table.num_computed_tokens_cpu[waiting]
-        most: int = self._runner.scheduler_config.max_num_batched_tokens
-        return min(int(rest.sum()), most)
+        limit: int = self._runner.scheduler_config.max_num_batched_tokens
+        return min(int(rest.sum()), limit)
 
 
 def _planner(settings: DrafterSettings, max_draft_tokens: int) -> Planner:

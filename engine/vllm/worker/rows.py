@@ -1,12 +1,11 @@
-"""What a decode step of vLLM wrote, and what to draft for the next one.
+"""Follows what vLLM's decode steps generate, and decides what to draft for the next one.
 
-Each request has a slot here for as long as vLLM knows it, wherever its row lies and however often
-it is preempted. All that a step needs of a slot is in arrays, and only tokens that are new since
-the last step are looked at: the cost of a step is some forty array operations, whatever the number
-of rows and however long their texts are. Nothing here imports vLLM.
+A request has a slot here as long as vLLM knows it, wherever its row lies and however often it is
+preempted. Slots are kept in arrays, and a step looks only at tokens that are new since the last
+one, so it costs some forty array operations for any number of rows of any length. Imports no vLLM.
 
-A request's row in the cache opens when vLLM takes the request in and closes when it has forgotten
-it. A wrong draft costs time, never exactness.
+A request's row in the cache opens when vLLM takes the request in and closes when vLLM forgets it.
+A wrong draft costs time, never exactness.
 """
 
 from __future__ import annotations
@@ -31,7 +30,12 @@ Index = NDArray[np.int64]
 
 
 class RowBook:
-    """The requests that draft, and what each has written."""
+    """The requests that draft, and what each has generated.
+
+    Args:
+        source: where drafts come from.
+        planner: how much to draft.
+    """
 
     def __init__(self, source: DraftSource, planner: Planner) -> None:
         self._source = source
@@ -81,7 +85,7 @@ class RowBook:
             self._free.append(slot)
 
     def judge(self, slots: Index, fed: Index, accepted: Index) -> None:
-        """Tell the planner what became of the drafts that a step really fed.
+        """Tell the planner which of the drafts that a step fed were accepted.
 
         Args:
             slots: `[n]`
@@ -97,7 +101,7 @@ class RowBook:
         self._planner.judge(self._guess[slots][:, : len(place)][inside], kept[inside])
 
     def record(self, slots: Index, rows: Index, lengths: Index, table: IntArray) -> None:
-        """Tell the cache what each row has written.
+        """Tell the cache what each row has generated.
 
         Args:
             slots: `[n]` slots that have new tokens.
@@ -122,9 +126,9 @@ class RowBook:
             self._old.follow(slots, grown, table, rows, known + grown, self._start[slots])
         self._known[slots] = known + grown
         self._over[slots] |= over
-        wrote = np.flatnonzero(grown)
-        if len(wrote):
-            self._source.extend(self._handle[slots[wrote]], tokens, offsets_of(grown[wrote]))
+        grew = np.flatnonzero(grown)
+        if len(grew):
+            self._source.extend(self._handle[slots[grew]], tokens, offsets_of(grown[grew]))
 
     def draft(self, slots: Index, lengths: Index, *, other_tokens: int) -> dict[int, list[int]]:
         """What to propose for the next step.

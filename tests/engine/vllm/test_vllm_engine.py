@@ -234,7 +234,7 @@ def test_closing_the_iterator_frees_the_slot(served: Served) -> None:
     assert (stats.running, stats.waiting, stats.kv_used) == (0, 0, 0.0)
 
 
-def test_pause_holds_and_resume_goes_on(served: Served) -> None:
+def test_pause_holds_and_resume_continues(served: Served) -> None:
     engine = served.engine
 
     async def held() -> tuple[int, int, list[TokenChunk]]:
@@ -270,7 +270,7 @@ def test_pause_holds_and_resume_goes_on(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": 0.001}, "at least 0.01 on vLLM"),
@@ -281,9 +281,9 @@ def test_pause_holds_and_resume_goes_on(served: Served) -> None:
     ],
 )
 def test_impossible_requests_are_refused(
-    served: Served, changes: dict[str, Any], said: str
+    served: Served, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=message):
         served.call(collect(served.engine, ask("bad", **changes)))
 
 
@@ -297,8 +297,8 @@ def test_unfitting_weights_change_nothing(served: Served) -> None:
         (good | {"extra": good[name]}, "unexpected weights"),
         (good | {name: torch.full_like(good[name], torch.nan)}, "not finite"),
     ]
-    for weights, said in refused:
-        with pytest.raises(WeightsError, match=said):
+    for weights, message in refused:
+        with pytest.raises(WeightsError, match=message):
             served.call(give_weights(engine, weights.items(), version + 1))
     assert engine.stats().policy_version == version
     chunks = served.call(collect(engine, ask(max_tokens=20)))

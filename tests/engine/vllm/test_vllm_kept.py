@@ -93,8 +93,8 @@ def test_the_statistic_sees_the_published_lenient_rule(served: Served) -> None:
     assert chi_square(got, enumerated(served.new, 4, **WAYS[0])) < ALARM / 1000
 
 
-def test_what_the_same_policy_drew_is_kept_to_its_end(served: Served) -> None:
-    """Ends by the limit or a stop token within what is kept; otherwise the response goes on.
+def test_what_the_same_policy_drew_is_accepted_to_its_end(served: Served) -> None:
+    """Ends by the limit or a stop token within what is kept; otherwise the response continues.
 
     With this top-p the 4 reported tokens are all that can be drawn.
     """
@@ -114,8 +114,8 @@ def test_what_the_same_policy_drew_is_kept_to_its_end(served: Served) -> None:
         (ended,) = served.call(collect(served.engine, stopping))
         assert (ended.finish_reason, len(ended.tokens)) == ("stop", first)
         prefix, rest = kept.tokens[:5], kept_of(chunks, slice(5, 20))
-        goes_on = ask(f"h{i}", max_tokens=40, prefix_tokens=prefix, kept=rest, **how)
-        more = served.call(collect(served.engine, goes_on))
+        resumed = ask(f"h{i}", max_tokens=40, prefix_tokens=prefix, kept=rest, **how)
+        more = served.call(collect(served.engine, resumed))
         np.testing.assert_array_equal(tokens_of(more)[:15], rest.tokens)
         assert len(tokens_of(more)) == 35
         assert more[-1].finish_reason == "length"
@@ -123,7 +123,7 @@ def test_what_the_same_policy_drew_is_kept_to_its_end(served: Served) -> None:
         np.testing.assert_allclose(logprobs_of(more), want, atol=1e-3)
 
 
-def test_nothing_kept_is_an_ordinary_request_and_lenience_keeps_all(served: Served) -> None:
+def test_nothing_kept_is_an_ordinary_request_and_lenience_accepts_all(served: Served) -> None:
     served.install(served.old)
     plain = served.call(collect(served.engine, ask("p", max_tokens=30, seed=9)))
     empty = ask("e", max_tokens=30, seed=9, kept=kept_of(plain, slice(0)))
@@ -137,14 +137,14 @@ def test_nothing_kept_is_an_ordinary_request_and_lenience_keeps_all(served: Serv
     assert provenance_of(chunks)[:20].tolist() == [Provenance.VERIFIED] * 20
 
 
-def test_the_rejected_rest_is_drafted_and_the_kv_of_scoring_is_found(served: Served) -> None:
+def test_rejected_tokens_are_drafted_and_the_kv_of_scoring_is_found(served: Served) -> None:
     served.install(served.old)
     how = {"temperature": 0.7}
     chunks = served.call(collect(served.engine, ask("k", max_tokens=380, seed=5, **how)))
     served.install(served.new)
     meter, before = served.engine._process.vllm.meter, served.engine.stats()
     found = meter.prefix_found
-    # Only the last tokens are of another policy's liking: the first 300 are made to be accepted.
+    # Only the last tokens may be rejected: the lenience makes the first 300 accepted.
     lenient = replace(kept_of(chunks, slice(300)), lenience=1e30)
     request = ask("r", max_tokens=380, seed=6, kept=lenient, cache_key="rest", **how)
     served.call(collect(served.engine, request))
@@ -156,7 +156,7 @@ def test_the_rejected_rest_is_drafted_and_the_kv_of_scoring_is_found(served: Ser
     assert served.engine.stats().tokens.drafted > before.tokens.drafted
 
 
-def test_verified_tokens_bear_the_version_that_judged_them(served: Served) -> None:
+def test_verified_tokens_carry_the_version_that_judged_them(served: Served) -> None:
     """Weights change while some are resumed, some are scored and some wait to be scored."""
     engine = served.engine
     requests = [
@@ -196,8 +196,8 @@ def test_verified_tokens_bear_the_version_that_judged_them(served: Served) -> No
     assert judged == {version, version + 1}
 
 
-def test_an_interrupted_request_reports_all_that_came_and_can_go_on(served: Served) -> None:
-    """Cut while it draws, while it is verified, before it has begun; what goes on fits."""
+def test_an_interrupted_request_reports_all_that_came_and_can_be_resumed(served: Served) -> None:
+    """Interrupted while it draws, while it is verified, and before it has begun; then resumed."""
     served.install(served.old)
     engine = served.engine
 
@@ -220,8 +220,8 @@ def test_an_interrupted_request_reports_all_that_came_and_can_go_on(served: Serv
     begun = tokens_of(first)
     assert 20 <= len(begun) < 300
     np.testing.assert_array_equal(begun, tokens_of(whole)[: len(begun)])
-    goes_on = ask("rest", max_tokens=300, seed=5, prefix_tokens=begun)
-    rest = served.call(collect(engine, goes_on))
+    resumed = ask("rest", max_tokens=300, seed=5, prefix_tokens=begun)
+    rest = served.call(collect(engine, resumed))
     np.testing.assert_array_equal(tokens_of(rest), tokens_of(whole)[len(begun) :])
     verifying = ask("verifying", max_tokens=300, seed=6, kept=kept_of(first))
     never = served.call(cut(verifying, after=0))
@@ -231,7 +231,7 @@ def test_an_interrupted_request_reports_all_that_came_and_can_go_on(served: Serv
     assert engine.stats().running + engine.stats().waiting == 0
 
 
-def test_what_is_scored_holds_a_slot(served: Served) -> None:
+def test_a_scored_request_holds_a_slot(served: Served) -> None:
     """It ends with the step that it began with: after a step vLLM counts none of it."""
     engine, version = served.engine, served.install(served.old)
     drawn_before = served.call(collect(engine, ask("before", max_tokens=30)))

@@ -1,10 +1,10 @@
-"""Prefix caches never lie: KV that other weights made serves nothing but what was running then.
+"""KV computed by old weights is never reused by requests that come after an update.
 
-Real vLLM with its prefix cache on. A prompt of 300 tokens is more than two blocks (128 tokens on a
-CPU); two policies whose log-probabilities differ by nats. Whatever is asked for after an update,
-new, to be scored, or to be verified, must say what Hugging Face says of the new weights, also while
-requests of the old ones still hold (and extend) their blocks. Each check also shows that the cache
-is in use, and `test_one_salt_for_all_versions_is_seen` that these checks can fail.
+Real vLLM with its prefix cache on. The prompt of 300 tokens fills more than two blocks (128 tokens
+on a CPU), and the log-probabilities of the two policies differ by nats. Every request after an
+update, generated, scored or verified, must agree with Hugging Face under the new weights, also
+while requests of the old ones still hold and extend their blocks. Each check also shows that the
+cache is in use, and `test_one_salt_for_all_versions_is_seen` shows that these checks can fail.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def asked(name: str, **changes: Any) -> Any:
     return ask(name, **({"prompt_tokens": PROMPT, "max_tokens": 20} | changes))
 
 
-def write(served: Served, name: str, **changes: Any) -> list[TokenChunk]:
+def generate(served: Served, name: str, **changes: Any) -> list[TokenChunk]:
     return served.call(collect(served.engine, asked(name, **changes)))
 
 
@@ -62,19 +62,19 @@ def error(model: Any, tokens: np.ndarray, logprobs: np.ndarray) -> float:
 
 
 def check(right: Any, wrong: Any, chunks: list[TokenChunk]) -> None:
-    """They are of `right`, and it would show if they were not."""
+    """They follow `right`, and differ clearly from `wrong`."""
     tokens, logprobs = tokens_of(chunks), logprobs_of(chunks)
     assert error(right, tokens, logprobs) < CLOSE
     assert error(wrong, tokens, logprobs) > 0.1
 
 
-def test_what_is_asked_for_after_an_update_is_of_the_new_weights(served: Served) -> None:
+def test_requests_after_an_update_follow_the_new_weights(served: Served) -> None:
     served.install(served.old)
     before = found(served)
-    first = write(served, "a")
+    first = generate(served, "a")
     assert found(served) == before, "nothing of this version was there"
     check(served.old, served.new, first)
-    check(served.old, served.new, write(served, "b"))
+    check(served.old, served.new, generate(served, "b"))
     assert found(served) == before + BLOCKS, "the prefix cache is not in use"
 
     served.install(served.new)
@@ -82,25 +82,25 @@ def test_what_is_asked_for_after_an_update_is_of_the_new_weights(served: Served)
     (score,) = served.call(served.engine.score([score_request(tokens_of(first))]))
     assert found(served) == before
     assert error(served.new, tokens_of(first), score.logprobs) < CLOSE
-    check(served.new, served.old, write(served, "c"))
+    check(served.new, served.old, generate(served, "c"))
     assert found(served) == before + BLOCKS
-    check(served.new, served.old, write(served, "d", kept=kept_of(first)))
+    check(served.new, served.old, generate(served, "d", kept=kept_of(first)))
 
     served.install(served.old)  # the same weights as at first, but another version
     before = found(served)
-    check(served.old, served.new, write(served, "e"))
+    check(served.old, served.new, generate(served, "e"))
     assert found(served) == before
 
 
 def test_verification_comes_first_after_an_update(served: Served) -> None:
     """Its prefill is the first of the version, for prompt and kept tokens alike."""
     served.install(served.old)
-    text = write(served, "v", max_tokens=90, seed=1)
-    again = write(served, "w", max_tokens=90, seed=1)
+    text = generate(served, "v", max_tokens=90, seed=1)
+    again = generate(served, "w", max_tokens=90, seed=1)
     assert tokens_of(text).tolist() == tokens_of(again).tolist()
     served.install(served.new)
     before = found(served)
-    done = write(served, "x", max_tokens=90, seed=2, kept=kept_of(text))
+    done = generate(served, "x", max_tokens=90, seed=2, kept=kept_of(text))
     accepted = int((np.concatenate([c.provenance for c in done]) == Provenance.VERIFIED).sum())
     assert accepted < 90
     check(served.new, served.old, done)
@@ -109,7 +109,7 @@ def test_verification_comes_first_after_an_update(served: Served) -> None:
 
 
 async def _update_under(served: Served, version: int) -> dict[str, Any]:
-    """Requests run on across an update; others come after it, while the first still run."""
+    """Requests run across an update, and others come after it while the first still run."""
     engine = served.engine
     seen = asyncio.Event()
 
@@ -142,9 +142,9 @@ async def _update_under(served: Served, version: int) -> dict[str, Any]:
 _TEXT: dict[str, KeptTokens] = {}
 
 
-def test_nor_while_requests_of_the_old_weights_still_run(served: Served) -> None:
+def test_requests_after_an_update_while_older_ones_still_run(served: Served) -> None:
     served.install(served.old)
-    _TEXT["kept"] = kept_of(write(served, "text", max_tokens=60, seed=10))
+    _TEXT["kept"] = kept_of(generate(served, "text", max_tokens=60, seed=10))
     out = served.call(_update_under(served, served.engine.stats().policy_version + 1))
     assert out["still"] > 0, "the old requests had ended before anything else was asked for"
     check(served.new, served.old, out["new"])
@@ -156,7 +156,7 @@ def test_nor_while_requests_of_the_old_weights_still_run(served: Served) -> None
         swap = sum(len(c.tokens) for c in chunks if c.policy_version == chunks[0].policy_version)
         tokens = tokens_of(chunks)
         if swap < len(tokens):
-            # They go on, by design, with the KV that they have.
+            # By design they continue with the KV that they have.
             want = drawn_across(served.old, served.new, PROMPT, tokens, swap)
             np.testing.assert_allclose(logprobs_of(chunks), want, atol=CLOSE)
             assert error(served.new, tokens, logprobs_of(chunks)) > 0.01
@@ -165,13 +165,13 @@ def test_nor_while_requests_of_the_old_weights_still_run(served: Served) -> None
 
 
 def test_one_salt_for_all_versions_is_seen(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the checks above would say of an engine that forgets the version."""
+    """An engine that forgets the version fails the checks above."""
     monkeypatch.setattr(Core, "_salt", lambda _: "any")
     served.install(served.old)
-    text = write(served, "before", max_tokens=60)
+    text = generate(served, "before", max_tokens=60)
     served.install(served.new)
-    stale = write(served, "after")
+    stale = generate(served, "after")
     assert error(served.new, tokens_of(stale), logprobs_of(stale)) > CLOSE
-    # vLLM scores a prompt without reading the cache; what is written behind it reads.
-    rest = write(served, "rest", max_tokens=60, kept=kept_of(text))
+    # vLLM scores a prompt without reading the cache; generation after it reads the cache.
+    rest = generate(served, "rest", max_tokens=60, kept=kept_of(text))
     assert error(served.new, tokens_of(rest), logprobs_of(rest)) > CLOSE

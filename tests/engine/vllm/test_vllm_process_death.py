@@ -1,4 +1,4 @@
-"""What a killed engine core leaves. Sorted behind all modules that use the engine it ends."""
+"""A killed engine core. Sorted after all modules that use the same engine, which it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step of vLLM wrote and what is drafted for the next, without vLLM."""
+"""What a step of vLLM generated and what is drafted for the next one, without vLLM."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_what_became_of_drafts_is_told_with_their_estimates() -> None:
 
 
 def test_the_cache_drafts_for_many_rows_that_come_and_go() -> None:
-    """The real cache behind the book, against a table kept beside it."""
+    """The real cache behind the book, against a table kept next to it."""
     cache = RolloutCache(CacheConfig(min_match=1, min_probability=0.0, max_draft_tokens=3))
     scene = Scene()
     scene.book = RowBook(cache, FixedPlanner(3))
