@@ -151,6 +151,7 @@ def evaluate(
         f"{model}: accuracy {accuracy.value:.3f} ± {accuracy.margin:.3f} "
         f"({accuracy.right} of {accuracy.samples} held-out samples right)",
         highlight=False,
+        soft_wrap=True,
     )
 
 

@@ -17,6 +17,14 @@ from wire.messages import control
 REPLY_SECONDS = 10.0
 """Longest wait of the command line for the controller's reply."""
 
+_ENDINGS = {
+    "done": "is done",
+    "stopped": "was stopped",
+    "failed": "failed",
+    None: "was killed",
+}
+"""`RunState.ended` in words."""
+
 
 async def serve_control(
     hub: Hub[control.Request], answer: Callable[[control.Request], Awaitable[control.Reply]]
@@ -38,10 +46,11 @@ def ask(run: Path, request: control.Request) -> control.Reply:
     """
     state = read_state(run)
     if state is None or not is_alive(run):
-        ended = "killed" if state is None or state.ended is None else state.ended
+        ended = _ENDINGS[None if state is None else state.ended]
         raise UserError(
-            f"the run in {run} is not active (it ended as: {ended}); see {run / 'logs'}. Resume it "
-            f"with `asyncrl run CONFIG --resume`, or read `asyncrl report {run.name}`"
+            f"the run in {run} is not active: it {ended}. Resume it with `asyncrl run CONFIG "
+            f"--resume`, or write its report with `asyncrl report {run.name}`; its logs are in "
+            f"{run / 'logs'}"
         )
     folder = Path(state.control_address.removeprefix("ipc://")).parent
     if not folder.is_dir() or not is_private(folder):

@@ -7,6 +7,7 @@ metrics.jsonl     one line per optimizer step
 logs/             one file per process
 timeline/         what each process did when, one file per process
 slots/            what each generator's slots were used for
+engine/           each engine's counters over time
 samples.jsonl     a few trajectories for the report
 cache/            the generators' rollout caches, for a resumed run
 result.json       the result, for scripts
@@ -20,7 +21,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -39,6 +40,10 @@ _UNCHANGEABLE = (
 """Settings that a resumed run may not change: its data order or its model depends on them."""
 
 
+Ending = Literal["done", "stopped", "failed"]
+"""How a run ended: all steps trained, stopped by the user, or with an error."""
+
+
 class RunState(msgspec.Struct):
     """The contents of run.json: what other commands need to know about a run."""
 
@@ -50,8 +55,8 @@ class RunState(msgspec.Struct):
     """Held-out accuracy before training, 0 to 1; measured once, kept by a resumed run."""
     evaluation_samples: int = 0
     """Samples that `accuracy_before` is the mean of."""
-    ended: str | None = None
-    """`done`, `stopped` or `failed`; None while the run is active, or if it was killed."""
+    ended: Ending | None = None
+    """None while the run is active, or if its controller was killed."""
     metrics_ports: dict[str, int] = {}
     """For each process, the port on which it serves its metrics."""
 

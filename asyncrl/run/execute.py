@@ -23,7 +23,7 @@ from asyncrl.processes.shared_memory import remove_stale_files
 from asyncrl.processes.spec import ChildSpec
 from asyncrl.run.control import serve_control
 from asyncrl.run.controller import Controller
-from asyncrl.run.directory import RunDirectory
+from asyncrl.run.directory import Ending, RunDirectory
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.inbox import Message
 from asyncrl.run.prepare import Prepared
@@ -99,7 +99,7 @@ async def _run(
         )
         user = asyncio.create_task(_serve_user(state.control_address, controller))
         closing.enter_context(_stop_on_signals(controller, fleet, console))
-        ended = "failed"
+        ended: Ending = "failed"
         try:
             before, after = await controller.run()
             ended = "done" if controller.is_complete else "stopped"

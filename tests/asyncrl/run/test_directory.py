@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import UserError
+from asyncrl.run.control import ask
 from asyncrl.run.directory import RunDirectory, find_run, is_alive
+from wire.messages.control import StatusRequest
 from wire.records import StepMetrics
 
 
@@ -119,3 +122,19 @@ def test_a_mistake_after_a_checkpoint_or_on_resume_loses_nothing(tmp_path: Path)
     resumed.undo()
     resumed.close()
     assert (made.path / "config.yaml").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("ended", "words"), [("done", "it is done"), ("stopped", "it was stopped"), (None, "killed")]
+)
+def test_a_request_to_a_run_that_ended_says_how_it_ended(
+    tmp_path: Path, ended: Any, words: str
+) -> None:
+    made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
+    made.state.ended = ended
+    made.write_state()
+    made.close()
+    with pytest.raises(
+        UserError, match=rf"is not active: .*{words}.*--resume.*asyncrl report mine"
+    ):
+        ask(made.path, StatusRequest())
