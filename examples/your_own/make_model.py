@@ -1,8 +1,8 @@
-"""Make a small random Llama with a tokenizer, as a stand-in for a model of your own.
+"""Create a small random Llama with a tokenizer, as a stand-in for your own model.
 
     python examples/your_own/make_model.py /tmp/tiny-llama
 
-It knows nothing: the point is that any HF model directory with a tokenizer will do.
+It knows nothing. It shows that any HF model directory with a tokenizer will do.
 """
 
 from __future__ import annotations

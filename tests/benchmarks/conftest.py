@@ -1,4 +1,4 @@
-"""A tiny trained-looking pair of policy versions, shared by the tests of several benchmarks."""
+"""A tiny pair of policy versions, shared by the tests of several benchmarks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def recipe() -> Recipe:
 
 @pytest.fixture(scope="session")
 def policies(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Policies:
-    """The tiny model and another one near it, as if a step had been made."""
+    """The tiny model and another one close to it, as after an optimizer step."""
     model = ensure_builtin_model(tmp_path_factory.mktemp("cache"), None, TINY)
     later = tmp_path_factory.mktemp("later")
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""benchmarks.pipeline without its runs: what it reads, computes, draws and says when one fails."""
+"""benchmarks.pipeline without its runs: reading, ratios, tables, plot, and runs that fail."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_ratios_by_hand() -> None:
 def test_seeds_give_students_interval() -> None:
     findings = Findings(replace(EFFORT, seeds=(0, 1, 2)), COSTS, 1000)
     for seed, (sync, verify) in enumerate([(0.70, 0.72), (0.80, 0.78), (0.60, 0.63)]):
-        # Runs come in any order; what belongs together is told by the seed.
+        # Runs come in any order; the seed tells which belong together.
         findings.runs.insert(0, a_run(SYNC, seed, accuracy=sync))
         findings.runs.append(a_run(RUN_AHEAD, seed, accuracy=verify))
     difference = findings.accuracy_difference(RUN_AHEAD)
@@ -201,13 +201,13 @@ def test_seeds_give_students_interval() -> None:
     assert not worse.within_noise
 
 
-def test_what_fails_or_is_not_built_is_said_and_hides_nothing(
+def test_failed_and_unsupported_modes_are_reported_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[tuple[str, int]] = []
+    started: list[tuple[str, int]] = []
 
     def fake(mode: Mode, seed: int, *_args: object) -> RunNumbers:
-        asked.append((mode.name, seed))
+        started.append((mode.name, seed))
         if mode.name == "keep(1)":
             raise RunError("keep-1-seed0 failed (1):\n[/] some words")
         return a_run(mode.name, seed)
@@ -224,14 +224,14 @@ def test_what_fails_or_is_not_built_is_said_and_hides_nothing(
     assert findings.failed
     assert "on_update" in findings.missing["mixed"]
     assert findings.missing["keep(1)"].startswith("failed")
-    assert asked.count(("keep(1)", 0)) == 1
-    assert ("keep(1)", 1) not in asked
-    assert {(SYNC, 0), (SYNC, 1), (RUN_AHEAD, 0), (RUN_AHEAD, 1)} <= set(asked)
+    assert started.count(("keep(1)", 0)) == 1
+    assert ("keep(1)", 1) not in started
+    assert {(SYNC, 0), (SYNC, 1), (RUN_AHEAD, 0), (RUN_AHEAD, 1)} <= set(started)
     for table in tables(findings):
         console.print(table)
-    said = capsys.readouterr().out
-    assert "mixed is MISSING" in said
-    assert "some words" in said
+    output = capsys.readouterr().out
+    assert "mixed is MISSING" in output
+    assert "some words" in output
 
 
 def test_a_run_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ def test_the_plot_has_a_line_per_mode_that_ends_when_its_run_did(tmp_path: Path)
     assert "<script" not in draw(drawn, "<script>", "")
 
 
-def test_a_muser_gives_right_answers_of_very_uneven_length() -> None:
+def test_a_muser_gives_correct_answers_of_very_uneven_length() -> None:
     rng = np.random.default_rng(0)
     problems = draw_problems(rng, (2, 3), held_out=False)
     muser = Muser()
@@ -294,7 +294,7 @@ def test_the_model_is_made_once(cache_dir: Path) -> None:
     assert ensure_model(RECIPE, cache_dir) == made
     assert (made / "config.json").stat().st_mtime_ns == stamp
     assert replace(RECIPE, version=2).digest() != RECIPE.digest()
-    # What it was taught shows in its weights.
+    # Teaching has changed its weights.
     start = ensure_builtin_model(cache_dir, None, RECIPE.warm_start)
     assert (start / "model.safetensors").read_bytes() != (made / "model.safetensors").read_bytes()
 
@@ -317,19 +317,18 @@ def test_costs_are_of_the_same_tokens_decoded_and_scored(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [(["--modes", "sync,asynk"], "no mode 'asynk'"), (["--steps", "10"], "at least 16")],
 )
 def test_bad_options_are_refused(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         pipeline.main(arguments)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_the_older_variety_writes_as_before() -> None:
-    """benchmarks.policies' models hang on it."""
+def test_the_variety_of_benchmarks_policies_is_unchanged() -> None:
     rng = np.random.default_rng(5)
     problem = next(draw_problems(rng, (4, 6), held_out=False))
     text = Variety().text(problem, rng, 0.06)

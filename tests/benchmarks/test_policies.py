@@ -24,7 +24,7 @@ from benchmarks.policies import (
 from benchmarks.widen import widen
 
 
-def test_widened_models_say_the_same_and_differ_only_in_what_was_trained(
+def test_widened_models_have_the_same_logits_and_differ_only_in_trained_parameters(
     policies: Policies, tmp_path: Path
 ) -> None:
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 50, (2, 20)))

@@ -1,4 +1,4 @@
-"""benchmarks.rollout in miniature: its JSON is complete, and what is missing is said."""
+"""benchmarks.rollout in miniature: its JSON is complete, and missing parts are reported."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_the_json_has_every_ratio_that_torch_gives(
     for plain, *others in zip(passes["plain"], passes["chain"], passes["ours"], strict=True):
         assert plain.drafted == plain.accepted == 0
         assert all(other.drafted >= other.accepted for other in others)
-        # The same seeds write the same texts in the torch engine, with drafts or without: so all
-        # contestants run under the same weights, those of the later version.
+        # In the torch engine the same seeds generate the same texts, with drafts or without. So
+        # all contestants run under the same weights, those of the later version.
         assert {other.tokens for other in others} == {plain.tokens}
     assert sum(len(list(table.columns)) > 0 for table in tables(findings)) == 5
 
 
-def test_a_part_that_fails_is_said_and_hides_nothing(policies: Policies) -> None:
+def test_a_part_that_fails_is_reported_and_the_others_run(policies: Policies) -> None:
     task = load_task(TaskConfig(train_size=8), str(policies.paths[0]), 0)
     nowhere = Workload(task, 8, Path("/nowhere"), Path("/nowhere"))
     plan = Plan((1,), repeats=1, step_rows=(), overhead_repeats=0)
@@ -69,14 +69,16 @@ def test_a_part_that_fails_is_said_and_hides_nothing(policies: Policies) -> None
 
 
 def test_the_main_module_is_light() -> None:
-    """vLLM's core process imports it again, and fails once numba is there."""
+    """vLLM's core process imports it again, and fails if numba is loaded."""
     code = (
         "import sys, benchmarks.rollout; sys.exit('numba' in sys.modules or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, policies: Policies) -> None:
+def test_engines_that_are_not_installed_are_reported(
+    monkeypatch: pytest.MonkeyPatch, policies: Policies
+) -> None:
     monkeypatch.setattr(rollout_run.util, "find_spec", lambda name: None)
     task = load_task(TaskConfig(train_size=8), str(policies.paths[0]), 0)
     work = Workload(task, 8, policies.paths[0], policies.paths[1])
@@ -110,7 +112,7 @@ def test_ratios_are_medians_of_pairs_and_the_bound_is_the_best_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--engines", "vlm"], "no engine 'vlm'"),
         (["--rows", "1,0"], "positive numbers"),
@@ -118,8 +120,8 @@ def test_ratios_are_medians_of_pairs_and_the_bound_is_the_best_step() -> None:
     ],
 )
 def test_bad_options_are_refused(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         rollout.main(arguments)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

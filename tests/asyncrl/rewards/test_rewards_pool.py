@@ -1,4 +1,4 @@
-"""The pool with real processes: functions that hang, raise, crash, print, or return nonsense."""
+"""The pool with real processes: functions that hang, raise, crash, print or return nonsense."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ SOURCE = '''
 import os, subprocess, sys, time
 
 def by_response(prompt, response, example, scale=1.0):
-    """What to do stands in the response."""
+    """The response says what to do."""
     if response == "hang":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         with open(example["pids"], "w") as out:
@@ -151,7 +151,7 @@ def test_what_the_function_prints_or_reads_does_not_disturb(source: Path) -> Non
     asyncio.run(check())
 
 
-def test_on_error_zero_counts_and_goes_on(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_on_error_zero_counts_and_continues(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
         async with running({"name": f"{source}:by_response"}, on_error="zero") as pool:
             assert await pool.score("", "raise", {}) == 0.0
@@ -180,7 +180,7 @@ def test_what_waits_behind_a_call_that_hangs_is_scored_by_the_next_process(
 ) -> None:
     async def check() -> None:
         async with running({"name": f"{source}:by_response"}, timeout_seconds=3) as pool:
-            assert await pool.score("", "quick", {}) == 5.0  # so that many are sent at once
+            assert await pool.score("", "quick", {}) == 5.0  # so that many calls are sent at once
             example = {"pids": str(tmp_path / "pids")}
             responses = ["x", "xx", "hang", "xxxx", "xxxxx"]
             calls = [pool.score("", response, example) for response in responses]

@@ -1,4 +1,4 @@
-"""The built-in task: right workings, several phrasings, and a held-out side nobody trains on."""
+"""The built-in task: correct workings, several phrasings, and a held-out side."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""A user's own examples: read, split, tokenised; every error names the place and the remedy."""
+"""A user's own examples: reading, splitting, tokenising; errors name the place and the remedy."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The built-in model: a normal HF directory, made once, whole or not at all."""
+"""The built-in model: a normal HF directory, created once, completely or not at all."""
 
 import io
 import json
@@ -53,7 +53,7 @@ def test_the_real_recipe_gives_a_small_model() -> None:
     assert 300_000 < parameters < 400_000
 
 
-def test_made_once_with_progress_and_nothing_left_beside(tmp_path: Path) -> None:
+def test_created_once_with_progress_and_without_leftovers(tmp_path: Path) -> None:
     progress = Progress(console=Console(file=io.StringIO()))
     place = ensure_builtin_model(tmp_path, progress, TINY)
     assert progress.tasks[0].completed == TINY.steps
