@@ -88,12 +88,7 @@ def draw(drawn: Sequence[Curve], title: str, note: str) -> Markup:
         marks.append(element("path", d=path(line), stroke_width=2.4, **style))
         end, reward = line[-1]
         marks.append(element("circle", cx=x(end), cy=y(reward), r=3.5, fill=colour))
-        at = TOP + 14 + 34 * index
-        marks.append(
-            element("rect", x=WIDTH - RIGHT + 18, y=at - 9, width=14, height=4, fill=colour)
-        )
-        marks.append(_text(curve.name, WIDTH - RIGHT + 40, at - 3))
-        marks.append(_text(f"{end:,.0f} s", WIDTH - RIGHT + 40, at + 11, faint=True))
+        marks += _legend(curve.name, end, colour, index)
     return element(
         "svg",
         element("title", title),
@@ -108,6 +103,16 @@ def draw(drawn: Sequence[Curve], title: str, note: str) -> Markup:
         font_size="12",
         role="img",
     )
+
+
+def _legend(name: str, seconds: float, colour: str, index: int) -> list[Markup]:
+    """A line of the legend: the mode, and the time that its steps took."""
+    left, y = WIDTH - RIGHT + 18, TOP + 14 + 34 * index
+    return [
+        element("rect", x=left, y=y - 9, width=14, height=4, fill=colour),
+        _text(name, left + 22, y - 3),
+        _text(f"{seconds:,.0f} s", left + 22, y + 11, faint=True),
+    ]
 
 
 def _settled(line: Sequence[Point]) -> int:

@@ -205,6 +205,18 @@ class Bench:
         """Passes differ above the lowest 32 bits, so the seeds of their samples do not overlap."""
         return next(self._seeds) << 32
 
+    def _request(
+        self, number: int, index: int, prompt: Prompt, seed: int, fixed: int | None
+    ) -> GenerateRequest:
+        """Sample `index` of pass `number`."""
+        sampling = SamplingParams(
+            max_tokens=fixed or self._work.max_tokens,
+            stop_tokens=() if fixed else self._work.task.stop_tokens,
+            seed=seed,
+        )
+        name = f"{number}-{index}"
+        return GenerateRequest(name, prompt.prompt_id, prompt.tokens, sampling)
+
     async def _pass(
         self,
         contestant: Contestant,
@@ -226,21 +238,11 @@ class Bench:
             samples: number of samples; None: GROUP per prompt.
         """
         await asyncio.sleep(SETTLE_SECONDS)
-        number, engine = next(self._numbers), contestant.engine
-        free_rows = asyncio.Semaphore(rows)
-        sampling = {
-            "max_tokens": fixed or self._work.max_tokens,
-            "stop_tokens": () if fixed else self._work.task.stop_tokens,
-        }
+        engine, free_rows = contestant.engine, asyncio.Semaphore(rows)
+        number = next(self._numbers)
 
         async def generate(index: int) -> int:
-            prompt = prompts[index // GROUP]
-            request = GenerateRequest(
-                request_id=f"{number}-{index}",
-                cache_key=prompt.prompt_id,
-                prompt_tokens=prompt.tokens,
-                sampling=SamplingParams(**sampling, seed=seed + index),  # type: ignore[arg-type]
-            )
+            request = self._request(number, index, prompts[index // GROUP], seed + index, fixed)
             async with free_rows:
                 return sum([len(chunk.tokens) async for chunk in engine.generate(request)])
 
