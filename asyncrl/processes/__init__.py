@@ -1,1 +1,1 @@
-"""The processes of a run: thin shells of sockets, clocks and files around the pure parts."""
+"""The child processes of a run: what starts them, the generator and the trainer."""

@@ -65,11 +65,11 @@ def main() -> None:
     logger = logging.getLogger(f"asyncrl.{spec.name}")
     try:
         if spec.role == "generator":
-            from asyncrl.processes.generator_setup import run_generator
+            from asyncrl.processes.generator.setup import run_generator
 
             asyncio.run(run_generator(spec))
         else:
-            from asyncrl.processes.trainer_setup import run_trainer
+            from asyncrl.processes.trainer.setup import run_trainer
 
             asyncio.run(run_trainer(spec))
     except AsyncrlError as error:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.config import RunConfig
-from asyncrl.processes.deadlines import deadline_warning
-from asyncrl.processes.lenient_reuse import lenient_warning
+from asyncrl.processes.generator.deadlines import deadline_warning
+from asyncrl.processes.generator.lenient_reuse import lenient_warning
 
 MAX_MISMATCH_FLOAT32 = 1e-3
 MAX_MISMATCH_BFLOAT16 = 0.05

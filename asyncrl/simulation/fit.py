@@ -1,6 +1,6 @@
 """Fit the costs of a real run to the records in its directory.
 
-    RUN/engine/GENERATOR.jsonl    counters of the engine (`processes.engine_log`)
+    RUN/engine/GENERATOR.jsonl    counters of the engine (`asyncrl.processes.generator.engine_log`)
     RUN/metrics.jsonl             step records: seconds of steps and of training, tokens
     RUN/timeline/PROCESS.jsonl    seconds of weight transfers and of messages
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import UserError
-from asyncrl.processes.engine_log import EngineRecord
+from asyncrl.processes.generator.engine_log import EngineRecord
 from asyncrl.simulation.cost import MeasuredCost
 from engine.drafting.calibration import rising
 from monitoring.jsonl import read_jsonl

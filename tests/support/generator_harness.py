@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.processes.activity import Activity
-from asyncrl.processes.controller_line import ControllerLine
-from asyncrl.processes.generation import SampleGenerator
-from asyncrl.processes.generator import GeneratorProcess
-from asyncrl.processes.reports import GeneratorRecords
-from asyncrl.processes.sample_rewards import SampleRewards
+from asyncrl.processes.generator.activity import Activity
+from asyncrl.processes.generator.controller_line import ControllerLine
+from asyncrl.processes.generator.generation import SampleGenerator
+from asyncrl.processes.generator.process import GeneratorProcess
+from asyncrl.processes.generator.reports import GeneratorRecords
+from asyncrl.processes.generator.sample_rewards import SampleRewards
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from monitoring.metrics import GeneratorMetrics, new_registry

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.processes.group_queue import GroupQueue
+from asyncrl.processes.trainer.group_queue import GroupQueue
 from rollout.trajectory import SampleId, TrajectoryBuilder
 from wire.frames import encode_trajectory
 from wire.messages.data import TrajectoryDelivery

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from asyncrl.processes.controller_line import ControllerLine
-from asyncrl.processes.generation import SampleGeneration, SampleGenerator
+from asyncrl.processes.generator.controller_line import ControllerLine
+from asyncrl.processes.generator.generation import SampleGeneration, SampleGenerator
 from rollout.trajectory import SampleId
 from wire.messages import from_generator, to_generator
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from asyncrl.processes.samples import Samples
+from asyncrl.processes.generator.samples import Samples
 from scheduler.config import SchedulerConfig
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncrl.processes.sample_rewards import SampleRewards
+from asyncrl.processes.generator.sample_rewards import SampleRewards
 from engine.errors import EngineError
 from engine.protocol import Engine, GenerateRequest, SamplingParams
 from rollout.trajectory import (

@@ -23,9 +23,9 @@ import contextlib
 import msgspec
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.processes.checkpoints import Checkpoints
-from asyncrl.processes.group_queue import GroupQueue
-from asyncrl.processes.step_trainer import StepTrainer, TrainerRecords
+from asyncrl.processes.trainer.checkpoints import Checkpoints
+from asyncrl.processes.trainer.group_queue import GroupQueue
+from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
 from wire import Hub, Line, Unreachable
 from wire.messages import data, from_trainer, to_trainer
 

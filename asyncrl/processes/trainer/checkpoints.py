@@ -6,7 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from asyncrl.processes.step_trainer import TrainerRecords
+from asyncrl.processes.trainer.step_trainer import TrainerRecords
 from monitoring.spans import SpanKind
 from trainer.learner import Learner
 from wire.messages.from_trainer import CheckpointWritten

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from new_weights import swap_weights
 from tiny_models import STOP, make_qwen3
 
-from asyncrl.processes.lenient_reuse import (
+from asyncrl.processes.generator.lenient_reuse import (
     ENTRY_BYTES,
     TOKEN_BYTES,
     LenientReuse,

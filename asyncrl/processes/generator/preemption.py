@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.processes.generation import SampleGeneration
-from asyncrl.processes.samples import Samples
+from asyncrl.processes.generator.generation import SampleGeneration
+from asyncrl.processes.generator.samples import Samples
 from engine.protocol import Engine
 from monitoring.metrics import GeneratorMetrics
 

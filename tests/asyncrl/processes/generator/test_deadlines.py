@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
-from asyncrl.processes.generation import SampleGeneration
+from asyncrl.processes.generator.generation import SampleGeneration
 from wire.messages import to_generator as tg
 
 

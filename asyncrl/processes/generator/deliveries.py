@@ -8,10 +8,10 @@ import logging
 import time
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.processes.controller_line import ControllerLine
-from asyncrl.processes.generation import HeldSample
-from asyncrl.processes.lenient_reuse import LenientReuse
-from asyncrl.processes.reports import GeneratorRecords
+from asyncrl.processes.generator.controller_line import ControllerLine
+from asyncrl.processes.generator.generation import HeldSample
+from asyncrl.processes.generator.lenient_reuse import LenientReuse
+from asyncrl.processes.generator.reports import GeneratorRecords
 from rollout.trajectory import SampleId
 from wire import Line
 from wire.frames import encode_trajectory

@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from asyncrl.processes.controller_line import ControllerLine
-from asyncrl.processes.samples import Samples
+from asyncrl.processes.generator.controller_line import ControllerLine
+from asyncrl.processes.generator.samples import Samples
 from engine.errors import WeightsSupersededError
 from engine.protocol import Engine
 from monitoring.metrics import GeneratorMetrics

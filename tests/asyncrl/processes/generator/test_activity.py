@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
-from asyncrl.processes.activity import Activity, GeneratorState, cause_of_waiting, kind_of, slots_of
+from asyncrl.processes.generator.activity import (
+    Activity,
+    GeneratorState,
+    cause_of_waiting,
+    kind_of,
+    slots_of,
+)
 from monitoring.metrics import GeneratorMetrics, new_registry
 from monitoring.occupancy import read_slots, slot_shares
 from monitoring.spans import SpanKind, read_spans

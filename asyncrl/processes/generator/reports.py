@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from asyncrl.processes.activity import Activity
-from asyncrl.processes.engine_log import EngineLog
-from asyncrl.processes.generation import SampleGenerator
-from asyncrl.processes.sample_recorder import SampleRecorder
+from asyncrl.processes.generator.activity import Activity
+from asyncrl.processes.generator.engine_log import EngineLog
+from asyncrl.processes.generator.generation import SampleGenerator
+from asyncrl.processes.generator.sample_recorder import SampleRecorder
 from engine.protocol import Engine
 from monitoring.metrics import GeneratorMetrics
 from rollout.trajectory import Trajectory

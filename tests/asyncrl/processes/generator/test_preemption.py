@@ -6,8 +6,8 @@ from typing import Any
 
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
-from asyncrl.processes.generation import SampleGeneration
-from asyncrl.processes.preemption import choose_preemptions
+from asyncrl.processes.generator.generation import SampleGeneration
+from asyncrl.processes.generator.preemption import choose_preemptions
 from rollout.trajectory import SampleId
 from wire.messages import to_generator as tg
 

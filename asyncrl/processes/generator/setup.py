@@ -10,16 +10,16 @@ from transformers import AutoTokenizer
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.processes.activity import Activity
 from asyncrl.processes.bring_up import bring_up, timeline_file
-from asyncrl.processes.controller_line import ControllerLine
-from asyncrl.processes.engine_log import EngineLog
-from asyncrl.processes.generation import SampleGenerator
-from asyncrl.processes.generator import GeneratorProcess
-from asyncrl.processes.lenient_reuse import LenientReuse
-from asyncrl.processes.reports import GeneratorRecords
-from asyncrl.processes.sample_recorder import SampleRecorder
-from asyncrl.processes.sample_rewards import SampleRewards
+from asyncrl.processes.generator.activity import Activity
+from asyncrl.processes.generator.controller_line import ControllerLine
+from asyncrl.processes.generator.engine_log import EngineLog
+from asyncrl.processes.generator.generation import SampleGenerator
+from asyncrl.processes.generator.lenient_reuse import LenientReuse
+from asyncrl.processes.generator.process import GeneratorProcess
+from asyncrl.processes.generator.reports import GeneratorRecords
+from asyncrl.processes.generator.sample_recorder import SampleRecorder
+from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.processes.shared_memory import exchange_directory
 from asyncrl.processes.spec import ChildSpec
 from asyncrl.rewards.pool import RewardPool

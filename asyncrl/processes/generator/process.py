@@ -2,14 +2,14 @@
 
 commands    consumes: commands of the controller. produces: calls of the collaborators below.
             waits for: the controller. bounded by: the scheduler's limit on work in flight.
-samples     consumes: token chunks. produces: held trajectories. (`processes.generation`)
+samples     consumes: token chunks. produces: held trajectories. (`generation`)
             waits for: the engine. bounded by: max_tokens, a deadline if one is set.
 deliveries  consumes: rewards, acknowledgements. produces: trajectories for the trainer, again
-            if they are not acknowledged. (`processes.deliveries`)
+            if they are not acknowledged. (`deliveries`)
             waits for: reward workers, the trainer. bounded by: the timeout of rewards,
             RESEND_SECONDS.
 weights     consumes: published weights. produces: an engine with a new version.
-            waits for: the engine's current step. (`processes.weight_installs`)
+            waits for: the engine's current step. (`weight_installs`)
 reports     consumes: counters. produces: `GeneratorReport`, metrics, the time line; preemption
             and deadlines. waits for: the clock. bounded by: REPORT_SECONDS.
 
@@ -24,18 +24,18 @@ import asyncio
 import contextlib
 import time
 
-from asyncrl.processes.activity import GeneratorState
-from asyncrl.processes.background import BackgroundTasks
-from asyncrl.processes.controller_line import ControllerLine
-from asyncrl.processes.deadlines import Deadlines
-from asyncrl.processes.deliveries import Deliveries
-from asyncrl.processes.evaluation import Evaluation
-from asyncrl.processes.generation import SampleGenerator
-from asyncrl.processes.lenient_reuse import LenientReuse
-from asyncrl.processes.preemption import Preemption
-from asyncrl.processes.reports import GeneratorRecords, GeneratorReports
-from asyncrl.processes.samples import Samples
-from asyncrl.processes.weight_installs import WeightInstalls
+from asyncrl.processes.generator.activity import GeneratorState
+from asyncrl.processes.generator.background import BackgroundTasks
+from asyncrl.processes.generator.controller_line import ControllerLine
+from asyncrl.processes.generator.deadlines import Deadlines
+from asyncrl.processes.generator.deliveries import Deliveries
+from asyncrl.processes.generator.evaluation import Evaluation
+from asyncrl.processes.generator.generation import SampleGenerator
+from asyncrl.processes.generator.lenient_reuse import LenientReuse
+from asyncrl.processes.generator.preemption import Preemption
+from asyncrl.processes.generator.reports import GeneratorRecords, GeneratorReports
+from asyncrl.processes.generator.samples import Samples
+from asyncrl.processes.generator.weight_installs import WeightInstalls
 from engine.errors import EngineError
 from engine.protocol import Engine
 from wire import Line
@@ -55,9 +55,9 @@ class GeneratorProcess:
         controller: the line to the controller.
         trainer: the line to the trainer.
         records: where numbers and samples are recorded.
-        lenient_reuse: rollouts of earlier epochs, see `processes.lenient_reuse`.
-        deadline_seconds: see `processes.deadlines`.
-        kv_limit: see `processes.preemption`.
+        lenient_reuse: rollouts of earlier epochs, see `lenient_reuse`.
+        deadline_seconds: see `deadlines`.
+        kv_limit: see `preemption`.
     """
 
     def __init__(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from asyncrl.processes.background import BackgroundTasks
-from asyncrl.processes.controller_line import ControllerLine
-from asyncrl.processes.generation import HeldSample, SampleGeneration, SampleGenerator
-from asyncrl.processes.lenient_reuse import LenientReuse
-from asyncrl.processes.reports import GeneratorReports
+from asyncrl.processes.generator.background import BackgroundTasks
+from asyncrl.processes.generator.controller_line import ControllerLine
+from asyncrl.processes.generator.generation import HeldSample, SampleGeneration, SampleGenerator
+from asyncrl.processes.generator.lenient_reuse import LenientReuse
+from asyncrl.processes.generator.reports import GeneratorReports
 from engine.errors import RequestError
 from rollout.trajectory import SampleId
 from wire.messages import from_generator, to_generator
@@ -80,7 +80,7 @@ class Samples:
                 await self.interrupt(generation)
 
     async def interrupt(self, generation: SampleGeneration) -> None:
-        """End the running attempt of a sample; see `asyncrl.processes.generation`."""
+        """End the running attempt of a sample; see `asyncrl.processes.generator.generation`."""
         await self._generator.interrupt(generation)
 
     async def interrupt_all(self) -> None:

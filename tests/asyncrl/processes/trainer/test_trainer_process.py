@@ -15,10 +15,10 @@ from generator_harness import FakeLine
 from step_records import full_step
 
 from asyncrl.errors import AsyncrlError, first_error
-from asyncrl.processes.checkpoints import Checkpoints
-from asyncrl.processes.group_queue import GroupQueue
-from asyncrl.processes.step_trainer import StepTrainer, TrainerRecords
-from asyncrl.processes.trainer import TrainerProcess
+from asyncrl.processes.trainer.checkpoints import Checkpoints
+from asyncrl.processes.trainer.group_queue import GroupQueue
+from asyncrl.processes.trainer.process import TrainerProcess
+from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
 from monitoring.metrics import TrainerMetrics, new_registry
 from monitoring.timeline import Timeline
 from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, verify
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.processes import deliveries
+from asyncrl.processes.generator import deliveries
 from wire.messages import data
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.bring_up import Child, bring_up
-from asyncrl.processes.checkpoints import Checkpoints
-from asyncrl.processes.group_queue import GroupQueue
 from asyncrl.processes.shared_memory import SHARED_MEMORY, weights_id
 from asyncrl.processes.spec import ChildSpec
-from asyncrl.processes.step_trainer import StepTrainer, TrainerRecords
-from asyncrl.processes.trainer import TrainerProcess
+from asyncrl.processes.trainer.checkpoints import Checkpoints
+from asyncrl.processes.trainer.group_queue import GroupQueue
+from asyncrl.processes.trainer.process import TrainerProcess
+from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
 from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind

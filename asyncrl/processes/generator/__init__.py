@@ -1,0 +1,1 @@
+"""The generator process: samples from the first command to the acknowledged delivery."""

@@ -1,0 +1,1 @@
+"""The trainer process: trajectories in, optimizer steps, new weights and checkpoints out."""
