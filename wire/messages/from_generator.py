@@ -56,15 +56,14 @@ class EvaluationSample(Message, frozen=True):
     round: int
     index: int
     reward: float
-    length: int
     policy_version: int
+    """Lowest policy version among its segments."""
 
 
 class WeightsInstalled(Message, frozen=True):
     """The answer to `InstallWeights`: the version that the generator samples from now."""
 
     policy_version: int
-    seconds: float
 
 
 class GeneratorReport(Message, frozen=True):

@@ -59,7 +59,5 @@ class Failure(Message, frozen=True):
 class Goodbye(Message, frozen=True):
     """The process ends because it was told to."""
 
-    policy_version: int
-
 
 FromTrainer = TrainerReady | StepFinished | CheckpointWritten | TrainerReport | Failure | Goodbye

@@ -39,7 +39,6 @@ class Evaluation:
                 command.round,
                 command.index,
                 reward,
-                len(held.trajectory.tokens),
                 held.trajectory.oldest_version,
             )
         )

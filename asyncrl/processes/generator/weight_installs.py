@@ -75,6 +75,6 @@ class WeightInstalls:
         self._metrics.weights_time.observe(seconds)
         await self._controller.send(
             from_generator.WeightsInstalled(
-                self._controller.generator, self._engine.stats().policy_version, seconds
+                self._controller.generator, self._engine.stats().policy_version
             )
         )

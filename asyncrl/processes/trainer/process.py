@@ -89,7 +89,7 @@ class TrainerProcess:
                 await self._send_if_any(await self._checkpoints.save())
             for task in background:
                 task.cancel()
-        await self._control.send(from_trainer.Goodbye(self._steps.step))
+        await self._control.send(from_trainer.Goodbye())
 
     async def _receive_deliveries(self) -> None:
         while True:

@@ -185,12 +185,12 @@ def test_an_evaluation_counts_each_sample_once_and_only_of_its_weights(tmp_path:
         assert [(message.index, message.prompt.prompt_id) for message in asked] == [
             (0, "held-out-0"), (1, "held-out-1"), (2, "held-out-2"),
         ]  # fmt: skip
-        old = await run.hear(G, fg.EvaluationSample(G, 0, 0, 1.0, 5, 2))
+        old = await run.hear(G, fg.EvaluationSample(G, 0, 0, 1.0, 2))
         assert [message.index for _, message in old] == [0], "asked for again"
         for index, reward in ((0, 1.0), (1, 0.0), (2, 1.0)):
-            await run.hear(G, fg.EvaluationSample(G, 0, index, reward, 5, 3))
+            await run.hear(G, fg.EvaluationSample(G, 0, index, reward, 3))
         assert await measuring == Accuracy(right=2, samples=3)
-        late = fg.EvaluationSample(G, 0, 0, 1.0, 5, 3)
+        late = fg.EvaluationSample(G, 0, 0, 1.0, 3)
         assert await run.hear(G, late) == [], "the round is over"
 
     asyncio.run(evaluate())
