@@ -1,4 +1,4 @@
-"""The JSON that every benchmark writes: where it ran, what it measured, and flat ratios."""
+"""The JSON that every benchmark writes: the machine, the raw numbers, and flat ratios."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def write_json(
     """Write `{name, date, machine, versions, raw, ratios}` and return it.
 
     Args:
-        path: file to write; its folder is made when it is missing.
+        path: file to write; its directory is created if it is missing.
         name: the benchmark's module name, for instance "scheduler".
-        raw: all numbers as measured, with their units in the keys.
-        ratios: flat, one number per name.
+        raw: all numbers as measured, with units in the keys.
+        ratios: one number per name.
     """
     result = {
         "name": name,
@@ -39,7 +39,7 @@ def write_json(
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory in bytes, system."""
+    """Processor, number of cores that this process may use, memory in bytes, system."""
     return {
         "processor": _processor(),
         "architecture": platform.machine(),
@@ -50,7 +50,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python and those of the packages that matter which are installed."""
+    """Versions of Python and of the relevant packages that are installed."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

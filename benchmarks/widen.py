@@ -1,9 +1,9 @@
-"""Make a small trained model cost what a big one costs, without changing what it says.
+"""Give a small trained model the cost of a big one without changing its outputs.
 
-Copies it into one with a much larger `intermediate_size`: random gate and up rows for the new
-part, zero columns in the down projection. Every output is the same, every product the big one's.
-The random part depends on the seed alone, so that two versions of a model, widened alike, differ
-only in what was trained.
+The model is copied into one with a much larger `intermediate_size`. The new part has random gate
+and up rows and zero columns in the down projection, so the outputs are the same and the matrix
+products are those of the big model. The random part depends on the seed alone, so two widened
+versions of a model differ only in what was trained.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ def widen(source: str, target: Path, intermediate_size: int, seed: int = 0) -> i
     """Write the widened copy of a gated-MLP model (Qwen, Llama) and return its parameter count.
 
     Raises:
-        ValueError: the model is as wide already.
+        ValueError: the model is already as wide.
     """
     small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     old = int(small.config.intermediate_size)
     if intermediate_size <= old:
-        raise ValueError(f"intermediate_size {intermediate_size} is not above the model's {old}")
+        raise ValueError(f"intermediate_size {intermediate_size} must be above the model's {old}")
     config = type(small.config).from_dict(
         small.config.to_dict() | {"intermediate_size": intermediate_size}
     )
     with no_init_weights():
         wide = type(small)(config)
-    wide.tie_weights()  # left out along with the random numbers
+    wide.tie_weights()  # skipped together with the random initialisation
     own = wide.state_dict()
     filler = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,1 +1,1 @@
-"""How fast the cache writes and drafts, and how well, against ArcticInference's and a naive one."""
+"""Speed and quality of the cache, compared with ArcticInference's and a naive one."""

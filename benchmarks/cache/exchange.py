@@ -1,4 +1,4 @@
-"""What sharing rollouts between two generators costs, in processor time and in bytes."""
+"""The cost of sharing rollouts between two generators, in processor time and bytes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ RING = 4 << 20
 
 
 def measure(samples: list[IntArray]) -> dict[str, float]:
-    """One member finishes rollouts, another takes them in; both in this process, in turns.
+    """One member finishes rollouts, another inserts them; both in this process, in turns.
 
     Returns:
         Microseconds per response token to publish and to receive (insertion included), the same
-        for an ordinary insertion, microseconds of a poll that finds nothing, bytes per token.
+        for an ordinary insertion, microseconds for a poll that finds nothing, bytes per token.
     """
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
     with tempfile.TemporaryDirectory(dir=place) as directory:

@@ -1,12 +1,12 @@
-"""How fast the cache writes and drafts, and how well, beside ArcticInference's and a naive one.
+"""Speed and quality of the cache, compared with ArcticInference's and a naive one.
 
     python -m benchmarks.cache [--quick] [--json FILE]
 
-The same rollouts for all (`benchmarks.cache.work`; who they are: `benchmarks.cache.rivals`). One
-thread; processor time, so that neighbours on a shared machine disturb less (starting a process is
-wall time); the median of several repeats, the contestants in turns, each time from empty. Memory
-per token is the growth of a fresh process (`benchmarks.cache.memory`). Without ArcticInference its
-ratios are left out, and that is said.
+All drafters (`benchmarks.cache.baselines`) get the same rollouts (`benchmarks.cache.work`). One
+thread. Processor time, which depends less on other users of a shared machine (only the start of a
+process is wall time). The median of several repeats, the drafters in turns, each time from empty.
+Memory per token is the growth of a new process (`benchmarks.cache.memory`). If ArcticInference is
+not installed, its ratios are left out and a message says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.cache import exchange as cache_exchange
 from benchmarks.cache import memory as cache_memory
-from benchmarks.cache.rivals import OWN_DEPTH, VLLM_DEPTH, ArcticDrafter, NaiveDrafter, arctic
+from benchmarks.cache.baselines import OWN_DEPTH, VLLM_DEPTH, ArcticDrafter, NaiveDrafter, arctic
 from benchmarks.cache.work import BUDGET, insert_speed, replay, rollouts, step_speed
 from benchmarks.report import write_json
 from cache.config import CacheConfig
@@ -35,7 +35,7 @@ from cache.tree import RolloutCache, warm_up
 from rollout.trajectory import IntArray
 
 TARGETS = {"insert_vs_arctic": 8.0, "step_vs_arctic": 8.0, "bytes_vs_arctic": 0.5}
-"""Of issue 3; the last is an upper bound."""
+"""The last one is an upper bound."""
 ARCTIC = f"arctic depth {VLLM_DEPTH}"
 ARCTIC_DEEP = f"arctic depth {OWN_DEPTH}"
 MISSING = (
@@ -46,32 +46,34 @@ MISSING = (
 
 @dataclass(frozen=True)
 class Plan:
-    """How much work is done."""
+    """The amount of work."""
 
     prompts: int
-    """Eight rollouts of each, in an epoch."""
+    """Prompts, each with eight rollouts per epoch."""
     length: int
+    """Tokens of a rollout."""
     steps: int
+    """Decode steps that are timed."""
     repeats: int
-    held: int
-    """Prompts that are replayed for the quality of drafts."""
+    replayed: int
+    """Prompts that are replayed to measure the quality of drafts."""
     memory: tuple[int, int, int]
     """Prompts, epochs and length of the rollouts whose memory is measured."""
 
 
-QUICK = Plan(prompts=32, length=400, steps=40, repeats=3, held=4, memory=(64, 2, 1000))
-FULL = Plan(prompts=32, length=1000, steps=100, repeats=5, held=8, memory=(64, 4, 1000))
+QUICK = Plan(prompts=32, length=400, steps=40, repeats=3, replayed=4, memory=(64, 2, 1000))
+FULL = Plan(prompts=32, length=1000, steps=100, repeats=5, replayed=8, memory=(64, 4, 1000))
 
 Make = Callable[[], Any]
 
 
-def contestants() -> dict[str, Make]:
-    """Name and maker of each; the settings that let ours draft all 32 tokens of a step."""
+def drafters() -> dict[str, Make]:
+    """Name and constructor of each drafter; asyncrl's may draft all 32 tokens of a step."""
     config = CacheConfig(max_draft_tokens=BUDGET, min_probability=0.0)
     found: dict[str, Make] = {"tree": lambda: RolloutCache(config), "naive": NaiveDrafter}
-    rival = arctic()
-    if rival is not None:
-        make = rival[0]
+    baseline = arctic()
+    if baseline is not None:
+        make = baseline[0]
         found[ARCTIC] = lambda: ArcticDrafter(make, VLLM_DEPTH)
         found[ARCTIC_DEEP] = lambda: ArcticDrafter(make, OWN_DEPTH)
     return found
@@ -80,7 +82,7 @@ def contestants() -> dict[str, Make]:
 def speeds(
     makers: dict[str, Make], batch: Sequence[list[IntArray]], plan: Plan
 ) -> dict[str, dict[str, Any]]:
-    """For each contestant the medians over repeats in turns; the range of two of them beside."""
+    """For each drafter the medians over repeats in turns, and the range of two of them."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in makers}
     for _ in range(plan.repeats):
         for name, make in makers.items():
@@ -109,20 +111,20 @@ def _once(drafter: Any, batch: Sequence[list[IntArray]], steps: int) -> dict[str
 
 
 def quality(makers: dict[str, Make], plan: Plan) -> dict[str, dict[str, Any]]:
-    """Tokens per step and accepted share of each, in its own default settings."""
-    held = rollouts(plan.held, 2, plan.length, seed=1)
+    """Tokens per step and share accepted of each drafter, with its own default settings."""
+    replayed = rollouts(plan.replayed, 2, plan.length, seed=1)
     out = {}
     for name, make in makers.items():
         drafter = RolloutCache(CacheConfig()) if name == "tree" else make()
         out[name] = {
-            "first_epoch": replay(drafter, held[0], 16),
-            "second_epoch": replay(drafter, held[1], 16),
+            "first_epoch": replay(drafter, replayed[0], 16),
+            "second_epoch": replay(drafter, replayed[1], 16),
         }
     return out
 
 
 def load_seconds(directory: str) -> float:
-    """Seconds until the kernels are usable in a new process (imports included)."""
+    """Seconds until the kernels can be called in a new process (imports included)."""
     environment = os.environ | {"NUMBA_CACHE_DIR": directory}
     start = time.perf_counter()
     code = "from cache.tree import warm_up; warm_up()"
@@ -131,37 +133,37 @@ def load_seconds(directory: str) -> float:
 
 
 def measure(plan: Plan) -> tuple[dict[str, Any], dict[str, float]]:
-    """All raw numbers, and the ratios."""
+    """Run everything; returns the raw numbers and the ratios."""
     raw: dict[str, Any] = {"load_average_before": os.getloadavg()}
     with tempfile.TemporaryDirectory() as directory:
         raw["cold_start_s"] = load_seconds(directory)
         raw["warm_start_s"] = load_seconds(directory)
     warm_up()
-    makers = contestants()
+    makers = drafters()
     batch = rollouts(plan.prompts, 2, plan.length)
     raw |= speeds(makers, batch, plan)
     for name, numbers in quality(makers, plan).items():
         raw[name] |= numbers
     raw["exchange"] = cache_exchange.measure(batch[0])
     raw["tree"]["memory"] = cache_memory.measure("tree", *plan.memory)
-    rival = arctic()
-    if rival is None:
+    baseline = arctic()
+    if baseline is None:
         raw["not_measured"] = {"arctic": MISSING}
     else:
-        raw["arctic_inference"] = rival[1]
+        raw["arctic_inference"] = baseline[1]
         raw[ARCTIC]["memory"] = cache_memory.measure("arctic", *plan.memory)
     raw["load_average_after"] = os.getloadavg()
     return raw, ratios_of(raw)
 
 
 def ratios_of(raw: dict[str, Any]) -> dict[str, float]:
-    """Ours over theirs so that more is better, but for bytes."""
+    """Asyncrl's cache over the others, so that higher is better, except for bytes."""
     tree = raw["tree"]
     out = {}
-    for rival, label in ((ARCTIC, "arctic"), (ARCTIC_DEEP, "arctic_deep"), ("naive", "naive")):
-        if rival not in raw:
+    for baseline, label in ((ARCTIC, "arctic"), (ARCTIC_DEEP, "arctic_deep"), ("naive", "naive")):
+        if baseline not in raw:
             continue
-        other = raw[rival]
+        other = raw[baseline]
         key = "step_256_rows_total_us"
         out[f"insert_vs_{label}"] = tree["insert_tokens_per_s"] / other["insert_tokens_per_s"]
         out[f"step_vs_{label}"] = other[key] / tree[key]
@@ -175,7 +177,7 @@ def ratios_of(raw: dict[str, Any]) -> dict[str, float]:
 
 
 def tables(raw: dict[str, Any], ratios: dict[str, float]) -> list[Table]:
-    """For people: the contestants side by side, the ratios with their targets."""
+    """The printed tables: the drafters side by side, and the ratios with their targets."""
     names = [name for name in ("tree", ARCTIC, ARCTIC_DEEP, "naive") if name in raw]
     rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("insertion, M tokens/s", lambda n: f"{n['insert_tokens_per_s'] / 1e6:.2f}"),
@@ -207,7 +209,7 @@ def _cell(cell: Callable[[dict[str, Any]], str], numbers: dict[str, Any]) -> str
     try:
         return cell(numbers)
     except KeyError:
-        return "-"  # memory is measured for some only
+        return "-"  # memory is not measured for all
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

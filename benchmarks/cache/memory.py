@@ -1,9 +1,9 @@
-"""How much memory one cached token takes, measured from outside: growth of a fresh process.
+"""Memory per cached token, measured from outside: the growth of a new process.
 
     python -m benchmarks.cache.memory tree|arctic PROMPTS EPOCHS LENGTH
 
-`benchmarks.cache` runs this once for each contestant, with the same rollouts. The rollouts exist
-before the first measurement, and numbers are taken from the system (`/proc/self/statm`).
+`benchmarks.cache` runs this once for each cache, with the same rollouts. The rollouts are created
+before the first measurement, and the numbers come from the system (`/proc/self/statm`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.cache.rivals import MOST_REQUESTS, VLLM_DEPTH, arctic
+from benchmarks.cache.baselines import MAX_REQUESTS, VLLM_DEPTH, arctic
 from benchmarks.cache.work import GROUP, PROMPT, rollouts
 from cache.config import CacheConfig
 from cache.tree import RolloutCache, warm_up
@@ -23,14 +23,14 @@ from rollout.trajectory import IntArray
 
 
 def resident_bytes() -> int:
-    """Memory that this process has now."""
+    """Resident memory of this process."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def tree(samples: list[IntArray], prompts: int) -> dict[str, float]:
-    """Ours, by the system's count and by its own."""
+    """Asyncrl's cache: bytes by the system's count and by its own."""
     warm_up()
     before = resident_bytes()
     cache = RolloutCache(CacheConfig(max_bytes=1 << 30))
@@ -42,13 +42,14 @@ def tree(samples: list[IntArray], prompts: int) -> dict[str, float]:
 
 
 def suffix(samples: list[IntArray], prompts: int) -> dict[str, float]:  # noqa: ARG001
-    """ArcticInference's, in vLLM's settings, by the system's count and by its own estimate."""
+    """ArcticInference's with vLLM's settings: by the system's count and by its own estimate."""
     found = arctic()
     if found is None:
         raise SystemExit("arctic-inference is not installed")
-    found[0](max_tree_depth=VLLM_DEPTH).start_request(0, PROMPT)  # loads what it loads lazily
+    make = found[0]
+    make(max_tree_depth=VLLM_DEPTH).start_request(0, PROMPT)  # triggers its lazy imports
     before = resident_bytes()
-    cache = found[0](max_tree_depth=VLLM_DEPTH, max_cached_requests=MOST_REQUESTS)
+    cache = make(max_tree_depth=VLLM_DEPTH, max_cached_requests=MAX_REQUESTS)
     total = 0
     for request, tokens in enumerate(samples):
         cache.start_request(request, PROMPT)
@@ -56,12 +57,12 @@ def suffix(samples: list[IntArray], prompts: int) -> dict[str, float]:  # noqa: 
         cache.stop_request(request)
         total += len(tokens)
     grown = resident_bytes() - before
-    estimate = cache._global_tree.estimate_memory()  # noqa: SLF001 - a cross-check, no ratio
+    estimate = cache._global_tree.estimate_memory()  # noqa: SLF001 - a cross-check, not used in a ratio
     return {"resident": grown, "own_count": estimate, "tokens": total}
 
 
 def measure(who: str, prompts: int, epochs: int, length: int) -> dict[str, float]:
-    """Bytes per token, measured in a process of its own."""
+    """Bytes per token, measured in a new process."""
     command = [sys.executable, "-m", __name__, who, str(prompts), str(epochs), str(length)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     raw = json.loads(done.stdout)

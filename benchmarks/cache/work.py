@@ -1,7 +1,7 @@
-"""The work that `benchmarks.cache` gives to every contestant: the same rollouts, the same calls.
+"""The work that `benchmarks.cache` gives to every drafter: the same rollouts, the same calls.
 
-The rollouts are synthetic: per prompt a text with branch points that rejoin it, 1% of the tokens
-at random, so that drafting must find its way back. All epochs come from one policy.
+The rollouts are synthetic: each prompt has a text with branches that rejoin it, and 1% of the
+tokens are random, so drafting has to re-synchronise. All epochs come from one policy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GROUP, BUDGET, ACCEPTED = 8, 32, 5
 
 
 class Drafter(Protocol):
-    """What contestants can do: the part of `cache.tree.RolloutCache` that engines use."""
+    """The part of `cache.tree.RolloutCache` that engines use."""
 
     def open(self, key: str, context: IntArray) -> int:
         """As `RolloutCache.open`."""
@@ -65,7 +65,7 @@ def insert_speed(drafter: Drafter, samples: list[IntArray]) -> float:
 
 
 def step_speed(drafter: Drafter, samples: list[IntArray], steps: int) -> dict[str, float]:
-    """Microseconds per row-step: every row adds 5 tokens and asks for up to 32."""
+    """Microseconds per row and step: every row adds 5 tokens and asks for up to 32."""
     rows = np.array([drafter.open(f"prompt {i // GROUP}", PROMPT) for i in range(len(samples))])
     offsets = np.arange(len(rows) + 1) * ACCEPTED
     budgets = np.full(len(rows), BUDGET)
@@ -88,7 +88,7 @@ def step_speed(drafter: Drafter, samples: list[IntArray], steps: int) -> dict[st
 def step_numbers(
     extending: float, drafting: float, drafted: float, row_steps: int
 ) -> dict[str, float]:
-    """Seconds and tokens of all row-steps as figures of one."""
+    """Seconds and tokens of all row-steps as numbers per row-step."""
     scale = 1e6 / row_steps
     return {
         "extend_us": extending * scale,
@@ -99,7 +99,7 @@ def step_numbers(
 
 
 def replay(drafter: Drafter, samples: list[IntArray], budget: int) -> dict[str, float]:
-    """Decode given rollouts with drafts: tokens per forward pass of a row, share accepted."""
+    """Decode given rollouts with drafts; returns tokens per row and pass, and the share accepted."""
     steps = drafted = 0
     for first in range(0, len(samples), GROUP):
         live = {

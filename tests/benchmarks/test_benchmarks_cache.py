@@ -1,4 +1,4 @@
-"""benchmarks.cache in miniature: its JSON is complete, and what is missing is said."""
+"""benchmarks.cache at a small size: its JSON is complete, and a missing package is reported."""
 
 from __future__ import annotations
 
@@ -8,27 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.cache import (
-    exchange as cache_exchange,
-)
+from benchmarks.cache import baselines, exchange, memory
 from benchmarks.cache import main as bench
-from benchmarks.cache import (
-    memory as cache_memory,
-)
-from benchmarks.cache import (
-    rivals as cache_rivals,
-)
-from benchmarks.cache.rivals import ArcticDrafter, NaiveDrafter
+from benchmarks.cache.baselines import ArcticDrafter, NaiveDrafter
 from benchmarks.cache.work import GROUP, PROMPT, replay, rollouts
 from cache.config import CacheConfig
 from cache.tree import RolloutCache
 
-TINY = bench.Plan(prompts=2, length=60, steps=5, repeats=2, held=1, memory=(2, 1, 50))
+TINY = bench.Plan(prompts=2, length=60, steps=5, repeats=2, replayed=1, memory=(2, 1, 50))
 MEMORY = {"tokens": 10, "bytes_per_token": 20.0, "bytes_per_token_own_count": 19.0}
 
 
 class FakeArctic:
-    """The interface of ArcticInference's cache, which drafts what it was told last."""
+    """The interface of ArcticInference's cache; drafts the tokens that were added last."""
 
     def __init__(self, max_tree_depth: int, max_cached_requests: int) -> None:
         self.depth = max_tree_depth
@@ -56,10 +48,10 @@ class FakeArctic:
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "load_seconds", lambda directory: 1.0)
-    monkeypatch.setattr(cache_memory, "measure", lambda who, *plan: dict(MEMORY))
+    monkeypatch.setattr(memory, "measure", lambda who, *plan: dict(MEMORY))
 
 
-def test_with_a_rival_all_named_ratios_are_there(
+def test_with_arctic_all_named_ratios_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "arctic", lambda: (FakeArctic, "0.3.0"))
@@ -76,12 +68,12 @@ def test_with_a_rival_all_named_ratios_are_there(
     assert "MISSING" not in said
 
 
-def test_without_it_that_is_said_loudly_and_its_ratios_are_left_out(
+def test_without_arctic_a_message_says_so_and_its_ratios_are_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "arctic_inference", None)
     monkeypatch.setitem(__import__("sys").modules, "arctic_inference.suffix_decoding", None)
-    assert cache_rivals.arctic() is None
+    assert baselines.arctic() is None
     monkeypatch.setattr(bench, "FULL", TINY)
     bench.main([])
     said = capsys.readouterr().out
@@ -90,7 +82,7 @@ def test_without_it_that_is_said_loudly_and_its_ratios_are_left_out(
     assert "insert_vs_arctic" not in said
 
 
-def test_the_rollouts_repeat_their_prompt_s_text_and_differ(capsys: object) -> None:
+def test_rollouts_repeat_the_text_of_their_prompt_and_differ() -> None:
     one, two = rollouts(3, 2, 200)
     assert len(one) == len(two) == 3 * GROUP
     assert all(len(tokens) == 200 and tokens.dtype == np.int32 for tokens in one)
@@ -112,14 +104,14 @@ def test_a_replay_counts_what_was_accepted() -> None:
 
 
 def test_sharing_is_measured_on_all_tokens() -> None:
-    numbers = cache_exchange.measure(rollouts(2, 1, 300)[0])
+    numbers = exchange.measure(rollouts(2, 1, 300)[0])
     assert 4.0 < numbers["bytes_per_token"] < 4.5
     assert all(value > 0 for value in numbers.values())
 
 
-def test_memory_is_measured_of_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_measured_for_every_token() -> None:
     samples = [np.arange(500, dtype=np.int32) for _ in range(2 * GROUP)]
     assert len(PROMPT) == 20
-    numbers = cache_memory.tree(samples, 2)
+    numbers = memory.tree(samples, 2)
     assert numbers["tokens"] == 500 * 2 * GROUP
     assert numbers["own_count"] > 4 * numbers["tokens"]

@@ -1,11 +1,11 @@
-"""Whom the cache is measured against: a drafter written in an hour, and ArcticInference's.
+"""The drafters that the cache is compared with: a naive one, and ArcticInference's.
 
 ArcticInference (`pip install 'asyncrl[bench]'`, optional) is called as vLLM 0.32 calls it for
 `method: suffix` (its `SuffixDecodingProposer`): `start_request(id, prompt)` builds a tree of the
 prompt; `add_active_response(id, list)` appends the response to that tree and to a global one;
 `speculate(id, last tokens)` matches them in both and takes the better draft; `stop_request(id)`
-drops the prompt's tree. vLLM's settings are the faster ones: trees 24 deep, a draft no longer than
-its match. They cannot draft 32 tokens, so the package's own default of 64 is measured beside.
+drops the prompt's tree. vLLM's settings are the faster ones: trees of depth 24, a draft no longer
+than its match. They cannot draft 32 tokens, so the package's own default of 64 is measured as well.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from benchmarks.cache.work import ACCEPTED, BUDGET, PROMPT, step_numbers
 from rollout.trajectory import IntArray
 
 VLLM_DEPTH, OWN_DEPTH = 24, 64
-MOST_REQUESTS = 10_000
-"""vLLM's setting; none of the work here has as many."""
+MAX_REQUESTS = 10_000
+"""vLLM's setting; the work here never has as many."""
 
 
 class NaiveDrafter:
-    """Majority vote over what followed the last n tokens, n = 8, 4, 2."""
+    """Majority vote over the tokens that followed the last n tokens, n = 8, 4, 2."""
 
     ORDERS = (8, 4, 2)
 
@@ -38,17 +38,17 @@ class NaiveDrafter:
         self.next = 0
 
     def open(self, key: str, context: IntArray) -> int:
-        """A row is the key and all tokens so far."""
+        """A row consists of the key and all tokens so far."""
         self.next += 1
         self.rows[self.next] = (key, context[-8:].tolist())
         return self.next
 
     def close(self, row: int) -> None:
-        """Forget the row; its counts stay."""
+        """Drop the row; its counts stay."""
         del self.rows[row]
 
     def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
-        """Count what followed each of the last n-grams."""
+        """Count the tokens that followed each of the last n-grams."""
         for at, row in enumerate(rows.tolist()):
             key, past = self.rows[row]
             for token in tokens[offsets[at] : offsets[at + 1]].tolist():
@@ -57,7 +57,7 @@ class NaiveDrafter:
                 past.append(token)
 
     def draft(self, rows: IntArray, budgets: IntArray) -> Any:
-        """Take the most frequent follower of the longest known n-gram, again and again."""
+        """Append the most frequent follower of the longest known n-gram, repeatedly."""
         tokens: list[int] = []
         offsets = [0]
         for row, budget in zip(rows.tolist(), budgets.tolist(), strict=True):
@@ -75,7 +75,7 @@ class NaiveDrafter:
 
 
 class ArcticDrafter:
-    """ArcticInference's cache behind our methods, for `replay`; the timed loops call it directly.
+    """ArcticInference's cache as a `Drafter`, for `replay`; the timed loops call it directly.
 
     Args:
         make: `SuffixDecodingCache`.
@@ -83,13 +83,13 @@ class ArcticDrafter:
     """
 
     def __init__(self, make: Callable[..., Any], depth: int) -> None:
-        self.cache = make(max_tree_depth=depth, max_cached_requests=MOST_REQUESTS)
+        self.cache = make(max_tree_depth=depth, max_cached_requests=MAX_REQUESTS)
         self.depth = depth
         self.past: dict[int, list[int]] = {}
         self.next = 0
 
     def open(self, key: str, context: IntArray) -> int:  # noqa: ARG002  (it has no keys)
-        """It finds prompts again by their tokens alone."""
+        """The cache finds prompts by their tokens alone."""
         self.next += 1
         self.cache.start_request(self.next, context)
         self.past[self.next] = context.tolist()
@@ -108,7 +108,7 @@ class ArcticDrafter:
             self.past[row] += new
 
     def draft(self, rows: IntArray, budgets: IntArray) -> Any:
-        """With vLLM's factor 1.0 and least probability 0.1, the package's defaults."""
+        """With vLLM's factor 1.0 and minimum probability 0.1, the package's defaults."""
         tokens: list[int] = []
         offsets = [0]
         for row, budget in zip(rows.tolist(), budgets.tolist(), strict=True):
@@ -118,7 +118,7 @@ class ArcticDrafter:
         return Namespace(tokens=np.array(tokens, np.int32), offsets=offsets)
 
     def insert_speed(self, samples: list[IntArray]) -> float:
-        """Tokens per second, one rollout after the other, as lists: what it takes fastest."""
+        """Tokens per second, one rollout after the other, as lists: its fastest input."""
         lists = [tokens.tolist() for tokens in samples]
         first = self.next
         self.next += len(lists)
@@ -130,7 +130,7 @@ class ArcticDrafter:
         return sum(map(len, lists)) / (time.process_time() - start)
 
     def step_speed(self, samples: list[IntArray], steps: int) -> dict[str, float]:
-        """As `cache_work.step_speed`; what vLLM has ready anyway is prepared outside the clock."""
+        """As `work.step_speed`; what vLLM has ready anyway is prepared outside the timing."""
         first = self.next
         self.next += len(samples)
         whole = [np.concatenate([PROMPT, tokens]).astype(np.int32) for tokens in samples]
@@ -159,7 +159,7 @@ class ArcticDrafter:
 
 
 def arctic() -> tuple[Callable[..., Any], str] | None:
-    """ArcticInference's cache class and its version; None where it is not installed."""
+    """ArcticInference's cache class and its version; None if it is not installed."""
     try:
         from arctic_inference.suffix_decoding import SuffixDecodingCache
     except ImportError:
