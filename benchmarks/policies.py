@@ -1,17 +1,17 @@
-"""Successive policy versions, really trained by the project, for benchmarks that need drift.
+"""Successive policy versions, trained by this project, for benchmarks that need real drift.
 
-    python -m benchmarks.policies     makes them (minutes, once) and says how far apart they are
+    python -m benchmarks.policies     trains them (minutes, once) and prints how far apart they are
 
-The workload is the built-in task with summands of 4 to 6 digits: some 55 response tokens, twice the
-built-in model's 2 to 3 digits, in the same format. The model is the built-in one, warm-started by
-`asyncrl.tasks.model.ensure_builtin_model` on those digits, taught to vary what it writes
-(`benchmarks.policies_variety`), then trained by `asyncrl run examples/arithmetic.yaml` in a process
-of its own: the example's learning rate, groups and staleness, 256 prompts, so that 16 steps are an
-epoch. The weights after the steps in `Recipe.keep` stay in the cache directory, under a digest of
-the recipe, the example and the project's version; what is missing is made again.
+The workload is the built-in task with summands of 4 to 6 digits: some 55 response tokens, twice as
+many as the default 2 to 3 digits give, in the same format. The built-in model is warm-started on
+those digits (`asyncrl.tasks.model.ensure_builtin_model`), taught to vary its answers
+(`benchmarks.policies_variety`), then trained by `asyncrl run examples/arithmetic.yaml` in a
+separate process, with the example's learning rate, groups and staleness and 256 prompts, so that 16
+steps are an epoch. The weights after the steps in `Recipe.keep` are stored in the cache directory under a
+digest of the recipe, the example and the project's version; missing ones are made again.
 
-How far two versions are apart is measured, not assumed: total variation per token, exactly, over
-the whole distributions, on texts that the earlier version has just written.
+The distance of two versions is measured, not assumed: the exact total variation per token, over
+whole distributions, on texts that the earlier version has just generated.
 """
 
 from __future__ import annotations
@@ -50,33 +50,33 @@ from rollout.trajectory import IntArray
 WARM_START = WarmStart(
     digits=(4, 6), layers=3, steps=1300, slip=0.06, expected=(0.4, 0.9), extra_rounds=0
 )
-"""Longer numbers need a third layer, or several times the steps."""
+"""Longer numbers need a third layer, or several times as many steps."""
 _ROOT = Path(__file__).resolve().parent.parent
 TRAINING_SECONDS = 1800.0
-"""Longest wait for the training run."""
+"""Timeout of the training run."""
 _RECORD = "policies.json"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the versions are made; its digest names their folder."""
+    """How the versions are made; the digest of its fields names their directory."""
 
     warm_start: WarmStart = WARM_START
     variety: Variety = field(default_factory=Variety)
     example: str = "examples/arithmetic.yaml"
     overrides: tuple[str, ...] = ()
-    """More `--set` values of the run; the digits, lengths and checkpoints follow from the rest."""
+    """Further `--set` values of the run; digits, lengths and checkpoints follow from other fields."""
     prompts: int = 256
-    """Training prompts; 16 groups a step make 16 steps an epoch."""
+    """Training prompts; with 16 groups a step an epoch has 16 steps."""
     keep: tuple[int, ...] = (0, 1, 16, 17)
     """Policy versions (optimizer steps) whose weights are kept; the first is 0."""
     max_tokens: int = 80
     max_model_len: int = 128
     version: int = 1
-    """Raised when the code changes what the numbers above lead to."""
+    """Incremented when the code changes what the fields above lead to."""
 
     def digest(self) -> str:
-        """Of everything that decides what comes out."""
+        """Digest of everything that determines the result."""
         content = [
             json.dumps(asdict(self), sort_keys=True),
             (_ROOT / self.example).read_text(encoding="utf-8"),
@@ -85,30 +85,30 @@ class Recipe:
         return hashlib.sha256("\n".join(content).encode()).hexdigest()[:12]
 
     def task(self, size: int | None = None) -> TaskConfig:
-        """The task that the run trains on; with a greater `size` its prompts come first."""
+        """The task that the run trains on; with a larger `size`, its prompts come first."""
         return TaskConfig(digits=self.warm_start.digits, train_size=size or self.prompts)
 
 
 @dataclass(frozen=True)
 class Policies:
-    """Weights on disk, a HF directory per version, and how far apart they are."""
+    """Weights on disk, one HF directory per version, and the distances between versions."""
 
     paths: dict[int, Path]
     """Policy version to its directory."""
     drift: dict[str, float]
     """"EARLIER-LATER" to total variation per token, on texts of the earlier one."""
     certainty: dict[str, float]
-    """Version to the mean probability of a token that it has drawn itself."""
+    """Version to the mean probability of the tokens that it draws itself."""
     accuracy: dict[str, float]
-    """Held-out, sampled as in training: "before" and "after" the run."""
+    """Held-out accuracy, sampled as in training: "before" and "after" the run."""
     recipe: Recipe
 
 
 def ensure_policies(recipe: Recipe | None = None, cache_dir: Path | None = None) -> Policies:
-    """The versions of a recipe, made first when they are not all there.
+    """The versions of a recipe; they are made first if any is missing.
 
     Raises:
-        RuntimeError: the training run failed; the end of what it said is quoted.
+        RuntimeError: the training run failed; the message ends with its last output.
     """
     recipe = recipe or Recipe()
     place = (cache_dir or default_cache_dir()) / f"policies-{recipe.digest()}"
@@ -127,7 +127,7 @@ def ensure_policies(recipe: Recipe | None = None, cache_dir: Path | None = None)
 
 
 def _make(recipe: Recipe, making: Path, cache_dir: Path) -> dict[str, float]:
-    """Warm start, train in a process of its own, copy the weights; gives the accuracies."""
+    """Warm-start, train in a separate process, copy the weights; returns the accuracies."""
     start = making / "step-0"
     teach(
         ensure_builtin_model(cache_dir, None, recipe.warm_start),
@@ -152,8 +152,8 @@ def _make(recipe: Recipe, making: Path, cache_dir: Path) -> dict[str, float]:
         command, capture_output=True, text=True, timeout=TRAINING_SECONDS, check=False
     )
     if done.returncode:
-        said = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise RuntimeError(f"training the policy versions failed ({done.returncode}):\n{said}")
+        output = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise RuntimeError(f"training the policy versions failed ({done.returncode}):\n{output}")
     for step in recipe.keep[1:]:
         trained = run / "policies" / "checkpoints" / f"step-{step:06d}" / "model"
         shutil.copytree(trained, making / f"step-{step}")
@@ -163,7 +163,7 @@ def _make(recipe: Recipe, making: Path, cache_dir: Path) -> dict[str, float]:
 
 
 def _compare(recipe: Recipe, folder: Path, prompts: int = 48) -> dict[str, dict[str, float]]:
-    """Total variation of neighbours and of the first and each later version; certainties."""
+    """Total variation of successive versions and of the first and each later one; certainties."""
     steps = sorted(recipe.keep)
     pairs = sorted({*itertools.pairwise(steps), *((steps[0], s) for s in steps[1:])})
     path = {step: folder / f"step-{step}" for step in steps}
@@ -171,7 +171,7 @@ def _compare(recipe: Recipe, folder: Path, prompts: int = 48) -> dict[str, dict[
     asked = task.train[:prompts]
     drift, certainty = {}, {}
     for step in steps:
-        texts = asyncio.run(write(path[step], task, asked, recipe))
+        texts = asyncio.run(generate(path[step], task, asked, recipe))
         own = distributions(path[step], asked, texts)
         certainty[str(step)] = float(own.square().sum(-1).mean())
         for later in (later for earlier, later in pairs if earlier == step):
@@ -180,10 +180,10 @@ def _compare(recipe: Recipe, folder: Path, prompts: int = 48) -> dict[str, dict[
     return {"drift": drift, "certainty": certainty}
 
 
-async def write(
+async def generate(
     model: Path, task: Task, prompts: Sequence[Prompt], recipe: Recipe
 ) -> list[IntArray]:
-    """One sample of each prompt, from the torch engine without drafts."""
+    """One sample of each prompt from the torch engine, without drafts."""
     config = EngineConfig(slots=len(prompts), max_model_len=recipe.max_model_len)
     engine = create_engine(config, str(model), cache_config=CacheConfig(enabled=False), seed=0)
 
@@ -216,7 +216,7 @@ def distributions(
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         begin, end = len(prompt.tokens), len(prompt.tokens) + len(text)
         tokens[row, :end] = torch.from_numpy(np.concatenate([prompt.tokens, text])).long()
-        wanted[row, begin - 1 : end - 1] = True  # a token's distribution stands before it
+        wanted[row, begin - 1 : end - 1] = True  # a token's distribution is one position before it
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     # Padding is on the right, where a causal model does not see it.
     found: torch.Tensor = network(tokens).logits[wanted].softmax(-1)
@@ -229,7 +229,7 @@ def total_variation(p: torch.Tensor, q: torch.Tensor) -> float:
 
 
 def drift_table(policies: Policies) -> Table:
-    """For people."""
+    """The printed table."""
     before, after = policies.accuracy["before"], policies.accuracy["after"]
     table = Table(
         title=f"policy versions, trained here: accuracy {before:.2f} before, {after:.2f} after "

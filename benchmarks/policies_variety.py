@@ -1,11 +1,11 @@
-"""A second supervised phase: the same working, written in more than one way.
+"""A second supervised phase that teaches the built-in model to vary its answers.
 
-The built-in model knows exactly one way to write its working, so all that it is ever unsure of are
-its slips: a draft of its own text is accepted with a mean probability of 0.99 per token, which
-language never gives. Here it learns to end a column with a comma, a full stop or a blank, at will:
-`5+8+0=13.9+3+1=13,2+0+1=03:333`. The answer and its reward stay the same, the text does not. That
-leaves a choice between known ways every ten tokens, and a mean probability of about 0.95, which is
-what was measured on a model whose answers vary (0.96; shared/FACTS.md, "How far one policy step").
+The built-in model has exactly one format, so its only uncertainty is in its slips: a draft of its
+own text is accepted with a mean probability of 0.99 per token, which natural language never
+reaches. Here it learns to end a column with a comma, a full stop or a blank:
+`5+8+0=13.9+3+1=13,2+0+1=03:333`. Answer and reward stay the same, the text does not. There is now a
+free choice every ten tokens, and the mean probability is about 0.95, close to the 0.96 that was
+measured on a model whose answers vary.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from asyncrl.tasks.warm_start import WarmStart
 
 @dataclass(frozen=True)
 class Variety:
-    """How much the writing varies, and how long that is taught."""
+    """How much the answers vary, and for how long that is taught."""
 
     ends: tuple[tuple[str, float], ...] = ((",", 0.7), (".", 0.2), (" ", 0.1))
-    """How a column may end, and how often it does."""
+    """Ends of a column, each with its probability."""
     steps: int = 160
     """Optimizer steps."""
     learning_rate: float = 1e-3
     """Peak; a short warm-up, linear decay over the second half."""
 
     def text(self, problem: Problem, rng: np.random.Generator, slip: float) -> str:
-        """A worked answer whose columns end in various ways."""
+        """A worked answer with random column ends."""
         columns = working(problem, rng, slip).split(",")
         signs, shares = zip(*self.ends, strict=True)
         ends = rng.choice(signs, len(columns) - 1, p=shares)
@@ -43,9 +43,9 @@ class Variety:
 
 
 def teach(source: Path, target: Path, recipe: WarmStart, variety: Variety) -> None:
-    """Write the model of `source`, once it has learnt to vary, to `target`."""
+    """Train the model in `source` on varied answers and save it to `target`."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small matrices, and the same model wherever it is made
+    torch.set_num_threads(1)  # small matrices, and the same model on every machine
     try:
         _teach(source, target, recipe, variety)
     finally:
@@ -78,7 +78,7 @@ def _teach(source: Path, target: Path, recipe: WarmStart, variety: Variety) -> N
 def _batch(
     tokenizer: Any, problems: list[Problem], texts: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids `[B, T]`, padded on the right, and where the response is, `[B, T]` bool."""
+    """Token ids `[B, T]`, padded on the right, and a `[B, T]` mask of the response."""
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": problem.question}],

@@ -99,7 +99,7 @@ def step_numbers(
 
 
 def replay(drafter: Drafter, samples: list[IntArray], budget: int) -> dict[str, float]:
-    """Decode given rollouts with drafts; returns tokens per row and pass, and the share accepted."""
+    """Decode given rollouts with drafts; returns tokens per row-step and the share accepted."""
     steps = drafted = 0
     for first in range(0, len(samples), GROUP):
         live = {

@@ -18,8 +18,8 @@ from benchmarks.policies import (
     Recipe,
     distributions,
     ensure_policies,
+    generate,
     total_variation,
-    write,
 )
 from benchmarks.widen import widen
 
@@ -48,7 +48,7 @@ def test_widened_models_have_the_same_logits_and_differ_only_in_trained_paramete
 
 async def _texts(policies: Policies) -> tuple[object, list[np.ndarray]]:
     task = load_task(TaskConfig(train_size=4), str(policies.paths[0]), 0)
-    return task, await write(policies.paths[0], task, task.train, policies.recipe)
+    return task, await generate(policies.paths[0], task, task.train, policies.recipe)
 
 
 def test_the_distance_of_policies_is_exact(policies: Policies) -> None:
