@@ -7,8 +7,8 @@ many as the default 2 to 3 digits give, in the same format. The built-in model i
 those digits (`asyncrl.tasks.model.ensure_builtin_model`), taught to vary its answers
 (`benchmarks.policies_variety`), then trained by `asyncrl run examples/arithmetic.yaml` in a
 separate process, with the example's learning rate, groups and staleness and 256 prompts, so that 16
-steps are an epoch. The weights after the steps in `Recipe.keep` are stored in the cache directory under a
-digest of the recipe, the example and the project's version; missing ones are made again.
+steps are an epoch. The weights after the steps in `Recipe.keep` are stored in the cache directory
+under a digest of the recipe, the example and the project's version; missing ones are made again.
 
 The distance of two versions is measured, not assumed: the exact total variation per token, over
 whole distributions, on texts that the earlier version has just generated.
@@ -65,7 +65,7 @@ class Recipe:
     variety: Variety = field(default_factory=Variety)
     example: str = "examples/arithmetic.yaml"
     overrides: tuple[str, ...] = ()
-    """Further `--set` values of the run; digits, lengths and checkpoints follow from other fields."""
+    """Further `--set` values of the run; digits, lengths and checkpoints have their own fields."""
     prompts: int = 256
     """Training prompts; with 16 groups a step an epoch has 16 steps."""
     keep: tuple[int, ...] = (0, 1, 16, 17)
