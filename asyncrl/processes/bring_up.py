@@ -1,9 +1,12 @@
-"""What generator and trainer share: sockets, metrics and time line, and reporting of failures.
+"""The bring-up that generator and trainer share.
 
-async with bring_up(spec, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
-with child.timeline.span(SpanKind.STARTING):
-learner = ...
-await process.run(metrics_port=child.metrics_port)
+    async with bring_up(spec, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
+        with child.timeline.span(SpanKind.STARTING):
+            learner = ...
+        await process.run(metrics_port=child.metrics_port)
+
+It connects to the controller, serves metrics, records a time line, reports failures to the
+controller, and closes everything at the end.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ MetricsT = TypeVar("MetricsT", bound=ProcessMetrics)
 
 @dataclass(frozen=True, slots=True)
 class Child(Generic[MetricsT]):
-    """A child process of a run that can talk, measure and clean up, but does nothing yet."""
+    """What a child process has before its own work starts."""
 
     spec: ChildSpec
     config: RunConfig
     control: Line[Any]
-    """To the controller."""
+    """The line to the controller."""
     metrics: MetricsT
     exporter: Exporter | None
     """Serves the metrics; None where they are turned off."""
@@ -67,17 +70,17 @@ async def bring_up(
     metrics_class: type[MetricsT],
     failure: Callable[[ChildSpec, BaseException], msgspec.Struct | None],
 ) -> AsyncIterator[Child[MetricsT]]:
-    """Connect to the controller and measure; on the way out close everything.
+    """Bring up a child process; on exit report a failure and close everything.
 
     Args:
         spec: of this process.
         commands: the union of messages that the controller sends to this role.
         metrics_class: the metrics of this role.
-        failure: what to tell the controller about an error; None for an error that nobody
-            expected, which appears in the process's log with its traceback.
+        failure: the message to the controller about an error; None for an unexpected error, whose
+            traceback is in the process's log.
 
     Raises:
-        Exception: whatever the body raised; of an exception group its first error.
+        Exception: the error of the body; of an exception group its first error.
     """
     async with contextlib.AsyncExitStack() as closing:
         control: Line[Any] = Line(spec.control_address, spec.name, commands)

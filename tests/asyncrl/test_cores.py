@@ -1,4 +1,4 @@
-"""What the launcher gives its processes: cores of their own, and memory that they keep."""
+"""Pinning: the cores of each process of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs t
 @pytest.mark.parametrize(
     ("cores", "generators", "threads"), list(itertools.product((2, 3, 8, 9), (1, 2, 3), (1, 2)))
 )
-def test_no_core_is_given_twice_and_helpers_never_share_a_generators(
+def test_no_core_is_given_twice_and_helpers_never_share_a_core_with_a_generator(
     cores: int, generators: int, threads: int
 ) -> None:
     available = [2 * core + 1 for core in range(cores)]
@@ -39,14 +39,14 @@ def test_no_core_is_given_twice_and_helpers_never_share_a_generators(
     assert plan.helpers == plan.trainer or not set(plan.helpers) & set(plan.trainer)
 
 
-def test_a_replacement_takes_the_place_of_the_lost_one() -> None:
+def test_a_replacement_has_the_cores_of_its_predecessor() -> None:
     plan = CorePlan(((0,), (1,)), (2,), (2,))
     assert plan.of("generator-1") == plan.of("generator-1.3") == (1,)
     assert plan.of("trainer") == (2,)
 
 
 @needs_two
-def test_all_threads_stay_and_what_is_started_later_too() -> None:
+def test_all_threads_and_later_children_are_pinned() -> None:
     code = """
 import os, subprocess, sys, threading
 from asyncrl.cores import stay_on
@@ -67,14 +67,14 @@ assert subprocess.check_output(child, text=True).strip() == str({core})
 
 @pytest.fixture
 def own_cores() -> Iterator[set[int]]:
-    """The launcher moves this very process too: put it back."""
+    """The launcher pins this process too; undo that."""
     cores = os.sched_getaffinity(0)
     yield cores
     stay_on(sorted(cores))
 
 
 def _spec(name: str, folder: Path) -> ChildSpec:
-    # A parent that is not ours: the child ends as soon as it has looked.
+    # Its parent is another process, so the child exits at once.
     return ChildSpec(
         role="generator",
         name=name,
@@ -88,7 +88,7 @@ def _spec(name: str, folder: Path) -> ChildSpec:
 
 
 def _environment(pid: int) -> list[str]:
-    """Of a process that was just started; empty until the kernel has set it up."""
+    """The environment of a process, as soon as the kernel has set it up."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if found := Path(f"/proc/{pid}/environ").read_bytes():
@@ -97,15 +97,15 @@ def _environment(pid: int) -> list[str]:
 
 
 @needs_two
-def test_the_launcher_puts_each_process_on_its_core(tmp_path: Path, own_cores: set[int]) -> None:
+def test_the_launcher_pins_each_process_to_its_core(tmp_path: Path, own_cores: set[int]) -> None:
     cores = sorted(own_cores)
     launcher = LocalLauncher(tmp_path, generators=1, threads=1, pin_cores=True)
-    assert os.sched_getaffinity(0) == own_cores  # nothing moves before the first child
+    assert os.sched_getaffinity(0) == own_cores  # this process is pinned with its first child
     for name, core in (("generator-0", cores[0]), ("trainer", cores[1])):
         process = launcher.start(_spec(name, tmp_path))
         assert os.sched_getaffinity(process._process.pid) == {core}
         assert os.sched_getaffinity(0) == set(cores[2:] or cores[1:])
         helpers = ",".join(map(str, cores[2:] or cores[1:]))
-        told = _environment(process._process.pid)
+        environment = _environment(process._process.pid)
         process._process.wait(timeout=60)
-        assert f"{HELPER_CORES}={helpers}" in told
+        assert f"{HELPER_CORES}={helpers}" in environment

@@ -1,12 +1,16 @@
 """A generator process with a fake engine, fake rewards and fake sockets.
 
-async def scenario(harness: GeneratorHarness) -> None:
-    await harness.send(Generate(SAMPLE, PROMPT, 7))
-    harness.engine.feed("train-5.1", [3, 4], 1, end="stop")
-    await settle()
-    assert harness.finished()
+A test is a scenario:
 
-play(scenario)
+    async def scenario(harness: GeneratorHarness) -> None:
+        await harness.send(Generate(SAMPLE, PROMPT, 7))
+        harness.engine.feed("train-5.1", [3, 4], 1, end="stop")
+        await settle()
+        assert harness.finished()
+
+    play(scenario)
+
+`play` starts the process before and shuts it down afterwards.
 """
 
 from __future__ import annotations
@@ -39,9 +43,10 @@ PROMPT = tg.PromptPayload("p", np.array([1, 2], "<i4").tobytes(), {"prompt": "?"
 
 
 class FakeEngine:
-    """Streams what the test feeds it; remembers requests and which were interrupted, or lost.
+    """Streams the tokens that a test feeds it. Remembers its requests and how they ended.
 
-    `unreported` is what the engine has drawn of a request when it is interrupted, and not told.
+    `unreported`: by request, the tokens that were drawn and not reported when it is interrupted,
+    and their version. `abandoned`: requests whose stream was closed before its end.
     """
 
     def __init__(self) -> None:
@@ -123,7 +128,7 @@ class FakeEngine:
 
 
 class FakeRewards:
-    """The reward is the number of tokens; counts how often it was asked."""
+    """The reward is the number of tokens. `gate` holds all rewards back while it is cleared."""
 
     waiting = running = failed = 0
 
@@ -142,7 +147,7 @@ class FakeRewards:
 
 
 class FakeLine:
-    """One end of a wire: what the test sends, what the process sent."""
+    """One end of a line: `inbox` for the process, `sent` by the process."""
 
     def __init__(self) -> None:
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -193,7 +198,7 @@ class GeneratorHarness:
         await settle()
 
     async def delivered(self) -> list[float]:
-        """The rewards of what the trainer was sent, once the sample was asked for."""
+        """Command the delivery of SAMPLE; the rewards of everything that was delivered."""
         await self.send(tg.Deliver(2, (SAMPLE,)))
         return [delivery.reward for delivery in self.data.sent]
 
@@ -202,7 +207,7 @@ class GeneratorHarness:
 
 
 async def settle() -> None:
-    """Let every task run as far as it can; nothing here waits for a clock."""
+    """Let every task run as far as it can without waiting for a clock."""
     for _ in range(30):
         await asyncio.sleep(0)
 
@@ -222,6 +227,7 @@ async def _play(scenario: Any, settings: dict[str, Any]) -> None:
 
 
 def play(scenario: Any, **settings: Any) -> None:
+    """Run a scenario; `settings` go to `GeneratorProcess`."""
     asyncio.run(_play(scenario, settings))
 
 

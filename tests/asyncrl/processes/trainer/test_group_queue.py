@@ -1,3 +1,5 @@
+"""The trainer's queue: whole groups, each once."""
+
 from __future__ import annotations
 
 import random
@@ -53,7 +55,7 @@ def test_only_groups_of_the_plan_are_handed_out() -> None:
     assert queue.trajectories == 0
 
 
-def test_what_belongs_to_a_step_that_is_done_is_dropped() -> None:
+def test_samples_of_earlier_steps_are_dropped() -> None:
     queue = GroupQueue(2)
     queue.add(delivery(1, 0), next_step=0)
     queue.forget_before(1)
@@ -67,14 +69,14 @@ def test_a_sample_outside_its_group_is_refused() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32 - 1), st.floats(0, 0.5))
-def test_every_trajectory_is_taken_exactly_once_whatever_comes_twice(
+def test_every_trajectory_is_taken_exactly_once_even_if_it_arrives_twice(
     groups: int, size: int, seed: int, repeated: float
 ) -> None:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     queue = GroupQueue(size)
     deliveries = [delivery(g, s, step=g % 2) for g in range(groups) for s in range(size)]
-    deliveries += [d for d in deliveries if chance.random() < repeated]
-    chance.shuffle(deliveries)
+    deliveries += [d for d in deliveries if rng.random() < repeated]
+    rng.shuffle(deliveries)
     taken: list[SampleId] = []
     for each in deliveries:
         queue.add(each, next_step=0)

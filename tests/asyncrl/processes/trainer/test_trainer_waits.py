@@ -1,4 +1,4 @@
-"""What a trainer says that it waits for."""
+"""The cause of waiting that a trainer records."""
 
 import pytest
 
@@ -18,5 +18,5 @@ from asyncrl.processes.trainer.process import waited_for
         (0, 0, "step plan"),
     ],
 )
-def test_a_wait_has_the_name_of_what_is_missing(done, groups, cause):
+def test_the_cause_of_waiting_names_what_is_missing(done, groups, cause):
     assert waited_for(done, groups) == cause
