@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,8 @@ from new_weights import swap_weights
 from tiny_models import make_qwen3
 from torch_cores import PROMPT, core_of, hf_logprobs, load, request, run, tokens_of
 
-from engine.errors import EngineError, WeightsError
+from engine.errors import EngineError, WeightsError, WeightsSupersededError
+from wire.weights.writer import WeightPublisher
 
 
 def test_a_swap_in_flight_keeps_kv_and_never_mixes_versions(tiny_qwen3: str) -> None:
@@ -42,6 +45,33 @@ def test_kv_of_old_weights_is_not_shared_with_new_requests(tiny_qwen3: str) -> N
     generated = tokens_of(chunks)
     expected = hf_logprobs(other, PROMPT, generated)[np.arange(12), generated]
     np.testing.assert_allclose(np.concatenate([c.logprobs for c in chunks]), expected, atol=1e-4)
+
+
+def test_staged_weights_change_nothing_until_they_are_installed(
+    tiny_qwen3: str, tmp_path: Path
+) -> None:
+    core = core_of(load(tiny_qwen3))
+    weight = core._model.module.lm_head.weight
+    old, new = weight.clone(), make_qwen3(seed=1)
+    with WeightPublisher(tmp_path, "run") as publisher:
+        for version in (1, 2):
+            core.stage_weights(publisher.publish(new.state_dict().items(), version))
+        assert torch.equal(weight, old)
+        with pytest.raises(WeightsError, match="version 2 is staged"):
+            core.install_weights(1)
+        core.install_weights(2)
+        assert torch.equal(weight, new.lm_head.weight)
+        assert core.policy_version == 2
+        manifest = publisher.publish(make_qwen3(seed=3).state_dict().items(), 3)
+        core.stage_weights(manifest)
+        assert torch.equal(weight, new.lm_head.weight)
+        for version in (4, 5):
+            publisher.publish(new.state_dict().items(), version)
+        with pytest.raises(WeightsSupersededError, match="holds version 5"):
+            core.stage_weights(manifest)
+    with pytest.raises(WeightsError, match="no version is staged"):
+        core.install_weights(3)
+    assert (torch.equal(weight, new.lm_head.weight), core.policy_version) == (True, 2)
 
 
 def test_wrong_weights_change_nothing(tiny_qwen3: str, tiny_llama: str) -> None:

@@ -7,6 +7,7 @@ responses. Each comparison fails a right engine with probability ALARM = 1e-5; t
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,10 @@ from served_vllm import (
     tokens_of,
 )
 
-from engine.errors import EngineError, RequestError, WeightsError
+from engine.errors import EngineError, RequestError, WeightsError, WeightsSupersededError
 from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
 from rollout.trajectory import Provenance
+from wire.weights.writer import WeightPublisher
 
 pytestmark = REAL_VLLM
 ALARM = 1e-5
@@ -285,6 +287,35 @@ def test_impossible_requests_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         served.call(collect(served.engine, ask("bad", **changes)))
+
+
+def test_staged_weights_change_nothing_until_they_are_installed(
+    served: Served, tmp_path: Path
+) -> None:
+    engine, version = served.engine, served.install(served.old)
+
+    def generates_by(model: Any, version: int) -> None:
+        chunks = served.call(collect(engine, ask(max_tokens=30)))
+        assert {chunk.policy_version for chunk in chunks} == {version}
+        want = drawn(model, PROMPT, tokens_of(chunks))
+        np.testing.assert_allclose(logprobs_of(chunks), want, atol=1e-3)
+
+    with WeightPublisher(tmp_path, "run") as publisher:
+        first = publisher.publish(served.new.state_dict().items(), version + 1)
+        served.call(engine.stage_weights(first))
+        generates_by(served.old, version)
+        served.call(engine.install_weights(version + 1))
+        generates_by(served.new, version + 1)
+        # Staging memory is used again: the installed weights must not lie in it.
+        for later in (version + 2, version + 3):
+            second = publisher.publish(served.old.state_dict().items(), later)
+            served.call(engine.stage_weights(second))
+        generates_by(served.new, version + 1)
+        with pytest.raises(WeightsSupersededError, match=f"holds version {version + 3}"):
+            served.call(engine.stage_weights(first))
+    with pytest.raises(WeightsError, match="no version is staged"):
+        served.call(engine.install_weights(version + 3))
+    generates_by(served.new, version + 1)
 
 
 def test_unfitting_weights_change_nothing(served: Served) -> None:

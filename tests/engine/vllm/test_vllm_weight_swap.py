@@ -1,0 +1,160 @@
+"""Staging and installing weights from the client's side, with a core that is made up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineError, WeightsError, WeightsSupersededError
+from engine.vllm.client.pausing import Pausing
+from engine.vllm.client.weights import WeightSwap
+from engine.vllm.remote import StagingReport
+from engine.weights import ModelShapes
+from wire.weights.layout import TensorSpec, WeightManifest
+
+
+@dataclass
+class FakeCore:
+    """Answers `staging` from a list; notes what is asked."""
+
+    reports: list[StagingReport] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
+    failed: list[EngineError] = field(default_factory=list)
+    broken: bool = False
+
+    def __post_init__(self) -> None:
+        meter = SimpleNamespace(busy=lambda: self.calls.append("busy"))
+        self.process = SimpleNamespace(
+            fail=self.failed.append, failure=EngineError, vllm=SimpleNamespace(meter=meter)
+        )
+
+    async def begin_staging(self, manifest: WeightManifest) -> None:
+        self.calls.append(("begin", manifest.policy_version))
+
+    async def staging(self) -> StagingReport:
+        return self.reports.pop(0) if len(self.reports) > 1 else self.reports[0]
+
+    async def pause(self) -> None:
+        self.calls.append("pause")
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
+    async def install(self, policy_version: int) -> None:
+        if self.broken:
+            raise EngineError("the core died")
+        self.calls.append(("install", policy_version))
+
+
+class FakeStreams:
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+
+    def __len__(self) -> int:
+        return 1
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+    async def restart_unstarted(self) -> None:
+        self.calls.append("restart")
+
+
+def manifest(version: int, *shape: int) -> WeightManifest:
+    return WeightManifest(version, "", 64, (TensorSpec("a", "float32", shape or (2,), 64, 8),))
+
+
+def play(
+    core: FakeCore, scene: Callable[[WeightSwap, Pausing], Coroutine[Any, Any, None]]
+) -> list[Any]:
+    """Runs a scene with a timeout of 0.05 s for staging; gives the calls of the core."""
+
+    async def run() -> None:
+        streams: Any = FakeStreams(core.calls)
+        pausing = Pausing(core, streams)  # type: ignore[arg-type]
+        shapes = ModelShapes({"a": (2,)}, frozenset({"a"}), {})
+        await scene(WeightSwap(core, streams, pausing, shapes, 0.05), pausing)  # type: ignore[arg-type]
+
+    asyncio.run(run())
+    return core.calls
+
+
+RUNNING, STAGED = StagingReport("running"), StagingReport("staged")
+
+
+def test_weights_are_staged_while_running_and_installed_between_steps() -> None:
+    async def scene(swap: WeightSwap, _: Pausing) -> None:
+        await swap.stage(manifest(4))
+        with pytest.raises(WeightsError, match=r"version 5 cannot be installed: version 4 is"):
+            await swap.install(5)
+        await swap.install(4)
+        with pytest.raises(WeightsError, match="no version is staged"):
+            await swap.install(4)
+
+    calls = play(FakeCore([RUNNING, RUNNING, STAGED]), scene)
+    swapped = ["pause", "flush", ("install", 4), "restart", "resume", "busy"]
+    assert calls == [("begin", 4), *swapped]
+
+
+def test_a_paused_engine_stays_paused() -> None:
+    async def scene(swap: WeightSwap, pausing: Pausing) -> None:
+        await pausing.pause()
+        await pausing.pause()
+        await swap.stage(manifest(4))
+        await swap.install(4)
+        assert pausing.paused
+        await pausing.resume()
+        await pausing.resume()
+
+    calls = play(FakeCore([STAGED]), scene)
+    swapped = [("begin", 4), ("install", 4), "restart"]
+    assert calls == ["pause", "flush", *swapped, "resume", "busy"]
+
+
+@pytest.mark.parametrize(
+    ("report", "error"),
+    [
+        (StagingReport("refused", "not finite"), WeightsError),
+        (StagingReport("superseded", "holds version 9"), WeightsSupersededError),
+        (RUNNING, EngineError),
+    ],
+)
+def test_what_was_not_staged_is_not_installed(
+    report: StagingReport, error: type[EngineError]
+) -> None:
+    async def scene(swap: WeightSwap, _: Pausing) -> None:
+        await swap.stage(manifest(3))
+        core.reports[:] = [report]
+        with pytest.raises(error, match=report.message or "did not stage new weights within 0.05"):
+            await swap.stage(manifest(4))
+        for version in (3, 4):
+            with pytest.raises(WeightsError, match="no version is staged"):
+                await swap.install(version)
+
+    core = FakeCore([STAGED])
+    assert play(core, scene) == [("begin", 3), ("begin", 4)]
+    assert not core.failed
+
+
+def test_weights_that_do_not_fit_are_not_sent() -> None:
+    async def scene(swap: WeightSwap, _: Pausing) -> None:
+        with pytest.raises(WeightsError, match="wrong shape"):
+            await swap.stage(manifest(4, 3))
+
+    assert play(FakeCore(), scene) == []
+
+
+def test_a_failed_installation_ends_the_engine() -> None:
+    async def scene(swap: WeightSwap, _: Pausing) -> None:
+        await swap.stage(manifest(4))
+        with pytest.raises(EngineError, match="the core died"):
+            await swap.install(4)
+
+    core = FakeCore([STAGED], broken=True)
+    assert play(core, scene) == [("begin", 4), "pause", "flush"]
+    assert [str(error) for error in core.failed] == ["the core died"]
