@@ -67,6 +67,12 @@ class Admission:
         wanted = np.array([logits_of(group[0]) for group in fresh], np.int32)
         return NewRows(decoding, leaders, followers, lengths, wanted)
 
+    def share_prefill(self, new: NewRows) -> None:
+        """Copy the KV of leaders' contexts to their followers."""
+        for row, leader in new.followers:
+            source = new.leaders[leader]
+            self._cache.copy_row(source, row, int(self._rows.total[source]))
+
     def release(self, row: int) -> None:
         """Free a row's slot; the last row moves into its place."""
         self._drafter.end(row)

@@ -31,10 +31,11 @@ from engine.sampling import MAX_LOGITS
 from engine.torch.admission import Admission
 from engine.torch.drafting import Drafter
 from engine.torch.draws import Draws, draw_step
-from engine.torch.model import Feed, SlotModel
+from engine.torch.feed import Feed
+from engine.torch.model import SlotModel
 from engine.torch.paths import Paths, choose, moved_places
 from engine.torch.reports import GeneratedTokens, Unreported
-from engine.torch.rows import NewRows, Rows
+from engine.torch.rows import Rows
 from engine.torch.scoring import score_all
 from engine.torch.trees import TokenTrees
 from engine.torch.verification import judge_rows
@@ -232,7 +233,8 @@ class DecodeCore:
         prompts = int(new.lengths.sum())
         trees = self._drafter.draft(new.decoding, prompts)
         context = int((rows.kv_length[: new.decoding] + trees.counts).sum())
-        logits = self._forward(trees, new)
+        logits = self._model.forward(Feed.of(rows, trees, new))
+        self._admission.share_prefill(new)
         draws = draw_step(rows, trees, new, logits, self.policy_version)
         if len(draws.judged):
             judge_rows(rows, draws, self.policy_version)
@@ -248,25 +250,6 @@ class DecodeCore:
         self._steps += 1
         self._busy_seconds += seconds
         return chunks
-
-    def _forward(self, trees: TokenTrees, new: NewRows) -> torch.Tensor:
-        rows, decoding = self._rows, new.decoding
-        last = rows.tokens[np.arange(decoding), rows.total[:decoding] - 1]
-        feed = Feed(
-            trees.fed(last, trees.tokens),
-            trees.counts,
-            rows.kv_length[:decoding],
-            rows.contexts(new),
-            new.lengths,
-            new.wanted,
-            trees.fed(np.zeros(decoding, np.int32), trees.depths) if trees.forked else None,
-            trees.hidden() if trees.forked else None,
-        )
-        logits = self._model.forward(feed)
-        for row, leader in new.followers:
-            source = new.leaders[leader]
-            self._model.cache.copy_row(source, row, int(rows.total[source]))
-        return logits
 
     def _generate(self, trees: TokenTrees, draws: Draws) -> Paths:
         """Append to each row what it generates, and leave only its KV in place."""

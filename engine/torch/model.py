@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,9 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.errors import EngineError, EngineStartError
+from engine.torch.feed import Feed
 from engine.torch.slots import (
     Block,
-    Hidden,
     SlotAttention,
     SlotCache,
     StepLayout,
@@ -27,29 +26,6 @@ from rollout.trajectory import IntArray
 _names = itertools.count()
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest total variation between packed and plain forward pass that the self-check lets pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """The tokens of one forward pass: decoding rows `[0, m)`, then new rows with whole contexts."""
-
-    decode_tokens: IntArray
-    """`[sum(decode_counts)]` each decoding row's last token and its drafts, row by row."""
-    decode_counts: IntArray
-    """`[m]` tokens per decoding row, at least 1."""
-    decode_lengths: IntArray
-    """`[m]` valid keys of each decoding row."""
-    new_tokens: IntArray
-    """`[sum(new_lengths)]` whole contexts, best sorted by length."""
-    new_lengths: IntArray
-    """`[r]`; these rows take slots m .. m + r - 1."""
-    new_wanted: IntArray | None = None
-    """`[r]` how many last tokens of each new row need logits; None: one each."""
-    decode_depths: IntArray | None = None
-    """`[sum(decode_counts)]` positions behind the row's first new token where rows are token trees;
-    None: chains, each token one position behind the one before it."""
-    hidden: Hidden | None = None
-    """Pairs of a row's new tokens on different paths of its tree, see `slots.decode_block`."""
 
 
 class SlotModel:

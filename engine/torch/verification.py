@@ -1,16 +1,16 @@
-"""Kept tokens judged inside the step that takes their request in.
+"""Verification of kept tokens, inside the step that takes their request in.
 
 The request's context goes through the model with the kept tokens behind it, so that one pass gives
 the current policy at each of them and the KV of all. What is accepted stays in the slot; decoding
-goes on behind it.
+continues behind it.
 
 The whole current distribution is at hand here, so the set on which a kept token can be accepted is
 all of the old policy's stored top-K: its tokens are listed with their current probability, and what
 lies outside is drawn with just those excluded. That set does not depend on the token that stands
 there, as `rollout.acceptance.verify_kept` demands.
 
-Numbers: a function of (seed of the request, policy version, position), from streams beside the one
-that draws. `lenient` tokens and what follows a fully accepted text are drawn from the request's own
+Random numbers are a function of (seed of the request, policy version, position), from streams of
+their own. `lenient` tokens and what follows a fully accepted text are drawn from the request's own
 stream, which the protocol demands to be new.
 """
 
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.drafting.proposals import offsets_of
 from engine.errors import EngineError
 from engine.sampling import Purpose, draw, draw_outside, forked, uniforms
 from engine.torch.draws import Draws, not_finite
@@ -40,18 +41,52 @@ class KeptBatch:
     """Request ids, for error messages."""
     seeds: NDArray[np.uint64]
     """`[B]` of the requests."""
-    positions: NDArray[np.int64]
-    """`[B]` place in the response of each row's first kept token."""
+    first: NDArray[np.int64]
+    """`[B]` position in the response of each row's first kept token."""
+    row: NDArray[np.int64]
+    """`[N]` index of each kept token's row, 0 to B - 1."""
+    offsets: IntArray
+    """`[B + 1]` row i has the kept tokens offsets[i] .. offsets[i + 1] - 1."""
+    position: NDArray[np.int64]
+    """`[N]` position of each kept token in its response."""
+    place: NDArray[np.int64]
+    """`[N]` of each kept token among the N + B distributions: row after row, one at each kept token
+    and one behind the last."""
+
+    @classmethod
+    def of(cls, rows: Rows, judged: NDArray[np.int64]) -> KeptBatch:
+        """The kept tokens of some rows, all of which have some."""
+        requests = [rows.requests[row] for row in judged]
+        kept = [request.kept for request in requests if request.kept is not None]
+        lengths = np.array([len(one) for one in kept], np.int64)
+        first = (rows.total - rows.prompt)[judged].astype(np.int64)
+        row = np.repeat(np.arange(len(kept)), lengths)
+        offsets = offsets_of(lengths)
+        index = np.arange(len(row))
+        return cls(
+            kept=kept,
+            names=[request.request_id for request in requests],
+            seeds=rows.seed[judged],
+            first=first,
+            row=row,
+            offsets=offsets,
+            position=index - offsets[row] + first[row],
+            place=index + row,
+        )
+
+    def uniforms(self, purpose: Purpose, policy_version: int) -> NDArray[np.float64]:
+        """`[N]` numbers in (0, 1), one for each kept token."""
+        return uniforms(forked(self.seeds, purpose, policy_version)[self.row], self.position)
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """What becomes of each row."""
+class KeptVerdicts:
+    """What becomes of each row's kept tokens."""
 
     accepted: IntArray
     """`[B]` kept tokens that stay."""
     token: IntArray
-    """`[B]` drawn behind them."""
+    """`[B]` the token drawn behind them."""
 
 
 def judge_rows(rows: Rows, draws: Draws, policy_version: int) -> None:
@@ -60,102 +95,113 @@ def judge_rows(rows: Rows, draws: Draws, policy_version: int) -> None:
     Raises:
         EngineError: a distribution is not finite.
     """
-    judged = draws.judged
-    requests = [rows.requests[row] for row in judged]
-    kept = [request.kept for request in requests if request.kept is not None]
-    batch = KeptBatch(
-        kept,
-        [request.request_id for request in requests],
-        rows.seed[judged],
-        (rows.total - rows.prompt)[judged].astype(np.int64),
-    )
-    mine = np.flatnonzero(np.isin(draws.row, judged))
+    batch = KeptBatch.of(rows, draws.judged)
+    mine = np.flatnonzero(np.isin(draws.row, draws.judged))
     whole = len(mine) == len(draws.row)
-    logprobs = draws.logprobs if whole else _rows(draws.logprobs, mine)
-    result = judge_kept(batch, logprobs, policy_version)
-    for row, old, stays, token in zip(judged, kept, result.accepted, result.token, strict=True):
+    logprobs = draws.logprobs if whole else _select(draws.logprobs, mine)
+    verdicts = judge_kept(batch, logprobs, policy_version)
+    for row, kept, accepted, token in zip(
+        draws.judged, batch.kept, verdicts.accepted, verdicts.token, strict=True
+    ):
         start = draws.starts[row]
-        draws.tokens[start : start + stays] = old.tokens[:stays]
-        draws.tokens[start + stays] = token
-        draws.accepted[row] = stays
+        draws.tokens[start : start + accepted] = kept.tokens[:accepted]
+        draws.tokens[start + accepted] = token
+        draws.accepted[row] = accepted
 
 
-def judge_kept(batch: KeptBatch, logprobs: torch.Tensor, policy_version: int) -> Judged:
+def judge_kept(batch: KeptBatch, logprobs: torch.Tensor, policy_version: int) -> KeptVerdicts:
     """Accept a prefix of each row and draw the token behind it.
 
     Args:
         batch: at least one row.
-        logprobs: `[N + B, V]` the processed current distribution, row after row: at each kept token
-            and behind the last one.
+        logprobs: `[N + B, V]` the processed current distributions, see `KeptBatch.place`.
         policy_version: of the current weights.
 
     Raises:
         EngineError: a distribution is not finite.
     """
-    lengths = np.array([len(kept) for kept in batch.kept], np.int64)
-    rows = np.arange(len(lengths))
-    row = np.repeat(rows, lengths)
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    place = np.arange(len(row)) + row  # of each kept token in `logprobs`
-    position = np.arange(len(row)) - offsets[row] + batch.positions[row]
+    old = TopKDistributions.concatenate(batch.kept)
     tokens = np.concatenate([kept.tokens for kept in batch.kept]).astype(np.int32)
-    drawn = TopKDistributions.concatenate(batch.kept)
-    now = _now(logprobs, place, tokens, drawn.topk_ids)
-    wrong = np.isnan(now.logprobs) | np.isnan(now.topk_logprobs).any(axis=1)
+    current = _at(logprobs, batch.place, tokens, old.topk_ids)
+    wrong = np.isnan(current.logprobs) | np.isnan(current.topk_logprobs).any(axis=1)
     if wrong.any():
-        raise EngineError(_not_finite(batch, np.unique(row[wrong]), policy_version))
-    accepts = uniforms(forked(batch.seeds, Purpose.ACCEPT, policy_version)[row], position)
-    residual = uniforms(forked(batch.seeds, Purpose.RESIDUAL, policy_version)[row], position)
+        raise EngineError(_not_finite(batch, np.unique(batch.row[wrong]), policy_version))
     outside = logprobs.shape[1]
-    accepted, token = np.zeros(len(rows), np.int32), np.full(len(rows), -1, np.int32)
-    for lenience in {kept.lenience for kept in batch.kept}:
-        chosen = np.array([kept.lenience == lenience for kept in batch.kept])
-        part = chosen[row]
-        starts = np.zeros(int(chosen.sum()) + 1, np.int32)
-        np.cumsum(lengths[chosen], out=starts[1:])
-        if lenience is not None:
-            accepted[chosen] = accept_lenient(
-                drawn.logprobs[part], now.logprobs[part], starts, accepts[part], lenience
-            )
-            continue
-        listed = _part(now, part)
-        # One id that no list holds stands for all that is outside; only where it is chosen is a
-        # token drawn there. The mass is right to rounding, about 1e-7.
-        mass = 1 - np.exp(listed.topk_logprobs, dtype=np.float64).sum(axis=1)
-        verdicts = verify_kept(
-            tokens[part],
-            _part(drawn, part),
-            listed,
-            tail_ids=np.where(mass > 0, outside, -1),
-            tail_logprobs=np.full(len(mass), -np.inf),
-            offsets=starts,
-            uniforms=np.stack([accepts[part], residual[part]], axis=1),
-        )
-        accepted[chosen], token[chosen] = verdicts.accepted, verdicts.token
-    at = offsets[:-1] + accepted
+    accepted, token = _accept(batch, tokens, old, current, outside, policy_version)
+    at = batch.offsets[:-1] + accepted
     tail = np.flatnonzero(token == outside)
     if len(tail):
         numbers = uniforms(
-            forked(batch.seeds[tail], Purpose.TAIL, policy_version), position[at[tail]]
+            forked(batch.seeds[tail], Purpose.TAIL, policy_version), batch.position[at[tail]]
         )
-        token[tail], _ = draw_outside(
-            _rows(logprobs, place[at[tail]]), drawn.topk_ids[at[tail]], numbers
-        )
+        distributions = _select(logprobs, batch.place[at[tail]])
+        token[tail], _ = draw_outside(distributions, old.topk_ids[at[tail]], numbers)
     # Also where nothing was outside after all: a residual of nothing but rounding, about 1e-7.
     free = np.flatnonzero(token < 0)
     if len(free):
-        numbers = uniforms(batch.seeds[free], batch.positions[free] + accepted[free])
-        token[free] = draw(_rows(logprobs, at[free] + free), numbers).cpu().numpy()
+        numbers = uniforms(batch.seeds[free], batch.first[free] + accepted[free])
+        token[free] = draw(_select(logprobs, at[free] + free), numbers).cpu().numpy()
     if (token < 0).any():
         raise EngineError(_not_finite(batch, np.flatnonzero(token < 0), policy_version))
-    return Judged(accepted, token)
+    return KeptVerdicts(accepted, token)
 
 
-def _now(
+def _accept(
+    batch: KeptBatch,
+    tokens: IntArray,
+    old: TopKDistributions,
+    current: TopKDistributions,
+    outside: int,
+    policy_version: int,
+) -> tuple[IntArray, IntArray]:
+    """Apply each row's rule of acceptance.
+
+    Args:
+        batch: of the tokens.
+        tokens: `[N]` kept tokens.
+        old: distributions that drew them.
+        current: distributions of the current policy, at the same ids.
+        outside: an id that no list holds; it stands for all that is outside the lists.
+        policy_version: of the current weights.
+
+    Returns:
+        `[B]` accepted tokens, and `[B]` the token drawn in the place of the first rejected one:
+        `outside`, or -1 where the current policy draws freely.
+    """
+    accepts = batch.uniforms(Purpose.ACCEPT, policy_version)
+    residual = batch.uniforms(Purpose.RESIDUAL, policy_version)
+    lengths = np.diff(batch.offsets)
+    accepted = np.zeros(len(lengths), np.int32)
+    token = np.full(len(lengths), -1, np.int32)
+    for lenience in {kept.lenience for kept in batch.kept}:
+        chosen = np.array([kept.lenience == lenience for kept in batch.kept])
+        part = chosen[batch.row]
+        offsets = offsets_of(lengths[chosen])
+        if lenience is not None:
+            accepted[chosen] = accept_lenient(
+                old.logprobs[part], current.logprobs[part], offsets, accepts[part], lenience
+            )
+            continue
+        listed = _part(current, part)
+        # The token outside is only drawn where it is chosen. Its mass is right to rounding, 1e-7.
+        mass = 1 - np.exp(listed.topk_logprobs, dtype=np.float64).sum(axis=1)
+        verdicts = verify_kept(
+            tokens[part],
+            _part(old, part),
+            listed,
+            tail_ids=np.where(mass > 0, outside, -1),
+            tail_logprobs=np.full(len(mass), -np.inf),
+            offsets=offsets,
+            uniforms=np.stack([accepts[part], residual[part]], axis=1),
+        )
+        accepted[chosen], token[chosen] = verdicts.accepted, verdicts.token
+    return accepted, token
+
+
+def _at(
     logprobs: torch.Tensor, place: NDArray[np.int64], tokens: IntArray, ids: IntArray
 ) -> TopKDistributions:
-    """The current policy at the kept tokens and at the ids listed beside them."""
+    """The distributions at `place`, at the tokens and at the ids listed with them."""
     columns = np.concatenate([tokens[:, None], ids], axis=1).astype(np.int64).clip(min=0)
     where = torch.from_numpy(np.stack([np.broadcast_to(place[:, None], columns.shape), columns]))
     row, column = where.to(logprobs.device)
@@ -164,11 +210,11 @@ def _now(
     return TopKDistributions(values[:, 0], ids, listed)
 
 
-def _part(known: TopKDistributions, part: NDArray[np.bool_]) -> TopKDistributions:
-    return TopKDistributions(known.logprobs[part], known.topk_ids[part], known.topk_logprobs[part])
+def _part(all_: TopKDistributions, part: NDArray[np.bool_]) -> TopKDistributions:
+    return TopKDistributions(all_.logprobs[part], all_.topk_ids[part], all_.topk_logprobs[part])
 
 
-def _rows(logprobs: torch.Tensor, index: NDArray[np.integer]) -> torch.Tensor:
+def _select(logprobs: torch.Tensor, index: NDArray[np.integer]) -> torch.Tensor:
     return logprobs[torch.from_numpy(index.astype(np.int64)).to(logprobs.device)]
 
 
