@@ -1,4 +1,4 @@
-"""Settings of a generator's engine, and how it draws tokens."""
+"""Settings of a generator's engine and of sampling."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 class SamplingConfig(BaseModel):
-    """How rollouts are drawn; the distribution after these settings is the policy."""
+    """How rollouts are sampled. The distribution after these settings is the policy."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Divides the logits. 0 (greedy) is refused: it has no behaviour probability."""
+    """Divisor of the logits. 0 (greedy) is refused, because it has no behaviour probability."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Keep the smallest set of most probable tokens whose mass reaches this."""
+    """Probability mass of nucleus sampling: only the smallest set of most probable tokens whose
+    mass reaches it is sampled from. 1 samples from all tokens."""
     max_tokens: int = Field(default=256, ge=1)
-    """Most tokens of a response."""
+    """Largest number of tokens in a response."""
 
     def params(
         self, *, stop_tokens: tuple[int, ...], top_k_logprobs: int, seed: int | None
     ) -> SamplingParams:
-        """The same as one request's parameters."""
+        """Sampling parameters of one request with these settings."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -42,27 +43,28 @@ class SamplingConfig(BaseModel):
 
 
 class EngineConfig(BaseModel):
-    """Which engine generates, and within what bounds."""
+    """Which engine generates, and its bounds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: EngineKind = "torch"
-    """torch: embedded, any HF causal LM. vllm. sglang: not yet."""
+    """Engine that generates. `torch`: embedded, any HF causal LM. `vllm`: vLLM. `sglang`: not built
+    yet."""
     slots: int = Field(default=64, ge=1)
-    """Requests that run at once."""
+    """Number of requests that run at once."""
     max_model_len: int = Field(default=1024, ge=2)
-    """Most tokens of prompt and response together."""
+    """Largest number of tokens in a prompt and its response together."""
     dtype: DType = "auto"
-    """Of weights and KV. auto: float32 on a CPU, else bfloat16."""
+    """Data type of weights and KV. `auto`: float32 on a CPU, otherwise bfloat16."""
     device: Device = "auto"
-    """auto: a GPU where torch sees one."""
+    """Device of the engine. `auto`: a GPU if torch sees one, otherwise the CPU."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the engine's process; None: torch's choice."""
+    """Number of CPU threads of the engine's process. None: torch's choice."""
     top_k_logprobs: int = Field(default=8, ge=0, le=64)
-    """K: most probable tokens reported per position; a request may ask for fewer. What
-    `scheduler.on_update: verify` can accept lies among them: with a large vocabulary at temperature
-    1 use 64."""
+    """K: number of most probable tokens reported per position; a request may ask for fewer. Tokens
+    that `scheduler.on_update: verify` can accept are among them, so use 64 for a large vocabulary
+    at temperature 1."""
     torch: TorchConfig = TorchConfig()
-    """Used when kind=torch, and only then."""
+    """Settings of the torch engine. Only used when kind is torch."""
     vllm: VllmConfig = VllmConfig()
-    """Used when kind=vllm, and only then."""
+    """Settings of the vLLM engine. Only used when kind is vllm."""

@@ -1,7 +1,10 @@
-"""How much to draft and from what, for every engine. It may only change speed.
+"""What to draft, and how much, for every engine. Drafting can only change speed.
 
-planner        how many tokens a decode step drafts, from what steps cost and drafts yield
+source         the protocol of what drafts come from; the rollout cache is the real one
+continuation   earlier continuations of resumed responses, followed token by token
+proposals      drafts for the rows of a step, from both
+planner        how many tokens a decode step drafts, from what steps cost and what drafts yield
 step_times     seconds of a step by tokens, rows and context, learned from the steps of this run
-calibration    from estimated acceptance probabilities to observed ones
-continuation   earlier continuations of a response that is resumed, followed token by token
+calibration    maps estimated acceptance probabilities to observed ones
+fixed_budget   a planner that drafts a fixed number of tokens, for comparisons and tests
 """

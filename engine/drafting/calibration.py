@@ -1,8 +1,8 @@
-"""From estimated acceptance probabilities to observed ones, learned while running.
+"""Maps estimated acceptance probabilities to observed ones, learned while running.
 
-A drafter estimates how likely each node is to be accepted. Whether a draft pays depends on those
-numbers, so they are held against what happened, in bins of the estimate that are fine where it
-matters (at large batch only nodes above 0.97 pay), and mapped by a rising curve through the bins.
+A drafter estimates how likely each node is to be accepted, and whether a draft pays depends on that
+number. So estimates are compared with outcomes, in bins of the estimate, and mapped by a rising
+curve through the bins. Bins are fine where it matters: at a large batch only nodes above 0.97 pay.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ EDGES: Floats = np.array(
 """Bounds of the bins."""
 BINS = len(EDGES) + 1
 WINDOW: Floats = np.where(np.arange(BINS) < 10, 400.0, 1500.0)
-"""Nodes of a bin that are remembered: above 0.87 its mean has a standard error of 0.004 at 0.97."""
+"""Nodes that each bin remembers. With 1,500 a mean of 0.97 has a standard error of 0.004."""
 DOUBT = 6.0
-"""Nodes' worth of trust in the estimate itself. Nodes of a path fail together, so it is not 1."""
+"""Weight of the estimate itself, in nodes. More than 1, because nodes of a path fail together."""
 RECENT = 80.0
-"""Nodes of a bin in its recent mean. Where that differs clearly, the older ones are forgotten."""
-CLEARLY = 36.0
-"""Squared standard errors (2.5 to 3 of them, and twice that: nodes of a path fail together)."""
+"""Nodes in a bin's recent mean. Where it differs clearly, older nodes are forgotten."""
+CLEAR_CHANGE = 36.0
+"""Squared standard errors of a clear difference: 2.5 to 3 of them, doubled because nodes of a path
+fail together."""
 FADE = 0.999
-"""Of all bins at each lesson: one that is not seen for long gives way to its neighbours."""
+"""Decay of all bins per batch of outcomes: a bin without new nodes yields to its neighbours."""
 _BATCH_CALLS, _BATCH_NODES = 8, 256
-"""Judgements wait until so many came together: one is cheaper than eight."""
+"""Outcomes are collected up to these many calls or nodes: one update is cheaper than eight."""
 
 _CENTRES: Floats = (np.concatenate(([0.0], EDGES)) + np.concatenate((EDGES, [1.0]))) / 2
 
@@ -51,10 +52,10 @@ def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
 
 
 class Calibration:
-    """A rising map from estimated to observed probability; at first the identity."""
+    """A rising map from estimated to observed probability. It starts as the identity."""
 
     def __init__(self) -> None:
-        # Sums by bin of nodes, estimates and acceptances: of the window, and of the recent ones.
+        # Per bin: nodes, sum of estimates, acceptances; over the window and over recent nodes.
         self._sums = np.zeros((3, BINS))
         self._recent = np.zeros((3, BINS))
         self._waiting: list[tuple[NDArray[np.floating], NDArray[np.bool_]]] = []
@@ -62,7 +63,7 @@ class Calibration:
         self._knots: tuple[Floats, Floats] | None = None
 
     def judge(self, estimates: NDArray[np.floating], accepted: NDArray[np.bool_]) -> None:
-        """Nodes with these estimates were fed, and accepted or not: `[N]` both."""
+        """Learn outcomes: `[N]` estimates of nodes that were fed, and `[N]` whether accepted."""
         self._waiting.append((np.array(estimates), np.array(accepted)))
         self._waiting_nodes += len(estimates)
         if len(self._waiting) >= _BATCH_CALLS or self._waiting_nodes >= _BATCH_NODES:
@@ -73,13 +74,13 @@ class Calibration:
             self._learn(np.clip(np.nan_to_num(estimates), 0.0, 1.0), accepted)
 
     def apply(self, estimates: NDArray[np.floating]) -> Floats:
-        """Observed acceptance of nodes with these estimates, `[N]`, each from 0 to 1."""
+        """`[N]` observed acceptance rate of nodes with these estimates, each from 0 to 1."""
         at, value = self._curve()
         mapped: Floats = np.interp(estimates, at, value)
         return mapped
 
-    def hopeful(self, estimates: NDArray[np.floating]) -> Floats:
-        """The same, but never below the estimate itself: what a second try may hope for."""
+    def optimistic(self, estimates: NDArray[np.floating]) -> Floats:
+        """As `apply`, but never below the estimate itself: an optimistic value to explore with."""
         higher: Floats = np.maximum(self.apply(estimates), estimates)
         return higher
 
@@ -96,17 +97,17 @@ class Calibration:
         for sums, window in (self._sums, WINDOW), (self._recent, RECENT):
             sums *= np.maximum(1.0 - new[0] / window, 0.1)
             sums += new
-        self._forget_what_changed()
+        self._forget_changed_bins()
         self._knots = None
 
-    def _forget_what_changed(self) -> None:
+    def _forget_changed_bins(self) -> None:
         nodes, recent = np.maximum(self._sums[0], 1e-9), np.maximum(self._recent[0], 1e-9)
         now, ever = self._recent[2] / recent, self._sums[2] / nodes
         middle = (now + ever) / 2
         variance = np.maximum(middle * (1.0 - middle), 0.01) / recent
-        changed = ((now - ever) ** 2 > CLEARLY * variance) & (recent > 20.0)
+        changed = ((now - ever) ** 2 > CLEAR_CHANGE * variance) & (recent > 20.0)
         if changed.any():
-            # The other bins are no longer to be trusted much either.
+            # The drafter changed, so the other bins are trusted less, too.
             self._sums *= np.minimum(RECENT / 2 / nodes, 1.0)
             self._sums[:, changed] = self._recent[:, changed]
 

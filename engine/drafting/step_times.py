@@ -1,16 +1,17 @@
-"""What a step costs, learned from the steps of this run: seconds by tokens, rows and context.
+"""The seconds of a step by tokens, rows and context, learned from the steps of this run.
 
     seconds = scale x (table[asked, tokens] + slopes . (context, rows))
 
-- The **table** has a cell for each number of tokens up to 32 and eight to an octave above; each
-  holds decayed means. Steps for which the cache was asked for drafts have cells of their own: what
-  proposing costs is the difference. Read as a rising curve: noise makes no false cheap spot.
-- The **slopes** are fitted within cells (steps of equal tokens that differ in the rest), so they
-  say only what the table cannot; one that is not clearly there is 0.
-- The **scale** follows what all steps have in common: another program on this machine.
+- The **table** has a cell for each number of tokens up to 32, and eight cells per octave above.
+  Each holds decayed means. Steps for which the cache was asked for drafts have cells of their own;
+  the difference is the cost of proposing. The table is read as a rising curve, so that noise makes
+  no false cheap spot.
+- The **slopes** are fitted within cells, from steps of equal tokens that differ in context or rows,
+  so they hold only what the table cannot. A slope that is not clearly there is 0.
+- The **scale** follows what all steps have in common, such as another program on this machine.
 
-One stalled step must not poison anything: a difference counts at most three times the usual one,
-and of a cell's first two steps the quicker counts. Pure: no clock, no randomness.
+A single stalled step does little harm: a difference is cut to three times the usual one, and of a
+cell's first two steps the quicker counts. There is no clock and no randomness in this module.
 """
 
 from __future__ import annotations
@@ -24,33 +25,36 @@ import numpy as np
 from engine.drafting.calibration import Floats, rising
 
 _EXACT = 32
+"""Up to this many tokens each number has a cell of its own."""
 _MEMORY = 24.0
 """Steps that a cell's mean remembers."""
 _HALF_LIFE = 2000.0
-"""Steps after which what a cell knows counts half."""
+"""Steps after which a cell's weight is halved."""
 _STALE = 600
-"""Steps after which a cell is worth a second look; one older than the last upset is, too."""
+"""Steps after which a cell is stale. A cell from before the last upset is stale, too."""
 _UPSET = 0.08
-"""Relative difference from what was expected that makes an upset if steps share it for a while."""
+"""An upset is when steps differ from what was expected by this share for a while."""
 _YOUNG = 4.0
-"""Weight under which a cell learns fast, and what it learns is used at once."""
+"""Below this weight a cell learns fast, and what it learns is used at once."""
 _SCALE_STEP = 0.02
-"""Share of a difference that the scale takes,"""
+"""Share of a step's difference by which the scale moves."""
 _SCALE_LEAP = 0.1
-"""and how much more for each usual difference by which steps differ in one direction lately."""
+"""Additional share per usual difference by which recent steps differ in one direction."""
 _REFRESH = 16
-"""Steps between two readings of the table."""
+"""Steps between two fits of the slopes and readings of the table."""
 _SUPERLINEAR = 1.25
-"""A step of twice the tokens costs at most twice this much, stairs included."""
+"""A larger step costs at most this many times as much per token as a smaller one."""
 _FADE = 0.998
-"""Per step, of the evidence for the slopes."""
+"""Decay of the evidence for the slopes, per step."""
 _FAR = 64.0
+"""The curve is extrapolated to this many times the tokens seen."""
 
 
 def cell_of(tokens: int) -> int:
-    """The table's cell for a step of so many tokens; bounds lie just above multiples of 4, 8, ..
+    """The table's cell for a step of so many tokens.
 
-    (kernels work in tiles: 64 tokens cost what 57 cost, 65 what 72 cost).
+    Bounds lie just above multiples of 4, 8, .. because kernels work in tiles: 64 tokens cost as
+    much as 57, and 65 as much as 72.
     """
     value = tokens - 1
     if value < _EXACT:
@@ -61,20 +65,20 @@ def cell_of(tokens: int) -> int:
 
 @dataclass(slots=True)
 class _Cell:
-    """Decayed means of the steps of about one size. Seconds are divided by the scale."""
+    """Decayed means of steps of about one size. Seconds are divided by the scale."""
 
     seconds: float
     tokens: float
     context: float
     rows: float
     seen: int
-    """The step of the last one."""
+    """Number of the last of these steps."""
     weight: float = 1.0
 
 
 @dataclass(slots=True)
 class _Slopes:
-    """Least squares of what is left within cells on two features: context and rows."""
+    """Least squares of the differences within cells on two features: context and rows."""
 
     context: float = 0.0
     rows: float = 0.0
@@ -87,7 +91,7 @@ class _Slopes:
     evidence: float = 0.0
 
     def add(self, context: float, rows: float, difference: float, share: float) -> None:
-        """One step: how it differed from its cell's means, and in seconds."""
+        """Add a step by how it differed from its cell's means, `difference` in seconds."""
         left = difference - context * self.context - rows * self.rows
         self.cc = self.cc * _FADE + share * context * context
         self.cr = self.cr * _FADE + share * context * rows
@@ -98,10 +102,10 @@ class _Slopes:
         self.evidence = self.evidence * _FADE + share
 
     def fit(self, context: float, rows: float) -> None:
-        """Solve; `context` and `rows` say how large the features are. Unclear slopes become 0."""
+        """Solve for the slopes; `context` and `rows` are typical values of the features."""
         if self.evidence < 8.0:
             return
-        # A little ridge: two features that always go together share what they explain.
+        # A small ridge: two features that always move together share what they explain.
         cc = 1.02 * self.cc + 1e-6 * context * context + 1e-12
         rr = 1.02 * self.rr + 1e-6 * rows * rows + 1e-12
         determinant = cc * rr - self.cr * self.cr
@@ -116,7 +120,7 @@ class _Slopes:
 
 
 def _clear(slope: float, variance: float) -> float:
-    """The slope, shrunk by its doubt: 0 under two standard errors."""
+    """The slope, shrunk by its standard error: 0 below two of them."""
     return slope * max(1.0 - 4.0 * variance / (slope * slope), 0.0) if slope else 0.0
 
 
@@ -130,11 +134,11 @@ class StepTimes:
         self._spread = 0.1
         self._drift = 0.0
         self._upset = 0
-        """The last step at which steps were found to cost something else than before."""
+        """The last step at which costs were found to have changed."""
         self._slopes = _Slopes()
         self.steps = 0
-        self.most_tokens = 0
-        """Of any step seen."""
+        self.max_tokens = 0
+        """Tokens of the largest step seen."""
         self._curves: dict[tuple[int, int, bool, bool], Floats] = {}
         self._read_at = 0
         self._per_row = 0.0
@@ -145,7 +149,7 @@ class StepTimes:
         return any(cell in self._plain or cell in self._asked for cell in near)
 
     def stale(self, tokens: int) -> bool:
-        """Whether steps of about so many tokens without asking were few, or are long ago."""
+        """Whether too few plain steps of about so many tokens were seen recently."""
         near = range(cell_of(max(tokens * 7 // 8, 1)), cell_of(tokens * 9 // 8) + 1)
         cells = [self._plain[cell] for cell in near if cell in self._plain]
         fresh = [cell.weight for cell in cells if self._fresh(cell)]
@@ -156,12 +160,12 @@ class StepTimes:
         if not (tokens > 0 and 0.0 < seconds < math.inf):
             return
         self.steps += 1
-        self.most_tokens = max(self.most_tokens, tokens)
+        self.max_tokens = max(self.max_tokens, tokens)
         cells = self._asked if asked else self._plain
         value = seconds / self._scale
         cell = cells.get(cell_of(tokens))
         if cell is None:
-            value = min(value, self._most_of_a_first(tokens))
+            value = min(value, self._max_first(tokens))
             cells[cell_of(tokens)] = _Cell(value, tokens, context, rows, self.steps)
             self._curves.clear()
             return
@@ -173,7 +177,7 @@ class StepTimes:
         slope = apart[0] * self._slopes.context + apart[1] * self._slopes.rows
         expected = max(cell.seconds + slope, 0.2 * cell.seconds)
         if weight <= 1.0:
-            # Of the first two the quicker: the other may have been a stall or a compilation.
+            # The quicker of the first two counts: the other may include a stall or a compilation.
             value = min(value, expected)
             cell.seconds += value - expected
         else:
@@ -192,7 +196,14 @@ class StepTimes:
             self._read_at = self.steps
 
     def curve(
-        self, first: int, count: int, *, rows: int, context: int, asked: bool, hopeful: bool = False
+        self,
+        first: int,
+        count: int,
+        *,
+        rows: int,
+        context: int,
+        asked: bool,
+        optimistic: bool = False,
     ) -> Floats:
         """Seconds of steps of first .. first + count tokens, `[count + 1]`, rising.
 
@@ -202,18 +213,18 @@ class StepTimes:
             rows: decoding rows.
             context: keys attended to.
             asked: whether the cache is asked about the rows.
-            hopeful: forget what is stale, and hope that more tokens than seen cost little.
+            optimistic: ignore stale cells, and assume that more tokens than seen cost little.
         """
         if not self._curves:
             self._per_row = self._asking_per_row()
         shift = max(context.bit_length() - 4, 0)
         context = (context >> shift << shift) if self._slopes.context else 0
-        key = rows if self._slopes.rows else 0, context, asked, hopeful
+        key = rows if self._slopes.rows else 0, context, asked, optimistic
         last = first + count
         dense = self._curves.get(key)
         if dense is None or len(dense) <= last:
             size = max(2 * last, 256)
-            dense = self._dense(size, rows, context, asked=asked, hopeful=hopeful)
+            dense = self._dense(size, rows, context, asked=asked, optimistic=optimistic)
             self._curves[key] = dense
         return dense[first : last + 1]
 
@@ -224,8 +235,8 @@ class StepTimes:
     def _fresh(self, cell: _Cell) -> bool:
         return cell.seen > self._upset and self.steps - cell.seen <= _STALE
 
-    def _most_of_a_first(self, tokens: int) -> float:
-        """The most that the first step of a cell may count: a compilation may hide in it."""
+    def _max_first(self, tokens: int) -> float:
+        """Upper bound for the first step of a cell, which may include a compilation."""
         known = [*self._plain.values(), *self._asked.values()]
         if not known:
             return math.inf
@@ -233,7 +244,7 @@ class StepTimes:
         return 2.0 * near.seconds * max(tokens / near.tokens, 1.0)
 
     def _bounded(self, difference: float, expected: float, *, young: bool) -> float:
-        """The difference with outliers cut; moves spread and scale."""
+        """The difference with outliers cut. Updates spread and scale."""
         relative = difference / expected
         bound = 3.0 * self._spread
         if young:
@@ -248,7 +259,7 @@ class StepTimes:
         return relative * expected
 
     def _asking_per_row(self) -> float:
-        """What asking about one row costs, unscaled: from sizes that know steps of both kinds."""
+        """Unscaled cost of asking about one row, from sizes with steps of both kinds."""
         more = rows = 0.0
         for index, asked in self._asked.items():
             plain = self._plain.get(index)
@@ -261,17 +272,17 @@ class StepTimes:
         return 0.5 * self._per_row + 0.5 * max(more / rows, 0.0)
 
     def _trusted(self, cell: _Cell) -> bool:
-        """Fresh, and seen more than once: a single step may have been stalled."""
+        """Whether a cell is fresh and has more than one step, since one may have stalled."""
         return cell.weight > 1.0 and self._fresh(cell)
 
     def _at(self, cell: _Cell, rows: float, context: float) -> float:
-        """A cell's seconds for other rows and another context than its own."""
+        """A cell's seconds, moved to another number of rows and another context."""
         slopes = self._slopes
         moved = (context - cell.context) * slopes.context + (rows - cell.rows) * slopes.rows
         return max(cell.seconds + moved, 0.2 * cell.seconds)
 
     def _merged(self, *, asked: bool) -> Iterable[_Cell]:
-        """Cells of one kind of step, completed by those of the other kind, by size."""
+        """Cells of one kind of step by size, completed by those of the other kind."""
         own, other = (self._asked, self._plain) if asked else (self._plain, self._asked)
         sign = self._per_row if asked else -self._per_row
         for index in sorted(own.keys() | other.keys()):
@@ -283,34 +294,36 @@ class StepTimes:
             yield cell
 
     def _believable(self, cells: list[_Cell], rows: int, context: int) -> list[float]:
-        """The cells' seconds; a stale one may not say that tokens cost more by the dozen."""
+        """The cells' seconds. Fresh cells bound the cost per token of larger stale ones."""
         seconds = []
-        most = math.inf
+        per_token = math.inf
         for cell in cells:
             value = self._at(cell, rows, context)
             if self._fresh(cell):
-                most = _SUPERLINEAR * value / cell.tokens
-            seconds.append(min(value, most * cell.tokens))
+                per_token = _SUPERLINEAR * value / cell.tokens
+            seconds.append(min(value, per_token * cell.tokens))
         return seconds
 
-    def _dense(self, size: int, rows: int, context: int, *, asked: bool, hopeful: bool) -> Floats:
+    def _dense(
+        self, size: int, rows: int, context: int, *, asked: bool, optimistic: bool
+    ) -> Floats:
         """Seconds of steps of 0 .. size tokens, `[size + 1]`."""
         cells = list(self._merged(asked=asked))
-        if hopeful:
+        if optimistic:
             cells = [cell for cell in cells if self._trusted(cell)] or cells
         if not cells:
             return np.zeros(size + 1)
         at = [cell.tokens for cell in cells]
         value = rising(
             self._believable(cells, rows, context),
-            # What is stale gives way to what was just tried.
+            # Stale cells yield to what was just explored.
             [cell.weight if self._fresh(cell) else 0.02 * cell.weight for cell in cells],
         )
-        # Beyond what was seen: the slope so far, and at least a share of proportional cost.
+        # Beyond the largest step seen: the slope so far, and at least half of proportional cost.
         end, last = at[-1], value[-1]
         before = next(i for i, tokens in enumerate(at) if tokens >= end / 1.5)
         slope = max((last - value[before]) / max(end - at[before], 1.0), 0.5 * last / end)
-        if hopeful:
+        if optimistic:
             slope *= 0.25
         at.append(end * _FAR)
         value.append(last + slope * end * (_FAR - 1.0))

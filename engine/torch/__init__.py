@@ -1,13 +1,20 @@
-"""The embedded torch engine: any HF causal LM, exact drafting, no server beside it.
+"""The embedded torch engine: any HF causal LM, exact drafting, no separate server.
 
-config    what can be set
-model     loading, the self-check at start, one packed forward pass
-slots     the KV slots, the layout of a step's tokens, attention over both
-weights   checking and copying new weights
-sampling  the processed distribution, seeded draws, top-K
-rows      the running requests as a table of arrays
-drafting  what to propose for each row
-core      DecodeCore: add, step, abort, score, swap; synchronous and without a clock
-scoring   log-probabilities of given tokens
-engine    TorchEngine: the asyncio shell around the core
+engine        TorchEngine: the asyncio shell around the core
+core          DecodeCore: requests in, steps, token chunks out; synchronous
+waiting       requests that wait for a slot
+rows          the running requests as a table of arrays
+admission     slots given to requests and taken back; siblings share a prefill
+drafting      what decoding rows draft, and what came of it
+trees         drafts checked and laid out as token trees
+feed          the tokens of one forward pass
+model         loading, the self-check at start, one packed forward pass
+slots         the KV slots, the layout of a step's tokens, attention over both
+draws         a step's draws
+verification  acceptance of kept tokens
+paths         which draws each row generates
+reports       from generated tokens to chunks
+scoring       log-probabilities of given tokens
+weights       new weights, staged and copied in between two steps
+config        what can be set
 """

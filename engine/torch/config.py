@@ -11,14 +11,16 @@ class TorchConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     max_step_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that a decoding step may feed, drafts included; rows beyond it still run, without
-    drafts. None: as many as pay, by the engine's own step times, within a bound of memory."""
+    """Largest number of tokens that a decoding step feeds, drafts included. Rows beyond it still
+    run, without drafts. None: no limit but memory. Within the limit each step drafts what pays, by
+    the engine's own step times."""
     draft_trees: bool = True
-    """Draft several candidates for a position where the cache knows several, as a tree; False: one
-    chain of tokens for each row."""
+    """Whether to draft token trees, with several candidates for a position where the cache knows
+    several. False: one chain of tokens per row."""
     max_prefill_tokens: int = Field(default=4096, ge=1)
-    """Prompt tokens (and kept ones to verify) that one step may take in, and tokens that one
-    scoring pass holds; a single longer prompt still goes, alone."""
+    """Largest number of prompt tokens, and kept tokens to verify, that one step takes in, and of
+    tokens in one scoring pass. A single longer prompt still goes, alone."""
     chunk_tokens: int = Field(default=16, ge=1)
-    """A request reports its tokens in chunks of at least this many (the first at once; always at
-    its end, before a pause and before new weights). 1 streams every step, at a cost."""
+    """Smallest number of tokens in a chunk that a request reports. The first token is reported at
+    once, and everything is reported at the request's end, before a pause and before new weights. 1
+    streams every step, at a cost."""

@@ -4,12 +4,12 @@
                   waits for: work, and not being paused · unblocked by: generate, resume
                   bounded by: the core's slots
 
-A step is computed in a thread of its own, so that the event loop goes on meanwhile: orders, rewards
-and finished samples of a generator do not wait for steps. The core itself is not thread-safe: who
-touches it waits for the turn (`_between_steps`), first come, first served, so that whatever is
-asked for during a step is done before the next one.
+A step is computed in a thread of its own, so that the event loop keeps running: commands, rewards
+and finished samples of a generator do not wait for steps. The core is not thread-safe. Every access
+holds a lock (`_between_steps`) that is granted in order of arrival, so that whatever is asked for
+during a step is done before the next one.
 
-If the loop dies, every waiting consumer is woken with the reason, and later calls raise it.
+If the loop fails, every waiting consumer is woken with the reason, and later calls raise it.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class TorchEngine:
         self._wake = asyncio.Event()
         self._paused = False
         self._queues: dict[str, asyncio.Queue[Delivery]] = {}
-        self._turn = asyncio.Lock()
-        """Held by whoever touches the core."""
+        self._lock = asyncio.Lock()
+        """Held by every access to the core."""
         self._left: list[str] = []
-        """Requests whose reader has gone."""
+        """Requests whose reader has left."""
         self._thread = ThreadPoolExecutor(
             1,
             thread_name_prefix="torch-decode",
@@ -126,11 +126,11 @@ class TorchEngine:
             del self._queues[name]
             if not ended:
                 self._left.append(name)
-                if self._core is not None and not self._turn.locked():
+                if self._core is not None and not self._lock.locked():
                     self._forget_left(self._core)
 
     async def interrupt(self, request_id: str) -> None:
-        """End a request between two steps; its stream reports all that was drawn, then `abort`."""
+        """End a request between two steps; its stream reports all tokens drawn, then `abort`."""
         async with self._between_steps() as core:
             self._deliver(core.interrupt(request_id))
 
@@ -147,7 +147,7 @@ class TorchEngine:
             self._deliver(core.flush())
 
     async def resume(self) -> None:
-        """Go on after `pause`. Idempotent."""
+        """Continue after `pause`. Idempotent."""
         self._running()
         self._paused = False
         self._wake.set()
@@ -172,14 +172,14 @@ class TorchEngine:
             return await self._compute(self._save)
 
     def stats(self) -> EngineStats:
-        """Counters and gauges, as of the step in hand."""
+        """Counters and gauges, as of the running step."""
         return self._running().stats()
 
     async def close(self) -> None:
         """End the loop; running requests end with `finish_reason="abort"`. Idempotent."""
         if self._ended is None:
             self._ended = EngineError("the engine is closed")
-        async with self._turn:  # a step in hand is waited for
+        async with self._lock:  # waits for a running step
             if self._loop_task is not None and not self._loop_task.done():
                 self._loop_task.cancel()
                 await asyncio.wait([self._loop_task])
@@ -192,7 +192,7 @@ class TorchEngine:
     async def _between_steps(self) -> AsyncIterator[DecodeCore]:
         """The core, while no step is being computed. Raises EngineError when there is none."""
         self._running()
-        async with self._turn:
+        async with self._lock:
             core = self._running()
             self._forget_left(core)
             yield core
@@ -203,12 +203,12 @@ class TorchEngine:
         self._left.clear()
 
     async def _compute(self, work: Callable[[], T]) -> T:
-        """In the thread; only in one's turn. Goes to its end even if nobody waits any more."""
+        """Run in the thread, with the lock held. A cancelled caller still waits for the end."""
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            await asyncio.wait([running])  # the turn is not given up before the thread is done
+            await asyncio.wait([running])  # the lock is held until the thread is done
             raise
 
     def _running(self) -> DecodeCore:
@@ -223,7 +223,7 @@ class TorchEngine:
             while not self._may_step(core):
                 self._wake.clear()
                 await self._wake.wait()
-            async with self._turn:
+            async with self._lock:
                 self._forget_left(core)
                 if self._may_step(core):  # still
                     self._deliver(await self._compute(core.step))
@@ -234,11 +234,11 @@ class TorchEngine:
     def _deliver(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
             queue = self._queues.get(chunk.request_id)
-            if queue is not None:  # its reader has not gone
+            if queue is not None:  # its reader is still there
                 queue.put_nowait(chunk)
 
     def _loop_ended(self, task: asyncio.Task[None]) -> None:
-        """Wake every consumer when the decode loop failed, so that none waits for ever."""
+        """Wake every consumer when the decode loop failed, so that none waits forever."""
         if task.cancelled():
             return
         failure = task.exception()
@@ -249,7 +249,7 @@ class TorchEngine:
 
 
 def _use_threads(threads: int | None) -> None:
-    """OpenMP's number is each thread's own."""
+    """Set OpenMP's number of threads, which each thread has for itself."""
     if threads is not None:
         torch.set_num_threads(threads)
 

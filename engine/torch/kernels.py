@@ -1,4 +1,4 @@
-"""Compiled code, made ready before the first step: a step must not wait for a compiler."""
+"""Compiles or loads all kernels before the first step, so that no step waits for a compiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout.acceptance import TopKDistributions, accept_tree, verify_kept
 
 
 def warm_up(*, drafting: bool) -> None:
-    """Load the kernels that a core uses, or compile them (some seconds, once per machine).
+    """Load the kernels that a core uses, or compile them (a few seconds, once per machine).
 
     Args:
         drafting: whether there is a cache to draft from.

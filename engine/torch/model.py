@@ -23,9 +23,9 @@ from engine.torch.slots import (
 )
 from rollout.trajectory import IntArray
 
-_names = itertools.count()
+_numbers = itertools.count()
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest total variation between packed and plain forward pass that the self-check lets pass."""
+"""Largest total variation between packed and plain forward pass that the self-check accepts."""
 
 
 class SlotModel:
@@ -42,7 +42,7 @@ class SlotModel:
 
     def attach(self) -> None:
         """Route the model's attention through the slots."""
-        name = f"asyncrl-slots-{next(_names)}"
+        name = f"asyncrl-slots-{next(_numbers)}"
         AttentionInterface.register(name, self._attention)
         self.module.set_attn_implementation(name)
 
@@ -134,7 +134,7 @@ class SlotModel:
 
 
 def last_places(ends: NDArray[np.int64], counts: IntArray) -> NDArray[np.int64]:
-    """The last `counts[i]` places before each of `ends`, one row after the other."""
+    """The last `counts[i]` places before each of `ends`, row after row."""
     before = np.cumsum(counts, dtype=np.int64) - counts
     out: NDArray[np.int64] = np.arange(int(counts.sum())) + np.repeat(
         ends - counts - before, counts
@@ -145,7 +145,7 @@ def last_places(ends: NDArray[np.int64], counts: IntArray) -> NDArray[np.int64]:
 def load_model(
     path: str, *, slots: int, max_len: int, device: torch.device, dtype: torch.dtype
 ) -> SlotModel:
-    """Load a model from a directory or hub id, and check that slots represent it.
+    """Load a model from a directory or hub id, and check that it runs with KV slots.
 
     Raises:
         EngineStartError: it cannot be loaded, or its attention or state does not fit KV slots.
@@ -185,7 +185,7 @@ def _refuse_by_config(model: Any, path: str, max_len: int) -> None:
 
 
 def _check_against_plain_forward(model: SlotModel, path: str) -> None:
-    """Run a few tokens both ways: whatever this engine cannot represent shows as a difference."""
+    """Compare a few tokens with a plain forward pass; what slots cannot represent shows here."""
     rng = np.random.default_rng(0)
     lengths = [min(n, model.cache.max_len) for n in (6, 4)[: model.cache.slots]]
     rows = [rng.integers(0, model.vocab_size, n).astype(np.int32) for n in lengths]
@@ -211,13 +211,13 @@ def _check_against_plain_forward(model: SlotModel, path: str) -> None:
     apart = (expected.softmax(-1) - packed.softmax(-1)).abs().sum(-1).max().item() / 2
     if not apart <= _TOLERANCE.get(model.dtype, 0.1):
         raise EngineStartError(
-            f"{path!r} gives other probabilities through KV slots than by itself (total variation "
+            f"{path!r} gives other probabilities with KV slots than without (total variation "
             f"{apart:.2g}): its attention is not plain causal. Set engine.kind=vllm"
         )
 
 
 def _packed_logits(model: SlotModel, rows: list[IntArray], split: list[int]) -> torch.Tensor:
-    """Take the first tokens in as prompts, the rest as drafts; logits from each split on."""
+    """Feed the first tokens as prompts and the rest as drafts; logits from each split on."""
     none = np.empty(0, np.int32)
     heads = np.array(split, np.int32)
     first = np.concatenate([row[:s] for row, s in zip(rows, split, strict=True)])

@@ -28,17 +28,17 @@ def score_all(
     max_tokens: int,
     policy_version: int,
 ) -> list[Score]:
-    """Score in the order asked; contexts go through the model packed, sorted by length.
+    """Score requests; contexts go through the model packed and sorted by length.
 
-    Tail draws are a function of (seed of the request, policy version, position): who scores the
-    same tokens again under the same version gets the same ones, unless the seed is new.
+    Tail draws are a function of (seed of the request, policy version, position). Scoring the same
+    tokens again under the same version and seed gives the same draws.
 
     Args:
         model: what scores; its slots are not used.
-        requests: in any order.
+        requests: in any order; scores come back in the same order.
         seeds: one for each request.
-        max_tokens: most tokens of one pass, unless a single request has more. At most `MAX_LOGITS`
-            logits are held at once, with the same exception.
+        max_tokens: most tokens of one pass; a single longer request still goes, alone. At most
+            `MAX_LOGITS` logits are held at once, with the same exception.
         policy_version: of the weights.
     """
     order = sorted(range(len(requests)), key=lambda i: _length(requests[i]))

@@ -2,7 +2,7 @@
 
 A step's tokens are packed into one sequence `[1, T]`, so that the model's linear layers never see
 padding: first every decoding row's last token and drafts, row by row, then whole new contexts.
-Only attention knows of rows. It is registered with transformers as an attention backend, so that
+Only attention depends on rows. It is registered with transformers as an attention backend, so that
 any model built on that interface runs here unchanged.
 
 Legend of shapes: S slots, n running rows, T packed tokens, Q queries of a row (padded), L keys,
@@ -30,7 +30,7 @@ Hidden = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 @dataclass(slots=True)
 class Block:
-    """Neighbouring rows whose attention runs as one padded batch."""
+    """Adjacent rows whose attention runs as one padded batch."""
 
     first_row: int
     rows: int
@@ -76,7 +76,7 @@ class StepLayout:
     positions: torch.Tensor
     """`[1, T]` position in its row's context."""
     places: torch.Tensor
-    """`[T]` its place in the row's slot: the position, but for nodes of a forked token tree."""
+    """`[T]` place in the row's slot: the position, except for nodes of a forked token tree."""
     rows: torch.Tensor
     """`[T]` slot of each token."""
     blocks: list[Block]
@@ -85,9 +85,9 @@ class StepLayout:
 class SlotCache(Cache):
     """Keys and values of every running row: per layer `[S, J, max_len, D]`.
 
-    Rows `[0, n)` are the running ones, so that what a step reads is a view, never a copy. Slots are
-    made on the first forward pass, when the shapes are known, and zeroed: an uninitialised NaN
-    would survive a mask.
+    Rows `[0, n)` are the running ones, so a step reads a view and never a copy. Slots are allocated
+    on the first forward pass, when the shapes are known, and zeroed: an uninitialised NaN would
+    survive a mask.
     """
 
     def __init__(self, slots: int, max_len: int) -> None:
@@ -107,9 +107,11 @@ class SlotCache(Cache):
         *_args: object,
         **_kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[1, J, T, D]` where the plan says; what was given is handed on to attention."""
+        """Write `[1, J, T, D]` to the places of the plan, and return it unchanged for attention."""
         if self.plan is None:
-            raise EngineError("KV slots written outside a step")
+            raise EngineError(
+                "KV slots were written outside a step; run the model through SlotModel"
+            )
         while len(self.keys) <= layer_idx:
             for stored, new in ((self.keys, key_states), (self.values, value_states)):
                 shape = (self.slots, new.shape[1], self.max_len, new.shape[3])
@@ -121,7 +123,7 @@ class SlotCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002  (transformers' signature)
-        """Rows differ in length and positions are always given, so there is no such number."""
+        """0: rows differ in length, and positions are always given."""
         return 0
 
     def copy_row(self, source: int, target: int, length: int) -> None:
@@ -132,7 +134,7 @@ class SlotCache(Cache):
     def move(
         self, rows: NDArray[np.integer], sources: NDArray[np.integer], targets: NDArray[np.integer]
     ) -> None:
-        """Copy single places within slots, `[M]` each; all are read before any is written."""
+        """Copy single places within slots, `[M]` each. All are read before any is written."""
         if not self.keys:
             return
         where = np.stack([rows, sources, targets]).astype(np.int64)
@@ -168,7 +170,9 @@ class SlotAttention:
             EngineError: the model asks for something that slots cannot represent.
         """
         if self.plan is None:
-            raise EngineError("attention called outside a step")
+            raise EngineError(
+                "attention was called outside a step; run the model through SlotModel"
+            )
         self._refuse_unsupported(module, kwargs)
         out = []
         for block in self.plan.blocks:
@@ -186,8 +190,8 @@ class SlotAttention:
     def _over_slots(self, block: Block, q: torch.Tensor, scaling: float | None) -> torch.Tensor:
         """`[m, Q, H, D]` against the slots of the block's rows.
 
-        Heads that share a key head are folded into the query axis: slots are read in place, where
-        the usual `repeat_kv` would copy all of them for every layer of every step.
+        Heads that share a key head are folded into the query axis, so that slots are read in place.
+        The usual `repeat_kv` would copy all of them in every layer of every step.
         """
         layer = self._cache.current_layer
         rows = slice(block.first_row, block.first_row + block.rows)
@@ -213,11 +217,13 @@ class SlotAttention:
         if isinstance(window, int) and window < self._cache.max_len:
             raise EngineError(
                 f"{type(module).__name__} attends to a window of {window} tokens, fewer than "
-                f"engine.max_model_len={self._cache.max_len}"
+                f"engine.max_model_len={self._cache.max_len}, which KV slots do not support"
             )
         for name in ("softcap", "s_aux", "position_bias"):
             if kwargs.get(name) is not None:
-                raise EngineError(f"{type(module).__name__} needs attention with {name!r}")
+                raise EngineError(
+                    f"{type(module).__name__} needs attention with {name!r}, which is not supported"
+                )
 
 
 def _causal(
@@ -248,8 +254,8 @@ def decode_block(
     Args:
         lengths: `[m]`
         counts: `[m]`
-        hidden: what a row's new tokens must not see of each other, though it comes before them:
-            row, query and key, both counted from the row's first new token. None: nothing.
+        hidden: earlier new tokens of its row that a new token must not attend to: row, query and
+            key, both counted from the row's first new token. None: no such pairs.
         dtype: of the mask.
         device: of all tensors.
     """
@@ -269,7 +275,7 @@ def decode_block(
 def causal_blocks(
     lengths: IntArray, *, first_row: int, first_token: int, device: torch.device
 ) -> list[Block]:
-    """Fresh contexts in the order given, cut where padding would double a short one's work.
+    """Blocks of fresh contexts in the order given, cut where padding would double a row's work.
 
     Contexts sorted by length give few blocks and little padding.
     """

@@ -1,17 +1,17 @@
-"""Token trees of a step: what decoding rows feed beside their last token, checked and laid out.
+"""Token trees of a step: the drafts that decoding rows feed after their last token.
 
 A row's last token is the root; each drafted token is a node below the token that it would follow.
 All nodes go through the model in one pass. A node attends to the row's context and to its own
-ancestors, has the position of its depth, and keeps its KV at a place of its own behind the context
-until acceptance moves the accepted path's into place. A chain is a tree without forks: there place
-and position agree, the mask is the plain one and nothing has to be moved.
+ancestors, and its position is that of its depth. Its KV has a place of its own behind the context;
+acceptance moves the KV of the accepted path to the right places. A chain is a tree without forks:
+its places and positions agree, the mask is the plain one and nothing has to be moved.
 
     row's context  ... root     nodes      0: a    1: b (below a)    2: c (below the root)
     position       ... p        p + depth  p + 1   p + 2             p + 1
     place in slot  ... p        p + 1 + j  p + 1   p + 2             p + 3
 
-Nodes are sorted so that the most probable path comes first: when it is the accepted one, as is
-most often so, its KV lies where it belongs already.
+Nodes are sorted so that the most probable path comes first. It is the one that is most often
+accepted, and then its KV is in the right place already.
 """
 
 from __future__ import annotations
@@ -69,27 +69,27 @@ class TokenTrees:
         return out
 
     def hidden(self) -> tuple[LongArray, LongArray, LongArray]:
-        """Pairs that a causal mask over places would let through, but that are on different paths.
+        """Pairs on different paths that a causal mask over places would let through.
 
         Returns:
             row, query and key of each pair; queries and keys count a row's fed tokens from its
             root, 0. Empty when nothing is forked.
         """
-        most = 0
+        pairs = 0
         if self.forked:
             counts = self.counts.astype(np.int64)
-            most = int((counts * (counts - 1) // 2).sum())
-        out = np.empty((3, most), np.int64)
-        found = _hidden(self.parents, self.offsets, out) if most else 0
+            pairs = int((counts * (counts - 1) // 2).sum())
+        out = np.empty((3, pairs), np.int64)
+        found = _hidden(self.parents, self.offsets, out) if pairs else 0
         return out[0, :found], out[1, :found], out[2, :found]
 
 
 def plant(drafts: Drafts, keep: IntArray, deepest: IntArray, vocab_size: int) -> TokenTrees:
-    """Trees of the first `keep[i]` nodes of each row, down to a depth of `deepest[i]`.
+    """Lay out the first `keep[i]` nodes of each row, down to a depth of `deepest[i]`, as trees.
 
-    Whatever is no part of a tree is left out with all that stands on it: tokens that the model does
-    not have, parents that do not come before their node, second children of the same token. So a
-    corrupt cache costs time and nothing else.
+    Invalid nodes are left out with all their descendants: tokens that the model does not have,
+    parents that do not come before their node, second children with the same token. So a corrupt
+    cache costs time and nothing else.
     """
     size = len(drafts.tokens)
     tokens, parents, depths = (np.empty(size, np.int32) for _ in range(3))
@@ -114,7 +114,7 @@ def plant(drafts: Drafts, keep: IntArray, deepest: IntArray, vocab_size: int) ->
 
 
 def no_trees(rows: int) -> TokenTrees:
-    """Nothing drafted for any row."""
+    """Trees of rows without drafts."""
     none = np.empty(0, np.int32)
     offsets = np.zeros(rows + 1, np.int32)
     one = np.ones(rows, np.int32)
@@ -147,7 +147,7 @@ def _plant(
     out_offsets: IntArray,
     scratch: IntArray,
 ) -> int:
-    """Fill the `out_` arrays; gives the number of forked rows."""
+    """Fill the `out_` arrays; returns the number of forked rows."""
     first, sibling, main, place = scratch[0], scratch[1], scratch[2], scratch[3]
     valid, depth = scratch[4], scratch[5]
     forked = 0
@@ -180,28 +180,28 @@ def _plant(
                 length += 1
             sibling[node] = first[parent + 1]
             first[parent + 1] = node
-        beside = length
+        branched = length
         for node in range(count):
             if not valid[node]:
                 continue
             if not main[node]:
-                place[node] = beside
-                beside += 1
+                place[node] = branched
+                branched += 1
             at = total + place[node]
             parent = parents[begin + node]
             out_tokens[at] = tokens[begin + node]
             out_parents[at] = place[parent] if parent >= 0 else -1
             out_depths[at] = depth[node]
             out_probabilities[at] = probabilities[begin + node]
-        forked += beside > length
-        total += beside
+        forked += branched > length
+        total += branched
         out_offsets[row + 1] = total
     return forked
 
 
 @kernel
 def _hidden(parents: IntArray, offsets: IntArray, out: LongArray) -> int:
-    """Fill `[3, M]` row, query, key; gives how many."""
+    """Fill `[3, M]` with row, query and key; returns how many."""
     found = 0
     for row in range(len(offsets) - 1):
         begin = offsets[row]

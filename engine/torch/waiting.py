@@ -1,4 +1,4 @@
-"""Requests that wait for a slot: best priority first, then in order of arrival."""
+"""Requests that wait for a slot: lowest priority value first, then in order of arrival."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout.trajectory import IntArray
 
 
 def context_of(request: GenerateRequest) -> IntArray:
-    """`[P + S]` prompt and prefix: what is known before the first draw."""
+    """`[P + S]` prompt and prefix: the tokens before the first draw."""
     both = np.concatenate([request.prompt_tokens, request.prefix_tokens])
     return both.astype(np.int32, copy=False)
 
@@ -52,12 +52,12 @@ class Waiting:
         heapq.heappush(self._heap, (request.priority, arrival, name))
 
     def drop(self, request_id: str) -> GenerateRequest | None:
-        """Forget a request; None when it was not waiting. Its heap entry is skipped later."""
+        """Remove a request; None when it was not waiting. Its heap entry is skipped later."""
         self._arrival_of.pop(request_id, None)
         return self._requests.pop(request_id, None)
 
     def drain(self) -> list[GenerateRequest]:
-        """Take everything out."""
+        """Remove and return all requests."""
         out = list(self._requests.values())
         self._requests.clear()
         self._arrival_of.clear()
@@ -65,15 +65,15 @@ class Waiting:
         return out
 
     def take(self, free: int, budget: int, positions: int) -> list[GenerateRequest]:
-        """Up to `free` requests whose distinct contexts hold at most `budget` tokens.
+        """Remove and return up to `free` requests with at most `budget` tokens of context.
 
-        The first is taken whatever its length; a context shared by several counts once, but one
-        with kept tokens is nobody else's.
+        The first is taken whatever its length. A context that several share counts once; contexts
+        with kept tokens are not shared.
 
         Args:
             free: slots.
             budget: context tokens, kept ones included.
-            positions: whose logits may be needed.
+            positions: most positions whose logits are needed.
         """
         contexts: set[bytes] = set()
         out: list[GenerateRequest] = []
@@ -100,4 +100,4 @@ class Waiting:
         """Raise EngineError when a waiting request could never be taken."""
         queued = {(name, arrival) for _, arrival, name in self._heap}
         if not set(self._arrival_of.items()) <= queued:
-            raise EngineError("a waiting request is in no queue")
+            raise EngineError("a waiting request is missing from the queue and would never run")

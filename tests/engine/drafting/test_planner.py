@@ -1,4 +1,4 @@
-"""What the planner promises at every step: caps, prefixes, the last token."""
+"""What holds at every step of the planner: caps, prefixes, no draft of the last token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout.trajectory import FloatArray, IntArray
 def _planner(
     *, steps: int = 0, max_step_tokens: int = 64, max_draft_tokens: int = 8
 ) -> DraftPlanner:
-    """One that has seen steps of 8 rows and of 64 tokens cost the same."""
+    """A planner that has seen steps of 8 and of 64 tokens cost the same."""
     planner = DraftPlanner(max_step_tokens=max_step_tokens, max_draft_tokens=max_draft_tokens)
     for _ in range(steps):
         for tokens in (8, 64):
@@ -35,9 +35,9 @@ def test_the_first_step_is_plain() -> None:
 
 def test_a_flat_cost_drafts_everything() -> None:
     planner = _planner(steps=4)
-    budgets, least = planner.ask(np.full(8, 100, np.int32))
+    budgets, min_probability = planner.ask(np.full(8, 100, np.int32))
     assert budgets.tolist() == [7] * 8 or budgets.tolist() == [8] * 8
-    assert least < 0.1
+    assert min_probability < 0.1
     paths, offsets = _chains([7] * 8)
     keep = planner.choose(paths, offsets, rows=8)
     assert keep.tolist() == [7] * 8
@@ -117,11 +117,11 @@ def test_choose_stays_within_every_cap(
 @settings(max_examples=100, deadline=None)
 def test_ask_stays_within_every_cap(left: list[int], other: int, cap: int) -> None:
     planner = _planner(steps=3, max_step_tokens=cap, max_draft_tokens=5)
-    budgets, least = planner.ask(np.array(left, np.int32), other_tokens=other)
+    budgets, min_probability = planner.ask(np.array(left, np.int32), other_tokens=other)
     room = max(cap - len(left) - other, 0)
     assert (budgets >= 0).all()
     assert (budgets <= np.minimum(np.array(left) - 1, min(5, room))).all()
-    assert 0.0 <= least <= 1.0
+    assert 0.0 <= min_probability <= 1.0
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

@@ -55,6 +55,6 @@ def test_a_machine_that_becomes_slow_and_drafts_that_become_bad_are_followed() -
     slower = run(SimulatedEngine(lambda t, r, c: 2 * cpu(t, r, c)), planner, rows, 600)
     assert slower.planned >= 0.97 * slower.plain
     worse = run(SimulatedEngine(cpu, Drafter(((1.0, 0.3),))), planner, rows, 600)
-    assert worse.planned >= 0.94 * worse.plain, "what it takes to notice, within 600 steps"
+    assert worse.planned >= 0.94 * worse.plain, "600 steps include the time to notice"
     after = run(SimulatedEngine(cpu, Drafter(((1.0, 0.3),))), planner, rows, 600)
     assert after.planned >= 0.97 * after.plain
