@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
+from deliveries_of import delivery_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.processes.trainer.group_queue import GroupQueue
-from rollout.trajectory import SampleId, TrajectoryBuilder
-from wire.frames import encode_trajectory
+from rollout.trajectory import SampleId
 from wire.messages.data import TrajectoryDelivery
 
 
 def delivery(group: int, sample: int, *, step: int = 0, reward: float = 0.0) -> TrajectoryDelivery:
-    builder = TrajectoryBuilder(SampleId(group, sample), "p", np.array([1, 2], np.int32))
-    builder.append(
-        tokens=np.array([3, 4, sample], np.int32),
-        logprobs=np.zeros(3, np.float32),
-        topk_ids=np.zeros((3, 2), np.int32),
-        topk_logprobs=np.zeros((3, 2), np.float32),
-        provenance=np.zeros(3, np.uint8),
-        policy_version=step,
-    )
-    return encode_trajectory(builder.finish("stop"), reward=reward, step=step)
+    return delivery_of(SampleId(group, sample), step=step, reward=reward)
 
 
 def test_a_whole_group_is_handed_out_once_in_the_order_of_its_samples() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from deliveries_of import delivery_of
 from generator_harness import FakeLine
 from step_records import full_step
 
@@ -21,8 +21,7 @@ from asyncrl.processes.trainer.process import TrainerProcess
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
 from monitoring.metrics import TrainerMetrics, new_registry
 from monitoring.timeline import Timeline
-from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
-from wire.frames import encode_trajectory
+from rollout.trajectory import SampleId, Trajectory
 from wire.messages import data, from_trainer, to_trainer
 from wire.weights.writer import WeightPublisher
 
@@ -69,20 +68,6 @@ class FakeHub:
         self.acknowledged.append(message.sample)
 
 
-def delivery_of(sample: SampleId, step: int) -> data.TrajectoryDelivery:
-    """A sample of one token."""
-    builder = TrajectoryBuilder(sample, "p", np.array([1], np.int32))
-    builder.append(
-        tokens=np.array([3], np.int32),
-        logprobs=np.zeros(1, np.float32),
-        topk_ids=np.zeros((1, 1), np.int32),
-        topk_logprobs=np.zeros((1, 1), np.float32),
-        provenance=np.zeros(1, np.uint8),
-        policy_version=step,
-    )
-    return encode_trajectory(builder.finish("stop"), reward=1.0, step=step)
-
-
 class TrainerHarness:
     """A trainer process of two groups a step among fakes. It saves every second step."""
 
@@ -108,7 +93,7 @@ class TrainerHarness:
     def deliver(self, group: int, *, step: int) -> None:
         """Queue a whole group."""
         for sample in range(GROUP_SIZE):
-            self.hub.inbox.put_nowait(("g0", delivery_of(SampleId(group, sample), step)))
+            self.hub.inbox.put_nowait(("g0", delivery_of(SampleId(group, sample), step=step)))
 
     async def sent(self, kind: type[Any], count: int) -> list[Any]:
         """Wait until the controller was sent this many messages of a kind."""
@@ -194,7 +179,7 @@ def test_a_group_that_is_reported_as_failed_after_its_gradient_ends_the_run(
 def test_a_delivery_that_cannot_be_trained_on_ends_the_run(tmp_path: Path) -> None:
     async def scenario(harness: TrainerHarness) -> None:
         outside_the_group = SampleId(0, GROUP_SIZE)
-        harness.hub.inbox.put_nowait(("g0", delivery_of(outside_the_group, 0)))
+        harness.hub.inbox.put_nowait(("g0", delivery_of(outside_the_group)))
         await asyncio.wait([harness.running])
 
     with pytest.raises(BaseExceptionGroup) as caught:
