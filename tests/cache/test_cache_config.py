@@ -1,4 +1,4 @@
-"""The cache's settings and how its kernels are kept."""
+"""The settings of the cache."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""Sharing between generators: what one finished the others draft, whatever happens to any."""
+"""Generators draft from each other's finished rollouts, also when some of them fail."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ RING = 1 << 16
 
 
 class Clock:
-    """Seconds that pass only when they are told to."""
+    """A clock that is set by hand."""
 
     now = 0.0
 
@@ -45,7 +45,7 @@ def finish(cache: SharedCache, key: str, tokens: list[int] | np.ndarray) -> None
     cache.close(row)
 
 
-def ask(cache: SharedCache, key: str) -> list[int]:
+def draft_tokens(cache: SharedCache, key: str) -> list[int]:
     row = cache.open(key, PROMPT)
     tokens: list[int] = cache.draft(np.array([row]), np.array([8])).tokens.tolist()
     cache.close(row)
@@ -53,21 +53,21 @@ def ask(cache: SharedCache, key: str) -> list[int]:
 
 
 def look(cache: SharedCache) -> None:
-    """Enough time passes for `cache` to notice who came and went."""
+    """Let enough time pass for `cache` to look for new members."""
     cache._peers._clock.now += peers.LOOK_EVERY  # type: ignore[attr-defined]
     cache.poll()
 
 
-def test_what_one_finished_the_others_draft_and_nothing_comes_back(tmp_path: Path) -> None:
+def test_finished_rollouts_are_drafted_by_others_and_do_not_come_back(tmp_path: Path) -> None:
     a, b, c = (member(tmp_path, name) for name in "abc")
     for cache in (a, b, c):
         look(cache)
     row = a.open("p", PROMPT)
     a.extend(np.array([row]), np.array([5, 6, 7]), np.array([0, 3]))
-    assert ask(b, "p") == []  # not finished yet
+    assert draft_tokens(b, "p") == []  # not finished yet
     a.close(row)
     for _ in range(3):
-        assert ask(a, "p") == ask(b, "p") == ask(c, "p") == [5, 6, 7]
+        assert draft_tokens(a, "p") == draft_tokens(b, "p") == draft_tokens(c, "p") == [5, 6, 7]
     for cache, received in ((a, 0), (b, 1), (c, 1)):
         assert cache.stats().sequences == 1
         assert cache.exchange_stats().received_rollouts == received
@@ -78,7 +78,7 @@ def test_what_one_finished_the_others_draft_and_nothing_comes_back(tmp_path: Pat
     assert b.exchange_stats().published_tokens == 0
 
 
-def test_peers_are_also_polled_while_no_request_begins(tmp_path: Path) -> None:
+def test_peers_are_also_polled_when_no_request_starts(tmp_path: Path) -> None:
     a, b = member(tmp_path, "a"), member(tmp_path, "b")
     look(a)
     row = a.open("q", PROMPT)
@@ -99,29 +99,29 @@ def test_inserted_rollouts_and_empty_rows_are_not_published(tmp_path: Path) -> N
     assert a.exchange_stats().unpublished_rollouts == 0
 
 
-def test_who_comes_later_or_again_gets_what_is_there(tmp_path: Path) -> None:
+def test_members_that_join_late_or_restart_get_what_is_there(tmp_path: Path) -> None:
     a, b = member(tmp_path, "a"), member(tmp_path, "b")
     finish(a, "p", [1, 2, 3])
     finish(b, "q", [4, 5, 6])
     late = member(tmp_path, "c")
     late.poll()
-    assert ask(late, "p") == [1, 2, 3]
+    assert draft_tokens(late, "p") == [1, 2, 3]
     look(b)
-    again = member(tmp_path, "a")  # as after a SIGKILL: nobody said goodbye
+    again = member(tmp_path, "a")  # as after a SIGKILL, without leave()
     again.poll()
-    assert ask(again, "p") == [1, 2, 3]
-    assert ask(again, "q") == [4, 5, 6]
-    finish(a, "p", [7, 7, 7])  # the former one, still alive: goes unheard, and notices
+    assert draft_tokens(again, "p") == [1, 2, 3]
+    assert draft_tokens(again, "q") == [4, 5, 6]
+    finish(a, "p", [7, 7, 7])  # the former member, still running: not received, and it notices
     look(a)
-    assert a.exchange_stats().peers == 3  # its successor is a stranger to it
+    assert a.exchange_stats().peers == 3  # it reads its successor as a peer
     finish(again, "r", [8, 9])
     look(b)
-    assert ask(b, "r") == [8, 9]
+    assert draft_tokens(b, "r") == [8, 9]
     assert b.exchange_stats().peers == 2
     assert b.stats().trees == 4 - 1  # p, q, r
 
 
-def test_a_former_member_of_the_same_name_says_that_it_goes_unheard(
+def test_a_former_member_of_the_same_name_warns_that_it_is_not_received(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = member(tmp_path, "a")
@@ -133,10 +133,10 @@ def test_a_former_member_of_the_same_name_says_that_it_goes_unheard(
     finish(first, "p", [1])
     assert first.exchange_stats().unpublished_rollouts == 1
     finish(second, "p", [2, 3])
-    assert ask(first, "p") == [2, 3] or first.stats().sequences == 2
+    assert draft_tokens(first, "p") == [2, 3] or first.stats().sequences == 2
 
 
-def test_a_reader_that_was_away_skips_what_was_overwritten(tmp_path: Path) -> None:
+def test_a_slow_reader_skips_what_was_overwritten(tmp_path: Path) -> None:
     a, b = member(tmp_path, "a"), member(tmp_path, "b")
     look(b)
     for index in range(200):
@@ -147,8 +147,8 @@ def test_a_reader_that_was_away_skips_what_was_overwritten(tmp_path: Path) -> No
     assert stats.overtaken_bytes > 0
     assert stats.refused == 0
     assert 0 < stats.received_rollouts < 200
-    assert ask(b, "p199") == list(range(8))
-    assert ask(b, "p0") == []
+    assert draft_tokens(b, "p199") == list(range(8))
+    assert draft_tokens(b, "p0") == []
     b.check()
 
 
@@ -167,14 +167,14 @@ def test_one_poll_takes_a_bounded_amount_from_each_in_turn(
     assert 1 in [t % 300 for t in taken[:2]]  # b did not wait for all of a
 
 
-def test_rollouts_that_are_too_long_stay_at_home(tmp_path: Path) -> None:
+def test_rollouts_that_are_too_long_are_not_published(tmp_path: Path) -> None:
     a, b = member(tmp_path, "a"), member(tmp_path, "b")
     look(b)
     finish(a, "p", np.arange(RING // 16))
     finish(a, "k" * 70_000, [1])
     assert a.exchange_stats().unpublished_rollouts == 2
     assert b.poll() == 0
-    assert ask(a, "p") == list(range(8))
+    assert draft_tokens(a, "p") == list(range(8))
 
 
 def test_leaving_ends_the_exchange_but_not_the_cache(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_leaving_ends_the_exchange_but_not_the_cache(tmp_path: Path) -> None:
     a.leave()
     finish(a, "p", [3, 4])
     look(b)
-    assert ask(b, "p") == [1, 2]
+    assert draft_tokens(b, "p") == [1, 2]
     finish(b, "q", [5])
     assert a.poll() == 0
 
@@ -230,17 +230,17 @@ def test_errors_of_files_end_the_exchange_with_that_peer_only(
     monkeypatch.setattr(RingWriter, "write", broken)
     finish(a, "p", [1, 2])
     finish(a, "p", [1, 2])
-    assert ask(a, "p") == [1, 2]
+    assert draft_tokens(a, "p") == [1, 2]
     assert a.exchange_stats().unpublished_rollouts == 2
     monkeypatch.setattr(RingReader, "read", broken)
     b.poll()
     assert b.exchange_stats().peers == 0
     assert caplog.text.count("disk on fire") == 2
     look(a)
-    assert a.exchange_stats().peers == 0  # its own abandoned ring is no peer
+    assert a.exchange_stats().peers == 0  # its own abandoned ring is not a peer
 
 
-def test_strange_files_are_left_alone_and_named_once(
+def test_files_that_are_not_rings_are_ignored_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     a = member(tmp_path, "a")
@@ -254,14 +254,14 @@ def test_strange_files_are_left_alone_and_named_once(
     assert sorted(r.levelname for r in caplog.records) == ["WARNING"] * 3
 
 
-def test_peers_with_tokens_outside_the_vocabulary_are_not_believed(tmp_path: Path) -> None:
+def test_rollouts_with_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     a, b = member(tmp_path, "a"), member(tmp_path, "b", vocabulary=200)
     look(b)
     finish(a, "p", [1, 200])
     finish(a, "p", [1, 199])
     b.poll()
     assert (b.exchange_stats().refused, b.exchange_stats().received_rollouts) == (1, 1)
-    assert ask(b, "p") == [1, 199]
+    assert draft_tokens(b, "p") == [1, 199]
 
 
 @settings(max_examples=300, deadline=None)
@@ -294,14 +294,14 @@ def test_from_a_configuration(tmp_path: Path) -> None:
     assert (tmp_path / "y" / "a.ring").stat().st_size == exchange.RING_BYTES + 64
 
 
-def test_it_can_do_what_a_cache_can() -> None:
-    """Whatever engines call on a `RolloutCache` they may call on this."""
+def test_it_has_the_methods_of_a_cache() -> None:
+    """Engines may call the same methods as on a `RolloutCache`."""
     own = {"stored_rollout", "finished_rollouts"}  # for snapshots and the exchange itself
     wanted = {name for name in vars(RolloutCache) if not name.startswith("_")} - own
     assert wanted <= {name for name in vars(SharedCache) if not name.startswith("_")}
 
 
-def test_versions_and_ways_of_drafting_pass_through(tmp_path: Path) -> None:
+def test_versions_and_drafting_options_are_passed_on(tmp_path: Path) -> None:
     a, b = member(tmp_path, "a"), member(tmp_path, "b")
     look(b)
     a.advance(5)
@@ -340,7 +340,7 @@ for index in range(first, first + 1_000_000):
 
 
 @pytest.mark.slow
-def test_processes_share_while_one_is_killed_as_it_writes(tmp_path: Path) -> None:
+def test_processes_share_while_one_is_killed_while_writing(tmp_path: Path) -> None:
     directory = tmp_path / "x"
     cache = SharedCache(RolloutCache(CONFIG), directory, "reader", ring_bytes=RING)
     counts: Counter[str] = Counter()

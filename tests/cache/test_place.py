@@ -25,7 +25,7 @@ def drafts(cache: RolloutCache | SharedCache) -> list[int]:
     return found
 
 
-def test_what_was_saved_is_drafted_from_by_the_next_process(tmp_path: Path) -> None:
+def test_the_next_process_drafts_from_what_was_saved(tmp_path: Path) -> None:
     first = open_at(CONFIG, place(tmp_path))
     assert drafts(first) == []
     first.insert("p", CONTEXT, TOKENS)
@@ -37,7 +37,7 @@ def test_what_was_saved_is_drafted_from_by_the_next_process(tmp_path: Path) -> N
     ("changes", "content"),
     [({"fingerprint": "another"}, None), ({}, b"rubbish"), ({"vocabulary": 25}, None)],
 )
-def test_a_snapshot_that_cannot_be_used_is_said_and_the_cache_begins_empty(
+def test_an_unusable_snapshot_is_logged_and_the_cache_starts_empty(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict, content: bytes | None
 ) -> None:
     first = open_at(CONFIG, place(tmp_path))
@@ -51,7 +51,7 @@ def test_a_snapshot_that_cannot_be_used_is_said_and_the_cache_begins_empty(
     cache.check()
 
 
-def test_two_generators_of_an_exchange_share_and_an_unsafe_one_is_said(
+def test_generators_of_an_exchange_share_and_an_unsafe_exchange_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = str(tmp_path / "exchange")
@@ -68,6 +68,6 @@ def test_two_generators_of_an_exchange_share_and_an_unsafe_one_is_said(
     assert "shares no rollouts" in caplog.text
 
 
-def test_a_place_travels_as_json_and_a_cache_without_one_is_not_saved(tmp_path: Path) -> None:
+def test_a_place_is_sent_as_json_and_a_cache_without_one_is_not_saved(tmp_path: Path) -> None:
     assert from_json(to_json(place(tmp_path))) == place(tmp_path)
     assert save_at(RolloutCache(CONFIG), CachePlace()) == 0

@@ -1,4 +1,4 @@
-"""The ring file: whole messages in order or none, whoever dies, laps or scribbles."""
+"""The ring file: readers get whole messages in order, despite kills, overwriting and damage."""
 
 import os
 import struct
@@ -38,7 +38,7 @@ def text(index: int, size: int) -> bytes:
         max_size=60,
     )
 )
-def test_readers_get_all_that_they_were_not_too_slow_for(
+def test_readers_get_all_messages_that_were_not_overwritten(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
 ) -> None:
     path = tmp_path_factory.mktemp("ring") / "a.ring"
@@ -55,7 +55,7 @@ def test_readers_get_all_that_they_were_not_too_slow_for(
                 unread.append(message)
         else:
             got = reader.read(size)
-            if got and got[0] != unread[0]:  # then the oldest were overwritten, and it says so
+            if got and got[0] != unread[0]:  # then the oldest were overwritten, and that is counted
                 assert reader.overtaken
                 while unread[0] != got[0]:
                     unread.popleft()
@@ -68,7 +68,7 @@ def test_readers_get_all_that_they_were_not_too_slow_for(
     assert rest[len(rest) - len(newest) :] == newest
     assert reader.refused == 0
     assert path.stat().st_size == 64 + CAPACITY
-    # Who comes later gets what is still there.
+    # A later reader gets what is still there.
     late = drain(RingReader(path))
     assert late[len(late) - len(rest) :] == rest
 
@@ -82,11 +82,11 @@ def test_a_writer_killed_at_any_byte_leaves_only_whole_messages(
         pass
 
     def life(allowed: int) -> bool:
-        """One writer's life; it dies after `allowed` bytes. True: it died before the end."""
+        """Run one writer that is killed after `allowed` bytes; returns whether it was killed."""
         path = tmp_path / "a.ring"
         writer = RingWriter(path, CAPACITY)
         reader = RingReader(path)
-        told = [text(i, 500) for i in range(9)]  # laps the ring once
+        told = [text(i, 500) for i in range(9)]  # overwrites the ring once
         for message in told[:5]:
             writer.write(message)
         assert drain(reader) == told[:5]
@@ -112,7 +112,7 @@ def test_a_writer_killed_at_any_byte_leaves_only_whole_messages(
         assert got == told[5 : 5 + len(got)]
         second = RingReader(path)
         late = drain(second)
-        # Torn marks (20 bytes in one write: no real kill tears them) hide everything.
+        # Torn marks hide everything. A real kill does not tear them: they are one write of 20 bytes.
         assert late or second._read_marks() is None
         assert late == told[5 + len(got) - len(late) : 5 + len(got)]
         assert reader.refused == second.refused == 0
@@ -123,9 +123,9 @@ def test_a_writer_killed_at_any_byte_leaves_only_whole_messages(
     assert not deaths[-1]
 
 
-# 240: messages of all laps begin at the same places.
+# 240: messages start at the same offsets each time round the ring.
 @pytest.mark.parametrize("size", [300, 240])
-def test_a_reader_that_is_lapped_while_it_copies_believes_nothing_wrong(
+def test_a_reader_that_is_overtaken_while_copying_accepts_no_wrong_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     path = tmp_path / "a.ring"
@@ -156,7 +156,7 @@ def test_a_reader_that_is_lapped_while_it_copies_believes_nothing_wrong(
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_scribbled_bytes_are_never_believed(
+def test_damaged_bytes_are_never_accepted(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("ring") / "a.ring"
@@ -196,7 +196,7 @@ def test_damage_is_skipped_and_what_is_written_later_is_read(tmp_path: Path) -> 
     assert reader.read() == [b"third"]
 
 
-def test_a_new_writer_takes_the_name_and_old_readers_keep_the_old_file(tmp_path: Path) -> None:
+def test_a_new_writer_replaces_the_file_and_old_readers_keep_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "a.ring"
     first = RingWriter(path, CAPACITY)
     reader = RingReader(path)
@@ -215,7 +215,7 @@ def test_impossible_capacities_are_refused(tmp_path: Path, capacity: int) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_are_no_rings_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_rings_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.ring"
     path.write_bytes(b"")
     with pytest.raises(ExchangeRefused, match="0 bytes"):

@@ -1,4 +1,4 @@
-"""Snapshots: what is loaded is what was saved, and whatever is not one is refused by name."""
+"""Snapshots: loading restores what was saved, and invalid files are refused with the reason."""
 
 import hashlib
 import stat
@@ -54,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def signed(data: bytes) -> bytes:
-    """The same bytes with the digest that fits them: what only a bug or a forger writes."""
+    """The same bytes with a matching digest, as a bug or a forger would write them."""
     fields, rest = data[:32], data[64:]
     return fields + hashlib.blake2b(rest + fields, digest_size=32).digest() + rest
 
@@ -69,7 +69,7 @@ def refusal(tmp_path: Path, data: bytes, fingerprint: str = MODEL) -> str:
     return str(caught.value)
 
 
-def test_rollouts_their_order_and_the_drafts_come_back(tmp_path: Path) -> None:
+def test_rollouts_their_order_and_the_drafts_are_restored(tmp_path: Path) -> None:
     cache, path = filled(), tmp_path / "cache"
     cache.close(cache.open("a", PROMPT))  # now the most recently used one
     assert snapshot.save(cache, path, MODEL) == path.stat().st_size
@@ -88,7 +88,7 @@ def test_rollouts_their_order_and_the_drafts_come_back(tmp_path: Path) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_any_cache_comes_back_also_into_other_budgets(seed: int) -> None:
+def test_any_cache_is_restored_also_with_other_budgets(seed: int) -> None:
     rng = np.random.default_rng(seed)
     cache = make(
         max_bytes=1 << 16, max_bytes_per_prompt=1 << 14, max_match=int(rng.integers(2, 41))
@@ -122,7 +122,7 @@ def _responses(cache: RolloutCache) -> dict[str, list[list[int]]]:
     }
 
 
-def test_rollouts_being_written_are_left_out(tmp_path: Path) -> None:
+def test_running_rollouts_are_left_out(tmp_path: Path) -> None:
     cache = filled()
     row = cache.open("a", PROMPT)
     cache.extend(np.array([row]), np.array([7, 7]), np.array([0, 2]))
@@ -216,7 +216,7 @@ def test_random_bytes_are_refused(data: bytes, disguised: bool) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_forged_file_with_a_right_digest_is_refused_or_harmless(data: st.DataObject) -> None:
-    """Numbers are replaced anywhere, the digest made to fit: nothing may crash or take memory."""
+    """Numbers are replaced anywhere and the digest recomputed: no crash, no large allocation."""
     path = Path(_directory.name) / "forged"
     snapshot.save(filled(), path, MODEL)
     forged = bytearray(path.read_bytes())
@@ -235,10 +235,10 @@ def test_a_forged_file_with_a_right_digest_is_refused_or_harmless(data: st.DataO
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert peak < 8 << 20  # the arena's reserved megabyte, a chunk of the file, small change
+    assert peak < 8 << 20  # the arena's reserved megabyte, a chunk of the file, and little else
 
 
-def test_every_contradiction_under_a_right_digest_is_named(tmp_path: Path, saved: bytes) -> None:
+def test_every_inconsistency_under_a_right_digest_is_named(tmp_path: Path, saved: bytes) -> None:
     body = 64 + len(MODEL)
 
     def forged(at: int, value: int) -> str:
@@ -263,5 +263,5 @@ def _temporary(tmp_path_factory: pytest.TempPathFactory) -> None:
     _directory.name = str(tmp_path_factory.mktemp("property"))
 
 
-class _directory:  # noqa: N801 - a place for what hypothesis may not get as a fixture
+class _directory:  # noqa: N801 - hypothesis tests cannot use function-scoped fixtures
     name = ""

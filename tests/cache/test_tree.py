@@ -1,4 +1,4 @@
-"""What the cache promises to an engine, one behaviour at a time."""
+"""The behaviour of `RolloutCache` that engines rely on, one property at a time."""
 
 import numpy as np
 import pytest
@@ -19,23 +19,23 @@ def make(**settings: object) -> RolloutCache:
     return RolloutCache(CacheConfig(**(defaults | settings)))  # type: ignore[arg-type]
 
 
-def say(cache: RolloutCache, row: int, tokens: list[int]) -> None:
+def extend(cache: RolloutCache, row: int, tokens: list[int]) -> None:
     cache.extend(np.array([row]), np.array(tokens, np.int64), np.array([0, len(tokens)]))
 
 
-def ask(cache: RolloutCache, row: int, budget: int = 16) -> list[int]:
+def draft_tokens(cache: RolloutCache, row: int, budget: int = 16) -> list[int]:
     return cache.draft(np.array([row]), np.array([budget])).tokens.tolist()
 
 
-def test_a_sibling_drafts_at_its_first_token_what_another_is_just_saying() -> None:
+def test_a_sibling_drafts_the_tokens_of_a_running_one_from_its_first_token() -> None:
     cache = make()
     first, second = cache.open("p", PROMPT), cache.open("p", PROMPT)
-    assert ask(cache, second) == []
-    say(cache, first, [5, 6, 7])
-    assert ask(cache, second) == [5, 6, 7]
-    say(cache, second, [5])
-    say(cache, first, [8])
-    assert ask(cache, second) == [6, 7, 8]
+    assert draft_tokens(cache, second) == []
+    extend(cache, first, [5, 6, 7])
+    assert draft_tokens(cache, second) == [5, 6, 7]
+    extend(cache, second, [5])
+    extend(cache, first, [8])
+    assert draft_tokens(cache, second) == [6, 7, 8]
     cache.check()
 
 
@@ -43,17 +43,17 @@ def test_the_most_common_beginning_is_drafted_first() -> None:
     cache = make()
     for tokens in ([1, 2, 3], [1, 2, 4], [9, 9, 9], [1, 2, 3]):
         cache.insert("p", PROMPT, np.array(tokens))
-    assert ask(cache, cache.open("p", PROMPT)) == [1, 2, 3]
+    assert draft_tokens(cache, cache.open("p", PROMPT)) == [1, 2, 3]
 
 
-def test_drafting_goes_on_after_a_divergence() -> None:
+def test_drafting_resumes_after_a_divergence() -> None:
     cache = make(min_match=3)
     cache.insert("p", PROMPT, np.arange(1, 40))
     row = cache.open("p", PROMPT)
-    say(cache, row, [1, 2, 3, 77])
-    assert ask(cache, row) == []
-    say(cache, row, [10, 11, 12])
-    assert ask(cache, row, 4) == [13, 14, 15, 16]
+    extend(cache, row, [1, 2, 3, 77])
+    assert draft_tokens(cache, row) == []
+    extend(cache, row, [10, 11, 12])
+    assert draft_tokens(cache, row, 4) == [13, 14, 15, 16]
 
 
 def test_rollouts_of_newer_policy_versions_outvote_older_ones_and_siblings_count_alike() -> None:
@@ -63,8 +63,8 @@ def test_rollouts_of_newer_policy_versions_outvote_older_ones_and_siblings_count
         cache.advance(version)
         for last in lasts:
             cache.insert("p", PROMPT, np.array([7, 8, 9, last]))
-    say(cache, row, [7, 8, 9])
-    assert ask(cache, row) == [2]
+    extend(cache, row, [7, 8, 9])
+    assert draft_tokens(cache, row) == [2]
 
 
 def test_a_longer_match_outvotes_shorter_ones() -> None:
@@ -73,33 +73,33 @@ def test_a_longer_match_outvotes_shorter_ones() -> None:
     cache.insert("p", PROMPT, np.array([9, 3, 4, 60]))
     cache.insert("p", PROMPT, np.array([8, 3, 4, 60]))
     row = cache.open("p", np.array([70, 71]))
-    say(cache, row, [1, 2, 3, 4])
-    assert ask(cache, row, 1) == [50]
+    extend(cache, row, [1, 2, 3, 4])
+    assert draft_tokens(cache, row, 1) == [50]
 
 
 def test_when_a_running_sibling_is_only_just_ahead_others_take_over() -> None:
     cache = make(max_match=4)
     cache.insert("p", PROMPT, np.array([30, 1, 2, 3, 4, 5, 6, 7, 8]))
     ahead, row = cache.open("p", PROMPT), cache.open("p", PROMPT)
-    say(cache, ahead, [20, 1, 2, 3, 4, 5])
-    say(cache, row, [20])
-    assert ask(cache, row) == [1, 2, 3, 4, 5, 6, 7, 8]
+    extend(cache, ahead, [20, 1, 2, 3, 4, 5])
+    extend(cache, row, [20])
+    assert draft_tokens(cache, row) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_a_row_does_not_draft_from_itself_but_for_a_long_repetition() -> None:
+def test_a_row_drafts_from_itself_only_in_a_long_repetition() -> None:
     cache = make(min_match=2, max_match=6)
     row = cache.open("p", PROMPT)
-    say(cache, row, [1, 2, 3, 1, 2])
-    assert ask(cache, row) == []
-    say(cache, row, [3, 1, 2, 3, 1, 2])
-    assert ask(cache, row, 1) == [3]
+    extend(cache, row, [1, 2, 3, 1, 2])
+    assert draft_tokens(cache, row) == []
+    extend(cache, row, [3, 1, 2, 3, 1, 2])
+    assert draft_tokens(cache, row, 1) == [3]
 
 
 def test_a_resumed_request_drafts_its_old_continuation() -> None:
     cache = make()
     cache.insert("p", PROMPT, np.arange(1, 30))
     row = cache.open("p", np.concatenate([PROMPT, np.arange(1, 15)]))
-    assert ask(cache, row, 3) == [15, 16, 17]
+    assert draft_tokens(cache, row, 3) == [15, 16, 17]
 
 
 def test_a_draft_ends_where_its_estimated_probability_falls_below_the_threshold() -> None:
@@ -131,9 +131,9 @@ def test_old_text_is_still_drafted_where_there_is_nothing_newer() -> None:
     cache = make(version_half_life=1.0, min_probability=0.1)
     for _ in range(4):
         cache.insert("p", PROMPT, np.arange(1, 30))
-    for version in (3, 1_000_000, HUGE, 0):  # a run may also go back to a checkpoint
+    for version in (3, 1_000_000, HUGE, 0):  # a run may also return to a checkpoint
         cache.advance(version)
-        assert ask(cache, cache.open("p", PROMPT), 1) == [1]
+        assert draft_tokens(cache, cache.open("p", PROMPT), 1) == [1]
     cache.check()
 
 
@@ -141,16 +141,16 @@ def test_keys_do_not_mix() -> None:
     cache = make()
     cache.insert("p", PROMPT, np.arange(1, 30))
     for key in ("q", "p ", "P", "\0", "p" * 10_000):
-        assert ask(cache, cache.open(key, PROMPT)) == []
-    assert ask(cache, cache.open("p", PROMPT)) != []
+        assert draft_tokens(cache, cache.open(key, PROMPT)) == []
+    assert draft_tokens(cache, cache.open("p", PROMPT)) != []
     cache.check()
 
 
 def test_the_empty_key_and_a_disabled_cache_store_and_draft_nothing() -> None:
     for cache, key in ((make(), ""), (make(enabled=False), "p")):
         row = cache.open(key, PROMPT)
-        say(cache, row, [1, 2, 3])
-        assert ask(cache, cache.open(key, PROMPT)) == []
+        extend(cache, row, [1, 2, 3])
+        assert draft_tokens(cache, cache.open(key, PROMPT)) == []
         cache.close(row)
         stats = cache.stats()
         assert (stats.bytes, stats.tokens, stats.trees, stats.inserted_tokens) == (0, 0, 0, 3)
@@ -172,17 +172,17 @@ def test_warm_up_leaves_nothing_to_compile() -> None:
     assert before == [1, 1, 1, 1]
 
 
-def test_nothing_is_a_fine_batch() -> None:
+def test_an_empty_batch_is_valid() -> None:
     cache = make()
     none = np.empty(0, np.int32)
     cache.extend(none, none, np.array([0]))
     assert cache.draft(none, none).offsets.tolist() == [0]
     row = cache.open("p", none)
     cache.extend(np.array([row]), none, np.array([0, 0]))
-    assert ask(cache, row) == []
+    assert draft_tokens(cache, row) == []
     assert cache.stats().tokens == 0
     cache.insert("p", none, np.array([1, 2]))
-    assert ask(cache, row) == [1, 2]
+    assert draft_tokens(cache, row) == [1, 2]
 
 
 def test_the_largest_token_and_its_neighbours_are_told_apart() -> None:
@@ -190,8 +190,8 @@ def test_the_largest_token_and_its_neighbours_are_told_apart() -> None:
     cache.insert("p", PROMPT, np.array([HUGE, 1, HUGE - 1, 2, 0, 3]))
     row = cache.open("p", PROMPT)
     for token, follower in ((HUGE, 1), (HUGE - 1, 2), (0, 3)):
-        say(cache, row, [token])
-        assert ask(cache, row, 1) == [follower]
+        extend(cache, row, [token])
+        assert draft_tokens(cache, row, 1) == [follower]
     cache.check()
 
 
@@ -209,7 +209,7 @@ def test_impossible_tokens_are_refused_and_nothing_is_changed(
 ) -> None:
     cache = make()
     row = cache.open("p", PROMPT)
-    say(cache, row, [1, 2, 3])
+    extend(cache, row, [1, 2, 3])
     before = cache.stats()
     with pytest.raises(ValueError, match=error):
         cache.extend(np.array([row]), tokens, np.array([0, 1]))
@@ -272,7 +272,7 @@ def test_hundreds_of_rows_and_prompts() -> None:
     assert cache.stats().rows == 0
 
 
-def test_trees_nobody_wrote_to_are_forgotten() -> None:
+def test_trees_without_tokens_are_dropped() -> None:
     cache = make()
     for index in range(100):
         cache.close(cache.open(f"p{index}", PROMPT))
@@ -284,14 +284,14 @@ def test_the_least_recently_used_prompt_goes_first_and_open_ones_stay() -> None:
     cache.insert("old", PROMPT, np.arange(500))
     cache.insert("used", PROMPT, np.arange(500))
     row = cache.open("busy", PROMPT)
-    say(cache, row, list(range(500)))
+    extend(cache, row, list(range(500)))
     for index in range(40):
         cache.close(cache.open("used", PROMPT))
         cache.insert(f"new{index}", PROMPT, np.arange(200))
         cache.check()
-    assert ask(cache, cache.open("old", PROMPT)) == []
-    assert len(ask(cache, cache.open("used", PROMPT))) == 16
-    assert len(ask(cache, cache.open("busy", PROMPT))) == 16
+    assert draft_tokens(cache, cache.open("old", PROMPT)) == []
+    assert len(draft_tokens(cache, cache.open("used", PROMPT))) == 16
+    assert len(draft_tokens(cache, cache.open("busy", PROMPT))) == 16
     assert cache.stats().evicted_tokens > 0
 
 
@@ -301,8 +301,8 @@ def test_a_prompt_over_its_own_budget_loses_its_oldest_rollouts() -> None:
         cache.insert("p", PROMPT, np.concatenate([[first], np.arange(100)]))
         cache.check()
     row = cache.open("p", PROMPT)
-    say(cache, row, [59])
-    assert len(ask(cache, row)) == 16
+    extend(cache, row, [59])
+    assert len(draft_tokens(cache, row)) == 16
     stats = cache.stats()
     assert stats.bytes <= 17 << 10
     assert stats.tokens + stats.evicted_tokens == stats.inserted_tokens
@@ -312,18 +312,18 @@ def test_without_any_room_rows_still_draft() -> None:
     cache = make(max_bytes=16 << 10, max_bytes_per_prompt=8 << 10)
     rows = [cache.open("p", PROMPT) for _ in range(20)]
     for row in rows:
-        say(cache, row, list(range(90)))
+        extend(cache, row, list(range(90)))
         cache.check()
     late = cache.open("p", PROMPT)
     for token in range(85):
-        assert ask(cache, late, 2) == [token, token + 1]
-        say(cache, late, [token])
+        assert draft_tokens(cache, late, 2) == [token, token + 1]
+        extend(cache, late, [token])
     stats = cache.stats()
     assert stats.refused_tokens > 0
     assert stats.bytes <= 16 << 10
 
 
-def test_corruption_is_found() -> None:
+def test_corruption_is_detected() -> None:
     rng = np.random.default_rng(0)
     clean = make(max_bytes=1 << 16)
     for index in range(5):
@@ -341,7 +341,7 @@ def test_corruption_is_found() -> None:
             found += 1
         clean._forest.arena[word] = kept
     clean.check()
-    assert found > 100  # unused words and the last tokens' own spare space may hold anything
+    assert found > 100  # unused words may have any value
     clean._forest.state[arena.LIVE] -= 1
     with pytest.raises(CacheCorrupt, match="live"):
         clean.check()

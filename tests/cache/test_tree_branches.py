@@ -1,4 +1,4 @@
-"""Token trees: what is drafted when earlier rollouts went on in several ways."""
+"""Token trees: drafts where earlier rollouts continued in several ways."""
 
 import itertools
 
@@ -22,7 +22,7 @@ def grow(cache: RolloutCache, row: int, budget: int = 16, least: float = 0.0) ->
     return cache.draft(np.array([row]), np.array([budget]), branching=True, min_probability=least)
 
 
-def test_all_ways_to_go_on_are_drafted_the_likeliest_first() -> None:
+def test_all_continuations_are_drafted_the_likeliest_first() -> None:
     cache = make(doubt=0.0)
     for tokens in ([1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 5], [6]):
         cache.insert("p", PROMPT, np.array(tokens))
@@ -34,7 +34,7 @@ def test_all_ways_to_go_on_are_drafted_the_likeliest_first() -> None:
     np.testing.assert_allclose(drafts.path_probabilities, [0.8, 0.6, 0.4, 0.2, 0.2, 0.2], rtol=1e-3)
 
 
-def test_without_forks_a_tree_is_the_chain() -> None:
+def test_without_forks_a_tree_equals_the_chain() -> None:
     cache = make(doubt=0.3)
     for _ in range(3):
         cache.insert("p", PROMPT, np.arange(1, 40))
@@ -46,7 +46,7 @@ def test_without_forks_a_tree_is_the_chain() -> None:
     np.testing.assert_allclose(tree.path_probabilities, chain.path_probabilities, rtol=1e-6)
 
 
-def test_a_branch_that_runs_dry_is_searched_for_on_its_own() -> None:
+def test_a_branch_without_candidates_is_searched_for_separately() -> None:
     cache = make(min_match=2)
     cache.insert("q", PROMPT, np.array([1]))
     for tokens in ([1, 2, 3], [1, 7, 8], [50, 2, 3, 4, 5], [51, 7, 8, 9, 10]):
@@ -60,7 +60,7 @@ def test_a_branch_that_runs_dry_is_searched_for_on_its_own() -> None:
     assert {(2, 3, 4, 5), (7, 8, 9, 10)} <= set(paths.values())
 
 
-def test_few_long_matches_leave_some_room_for_what_shorter_ones_say() -> None:
+def test_few_long_matches_leave_some_votes_to_shorter_ones() -> None:
     cache = make(doubt=0.0, min_match=2, max_match=4)
     cache.insert("p", PROMPT, np.array([1, 2, 3, 4, 50]))
     for first in (60, 61, 62):
@@ -72,7 +72,7 @@ def test_few_long_matches_leave_some_room_for_what_shorter_ones_say() -> None:
     np.testing.assert_allclose(drafts.path_probabilities, [1 / 1.1, 0.1 / 1.1], rtol=1e-5)
 
 
-def test_nothing_below_the_least_probability_is_drafted() -> None:
+def test_nothing_below_the_minimum_probability_is_drafted() -> None:
     cache = make(doubt=0.0, min_probability=0.15)
     for tokens in ([1, 2], [1, 3], [1, 2], [4, 5], [1, 2]):
         cache.insert("p", PROMPT, np.array(tokens))
@@ -83,7 +83,7 @@ def test_nothing_below_the_least_probability_is_drafted() -> None:
 
 
 @pytest.mark.parametrize("branching", [False, True])
-def test_what_needs_no_draft_gets_none(branching: bool) -> None:
+def test_rows_that_need_no_draft_get_none(branching: bool) -> None:
     cache = make(max_draft_tokens=0)
     cache.insert("p", PROMPT, np.arange(9))
     row = cache.open("p", PROMPT)
@@ -117,7 +117,7 @@ def test_fewer_nodes_are_the_first_ones_of_more(seed: int, budget: int, calibrat
     count = len(fewer.tokens)
     assert count == min(budget, len(most.tokens))
     np.testing.assert_array_equal(fewer.path_probabilities, most.path_probabilities[:count])
-    chain, node = 0.0, -1  # always to the likeliest child, as a chain would go
+    chain, node = 0.0, -1  # always the likeliest child, as in a chain
     for at, parent in enumerate(most.parents.tolist()):
         if parent == node and count:
             chain, node, count = chain + float(most.path_probabilities[at]), at, count - 1

@@ -1,4 +1,4 @@
-"""The cache against a naive model of it, and under budgets it cannot keep to easily."""
+"""The cache against a naive model of it, and with budgets that are hard to keep."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ class Sequence:
     tokens: list[int]
     """Head of `max_match` tokens, then the response."""
     versions: list[int]
-    """That began to write each block."""
+    """Policy version at which each block was begun."""
 
     def write(self, tokens: list[int], version: int) -> None:
         self.tokens += tokens
@@ -70,7 +70,7 @@ class Naive:
         """Continuations with weights, and the longest match's length."""
         size = self.config.max_match
         found, echo = [], []
-        extra = len(past) - size  # tokens of the draft behind the row's own
+        extra = len(past) - size  # drafted tokens after the row's own
         expected = (len(row.own.tokens) - size if row.own else 0) - 1 + extra
         for sequence in self.trees[row.key]:
             for at in range(size - 1, len(sequence.tokens) - 1):
@@ -128,10 +128,10 @@ class Naive:
             past.append(tokens[done])
             matched = min(matched + 1, config.max_match)
             done += 1
-        assert done == len(tokens), "went on too long"
+        assert done == len(tokens), "continued too long"
 
     def forks(self, handle: int, past: list[int], place: Place) -> dict[int, tuple[float, Place]]:
-        """Tokens that may come next, each with its probability and what votes behind it."""
+        """Possible next tokens, each with its probability and the candidates that follow it."""
         config = self.config
         alive, matched = [item for item in place[0] if item[0]], place[1]
         if not alive:
@@ -146,7 +146,7 @@ class Naive:
         return out
 
     def tree(self, handle: int, budget: int) -> dict[tuple[int, ...], float]:
-        """Paths with their probabilities: the `budget` likeliest, found without cleverness."""
+        """The `budget` likeliest paths with their probabilities, by exhaustive search."""
         tail = self.tail(self.rows[handle])
         best: dict[tuple[int, ...], float] = {}
         grown: dict[tuple[int, ...], Place] = {}
@@ -212,7 +212,7 @@ def paths_of(drafts: Drafts, row: int) -> dict[tuple[int, ...], float]:
 
 
 def same_tree(found: dict[tuple[int, ...], float], wanted: dict[tuple[int, ...], float]) -> None:
-    """Equal but for the choice between paths of the same probability, which rounding decides."""
+    """Whether two trees are equal, except for ties in probability, which rounding decides."""
     assert len(found) == len(wanted)
     np.testing.assert_allclose(sorted(found.values()), sorted(wanted.values()), rtol=1e-4)
     for path in found.keys() & wanted.keys():
@@ -266,9 +266,7 @@ def allocated(cache: RolloutCache) -> int:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(14, 17), st.integers(13, 16), st.integers(1, 40))
-def test_memory_stays_under_its_budget_for_ever(
-    seed: int, total: int, prompt: int, max_match: int
-) -> None:
+def test_memory_stays_within_its_budget(seed: int, total: int, prompt: int, max_match: int) -> None:
     rng = np.random.default_rng(seed)
     config = CacheConfig(
         max_bytes=1 << total,

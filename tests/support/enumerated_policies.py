@@ -1,4 +1,4 @@
-"""Tiny policies whose every response can be enumerated, and how far samples are from them.
+"""Tiny policies of which every response can be enumerated, and comparisons of samples with them.
 
 Used by the exactness tests of the torch engine. A comparison fails when its p-value is below the
 false-alarm rate that its file states; seeds are fixed, so it always passes or always fails.
@@ -70,7 +70,7 @@ def core_of(model: SlotModel, source: DraftSource | None, **changes: Any) -> Dec
 
 
 def request(case: Case, name: str, seed: int, *, top_k: int = 0, **fields: Any) -> GenerateRequest:
-    """One response to PROMPT as `case` says."""
+    """A request for one response to PROMPT, sampled as in `case`."""
     sampling = SamplingParams(
         max_tokens=LENGTH,
         temperature=case.temperature,

@@ -1,4 +1,4 @@
-"""Fake sources of token trees: right ones hidden among wrong ones, random ones, and nonsense."""
+"""Fake draft sources: trees with the right tokens among wrong ones, random trees, invalid trees."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from rollout.trajectory import IntArray
 
 
 class _Source:
-    """Knows each row's key and what it has written; subclasses plant a tree for one row."""
+    """Keeps each row's key and its tokens; subclasses draft a tree for one row."""
 
     def __init__(self) -> None:
         self._keys: dict[int, str] = {}
-        self._written: dict[int, list[int]] = {}
+        self._tokens: dict[int, list[int]] = {}
         self.opened = 0
 
     def open(self, key: str, context: IntArray) -> int:
         self.opened += 1
         self._keys[self.opened] = key
-        self._written[self.opened] = []
+        self._tokens[self.opened] = []
         return self.opened
 
     def close(self, row: int) -> None:
-        del self._keys[row], self._written[row]
+        del self._keys[row], self._tokens[row]
 
     def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
         for row, start, end in zip(rows, offsets[:-1], offsets[1:], strict=True):
-            self._written[int(row)] += tokens[start:end].tolist()
+            self._tokens[int(row)] += tokens[start:end].tolist()
 
     def advance(self, policy_version: int) -> None: ...
 
@@ -44,7 +44,7 @@ class _Source:
         parents: list[int] = []
         offsets = [0]
         for row, budget in zip(rows, budgets, strict=True):
-            for token, parent in self._plant(int(row), int(budget)):
+            for token, parent in self._draft_row(int(row), int(budget)):
                 tokens.append(token)
                 parents.append(parent)
             offsets.append(len(tokens))
@@ -56,12 +56,12 @@ class _Source:
             (0.97 ** np.asarray(order)).astype(np.float32),
         )
 
-    def _plant(self, row: int, budget: int) -> list[tuple[int, int]]:
+    def _draft_row(self, row: int, budget: int) -> list[tuple[int, int]]:
         raise NotImplementedError
 
 
 class OracleTrees(_Source):
-    """Knows what each key's request will write, and hides it behind a wrong sibling at each step.
+    """Drafts the tokens that each key's request will generate, each after a wrong sibling.
 
     The accepted path is then never the first one, so that its KV always has to be moved.
     """
@@ -71,8 +71,8 @@ class OracleTrees(_Source):
         self._texts = texts
         self._vocab = vocab
 
-    def _plant(self, row: int, budget: int) -> list[tuple[int, int]]:
-        at = len(self._written[row])
+    def _draft_row(self, row: int, budget: int) -> list[tuple[int, int]]:
+        at = len(self._tokens[row])
         nodes: list[tuple[int, int]] = []
         parent = -1
         for right in self._texts[self._keys[row]][at:]:
@@ -85,14 +85,14 @@ class OracleTrees(_Source):
 
 
 class RandomTrees(_Source):
-    """Random valid trees, siblings distinct, of random sizes."""
+    """Random valid trees of random sizes, with distinct siblings."""
 
     def __init__(self, vocab: int, seed: int = 0) -> None:
         super().__init__()
         self._vocab = vocab
         self.rng = np.random.default_rng(seed)
 
-    def _plant(self, row: int, budget: int) -> list[tuple[int, int]]:
+    def _draft_row(self, row: int, budget: int) -> list[tuple[int, int]]:
         nodes: list[tuple[int, int]] = []
         for _ in range(int(self.rng.integers(0, budget + 1))):
             node = (int(self.rng.integers(self._vocab)), int(self.rng.integers(-1, len(nodes))))
@@ -102,9 +102,9 @@ class RandomTrees(_Source):
 
 
 class CorruptTrees(RandomTrees):
-    """Nothing holds: parents behind their nodes, twins, tokens that no model has."""
+    """Invalid trees: parents after their nodes, equal siblings, impossible token ids."""
 
-    def _plant(self, row: int, budget: int) -> list[tuple[int, int]]:
+    def _draft_row(self, row: int, budget: int) -> list[tuple[int, int]]:
         size = int(self.rng.integers(0, budget + 1))
         tokens: NDArray[np.integer] = self.rng.choice([-5, 0, 1, 2, 3, 10**9], size)
         parents = self.rng.integers(-3, size + 2, size)
