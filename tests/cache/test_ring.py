@@ -112,7 +112,7 @@ def test_a_writer_killed_at_any_byte_leaves_only_whole_messages(
         assert got == told[5 : 5 + len(got)]
         second = RingReader(path)
         late = drain(second)
-        # Torn marks hide everything. A real kill does not tear them: they are one write of 20 bytes.
+        # Torn marks hide everything. A real kill does not tear them: they are written at once.
         assert late or second._read_marks() is None
         assert late == told[5 + len(got) - len(late) : 5 + len(got)]
         assert reader.refused == second.refused == 0
