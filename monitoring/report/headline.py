@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from monitoring.occupancy import SlotUse, slot_shares
 from monitoring.report.data import RunData
 from monitoring.report.markup import Child, Markup, element
 from monitoring.report.series import difference_interval, mean
 from monitoring.report.windows import training_window, whole_window
+from monitoring.spans import idle_by_cause
 from monitoring.wording import UNKNOWN, count, duration, number, percent
+from wire.records import Measured, StepMetrics
 
 LENIENT = (
     "Lenient reuse (cache.reuse: lenient): samples began with tokens of earlier epochs, which were "
@@ -197,11 +201,26 @@ def _reuse_tile(data: RunData) -> Markup:
 
 
 def _idle_tile(data: RunData) -> Markup:
-    generators = percent(mean(data.column(lambda step: step.idle.generator)))
-    trainer = percent(mean(data.column(lambda step: step.idle.trainer)))
     details = "of their time"
     empty = empty_slots(data)
     if empty is not None:
         details += f"; {percent(empty)} of slot time is empty"
+    generators = percent(_idle(data, "generator", lambda step: step.idle.generator))
+    trainer = percent(_idle(data, "trainer", lambda step: step.idle.trainer))
     value: list[Child] = [generators, element("span", "·", class_="arrow"), trainer]
     return _tile("idle: generators · trainer", value, details)
+
+
+def _idle(data: RunData, role: str, recorded: Callable[[StepMetrics], Measured]) -> float | None:
+    """Mean idle share of the processes of a role in the training phase, as in the table of causes.
+
+    Without time lines it is the `recorded` share of the steps, which for a generator includes the
+    time between two engine steps.
+    """
+    lanes = [spans for name, spans in data.timelines.items() if name.startswith(role)]
+    if not lanes:
+        return mean(data.column(recorded))
+    training = training_window(data, whole_window(data.timelines))
+    return mean(
+        [sum(idle_by_cause(spans, training.start, training.end).values()) for spans in lanes]
+    )

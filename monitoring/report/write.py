@@ -48,8 +48,8 @@ def render(data: RunData, written: datetime) -> str:
     body = [
         headline(data),
         learning(data),
-        work(data),
         time_line(data),
+        work(data),
         samples(data),
         health(data),
         settings(data),
