@@ -1,6 +1,8 @@
 """Random models small enough to enumerate: a vocabulary of ten tokens, two layers.
 
-Weights are scaled up, so that distributions are far from uniform and depend on the context.
+Weights are scaled up, so that distributions are far from uniform and depend on the context. The
+models of `benchmarks.tiny_models` have the sizes that vLLM's attention needs; these are smaller,
+and there is a Llama.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from typing import Any
 
 VOCAB = 10
 STOP = 9
-"""The token that tests use as their stop token."""
+"""The stop token of the tests."""
 
 
 def _sizes() -> dict[str, Any]:
@@ -58,6 +60,6 @@ def _random(kind: Any, config: Any, seed: int, scale: float) -> Any:
 
 
 def save(model: Any, path: Path) -> str:
-    """Write in HF format; gives the directory as a string."""
+    """Save in HF format; returns the directory as a string."""
     model.save_pretrained(path)
     return str(path)
