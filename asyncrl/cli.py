@@ -22,6 +22,7 @@ from asyncrl.simulation.command import simulate
 
 if TYPE_CHECKING:
     from wire.messages import control
+    from wire.records import RunResult
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -191,18 +192,18 @@ def _print_status(status: dict[str, Any]) -> None:
             typer.echo(f"{key.replace('_', ' ')}: {text}")
 
 
-def _print_result(console: Console, directory: Path, result: dict[str, Any]) -> None:
-    before, after = result["accuracy_before"], result["accuracy_after"]
+def _print_result(console: Console, directory: Path, result: RunResult) -> None:
+    before, after = result.accuracy_before, result.accuracy_after
     if before is not None and after is not None:
         console.print(
             f"[bold]held-out accuracy {before:.3f} → {after:.3f}[/] "
-            f"({after - before:+.3f}) after {result['steps']} steps, "
-            f"{result['wall_seconds']:.0f} s of training",
+            f"({after - before:+.3f}) after {result.steps} steps, "
+            f"{result.wall_seconds:.0f} s of training",
             highlight=False,
         )
     else:
         console.print(
-            f"stopped after {result['steps']} steps; continue with --resume", highlight=False
+            f"stopped after {result.steps} steps; continue with --resume", highlight=False
         )
     console.print(f"result: {directory / 'result.json'}", highlight=False, soft_wrap=True)
     console.print(f"report: {directory / 'report.html'}", highlight=False, soft_wrap=True)

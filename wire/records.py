@@ -229,3 +229,30 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """Of all generators, since the run began."""
     idle: IdleShares = IdleShares()
     times: TrainerTimes = TrainerTimes()
+
+
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run came to: the contents of result.json."""
+
+    run: str
+    """Name of the run."""
+    engine: str
+    """Kind of the engine: "torch" or "vllm"."""
+    steps: int
+    """Optimizer steps done, those before a resume included."""
+    wall_seconds: float
+    """Training time, that before a resume included."""
+    total_seconds: float
+    """Time of this process, with the start of the other processes and evaluation."""
+    tokens: TokenCounts
+    """Of all generators in the training phase, that before a resume included."""
+    staleness: StalenessMetrics
+    """Mean of the steps' means, and maximum over all steps."""
+    exactly_on_policy: bool
+    """Whether staleness was 0 throughout, without lenient reuse and without a sample deadline."""
+    accuracy_before: float | None = None
+    """Held-out accuracy before training, 0 to 1; None where it was not measured."""
+    accuracy_after: float | None = None
+    """Held-out accuracy after training, 0 to 1; None where it was not measured."""
+    evaluation_samples: int = 0
+    """Held-out samples behind each accuracy."""

@@ -17,11 +17,10 @@ report.html       the result, for people
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import msgspec
 
@@ -29,6 +28,7 @@ from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import UserError
 from monitoring.metrics_log import read_metrics
 from monitoring.samples import read_samples
+from wire.records import RunResult
 
 _UNCHANGEABLE = (
     ("run", "seed"),
@@ -131,9 +131,10 @@ class RunDirectory:
         """Replace run.json by `state`."""
         write_atomically(self.path / "run.json", msgspec.json.encode(self.state).decode())
 
-    def write_result(self, result: dict[str, Any]) -> None:
+    def write_result(self, result: RunResult) -> None:
         """Write result.json."""
-        write_atomically(self.path / "result.json", json.dumps(result, indent=2) + "\n")
+        text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
+        write_atomically(self.path / "result.json", text + "\n")
 
     def truncate_records(self, *, before_step: int) -> None:
         """Drop the metrics and samples of steps that a resumed run will repeat."""

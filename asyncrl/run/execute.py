@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from rich.console import Console
 
@@ -37,9 +36,10 @@ from monitoring.report.write import write_report
 from trainer.checkpoint_files import latest, version_of
 from wire import Hub, RuntimeDirectory
 from wire.messages import control
+from wire.records import RunResult
 
 
-def execute(prepared: Prepared, *, resume: bool, clean: bool, console: Console) -> dict[str, Any]:
+def execute(prepared: Prepared, *, resume: bool, clean: bool, console: Console) -> RunResult:
     """Run to the end and return the contents of result.json.
 
     Raises:
@@ -75,7 +75,7 @@ async def _run(
     resume: bool,
     console: Console,
     metrics: ControllerMetrics,
-) -> dict[str, Any]:
+) -> RunResult:
     began = time.monotonic()
     config, state = prepared.config, directory.state
     with contextlib.ExitStack() as closing:
@@ -112,15 +112,7 @@ async def _run(
             remove_stale_files()
             state.ended = ended
             directory.write_state()
-    result = {
-        "run": config.run.name,
-        "engine": config.engine.kind,
-        "accuracy_before": None if before is None else before.value,
-        "accuracy_after": None if after is None else after.value,
-        "evaluation_samples": 0 if before is None else before.samples,
-        **progress.result(),
-        "total_seconds": time.monotonic() - began,
-    }
+    result = progress.result(before, after, total_seconds=time.monotonic() - began)
     directory.write_result(result)
     return result
 

@@ -20,7 +20,7 @@ from monitoring.metrics_log import MetricsLog
 from monitoring.run_view import RunView
 from scheduler.scheduler import Scheduler
 from wire.messages.from_trainer import StepFinished
-from wire.records import IdleShares, Measured, StepMetrics, TokenCounts
+from wire.records import IdleShares, Measured, RunResult, StalenessMetrics, StepMetrics, TokenCounts
 
 
 class Progress:
@@ -243,20 +243,24 @@ class Progress:
             "processes": processes,
         }
 
-    def result(self) -> dict[str, Any]:
-        """Totals of the training phase for result.json."""
-        tokens = self._tokens_before + self._trained_tokens
-        stalest = max((one.max for one in self._staleness), default=0)
-        means = [one.mean for one in self._staleness]
-        return {
-            "steps": self._step,
-            "wall_seconds": self._seconds_before + self._trained_seconds,
-            "tokens_generated": tokens.generated,
-            "tokens_drafted": tokens.drafted,
-            "tokens_reused": tokens.accepted,
-            "tokens_verified": tokens.verified,
-            "tokens_rejected": tokens.rejected,
-            "staleness_mean": statistics.fmean(means) if means else 0.0,
-            "staleness_max": stalest,
-            "exactly_on_policy": stalest == 0 and warnings.follows_the_policy(self._config),
-        }
+    def result(
+        self, before: Accuracy | None, after: Accuracy | None, *, total_seconds: float
+    ) -> RunResult:
+        """What the run came to, with its held-out accuracy before and after training."""
+        staleness = StalenessMetrics(
+            mean=statistics.fmean(one.mean for one in self._staleness) if self._staleness else 0.0,
+            max=max((one.max for one in self._staleness), default=0),
+        )
+        return RunResult(
+            run=self._config.run.name,
+            engine=self._config.engine.kind,
+            steps=self._step,
+            wall_seconds=self._seconds_before + self._trained_seconds,
+            total_seconds=total_seconds,
+            tokens=self._tokens_before + self._trained_tokens,
+            staleness=staleness,
+            exactly_on_policy=staleness.max == 0 and warnings.follows_the_policy(self._config),
+            accuracy_before=None if before is None else before.value,
+            accuracy_after=None if after is None else after.value,
+            evaluation_samples=0 if before is None else before.samples,
+        )

@@ -18,7 +18,7 @@ from monitoring.occupancy import SlotPiece, read_slots
 from monitoring.report.series import finite
 from monitoring.samples import SampleRecord, read_samples
 from monitoring.spans import Span, read_spans
-from wire.records import Measured, StepMetrics, TokenCounts
+from wire.records import Measured, RunResult, StepMetrics, TokenCounts
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class RunData:
     """Generator to the use of its slots. Processes without such a record are left out."""
     samples: list[SampleRecord] = field(default_factory=list)
     """The records of samples.jsonl, in order."""
-    result: Mapping[str, Any] | None = None
+    result: RunResult | None = None
     """result.json; None while the run is not finished."""
     config_text: str = ""
     """config.yaml as it is."""
@@ -54,17 +54,20 @@ class RunData:
         return [float(step.step) for step in self.steps]
 
     def tokens(self) -> TokenCounts:
-        """Token counts of all generators since the run began, as of the last step."""
+        """Token counts of all generators since the run began, as far as recorded."""
+        if self.result is not None:
+            return self.result.tokens
         return self.steps[-1].tokens if self.steps else TokenCounts()
 
-    def outcome(self, name: str) -> float | None:
-        """A number of result.json; None if the run is not finished or has no such number."""
-        return finite((self.result or {}).get(name))
+    def accuracies(self) -> tuple[float | None, float | None]:
+        """Held-out accuracy before and after training, 0 to 1; None if not measured."""
+        if self.result is None:
+            return None, None
+        return self.result.accuracy_before, self.result.accuracy_after
 
     def evaluation_samples(self) -> int | None:
         """Number of held-out samples that each accuracy is measured on."""
-        samples = self.outcome("evaluation_samples")
-        return int(samples) if samples is not None and samples >= 1 else None
+        return (self.result.evaluation_samples if self.result is not None else 0) or None
 
     def setting(self, path: str, default: Any = None) -> Any:
         """The setting at a dotted path, such as `run.steps`."""
@@ -142,9 +145,9 @@ def _load_or_note(data: RunData, load: Callable[[], T], otherwise: T) -> T:
         return otherwise
 
 
-def _load_result(path: Path) -> Mapping[str, Any] | None:
+def _load_result(path: Path) -> RunResult | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(path.read_bytes(), type=RunResult)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:

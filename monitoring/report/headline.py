@@ -36,7 +36,7 @@ def headline(data: RunData) -> list[Child]:
 
 def sentence(data: RunData) -> str:
     """The run in one sentence."""
-    before, after = data.outcome("accuracy_before"), data.outcome("accuracy_after")
+    before, after = data.accuracies()
     steps, wall = _steps_done(data), _wall_seconds(data)
     extent = f"{steps} optimizer step{'' if steps == 1 else 's'}"
     if wall is not None:
@@ -58,12 +58,10 @@ def sentence(data: RunData) -> str:
 
 def staleness(data: RunData) -> tuple[float | None, float | None]:
     """Mean and maximum over the run's trained tokens, in optimizer steps; None if unknown."""
-    average, largest = data.outcome("staleness_mean"), data.outcome("staleness_max")
-    if average is None:
-        average = mean(data.column(lambda step: step.staleness.mean))
-    if largest is None and data.steps:
-        largest = max(step.staleness.max for step in data.steps)
-    return average, largest
+    if data.result is not None:
+        return data.result.staleness.mean, data.result.staleness.max
+    average = mean(data.column(lambda step: step.staleness.mean))
+    return average, max((step.staleness.max for step in data.steps), default=None)
 
 
 def empty_slots(data: RunData) -> float | None:
@@ -78,7 +76,7 @@ def empty_slots(data: RunData) -> float | None:
 
 def _main_settings(data: RunData) -> list[Child]:
     settings = (
-        ("engine", (data.result or {}).get("engine") or data.setting("engine.kind")),
+        ("engine", data.setting("engine.kind") if data.result is None else data.result.engine),
         ("algorithm", data.setting("trainer.algorithm")),
         ("on update", data.setting("scheduler.on_update")),
         ("off-policy steps allowed", data.setting("scheduler.max_off_policy_steps")),
@@ -93,26 +91,15 @@ def _main_settings(data: RunData) -> list[Child]:
 
 
 def _steps_done(data: RunData) -> int:
-    steps = data.outcome("steps")
-    if steps is not None:
-        return int(steps)
+    if data.result is not None:
+        return data.result.steps
     return data.steps[-1].step + 1 if data.steps else 0
 
 
 def _wall_seconds(data: RunData) -> float | None:
-    wall = data.outcome("wall_seconds")
-    if wall is None and data.steps:
-        return data.steps[-1].wall_seconds
-    return wall
-
-
-def _tokens(data: RunData) -> tuple[float, float]:
-    """Response tokens of the run: generated, and accepted from drafts."""
-    generated, reused = data.outcome("tokens_generated"), data.outcome("tokens_reused")
-    return (
-        data.tokens().generated if generated is None else generated,
-        data.tokens().accepted if reused is None else reused,
-    )
+    if data.result is not None:
+        return data.result.wall_seconds
+    return data.steps[-1].wall_seconds if data.steps else None
 
 
 def _tile(name: str, value: Child, details: str, *, hero: bool = False) -> Markup:
@@ -138,7 +125,7 @@ def _tiles(data: RunData) -> list[Markup]:
 
 
 def _accuracy_tile(data: RunData) -> Markup:
-    before, after = data.outcome("accuracy_before"), data.outcome("accuracy_after")
+    before, after = data.accuracies()
     samples = data.evaluation_samples()
     arrow = element("span", "→", class_="arrow")
     details = "not measured"
@@ -162,7 +149,7 @@ def _time_tile(data: RunData) -> Markup:
 
 
 def _throughput_tile(data: RunData) -> Markup:
-    generated, wall = _tokens(data)[0], _wall_seconds(data)
+    generated, wall = data.tokens().generated, _wall_seconds(data)
     rate = mean(data.column(lambda step: step.tokens_per_second))
     if rate is None and wall:
         rate = generated / wall
@@ -188,14 +175,14 @@ def _verification_tile(data: RunData) -> Markup:
     if not kept + rejected:
         return _tile(name, UNKNOWN, "no token of an older policy was verified")
     details = f"of {count(kept + rejected)} tokens verified; {count(rejected)} regenerated"
-    generated = _tokens(data)[0]
+    generated = data.tokens().generated
     if generated:
         details += f", {percent(rejected / generated, 1)} of all generated"
     return _tile(name, percent(kept / (kept + rejected)), details)
 
 
 def _reuse_tile(data: RunData) -> Markup:
-    generated, reused = _tokens(data)
+    generated, reused = data.tokens().generated, data.tokens().accepted
     share = reused / generated if generated else None
     return _tile("reused tokens", percent(share), f"{count(reused)} came from accepted drafts")
 

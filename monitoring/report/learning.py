@@ -71,8 +71,8 @@ class _Accuracy:
 def _evaluation(data: RunData) -> Markup:
     samples = data.evaluation_samples()
     accuracies = []
-    for name, style in (("before", "c6"), ("after", "c3")):
-        value = data.outcome(f"accuracy_{name}")
+    names = (("before", "c6"), ("after", "c3"))
+    for (name, style), value in zip(names, data.accuracies(), strict=True):
         if value is not None and 0 <= value <= 1:
             low, high = wilson(value, samples) if samples else (value, value)
             accuracies.append(_Accuracy(name, style, value, low, high))

@@ -12,7 +12,7 @@ from monitoring.metrics import all_specs
 from trainer.algorithms.factory import make
 from trainer.algorithms.registry import known_algorithms
 from trainer.config import TrainerConfig
-from wire.records import StepMetrics
+from wire.records import RunResult, StepMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "monitoring.md").read_text()
@@ -20,9 +20,9 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 SPECS = {spec.name: spec for _, spec in all_specs()}
 
 
-def first_cells(header: str) -> list[str]:
-    """The names in the first column of the table with this header."""
-    table = PAGE.split(header, 1)[1].split("\n\n", 1)[0]
+def first_cells(heading: str, header: str) -> list[str]:
+    """The names in the first column of the table with this header, the first under a heading."""
+    table = PAGE.split(heading, 1)[1].split(header, 1)[1].split("\n\n", 1)[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
@@ -45,16 +45,23 @@ def test_each_metric_that_a_page_names_exists(page: Path) -> None:
     assert unknown <= {"asyncrl_cpu_sampling"}, "not a metric of monitoring/metrics.py"
 
 
-def test_each_field_of_a_step_is_documented() -> None:
-    fields = set()
-    for field in msgspec.structs.fields(StepMetrics):
-        if isinstance(field.default, msgspec.Struct):
-            fields |= {f"{field.name}.{name}" for name in field.default.__struct_fields__}
+def fields_of(kind: type[msgspec.Struct], *whole: str) -> list[str]:
+    """Dotted names of a record's numbers; fields in `whole` are not taken apart."""
+    names = []
+    for field in msgspec.structs.fields(kind):
+        if field.name not in whole and issubclass(field.type, msgspec.Struct):
+            names += [f"{field.name}.{name}" for name in field.type.__struct_fields__]
         else:
-            fields.add(field.name)
-    documented = first_cells("| field | meaning |")
-    assert len(documented) == len(fields)
-    assert set(documented) == fields
+            names.append(field.name)
+    return sorted(names)
+
+
+def test_each_field_of_a_step_and_of_the_result_is_documented() -> None:
+    header = "| field | meaning |"
+    assert sorted(first_cells("## `metrics.jsonl`", header)) == fields_of(StepMetrics, "algorithm")
+    of_result = first_cells("## `result.json`", header)
+    whole = ("tokens", "accuracy_before", "accuracy_after")
+    assert sorted(of_result) == fields_of(RunResult, *whole)
 
 
 def test_each_signal_of_an_algorithm_is_documented() -> None:
@@ -64,4 +71,4 @@ def test_each_signal_of_an_algorithm_is_documented() -> None:
         for kl in (0.0, 0.1)
         for name in make(TrainerConfig(algorithm=algorithm, kl_coefficient=kl)).signals
     }
-    assert set(first_cells("| signal | of | meaning |")) == signals
+    assert set(first_cells("## `metrics.jsonl`", "| signal | of | meaning |")) == signals

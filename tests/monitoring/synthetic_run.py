@@ -22,6 +22,7 @@ from wire.records import (
     IdleShares,
     LearningMetrics,
     MismatchMetrics,
+    RunResult,
     StalenessMetrics,
     StepMetrics,
     TokenCounts,
@@ -70,18 +71,19 @@ def make_run(
     totals = _metrics(folder / "metrics.jsonl", ends, random_)
     _samples(folder / "samples.jsonl", steps, random_)
     if finished:
-        result = {
-            "accuracy_before": 0.664,
-            "accuracy_after": 0.859,
-            "evaluation_samples": 256,
-            "steps": steps,
-            "wall_seconds": ends[-1] - START + 9.0,
-            "tokens_generated": totals[0],
-            "tokens_reused": totals[1],
-            "staleness_mean": 0.61,
-            "staleness_max": 1,
-            "engine": "torch",
-        }
+        result = RunResult(
+            run=name,
+            engine="torch",
+            steps=steps,
+            wall_seconds=ends[-1] - START + 9.0,
+            total_seconds=ends[-1] - START + 30.0,
+            tokens=totals,
+            staleness=StalenessMetrics(mean=0.61, max=1),
+            exactly_on_policy=False,
+            accuracy_before=0.664,
+            accuracy_after=0.859,
+            evaluation_samples=256,
+        )
         (folder / "result.json").write_bytes(msgspec.json.encode(result))
     return folder
 
@@ -153,8 +155,9 @@ def _slots(log: SlotLog, start: float, end: float) -> None:
         log.add(start + part * size, start + (part + 1) * size, 64, used)
 
 
-def _metrics(path: Path, ends: list[float], random_: random.Random) -> tuple[int, int]:
+def _metrics(path: Path, ends: list[float], random_: random.Random) -> TokenCounts:
     generated = drafted = accepted = 0
+    counts = TokenCounts()
     log = MetricsLog(path)
     for step, end in enumerate(ends):
         tokens = round(8600 + 700 * random_.gauss(0, 1))
@@ -164,6 +167,13 @@ def _metrics(path: Path, ends: list[float], random_: random.Random) -> tuple[int
         drafted += round(tokens * share * 1.25)
         seconds = end - (ends[step - 1] if step else START + 19.0)
         growth = 1 - math.exp(-step / 25)
+        counts = TokenCounts(
+            generated=generated,
+            drafted=drafted,
+            accepted=accepted,
+            verified=accepted // 2,
+            rejected=accepted // 20,
+        )
         log.append(
             StepMetrics(
                 step=step,
@@ -172,13 +182,7 @@ def _metrics(path: Path, ends: list[float], random_: random.Random) -> tuple[int
                 step_seconds=seconds,
                 tokens_per_second=tokens / seconds,
                 engine_busy_seconds=0.9 * (end - START),
-                tokens=TokenCounts(
-                    generated=generated,
-                    drafted=drafted,
-                    accepted=accepted,
-                    verified=accepted // 2,
-                    rejected=accepted // 20,
-                ),
+                tokens=counts,
                 idle=IdleShares(
                     generator=0.05 + 0.02 * random_.random(), trainer=0.27 + 0.03 * random_.random()
                 ),
@@ -224,7 +228,7 @@ def _metrics(path: Path, ends: list[float], random_: random.Random) -> tuple[int
             )
         )
     log.close()
-    return generated, accepted
+    return counts
 
 
 def _samples(path: Path, steps: int, random_: random.Random) -> None:

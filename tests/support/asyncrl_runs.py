@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -11,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from monitoring.metrics_log import read_metrics
-from wire.records import StepMetrics
+from wire.records import RunResult, StepMetrics
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "your_own"
@@ -64,8 +64,8 @@ class CommandLine:
     def metrics(self) -> list[StepMetrics]:
         return read_metrics(self.folder / "metrics.jsonl")
 
-    def result(self) -> dict[str, Any]:
-        return dict(json.loads((self.folder / "result.json").read_text()))
+    def result(self) -> RunResult:
+        return msgspec.json.decode((self.folder / "result.json").read_bytes(), type=RunResult)
 
     def steps(self) -> int:
         return len(self.metrics())

@@ -140,11 +140,10 @@ def test_tokens_are_those_of_the_training_phase_and_of_the_run_before(tmp_path: 
     )
     assert step.wall_seconds >= 100
     watched.progress.training_ends()
-    result = watched.progress.result()
-    assert result["tokens_generated"] == 1040
-    assert result["tokens_reused"] == 20
-    assert (result["staleness_mean"], result["staleness_max"]) == (0.25, 1)
-    assert not result["exactly_on_policy"]
+    result = watched.progress.result(None, None, total_seconds=200.0)
+    assert result.tokens == step.tokens
+    assert result.staleness == StalenessMetrics(mean=0.25, max=1)
+    assert not result.exactly_on_policy
 
 
 def test_status_and_live_view_show_the_last_step(watched: Watched) -> None:

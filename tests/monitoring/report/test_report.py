@@ -12,7 +12,7 @@ from monitoring.report.write import write_report
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
 from monitoring.spans import Span
 from monitoring.timeline import Timeline
-from wire.records import StepMetrics
+from wire.records import RunResult, StalenessMetrics, StepMetrics, TokenCounts
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -95,12 +95,25 @@ def test_a_finished_run_on_one_page(run):
     assert len(text) < 1_000_000
 
 
+def a_result(**values):
+    """A result in which nothing happened, but for `values`."""
+    nothing = RunResult(
+        run="r",
+        engine="torch",
+        steps=0,
+        wall_seconds=0.0,
+        total_seconds=0.0,
+        tokens=TokenCounts(),
+        staleness=StalenessMetrics(),
+        exactly_on_policy=True,
+    )
+    return msgspec.structs.replace(nothing, **values)
+
+
 def written_with(run, *, config="", **result):
     """The report's words when these lines are in the configuration and these numbers come out."""
     (run / "config.yaml").write_text("run: {name: r}\n" + config)
-    (run / "result.json").write_bytes(
-        msgspec.json.encode({"staleness_mean": 0.0, "staleness_max": 0.0, **result})
-    )
+    (run / "result.json").write_bytes(msgspec.json.encode(a_result(**result)))
     return words(write_report(run).read_text())
 
 
@@ -109,7 +122,7 @@ def test_only_a_run_without_stale_or_lenient_tokens_is_called_on_policy(tmp_path
     read = written_with(run)
     assert "exactly on-policy" in read
     assert "biased" not in read
-    read = written_with(run, staleness_mean=0.3, staleness_max=1.0)
+    read = written_with(run, staleness=StalenessMetrics(mean=0.3, max=1))
     assert "exactly on-policy" not in read
     assert "steps on average, 1 at most" in read
     read = written_with(run, config="cache: {reuse: lenient}\n")
@@ -178,7 +191,7 @@ def hostile_run(folder, nasty):
     folder.mkdir()
     (folder / "config.yaml").write_bytes(msgspec.json.encode({**config, nasty: [nasty]}))
     (folder / "result.json").write_bytes(
-        msgspec.json.encode({"engine": nasty, "accuracy_before": nasty, "steps": 1})
+        msgspec.json.encode(a_result(run=nasty, engine=nasty, steps=1))
     )
     log = MetricsLog(folder / "metrics.jsonl")
     log.append(StepMetrics(step=0, time=1.0, algorithm={nasty: 1.0}))
