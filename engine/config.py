@@ -59,7 +59,7 @@ class EngineConfig(BaseModel):
     device: Device = "auto"
     """Device of the engine. `auto`: a GPU if torch sees one, otherwise the CPU."""
     threads: int | None = Field(default=None, ge=1)
-    """Number of CPU threads of the engine's process. None: torch's choice."""
+    """Number of CPU threads of the engine's process. null: torch's choice."""
     top_k_logprobs: int = Field(default=8, ge=0, le=64)
     """K: number of most probable tokens reported per position; a request may ask for fewer. Tokens
     that `scheduler.on_update: verify` can accept are among them, so use 64 for a large vocabulary

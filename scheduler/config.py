@@ -36,7 +36,7 @@ class SchedulerConfig(BaseModel):
 
     max_runahead_groups: int | None = Field(default=None, ge=1)
     """Run-ahead, in groups (`on_update: verify` only): how many groups may be started before the
-    policy version that they need is published. None: two whole steps (2 * groups_per_step), so that
+    policy version that they need is published. null: two whole steps (2 * groups_per_step), so that
     an answer may take as long as three steps before the trainer waits for it. More than three steps
     gain nothing in simulations."""
 
@@ -49,7 +49,7 @@ class SchedulerConfig(BaseModel):
     """Time limit of a sample, in seconds from its start: a sample that takes longer ends with the
     tokens that it has and finish reason `deadline`, which is counted and shown. Which samples are
     cut depends on the load of the machine, so their ends do not follow the policy. It is a safety
-    net and not a length limit (use sampling.max_tokens for that). None: no deadline."""
+    net and not a length limit (use sampling.max_tokens for that). null: no deadline."""
 
     group_size: int = Field(default=8, ge=1)
     """Samples per group: how many answers are generated for one prompt at one visit."""
@@ -58,7 +58,7 @@ class SchedulerConfig(BaseModel):
     """Groups that one optimizer step trains on; group g belongs to step g // groups_per_step."""
 
     max_in_flight_per_generator: int | None = Field(default=None, ge=1)
-    """Maximum number of samples issued to one generator and not finished yet. None: its slots plus
+    """Maximum number of samples issued to one generator and not finished yet. null: its slots plus
     a few (a quarter of the slots, at most one group) that wait in its own queue, so that a free
     slot is filled without asking the controller."""
 

@@ -12,11 +12,11 @@ class TorchConfig(BaseModel):
 
     max_step_tokens: int | None = Field(default=None, ge=1)
     """Largest number of tokens that a decoding step feeds, drafts included. Rows beyond it still
-    run, without drafts. None: no limit but memory. Within the limit each step drafts what pays, by
+    run, without drafts. null: no limit but memory. Within the limit each step drafts what pays, by
     the engine's own step times."""
     draft_trees: bool = True
     """Whether to draft token trees, with several candidates for a position where the cache knows
-    several. False: one chain of tokens per row."""
+    several. false: one chain of tokens per row."""
     max_prefill_tokens: int = Field(default=4096, ge=1)
     """Largest number of prompt tokens, and kept tokens to verify, that one step takes in, and of
     tokens in one scoring pass. A single longer prompt still goes, alone."""

@@ -15,21 +15,21 @@ class VllmConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kv_cache_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Memory for KV, in GiB. None: 0.5 on a CPU; on a GPU what gpu_memory_utilization leaves."""
+    """Memory for KV, in GiB. null: 0.5 on a CPU; on a GPU what gpu_memory_utilization leaves."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     """Share of a GPU's memory that vLLM may take; unused when kv_cache_gib is set."""
     enforce_eager: bool | None = None
-    """Run without compiling the model. None: yes on a CPU (ready sooner, as fast on small models),
+    """Run without compiling the model. null: yes on a CPU (ready sooner, as fast on small models),
     no on a GPU."""
     enable_prefix_caching: bool = True
     """Share the KV of equal prompts. Never across versions of the weights."""
     max_step_tokens: int | None = Field(default=None, ge=1)
-    """None: each step drafts what pays, by the measured step times and acceptance. A number: steps
+    """null: each step drafts what pays, by the measured step times and acceptance. A number: steps
     are filled with drafts to this many tokens whatever that costs; rows beyond it run without
     drafts."""
     max_prefill_tokens: int | None = Field(default=None, ge=1)
     """Prompt tokens, including kept tokens that are scored, that one step may take in; longer ones
-    are split. None: 4096, on a CPU 512, because more exceeds its caches and costs up to twice as
+    are split. null: 4096, on a CPU 512, because more exceeds its caches and costs up to twice as
     much a token."""
     chunk_tokens: int = Field(default=16, ge=1)
     """A request reports its tokens in chunks of at least this many. The first token is reported at

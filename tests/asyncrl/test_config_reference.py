@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,8 @@ def test_the_page_on_disk_is_the_generated_one() -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting_says_what_it_means(setting: Setting) -> None:
     assert setting.meaning.endswith((".", ")")), "write a docstring under the field"
+    python = re.findall(r"\b(?:None|True|False)\b", setting.meaning)
+    assert not python, f"users write YAML: null, true or false, not {python[0]}"
 
 
 @pytest.mark.parametrize("section", sections(), ids=lambda section: section.path)
