@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.parametrize("module", ["asyncrl.cli", "asyncrl.run.execute"])
 def test_the_controller_starts_without_torch(module: str) -> None:
-    """It takes five seconds to import, which the children spend at the same time."""
+    """Torch takes five seconds to import; a wrong setting or run name is reported before that."""
     heavy = "{'torch', 'transformers', 'numba', 'datasets'}"
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
