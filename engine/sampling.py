@@ -7,7 +7,7 @@ So neither the batch, nor the slot, nor the drafts can change which token a requ
 tests use that as the strongest form of "drafting is exact". What remains is rounding: logits
 differ in the last bits with the shape of the batch, which moves a draw about once in 10^6.
 
-A request that goes on after a *rejected* token needs a new seed: given the rejection, the old
+A request that continues after a *rejected* token needs a new seed: given the rejection, the old
 number at that position is no longer uniform. For the same reason the numbers that decide whether
 kept tokens stay, and those of tail draws, come from streams of their own (`forked`), which differ
 from policy version to policy version: a token that was judged once is judged afresh.
@@ -37,7 +37,7 @@ _SLAB = 1 << 24
 
 
 class Purpose(IntEnum):
-    """What a stream beside the drawing one is for."""
+    """What a random stream other than the drawing one is for."""
 
     ACCEPT = 0xA0761D6478BD642F
     """Whether a kept token stays."""

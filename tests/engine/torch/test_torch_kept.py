@@ -1,4 +1,4 @@
-"""Kept tokens in the torch engine: accepted, replaced, reported; and how decoding goes on."""
+"""Kept tokens in the torch engine: accepted, replaced, reported; and how decoding continues."""
 
 from __future__ import annotations
 

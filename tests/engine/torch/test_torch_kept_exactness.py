@@ -1,6 +1,6 @@
 """What the torch engine writes behind a verification follows the current policy: chi-square.
 
-An old policy writes texts; the current one, which has drifted away, verifies them and goes on.
+An old policy generates texts; the current one, which has drifted away, verifies them and continues.
 Over fresh old texts and fresh seeds the results must follow the current policy's distribution,
 which is enumerated.
 A comparison fails when its p-value is below 1e-4; with the 6 here that must pass, a correct engine
