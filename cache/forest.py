@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cache import arena, integrity, sequences
+from cache import arena, integrity, sequences, stored
 from cache.arena import LongArray
 from cache.config import CacheConfig
 from cache.errors import CacheCorrupt
+from cache.stored import StoredRollouts
 from rollout.trajectory import IntArray
 
 BLOCK_BYTES = 4 * arena.BLOCK
@@ -50,18 +51,10 @@ class Forest:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __iter__(self) -> Iterator[tuple[str, int]]:
-        """Keys and their trees, the least recently used first."""
-        return iter(self._keys.items())
-
     @property
     def bytes(self) -> int:
         """Bytes that all trees take now."""
         return int(self.state[arena.LIVE]) * BLOCK_BYTES + self._overhead()
-
-    def key_of(self, tree: int) -> str:
-        """The key of a tree."""
-        return self._key_of[tree]
 
     def tree_of(self, key: str) -> int:
         """The tree of a key, made if it is new; DETACHED when there is no room even for that."""
@@ -127,6 +120,23 @@ class Forest:
         )  # fmt: skip
         self.evicted_tokens += max(0, dropped)
         return dropped >= 0
+
+    def rollout(self, tree: int, first: int) -> StoredRollouts:
+        """A copy of the tree's sequence named `first`, finished or not."""
+        tokens = np.empty(stored.length(self.arena, first), np.int32)
+        length, version = stored.copy(self.arena, first, tokens)
+        one = np.array([[length], [version]], np.int32)
+        return StoredRollouts(self._key_of[tree], one[0], one[1], tokens)
+
+    def finished_rollouts(self) -> Iterator[StoredRollouts]:
+        """Copies of all finished sequences, the least recently used prompt first."""
+        for key, tree in self._keys.items():
+            sequences, total = stored.count(self.arena, self.trees, tree)
+            if sequences:
+                lengths, versions = np.empty((2, sequences), np.int32)
+                tokens = np.empty(total, np.int32)
+                stored.finished(self.arena, self.trees, tree, lengths, versions, tokens)
+                yield StoredRollouts(key, lengths, versions, tokens)
 
     def check(self) -> None:
         """Verify all links, counters and budgets; reads everything.

@@ -30,14 +30,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache import arena, insert, stored
+from cache import arena, insert
 from cache.config import CacheConfig
 from cache.draft import draft
 from cache.errors import CacheCorrupt
 from cache.forest import Forest
 from cache.match import Rules, version_weights
 from cache.rows import OpenRows
-from rollout.arrays import int32_values
+from cache.stored import StoredRollouts
+from rollout.arrays import check_offsets, int32_values
 from rollout.trajectory import FloatArray, IntArray
 
 
@@ -159,13 +160,9 @@ class RolloutCache:
         rows = self._rows.require_open(rows)
         tokens = int32_values("tokens", tokens, minimum=0)
         offsets = int32_values("offsets", offsets, minimum=0)
-        if len(offsets) != len(rows) + 1 or offsets[0] != 0 or offsets[-1] != len(tokens):
-            raise ValueError(
-                f"offsets must be {len(rows) + 1} numbers from 0 to {len(tokens)} "
-                f"for {len(rows)} rows, not {_brief(offsets)}"
-            )
-        if np.any(offsets[1:] < offsets[:-1]):
-            raise ValueError(f"offsets must not fall: {_brief(offsets)}")
+        if len(offsets) != len(rows) + 1:
+            raise ValueError(f"{len(rows)} rows need {len(rows) + 1} offsets, not {len(offsets)}")
+        check_offsets("extend", offsets, len(tokens))
         self._inserted += len(tokens)
         self._store(rows, tokens, offsets)
 
@@ -241,7 +238,7 @@ class RolloutCache:
         finally:
             state[arena.POLICY_VERSION] = current
 
-    def stored_rollout(self, row: int) -> stored.StoredRollouts | None:
+    def stored_rollout(self, row: int) -> StoredRollouts | None:
         """What an open row has stored: its head and its response so far.
 
         Returns:
@@ -255,24 +252,14 @@ class RolloutCache:
         tree, own = int(cursor[arena.TREE]), int(cursor[arena.OWN])
         if tree < 0 or own <= 0:
             return None
-        tokens = np.empty(stored.length(self._forest.arena, own), np.int32)
-        length, version = stored.copy(self._forest.arena, own, tokens)
-        one = np.array([[length], [version]], np.int32)
-        return stored.StoredRollouts(self._forest.key_of(tree), one[0], one[1], tokens)
+        return self._forest.rollout(tree, own)
 
-    def finished_rollouts(self) -> Iterator[stored.StoredRollouts]:
+    def finished_rollouts(self) -> Iterator[StoredRollouts]:
         """All rollouts without an open row, prompt by prompt, the least recently used first.
 
         The cache must not be used meanwhile.
         """
-        words, trees = self._forest.arena, self._forest.trees
-        for key, tree in self._forest:
-            sequences, total = stored.count(words, trees, tree)
-            if sequences:
-                lengths, versions = np.empty((2, sequences), np.int32)
-                tokens = np.empty(total, np.int32)
-                stored.finished(words, trees, tree, lengths, versions, tokens)
-                yield stored.StoredRollouts(key, lengths, versions, tokens)
+        return self._forest.finished_rollouts()
 
     def stats(self) -> CacheStats:
         """Gauges and counters; takes no time."""
@@ -349,7 +336,3 @@ def warm_up() -> None:
     list(cache.finished_rollouts())
     cache.close(int(rows[0]))
     cache.insert("makes room", np.zeros(1, np.int32), np.zeros(8000, np.int32))
-
-
-def _brief(values: IntArray) -> str:
-    return np.array2string(values, threshold=8)

@@ -234,7 +234,7 @@ def test_offsets_that_do_not_fit_are_refused(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="offsets"):
         cache.extend(np.array([row]), np.array([1, 2]), np.array(offsets, np.int64))
     rows = np.array([row, row])
-    with pytest.raises(ValueError, match="must not fall"):
+    with pytest.raises(ValueError, match="must rise from 0 to 2"):
         cache.extend(rows, np.array([1, 2]), np.array([0, 3, 2]))
 
 
