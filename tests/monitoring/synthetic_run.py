@@ -1,6 +1,7 @@
-"""A run directory as a real run would leave it, made up from a seed: for tests and for looking at.
+"""A run directory as a real run would leave it, made up from a seed and written by the real types.
 
-`python tests/monitoring/synthetic_run.py DIRECTORY` writes one with its report.
+`PYTHONPATH=.:tests/support python tests/monitoring/synthetic_run.py DIRECTORY` writes one with its
+report, to look at.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import sys
 from pathlib import Path
 
 import msgspec
+from fake_clock import FakeClock
 
 from monitoring.metrics_log import MetricsLog
 from monitoring.occupancy import SlotLog
 from monitoring.report.write import write_report
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
-from monitoring.timeline import Clock, Timeline
+from monitoring.timeline import Timeline
 from wire.records import (
     BatchMetrics,
     IdleShares,
@@ -47,16 +49,6 @@ trainer:
 monitoring:
   report_samples: 6
 """
-
-
-class FakeTime:
-    """A clock that stands until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def clock(self) -> Clock:
-        return Clock(monotonic=lambda: self.now, wall=lambda: START - 100.0 + self.now)
 
 
 def make_run(
@@ -94,8 +86,8 @@ def _timelines(folder: Path, steps: int, generators: int, random_: random.Random
     train = [1.6 + 0.3 * random_.random() for _ in range(steps)]
     wait = [0.5 + 0.7 * random_.random() for _ in range(steps)]
     ready, evaluated = 8.0, 19.0
-    fake = FakeTime()
-    with Timeline(folder / "trainer.jsonl", "trainer", clock=fake.clock()) as line:
+    fake = FakeClock(100.0)
+    with Timeline(folder / "trainer.jsonl", "trainer", clock=fake.clock(START - 100.0)) as line:
         line.record("starting", 100.0, 100.0 + ready)
         line.record("waiting", 100.0 + ready, 100.0 + evaluated, for_="evaluation")
         at = 100.0 + evaluated
@@ -122,8 +114,8 @@ def _generator(
     evaluated: float,
     random_: random.Random,
 ) -> None:
-    fake = FakeTime()
-    with Timeline(folder / f"{name}.jsonl", name, clock=fake.clock()) as line:
+    fake = FakeClock(100.0)
+    with Timeline(folder / f"{name}.jsonl", name, clock=fake.clock(START - 100.0)) as line:
         line.record("starting", 100.0, 100.0 + ready)
         line.record("evaluating", 100.0 + ready, 100.0 + evaluated - 0.4)
         at = 100.0 + evaluated - 0.3
@@ -145,7 +137,7 @@ def _generator(
 
 
 def _slots(log: SlotLog, start: float, end: float) -> None:
-    """A step: verification of what was written ahead, due samples that get fewer, run-ahead."""
+    """One step: verification of run-ahead work, then fewer and fewer due samples, and run-ahead."""
     size = (end - start) / 10
     for part in range(10):
         due = 64 - 7 * part

@@ -1,6 +1,7 @@
 import io
 
 import pytest
+from fake_clock import FakeClock
 from rich.console import Console
 
 from monitoring.config import MonitoringConfig
@@ -37,20 +38,13 @@ LINE = (
 )
 
 
-class Hands:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 def plain(mode="auto", **more):
     stream = io.StringIO()
-    hands = Hands()
+    clock = FakeClock()
     view = LiveView(
-        MonitoringConfig(live=mode), 60, "demo", Console(file=stream, width=40), clock=hands
+        MonitoringConfig(live=mode), 60, "demo", Console(file=stream, width=40), clock=clock
     )
-    return view, stream, hands
+    return view, stream, clock
 
 
 def terminal(width=100):
@@ -79,13 +73,13 @@ def test_without_a_terminal_one_whole_line_per_step_and_phase():
 
 
 def test_a_log_file_never_looks_dead():
-    view, stream, hands = plain()
+    view, stream, clock = plain()
     view.update(FULL)
     lines = len(stream.getvalue().splitlines())
-    hands.now = 29.0
+    clock.now = 29.0
     view.update(FULL)
     assert len(stream.getvalue().splitlines()) == lines
-    hands.now = 31.0
+    clock.now = 31.0
     view.update(FULL)
     assert stream.getvalue().splitlines()[lines:] == [
         "demo: training, step 30/60, waiting for 3 of 16 groups of step 30"

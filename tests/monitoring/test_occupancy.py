@@ -10,7 +10,7 @@ def test_what_is_not_used_is_idle():
     assert SlotPiece(0.0, 1.0, 2, {"primary": 2.0}).slot_seconds() == {"primary": 2.0}
 
 
-def test_shares_of_a_window_cut_pieces_at_its_edges_and_follow_the_order_of_uses():
+def test_shares_count_the_parts_of_pieces_inside_and_follow_the_order_of_uses():
     pieces = [
         SlotPiece(0.0, 4.0, 2, {"run_ahead": 2.0}),
         SlotPiece(4.0, 6.0, 2, {"verifying": 1.0, "primary": 1.0}),
@@ -21,7 +21,7 @@ def test_shares_of_a_window_cut_pieces_at_its_edges_and_follow_the_order_of_uses
     assert slot_shares(pieces, 7.0, 9.0) == {}
 
 
-def test_a_log_keeps_every_slot_second_however_often_it_is_told(tmp_path):
+def test_a_log_keeps_every_slot_second_of_many_short_additions(tmp_path):
     seen = []
     log = SlotLog(tmp_path / "slots" / "generator-0.jsonl", seen.append)
     expected = {}
@@ -72,5 +72,5 @@ def test_a_file_that_is_not_there_and_a_broken_one(tmp_path):
         read_slots(tmp_path / "s.jsonl")
 
 
-def test_uses_have_the_names_of_the_report():
+def test_idle_is_listed_last():
     assert [use.value for use in SlotUse][-1] == "idle"

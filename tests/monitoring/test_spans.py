@@ -102,14 +102,14 @@ def test_merge_bridges_small_gaps_of_equal_spans_only():
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(1, 9), st.integers(0, 3))))
 def test_running_idle_shares_equal_those_computed_afresh(pieces):
-    window, some, at = RecentIdle(12.0), [], 0.0
+    recent, some, at = RecentIdle(12.0), [], 0.0
     for cause, length, gap in pieces:
         at += gap
         one = waiting_span(at, at + length, cause) if cause else Span("training", at, at + length)
         at += length
         some.append(one)
-        got = window.add(one)
-        # Time before the oldest piece that reaches into the window is not in it.
+        got = recent.add(one)
+        # Time before the oldest piece that reaches into the last 12 s does not count.
         start = max(at - 12.0, 0.0)
         start = max(start, min(s.start for s in some if s.end > start))
         wanted = idle_by_cause(some, start, at)
@@ -117,6 +117,6 @@ def test_running_idle_shares_equal_those_computed_afresh(pieces):
 
 
 def test_a_cause_without_recent_share_stays_at_zero():
-    window = RecentIdle(10.0)
-    assert window.add(waiting_span(0.0, 5.0, "weights"))["weights"] == 1.0
-    assert window.add(Span("training", 5.0, 20.0)) == {"weights": 0.0, UNACCOUNTED: 0.0}
+    recent = RecentIdle(10.0)
+    assert recent.add(waiting_span(0.0, 5.0, "weights"))["weights"] == 1.0
+    assert recent.add(Span("training", 5.0, 20.0)) == {"weights": 0.0, UNACCOUNTED: 0.0}

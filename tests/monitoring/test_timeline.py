@@ -2,34 +2,25 @@ import json
 import threading
 
 import pytest
+from fake_clock import FakeClock
 
 from monitoring.spans import Span, read_spans, read_timelines
 from monitoring.timeline import Clock, Timeline
 
 
-class Hands:
-    """A clock moved by hand; its wall clock is 1000 s ahead."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def clock(self):
-        return Clock(monotonic=lambda: self.now, wall=lambda: self.now + 1000.0)
-
-
 @pytest.fixture
-def hands():
-    return Hands()
+def fake():
+    return FakeClock()
 
 
-def test_spans_are_on_wall_time_and_equal_ones_become_one(tmp_path, hands):
+def test_spans_are_on_wall_time_and_equal_ones_become_one(tmp_path, fake):
     path = tmp_path / "timeline" / "trainer.jsonl"
-    with Timeline(path, "trainer", clock=hands.clock(), flush_seconds=60) as line:
+    with Timeline(path, "trainer", clock=fake.clock(1000.0), flush_seconds=60) as line:
         for step in (1, 1, 1, 2):
             with line.span("training", step=step):
-                hands.now += 2.0
+                fake.now += 2.0
         with line.waiting("weights"):
-            hands.now += 1.0
+            fake.now += 1.0
     assert [json.loads(text) for text in path.read_text().splitlines()] == [
         {"kind": "training", "start": 1000.0, "end": 1006.0, "args": {"step": 1}},
         {"kind": "training", "start": 1006.0, "end": 1008.0, "args": {"step": 2}},
@@ -46,39 +37,39 @@ def test_a_correction_of_the_wall_clock_changes_nothing(tmp_path):
     assert read_spans(tmp_path / "a.jsonl") == [Span("training", 5000.0, 5002.0)]
 
 
-def test_it_writes_at_bounded_intervals(tmp_path, hands):
+def test_it_writes_at_bounded_intervals(tmp_path, fake):
     path = tmp_path / "a.jsonl"
-    line = Timeline(path, "a", clock=hands.clock(), flush_seconds=1.0)
+    line = Timeline(path, "a", clock=fake.clock(1000.0), flush_seconds=1.0)
     for step in range(6):
-        line.record("training", hands.now, hands.now + 0.3, step=step)
-        hands.now += 0.3
+        line.record("training", fake.now, fake.now + 0.3, step=step)
+        fake.now += 0.3
     assert len(read_spans(path)) == 5
     line.close()
     assert len(read_spans(path)) == 6
 
 
-def test_a_killed_process_leaves_its_open_wait_behind(tmp_path, hands):
+def test_a_killed_process_leaves_its_open_wait_behind(tmp_path, fake):
     path = tmp_path / "a.jsonl"
-    line = Timeline(path, "a", clock=hands.clock())
+    line = Timeline(path, "a", clock=fake.clock(1000.0))
     wait = line.waiting("trajectories")
     wait.__enter__()
     for _ in range(3):
-        hands.now += 1.0
+        fake.now += 1.0
         line.flush()
     assert len(path.read_text().splitlines()) == 3
     assert read_spans(path) == [Span("waiting", 1000.0, 1003.0, {"for": "trajectories"})]
-    hands.now += 1.0
+    fake.now += 1.0
     wait.__exit__(None, None, None)
     line.close()
     assert read_spans(path)[0].seconds == 4.0
 
 
-def test_a_span_is_recorded_when_its_block_raises(tmp_path, hands):
-    line = Timeline(tmp_path / "a.jsonl", "a", clock=hands.clock())
+def test_a_span_is_recorded_when_its_block_raises(tmp_path, fake):
+    line = Timeline(tmp_path / "a.jsonl", "a", clock=fake.clock(1000.0))
 
     def fail():
         with line.span("generating"):
-            hands.now += 1.0
+            fake.now += 1.0
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
@@ -88,13 +79,13 @@ def test_a_span_is_recorded_when_its_block_raises(tmp_path, hands):
     assert len(read_spans(tmp_path / "a.jsonl")) == 1
 
 
-def test_observers_see_every_second_once_also_without_a_file(hands):
+def test_observers_see_every_second_once_also_without_a_file(fake):
     seen = []
-    line = Timeline(None, "a", clock=hands.clock(), observe=seen.append)
+    line = Timeline(None, "a", clock=fake.clock(1000.0), observe=seen.append)
     with line.span("generating"):
-        hands.now += 1.0
+        fake.now += 1.0
         line.flush()
-        hands.now += 2.0
+        fake.now += 2.0
     line.close()
     assert [span.seconds for span in seen] == [1.0, 2.0]
 
@@ -107,9 +98,9 @@ def test_observers_see_every_second_once_also_without_a_file(hands):
         (lambda line: line.record("training", 2, 1), "before it starts"),
     ],
 )
-def test_nonsense_is_refused(act, words, hands):
+def test_nonsense_is_refused(act, words, fake):
     with pytest.raises(ValueError, match=words):
-        act(Timeline(None, "a", clock=hands.clock()))
+        act(Timeline(None, "a", clock=fake.clock(1000.0)))
 
 
 @pytest.mark.parametrize("name", ["", "../a", "a/b", ".hidden"])
@@ -134,10 +125,10 @@ def test_threads_may_share_it(tmp_path):
     assert len(read_spans(path, gap=0.0)) == 400
 
 
-def test_a_restarted_process_appends_after_an_incomplete_line(tmp_path, hands):
+def test_a_restarted_process_appends_after_an_incomplete_line(tmp_path, fake):
     path = tmp_path / "trainer.jsonl"
     path.write_text('{"kind":"training","start":1.0,"end":2.0}\n{"kind":"trai')
-    with Timeline(path, "trainer", clock=hands.clock()) as line:
+    with Timeline(path, "trainer", clock=fake.clock(1000.0)) as line:
         line.record("training", 0.0, 1.0)
     assert read_timelines(tmp_path) == {
         "trainer": [Span("training", 1.0, 2.0), Span("training", 1000.0, 1001.0)]
