@@ -8,8 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files there have mode 0600
-"""Where the trainer publishes weights and generators exchange rollouts."""
+from wire.weights.layout import SHARED_MEMORY
 
 
 def weights_id(run_name: str, parent: int) -> str:

@@ -6,8 +6,12 @@ bytes 64-   tensors, row-major, each at a 64-byte boundary, as listed in the man
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and files there have mode 0600
+"""Where weights are published."""
 HEADER_BYTES = 64
 """Tensors begin here, so that the first one is aligned. The version is in the first 8 bytes."""
 ALIGNMENT = 64

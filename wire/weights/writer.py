@@ -25,10 +25,15 @@ import torch
 from torch import Tensor
 
 from wire.errors import PublishError
-from wire.weights.layout import ALIGNMENT, HEADER_BYTES, WRITING, TensorSpec, WeightManifest
+from wire.weights.layout import (
+    ALIGNMENT,
+    HEADER_BYTES,
+    SHARED_MEMORY,
+    WRITING,
+    TensorSpec,
+    WeightManifest,
+)
 from wire.weights.views import tensor_view
-
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and files of mode 0600
 
 
 @dataclass(slots=True)
@@ -140,7 +145,7 @@ class WeightPublisher:
 def published(
     tensors: Iterable[tuple[str, Tensor]],
     policy_version: int,
-    directory: Path = _SHARED_MEMORY,
+    directory: Path = SHARED_MEMORY,
 ) -> Iterator[WeightManifest]:
     """Publish one version of some tensors in a file that exists inside the block only.
 

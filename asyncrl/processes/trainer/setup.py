@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.bring_up import Child, bring_up
-from asyncrl.processes.shared_memory import SHARED_MEMORY, weights_id
+from asyncrl.processes.shared_memory import weights_id
 from asyncrl.processes.spec import ChildSpec
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
@@ -19,6 +19,7 @@ from trainer.learner import Learner
 from wire import Hub
 from wire.errors import PublishError
 from wire.messages import data, from_trainer, to_trainer
+from wire.weights.layout import SHARED_MEMORY
 from wire.weights.writer import WeightPublisher
 
 
