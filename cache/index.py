@@ -36,7 +36,9 @@ SHORT, LONG = 0, 1
 
 MASK = 0xFFFFFFFF
 BASE = 0x01000193
+"""A hash is a polynomial in BASE modulo 2 ** 32."""
 GOLDEN = 0x9E3779B1
+"""Multiplier that spreads hashes over the buckets."""
 SMALLEST_LOG2 = 6  # 64 buckets per chain length: one block
 LARGEST_LOG2 = 27  # a radix tree of four levels
 

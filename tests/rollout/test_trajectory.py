@@ -1,0 +1,73 @@
+"""Trajectories: segments, staleness, and what a builder refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.trajectory import Provenance, SampleId, Segment, TrajectoryBuilder
+
+
+def builder() -> TrajectoryBuilder:
+    return TrajectoryBuilder(SampleId(group=2, sample=1), "p", np.array([5, 6], np.int32))
+
+
+def chunk(tokens: list[int], policy_version: int, **changes: Any) -> dict[str, Any]:
+    n = len(tokens)
+    arrays = {
+        "tokens": np.array(tokens, np.int32),
+        "logprobs": np.full(n, -0.5, np.float32),
+        "topk_ids": np.array([[token, -1] for token in tokens], np.int32).reshape(n, 2),
+        "topk_logprobs": np.full((n, 2), -0.5, np.float32),
+        "provenance": np.full(n, Provenance.SAMPLED, np.uint8),
+    }
+    return arrays | {"policy_version": policy_version} | changes
+
+
+def test_chunks_of_one_version_form_one_segment() -> None:
+    growing = builder()
+    for tokens, version in (([1, 2], 3), ([], 9), ([3], 3), ([4], 5)):
+        growing.append(**chunk(tokens, version))
+    assert len(growing) == 4
+    assert growing.oldest_version == 3
+    trajectory = growing.finish("stop")
+    assert trajectory.segments == (Segment(3, 0, 3), Segment(5, 3, 4))
+    assert trajectory.tokens.tolist() == [1, 2, 3, 4]
+    assert trajectory.versions().tolist() == [3, 3, 3, 5]
+    assert trajectory.staleness(trained_by=6).tolist() == [3, 3, 3, 1]
+    assert trajectory.oldest_version == 3
+
+
+def test_a_finished_trajectory_is_read_only() -> None:
+    growing = builder()
+    growing.append(**chunk([1, 2], 0))
+    trajectory = growing.finish("length")
+    with pytest.raises(ValueError, match="read-only"):
+        trajectory.tokens[0] = 7
+
+
+def test_kept_tokens_are_those_appended_so_far() -> None:
+    growing = builder()
+    growing.append(**chunk([1, 2], 0))
+    growing.append(**chunk([3], 1, provenance=np.array([Provenance.DRAFTED], np.uint8)))
+    kept = growing.kept()
+    assert len(kept) == 3
+    assert kept.tokens.tolist() == growing.tokens().tolist() == [1, 2, 3]
+    assert kept.topk_ids.tolist() == [[1, -1], [2, -1], [3, -1]]
+    assert kept.lenience is None
+    assert growing.count(Provenance.DRAFTED) == 1
+    assert growing.count(Provenance.VERIFIED) == 0
+
+
+def test_impossible_chunks_are_refused() -> None:
+    growing = builder()
+    with pytest.raises(ValueError, match=r"trajectory 2\.1: finished without any token"):
+        growing.finish("stop")
+    growing.append(**chunk([1], 4))
+    with pytest.raises(ValueError, match=r"trajectory 2\.1: .* version 3 follows .* 4"):
+        growing.append(**chunk([2], 3))
+    with pytest.raises(ValueError, match=r"trajectory 2\.1: the arrays of a chunk differ"):
+        growing.append(**chunk([2], 4, logprobs=np.zeros(2, np.float32)))
+    assert len(growing) == 1
