@@ -11,7 +11,7 @@ from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Root of what an engine raises."""
+    """Base class of everything that an engine raises."""
 
 
 class EngineStartError(EngineError):
@@ -23,7 +23,7 @@ class RequestError(EngineError):
 
 
 class WeightsError(EngineError):
-    """New weights were refused or are not staged; the engine keeps the ones that it has."""
+    """New weights were refused or are not staged; the engine keeps its weights."""
 
 
 class WeightsSupersededError(WeightsError):

@@ -1,4 +1,4 @@
-"""From a configuration to an engine. Backends are imported only when they are asked for."""
+"""Creates the engine of a configuration. A backend is imported only when it is asked for."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def create_engine(
     Args:
         config: which engine, and its bounds.
         model_path: a directory in HF format or a hub id.
-        cache_config: how earlier rollouts are kept and drafted from.
-        seed: of the engine's own random stream, for requests without a seed.
-        place: what the cache begins with, and whom it shares with; None: empty, and nobody.
+        cache_config: how earlier rollouts are stored and drafted from.
+        seed: of the engine's own random stream, which serves requests without a seed.
+        place: the cache's snapshot, and the peers it exchanges rollouts with; None: neither.
 
     Raises:
         EngineStartError: the backend is not installed or not built.
@@ -46,7 +46,7 @@ def create_engine(
 
 
 def _vocabulary(model_path: str, otherwise: int) -> int:
-    """Token ids of a model; a model that cannot be read says why when the engine starts."""
+    """Vocabulary size of a model, or `otherwise` if it cannot be read; `start` then says why."""
     try:
         config = AutoConfig.from_pretrained(model_path)
         return int(config.get_text_config().vocab_size)

@@ -1,9 +1,9 @@
-"""The one thing that every generator is: token chunks out, weights in.
+"""The protocol of every engine: requests and weights in, token chunks out.
 
-An engine never knows of groups, epochs or rewards. It serves requests; whoever asks for the
-eight samples of a group sends eight requests with the same `cache_key`.
+An engine does not know groups, epochs or rewards. It serves requests: the eight samples of a group
+are eight requests with the same `cache_key`.
 
-Errors: an engine raises `engine.errors.EngineError` and its children, with the request id.
+Errors: an engine raises `engine.errors.EngineError` and its subclasses, with the request id.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class SamplingParams:
     """How tokens are drawn. The distribution after temperature and top-p is *the* policy."""
 
     max_tokens: int
-    """Most response tokens, a resumed prefix included."""
+    """Largest number of response tokens, a resumed prefix included."""
     temperature: float = 1.0
-    """Divides the logits; greater than 0 (0 is refused: greedy has no behaviour probability)."""
+    """Divisor of the logits, greater than 0: greedy decoding has no behaviour probability."""
     top_p: float = 1.0
-    """Keep the smallest set of most probable tokens whose mass reaches this; 1.0 keeps all."""
+    """Probability mass of nucleus sampling; 1.0 samples from all tokens."""
     stop_tokens: tuple[int, ...] = ()
-    """Drawing one of these ends the response; it is part of the response."""
+    """Drawing one of these ends the response. It is part of the response."""
     top_k_logprobs: int = 8
     """K: how many of the most probable tokens are reported per position."""
     seed: int | None = None
-    """Seeds this request's own random stream; None draws one from the engine's stream."""
+    """Seed of this request's own random stream; None: the next one of the engine's stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +50,22 @@ class GenerateRequest:
 
     request_id: str
     cache_key: str
-    """Names the tree that this request drafts from and feeds. "" turns drafting off for it."""
+    """Name of the tree that this request drafts from and feeds; "": it does neither."""
     prompt_tokens: IntArray
     """`[P]`, P >= 1."""
     sampling: SamplingParams
     prefix_tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     """`[S]` response tokens to resume from; they are not reported again."""
     draft_tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """`[D]` an old continuation of the prefix, drafted from first. Changes speed, never samples."""
+    """`[D]` an earlier continuation of the prefix, drafted from first. It changes speed only."""
     kept: KeptTokens | None = None
     """Response tokens that follow the prefix, drawn earlier under another policy and never trained
-    on. They are scored under the current policy; the accepted ones are reported first (provenance
-    VERIFIED, with the current policy's log-probabilities), then what is drawn in the place of the
-    first rejected one, then new tokens; what was not accepted is drafted from. Nothing but
-    acceptance may depend on them: `sampling.seed` must not be the one that drew them."""
+    on. They are scored under the current policy. Accepted ones are reported first (provenance
+    VERIFIED, with the current policy's log-probabilities), then the token drawn in the place of the
+    first rejected one, then new tokens. Rejected ones are drafted from. Nothing but acceptance may
+    depend on kept tokens: `sampling.seed` must not be the seed that drew them."""
     priority: int = 0
-    """Lower is served first. Primary work is 0; run-ahead is greater."""
+    """Requests with lower values are served first. Primary work is 0; run-ahead is greater."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class TokenChunk:
     topk_logprobs: FloatArray
     """`[n, K]`, padded with -inf."""
     provenance: ByteArray
-    """`[n]` a `Provenance` each."""
+    """`[n]` of `Provenance`."""
     policy_version: int
     finish_reason: FinishReason | None = None
     """Set on the last chunk of a request, and only there."""
@@ -130,7 +130,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the current policy says of given tokens, under the distribution that it samples from."""
+    """Log-probabilities of n given tokens under the distribution that the engine samples from."""
 
     request_id: str
     logprobs: FloatArray
@@ -140,8 +140,8 @@ class Score:
     topk_logprobs: FloatArray
     """`[n, K]`"""
     tail_ids: IntArray
-    """`[n]` a fresh draw at each position from the distribution outside `topk_ids` (rescaled);
-    -1 where nothing is outside. With it a residual can be drawn without the full distribution."""
+    """`[n]` a fresh draw at each position from the distribution outside `topk_ids`, rescaled; -1
+    where nothing is outside. It allows drawing a residual without the full distribution."""
     tail_logprobs: FloatArray
     """`[n]` log-probability of the tail draw in the whole distribution; -inf where none is."""
     policy_version: int
@@ -151,10 +151,10 @@ class Engine(Protocol):
     """A generator of tokens. All methods are called from one asyncio event loop."""
 
     async def start(self) -> None:
-        """Load the model and become ready. Raises `EngineStartError` saying what was wrong."""
+        """Load the model and become ready. Raises `EngineStartError` with what to change."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Stream a response; its first tokens at once, then in chunks as the engine is set.
+        """Stream a response: its first token at once, then chunks as the engine's settings say.
 
         Closing the iterator aborts the request and frees its slot.
         """
@@ -162,20 +162,20 @@ class Engine(Protocol):
     async def interrupt(self, request_id: str) -> None:
         """End a request now: its stream reports all finished steps and ends with `abort`.
 
-        Nothing happens when it has ended or is not known. Unlike closing the stream this loses
-        nothing but, where the engine is another process, a step under way, whatever that holds. So
-        where it cuts a response depends on nothing behind the cut; a response that is cut at its
-        last *report* would be one whose unreported tokens hold no stop token.
+        Nothing happens when it has ended or is not known. Unlike closing the stream, this loses no
+        token of a finished step; where the engine is another process, a running step is lost as a
+        whole. So the place of the cut does not depend on the tokens behind it. A cut at the last
+        *report* would: it tells that the unreported tokens hold no stop token.
         """
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """Score given tokens, in the order asked, with one policy version for all of them."""
+        """Score given tokens under one policy version; scores have the order of the requests."""
 
     async def pause(self) -> None:
         """Stop drawing tokens; running requests keep their state. Idempotent."""
 
     async def resume(self) -> None:
-        """Go on after `pause`. Idempotent."""
+        """Continue after `pause`. Idempotent."""
 
     async def stage_weights(self, manifest: WeightManifest) -> None:
         """Copy published weights into the engine's staging memory; generation continues.
@@ -201,10 +201,10 @@ class Engine(Protocol):
         """
 
     async def save_cache(self) -> int:
-        """Write the snapshot of the cache of rollouts, if it has a place for one; its bytes."""
+        """Write a snapshot of the rollout cache, if it has a place for one; returns its bytes."""
 
     def stats(self) -> EngineStats:
         """Counters and gauges, without waiting."""
 
     async def close(self) -> None:
-        """Abort what runs, free everything. Idempotent."""
+        """Abort all requests and free everything. Idempotent."""

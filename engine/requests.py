@@ -1,4 +1,4 @@
-"""What a request must satisfy before it may wait for a slot, and the seed that it draws with."""
+"""Checks of requests before they wait for a slot, and their seeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SEED_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this engine can hold."""
+    """What an engine can serve."""
 
     max_model_len: int
     vocab_size: int
@@ -42,7 +42,7 @@ class Limits:
             )
         if prefix >= sampling.max_tokens:
             raise RequestError(
-                f"request {name!r}: its prefix of {prefix} tokens leaves nothing to write within "
+                f"request {name!r}: its prefix of {prefix} tokens leaves nothing to generate in "
                 f"max_tokens={sampling.max_tokens}"
             )
         if request.kept is not None:
@@ -67,7 +67,7 @@ class Limits:
         if not (sampling.temperature > 0 and math.isfinite(sampling.temperature)):
             raise RequestError(
                 f"request {name!r}: temperature={sampling.temperature} must be greater than 0 "
-                "(greedy drawing has no behaviour probability)"
+                "(greedy decoding has no behaviour probability)"
             )
         if not 0 < sampling.top_p <= 1:
             raise RequestError(f"request {name!r}: top_p={sampling.top_p} must be in (0, 1]")
@@ -89,7 +89,7 @@ class Limits:
         size, ids, values = len(kept), kept.topk_ids, kept.topk_logprobs
         if size > room:
             raise RequestError(
-                f"request {name!r}: {size} kept tokens, but max_tokens leaves room for {room}"
+                f"request {name!r}: {size} kept tokens, but max_tokens leaves room for {room} only"
             )
         shaped = ids.ndim == 2 and ids.shape == values.shape and len(ids) == size
         if not shaped or kept.logprobs.shape != (size,):
@@ -113,7 +113,7 @@ class Limits:
     def _check_tokens(self, name: str, what: str, tokens: IntArray) -> None:
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.vocab_size):
             raise RequestError(
-                f"request {name!r}: {what} has ids from {tokens.min()} to {tokens.max()}, the "
+                f"request {name!r}: {what} has ids from {tokens.min()} to {tokens.max()}, but the "
                 f"model's vocabulary is 0 to {self.vocab_size - 1}"
             )
 

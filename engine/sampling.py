@@ -3,14 +3,14 @@
 A draw is a pure function of (distribution, seed of the request, position in the response): the
 position-th output of a SplitMix64 stream (Steele, Lea, Flood 2014) started at the mixed seed gives
 one uniform number, and the token is the inverse of the distribution's cumulative function there.
-So neither the batch, nor the slot, nor the drafts can change which token a request writes; the
+So neither the batch, nor the slot, nor the drafts can change which token a request generates; the
 tests use that as the strongest form of "drafting is exact". What remains is rounding: logits
 differ in the last bits with the shape of the batch, which moves a draw about once in 10^6.
 
 A request that continues after a *rejected* token needs a new seed: given the rejection, the old
-number at that position is no longer uniform. For the same reason the numbers that decide whether
-kept tokens stay, and those of tail draws, come from streams of their own (`forked`), which differ
-from policy version to policy version: a token that was judged once is judged afresh.
+number at that position is no longer uniform. For the same reason the numbers that accept or reject
+kept tokens, and those of tail draws, come from streams of their own (`forked`). These differ
+between policy versions, so a token that is judged twice is judged with fresh numbers.
 """
 
 from __future__ import annotations
@@ -27,30 +27,29 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _BITS = 50
-"""Of a draw. Not 53: `u * total` must stay below `total` after rounding, for u near 1."""
-
+"""Random bits of a draw: fewer than 53, so that `u * total` rounds to less than `total`."""
 
 MAX_LOGITS = 1 << 27
-"""Most logits held at once where there is a choice (half a gibibyte in float32)."""
+"""Most logits that are held at once (half a gibibyte in float32), unless one request needs more."""
 _SLAB = 1 << 24
-"""Probabilities that a tail draw handles at once; it needs them in float64."""
+"""Probabilities that a tail draw handles at once, in float64."""
 
 
 class Purpose(IntEnum):
-    """What a random stream other than the drawing one is for."""
+    """What a stream of random numbers decides, other than ordinary draws."""
 
     ACCEPT = 0xA0761D6478BD642F
-    """Whether a kept token stays."""
+    """Whether a kept token is accepted."""
     RESIDUAL = 0xE7037ED1A0B428DB
-    """What is drawn in the place of one that does not."""
+    """The draw in the place of a rejected token."""
     TAIL = 0x8EBC6AF09C88C6E3
-    """Draws from what lies outside of known tokens."""
+    """Draws from outside a list of known tokens."""
 
 
 def forked(seeds: NDArray[np.uint64], purpose: Purpose, policy_version: int) -> NDArray[np.uint64]:
-    """`[N]` seeds of streams that share no number with the drawing streams of `seeds`.
+    """`[N]` seeds of streams that are independent of the ordinary draws of `seeds`.
 
-    (But for a chance of about 2^-40 for each pair of streams, as between any two seeds.)
+    Two streams share numbers with a probability of about 2^-40, as those of any two seeds.
     """
     step = np.uint64(policy_version * int(_GAMMA) & 0xFFFFFFFFFFFFFFFF)
     return _mix(_mix(seeds ^ np.uint64(purpose)) + step)
@@ -101,10 +100,16 @@ def _nucleus(logprobs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
 
 
 def draw(logprobs: torch.Tensor, numbers: NDArray[np.float64]) -> torch.Tensor:
-    """`[N]` int64 tokens: the first whose cumulative mass exceeds the number's share of all.
+    """Draw a token from each distribution by inverting its cumulative function.
 
-    A token of no mass is never drawn: its cumulative mass equals its predecessor's. Where a
-    distribution is not finite the token is -1.
+    A token without mass is never drawn, since its cumulative mass equals its predecessor's.
+
+    Args:
+        logprobs: `[N, V]`
+        numbers: `[N]` in (0, 1).
+
+    Returns:
+        `[N]` int64 tokens; -1 where a distribution is not finite.
     """
     tokens, total = _inverse(logprobs.exp(), numbers)
     return tokens.masked_fill_(~torch.isfinite(total), -1)
@@ -113,7 +118,7 @@ def draw(logprobs: torch.Tensor, numbers: NDArray[np.float64]) -> torch.Tensor:
 def draw_outside(
     logprobs: torch.Tensor, known: IntArray, numbers: NDArray[np.float64]
 ) -> tuple[IntArray, FloatArray]:
-    """Draws from each distribution without its known tokens, rescaled.
+    """Draw a token from each distribution without its known tokens, rescaled.
 
     Args:
         logprobs: `[N, V]`
@@ -143,7 +148,7 @@ def draw_outside(
 
 
 def _inverse(mass: torch.Tensor, numbers: NDArray[np.float64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[N]` first token whose cumulative mass exceeds the number's share of all, and all mass."""
+    """`[N]` first token whose cumulative mass exceeds number x total, and `[N]` the total mass."""
     cumulative = torch.cumsum(mass, dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
     at = torch.from_numpy(numbers).to(mass.device) * total

@@ -1,9 +1,9 @@
 """Token trees against chains in the torch engine, under one node budget, at batch 8.
 
 Both draft from caches of the same kind, filled with the same epoch 1, for the same prompts and
-seeds, and feed as many nodes per row and step as the budget allows, whatever that costs (the
-planner, which would feed fewer to a chain, is left out). The model is the trained one as it is:
-what is accepted does not depend on how wide it is.
+seeds. Both feed as many nodes per row and step as the budget allows, at any cost: the planner is
+replaced by a fixed budget, because it would feed fewer nodes of a chain. The model is the trained
+one, unchanged: acceptance does not depend on its width.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from engine.factory import create_engine
 
 ROWS = 8
 BUDGETS = (16, 32, 64, 127)
-"""Nodes per row. 32 counts: with 8 rows 264 tokens a forward, about where a GPU stops waiting for
-memory (shared/FACTS.md). The others show which way it goes."""
+"""Nodes per row. The one that counts is 32: with 8 rows it makes 264 tokens per forward pass, about
+where a GPU stops waiting for memory. The others show the trend."""
 
 
 def tree_and_chain(
     work: Workload, config: EngineConfig, repeats: int, budget: int
 ) -> tuple[float, float]:
-    """Accepted drafts per forward pass of chain and tree, with so many nodes per row.
+    """Accepted drafts per forward pass of chain and tree, with `budget` nodes per row.
 
-    The engines are made and closed here.
+    The engines are created and closed here.
 
     Raises:
         EngineError: as `Bench.run`.

@@ -1,4 +1,4 @@
-"""The processed distribution, the seeded stream, and the draw from both."""
+"""The processed distribution, the seeded streams, and draws from both."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ def test_streams_of_one_seed_share_nothing() -> None:
 def test_draws_outside_follow_the_rest_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_SLAB", 5000)  # in several pieces
     n = 20_000
-    law = torch.log_softmax(torch.tensor([1.5, -0.3, 0.2, -2.0, 0.9, -torch.inf]), 0)
+    logprobs = torch.log_softmax(torch.tensor([1.5, -0.3, 0.2, -2.0, 0.9, -torch.inf]), 0)
     known = np.array([[0, 3], [4, -1], [-1, -1]], np.int32)[np.arange(n) % 3]
     ids, values = draw_outside(
-        law.repeat(n, 1), known, uniforms(np.arange(n, dtype=np.uint64), np.zeros(n, np.int64))
+        logprobs.repeat(n, 1), known, uniforms(np.arange(n, dtype=np.uint64), np.zeros(n, np.int64))
     )
-    np.testing.assert_allclose(values, law.numpy()[ids], atol=1e-6)
+    np.testing.assert_allclose(values, logprobs.numpy()[ids], atol=1e-6)
     for kind in range(3):
-        rest = law.exp().double().numpy().copy()
+        rest = logprobs.exp().double().numpy().copy()
         rest[[i for i in known[kind] if i >= 0]] = 0
         counts = np.bincount(ids[kind::3], minlength=6)
         assert not counts[rest == 0].any()
@@ -116,8 +116,8 @@ def test_draws_outside_follow_the_rest_of_the_distribution(monkeypatch: pytest.M
 
 
 def test_nothing_is_drawn_where_nothing_is_left() -> None:
-    law = torch.log(torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]))
+    logprobs = torch.log(torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]))
     known = np.array([[0, 1], [2, 1]], np.int32)
-    ids, values = draw_outside(law, known, np.array([0.3, 0.999]))
+    ids, values = draw_outside(logprobs, known, np.array([0.3, 0.999]))
     assert ids.tolist() == [-1, 0]
     assert values[0] == -np.inf

@@ -58,7 +58,7 @@ def slots_with(path: str, weights: torch.nn.Module, *, slots: int = 64) -> SlotM
 
 
 def core_of(model: SlotModel, source: DraftSource | None, **changes: Any) -> DecodeCore:
-    """A core that never waits for anything: large steps, one chunk for each response."""
+    """A core with large steps that reports each response in few chunks."""
     settings = {
         "max_step_tokens": 1000,
         "max_draft_tokens": 4,

@@ -63,7 +63,7 @@ class _Source:
 class OracleTrees(_Source):
     """Drafts the tokens that each key's request will generate, each after a wrong sibling.
 
-    The accepted path is then never the first one, so that its KV always has to be moved.
+    The accepted path is then never the first one, so its KV always has to be moved.
     """
 
     def __init__(self, texts: dict[str, list[int]], vocab: int) -> None:

@@ -1,4 +1,4 @@
-"""TorchEngine: the asyncio shell. Streams, pauses, swaps, failures that wake everybody."""
+"""TorchEngine, the asyncio shell: streams, pauses, new weights, failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wire.weights.writer import published
 
 PROMPT = np.array([1, 2, 3], np.int32)
 DEADLINE = 60.0
-"""Seconds; far more than any of these needs, so that a hang is a failure and not a hang."""
+"""Seconds; far more than any test needs, so that a hang becomes a failure."""
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -95,7 +95,7 @@ def test_closing_the_stream_frees_the_slot(tiny_qwen3: str) -> None:
     run(main())
 
 
-def test_pause_stops_drawing_and_resume_goes_on(tiny_qwen3: str) -> None:
+def test_pause_stops_drawing_and_resume_continues(tiny_qwen3: str) -> None:
     async def main() -> None:
         engine = engine_of(tiny_qwen3)
         await engine.start()
@@ -181,7 +181,7 @@ def test_close_ends_running_streams_as_aborted(tiny_qwen3: str) -> None:
     run(main())
 
 
-def test_misuse_is_named(tiny_qwen3: str) -> None:
+def test_misuse_raises_a_clear_error(tiny_qwen3: str) -> None:
     async def main() -> None:
         engine = engine_of(tiny_qwen3)
         with pytest.raises(EngineError, match="not started"):
@@ -197,7 +197,7 @@ def test_misuse_is_named(tiny_qwen3: str) -> None:
 
 
 def start_error(path: str, **changes: Any) -> str:
-    """What `start` says of an impossible model or configuration."""
+    """The error of `start` for an impossible model or configuration."""
     said = []
 
     async def main() -> None:
@@ -217,7 +217,7 @@ def test_more_positions_than_the_model_has_are_refused(tiny_qwen3: str) -> None:
     assert "256 positions" in start_error(tiny_qwen3, max_model_len=300)
 
 
-def test_a_window_shorter_than_the_context_is_refused(tmp_path: Any) -> None:
+def test_a_sliding_window_shorter_than_the_context_is_refused(tmp_path: Any) -> None:
     sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
     path = save(make_qwen3(**sliding), tmp_path)
     assert "window of 16" in start_error(path)
@@ -238,7 +238,7 @@ def test_a_recurrent_model_is_refused(tmp_path: Any) -> None:
 
 
 def test_another_attention_is_caught_by_the_self_check(tmp_path: Any) -> None:
-    """A model whose attention is not plain causal shows as a difference, whatever its config."""
+    """A model whose attention is not plain causal is found, whatever its configuration says."""
     from engine.torch import model as module
 
     path = save(make_llama(), tmp_path)
@@ -250,11 +250,11 @@ def test_another_attention_is_caught_by_the_self_check(tmp_path: Any) -> None:
 
 
 def _reverse_positions(_module: Any, args: Any, kwargs: Any) -> Any:
-    """Make the layer depend on the length of what is fed: packing changes it."""
+    """Make the layer depend on the number of tokens fed, which packing changes."""
     cos, sin = kwargs["position_embeddings"]
     return args, kwargs | {"position_embeddings": (cos.flip(1), sin.flip(1))}
 
 
-def test_sglang_says_what_to_use() -> None:
+def test_sglang_names_the_engines_to_use() -> None:
     with pytest.raises(EngineStartError, match=r"engine\.kind=torch"):
         create_engine(EngineConfig(kind="sglang"), "x", cache_config=CacheConfig(), seed=0)

@@ -1,4 +1,4 @@
-"""What the torch engine samples with drafting is what the model says: chi-square over sequences.
+"""With drafting, the torch engine samples from the model's distribution: chi-square over sequences.
 
 Every response of at most four tokens is a cell of the enumerated distribution. A case fails when
 its p-value is below 1e-4; with the 11 comparisons here a correct engine would fail one run in 900
@@ -34,16 +34,16 @@ CASES = {
     "cache, hot": Case(temperature=1.5),
     "cache, top-p": Case(top_p=0.7),
     "cache, hot and top-p": Case(temperature=1.3, top_p=0.9),
-    "another policy altogether": Case(drift=1.0),
+    "unrelated policy": Case(drift=1.0),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "trees"),
     [(name, False) for name in CASES]
-    + [(name, True) for name in ("cache", "cache, top-p", "another policy altogether")],
+    + [(name, True) for name in ("cache", "cache, top-p", "unrelated policy")],
 )
-def test_drafts_of_another_policy_leave_the_law_alone(
+def test_drafts_of_another_policy_do_not_change_the_distribution(
     tiny_qwen3: str, name: str, trees: bool
 ) -> None:
     torch.set_num_threads(1)
@@ -55,32 +55,32 @@ def test_drafts_of_another_policy_leave_the_law_alone(
     earlier = sample(core_of(model, cache), case, 400, first_seed=10**6)
     model.module.load_state_dict(new.state_dict())
     core = core_of(model, cache, draft_trees=trees, max_draft_tokens=8 if trees else 4)
-    # Old continuations come first, as chains; with trees, everything comes from the cache.
+    # Earlier continuations come first, as chains. With trees, all drafts come from the cache.
     old = None if trees else [np.array(t, np.int32) for t in earlier]
-    written = sample(core, case, SAMPLES, 0, old)
+    generated = sample(core, case, SAMPLES, 0, old)
     drafted = core.stats()
     assert drafted.tokens.drafted > SAMPLES / 2
     assert 0 < drafted.tokens.accepted < drafted.tokens.drafted
-    assert p_value(written, distribution) > FALSE_ALARM
+    assert p_value(generated, distribution) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("kind", [RandomTrees, CorruptTrees])
-def test_trees_of_an_adversary_leave_the_law_alone(
+def test_trees_of_an_adversary_do_not_change_the_distribution(
     tiny_qwen3: str, kind: type[RandomTrees]
 ) -> None:
-    """Random trees, and sources that break every rule of a tree: only the speed may suffer."""
+    """Random trees, and sources that break every rule of a tree: only speed may suffer."""
     torch.set_num_threads(1)
     _, new = policies(0.3)
     core = core_of(slots_with(tiny_qwen3, new), kind(VOCAB), max_draft_tokens=8)
-    written = sample(core, Case(), SAMPLES, 0)
+    generated = sample(core, Case(), SAMPLES, 0)
     assert core.stats().tokens.drafted > SAMPLES / 5
     assert core.stats().tokens.accepted > SAMPLES / 50
-    assert p_value(written, enumerate_distribution(new, Case())) > FALSE_ALARM
+    assert p_value(generated, enumerate_distribution(new, Case())) > FALSE_ALARM
 
 
 def test_the_test_can_fail(tiny_qwen3: str) -> None:
-    """Sampling from the old policy must be told from the new one: power, not only size."""
+    """Power: samples of the old policy are told from the new policy's distribution."""
     torch.set_num_threads(1)
     old, new = policies(0.3)
-    written = sample(core_of(slots_with(tiny_qwen3, old), None), Case(), 4000, 0)
-    assert p_value(written, enumerate_distribution(new, Case())) < FALSE_ALARM
+    generated = sample(core_of(slots_with(tiny_qwen3, old), None), Case(), 4000, 0)
+    assert p_value(generated, enumerate_distribution(new, Case())) < FALSE_ALARM

@@ -1,4 +1,4 @@
-"""Kept tokens in the torch engine: accepted, replaced, reported; and how decoding continues."""
+"""Kept tokens in the torch engine: how they are accepted, replaced and reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engine.torch.core import DecodeCore
 from engine.torch.model import SlotModel
 from rollout.trajectory import KeptTokens, Provenance
 
-MOST = 40
+MAX_TOKENS = 40
 NEW_SEED = 10**6
 
 
@@ -49,7 +49,7 @@ def core_of(
 
 def request(name: str, seed: int, *, top_k: int = 8, **fields: Any) -> GenerateRequest:
     return torch_cores.request(
-        name, **({"seed": seed, "max_tokens": MOST, "top_k_logprobs": top_k} | fields)
+        name, **({"seed": seed, "max_tokens": MAX_TOKENS, "top_k_logprobs": top_k} | fields)
     )
 
 
@@ -60,7 +60,7 @@ def old_texts(model: SlotModel, count: int, **fields: Any) -> list[KeptTokens]:
 
 
 def test_the_same_policy_accepts_everything_in_one_step(tiny_qwen3: str) -> None:
-    """Ratios are 1 but for rounding: finished texts come back at once, whole, as they ended."""
+    """Ratios are 1 up to rounding: finished responses are reported at once and whole."""
     model = load(tiny_qwen3)
     texts = old_texts(model, 8, top_k=VOCAB, max_tokens=12)
     core = core_of(model)
@@ -82,7 +82,7 @@ def test_the_same_policy_accepts_everything_in_one_step(tiny_qwen3: str) -> None
 
 @pytest.mark.parametrize("source", ["none", "cache", "random trees"])
 def test_a_drifted_policy_reports_its_own_numbers(tiny_qwen3: str, source: str) -> None:
-    """Accepted, then replaced, then drawn on: each with the current policy's log-probabilities."""
+    """Accepted, replaced and new tokens all have the current policy's log-probabilities."""
     model, new = load(tiny_qwen3), drifted()
     texts = old_texts(model, 16)
     drafts = {
@@ -114,8 +114,8 @@ def test_a_drifted_policy_reports_its_own_numbers(tiny_qwen3: str, source: str) 
     assert len(lengths) > 4
 
 
-def test_what_follows_depends_on_the_text_and_the_seed_alone(tiny_qwen3: str) -> None:
-    """Resuming behind an accepted prefix is resuming from a prefix: the KV of the rest is gone."""
+def test_new_tokens_depend_only_on_the_text_and_the_seed(tiny_qwen3: str) -> None:
+    """Resuming after an accepted prefix equals resuming from a prefix: other KV is unused."""
     model, new = load(tiny_qwen3), drifted()
     texts = old_texts(model, 12, stop_tokens=())
     core = core_of(model)
@@ -131,7 +131,7 @@ def test_what_follows_depends_on_the_text_and_the_seed_alone(tiny_qwen3: str) ->
         tokens = joined(chunks, "tokens").tolist()
         accepted = int((joined(chunks, "provenance") == Provenance.VERIFIED).sum())
         all_kept += accepted == 20
-        # Behind a full acceptance the very next token is the request's own draw already.
+        # After a full acceptance the next token is the request's own draw already.
         known = accepted if accepted == 20 else accepted + 1
         prefix = np.array(tokens[:known], np.int32)
         again = run(core_of(model), [replace(one, kept=None, prefix_tokens=prefix)])
@@ -140,7 +140,7 @@ def test_what_follows_depends_on_the_text_and_the_seed_alone(tiny_qwen3: str) ->
 
 
 def test_a_batch_changes_nothing(tiny_qwen3: str) -> None:
-    """Verified rows share steps with decoding rows, prompts and siblings, and with each other."""
+    """Verified rows share steps with decoding rows, prompts, siblings and each other."""
     model, new = load(tiny_qwen3, slots=5), drifted()
     texts = old_texts(model, 10)
     core = core_of(model, RolloutCache(CacheConfig(max_bytes=1 << 20)), max_prefill_tokens=90)
@@ -155,15 +155,15 @@ def test_a_batch_changes_nothing(tiny_qwen3: str) -> None:
         )
 
 
-def test_the_old_continuation_is_drafted_from_behind_the_replacement(tiny_qwen3: str) -> None:
-    """The draws are those of a policy that would say the old text again."""
+def test_the_old_text_is_drafted_from_after_the_replaced_token(tiny_qwen3: str) -> None:
+    """The draws are those of a policy that generates the old text again."""
     model = load(tiny_qwen3)
     old = old_texts(model, 1, top_k=VOCAB, stop_tokens=())[0]
-    liar = replace(old, topk_ids=old.topk_ids.copy(), topk_logprobs=old.topk_logprobs.copy())
-    liar.topk_ids[5] = -1  # nothing can be accepted at the sixth place
-    liar.topk_logprobs[5] = -np.inf
+    unlisted = replace(old, topk_ids=old.topk_ids.copy(), topk_logprobs=old.topk_logprobs.copy())
+    unlisted.topk_ids[5] = -1  # so that the sixth token cannot be accepted
+    unlisted.topk_logprobs[5] = -np.inf
     core = core_of(model)
-    done = run(core, [request("a", 0, kept=liar, stop_tokens=())])  # its own seed, on purpose
+    done = run(core, [request("a", 0, kept=unlisted, stop_tokens=())])  # the same seed, on purpose
     tokens = joined(done["a"], "tokens").tolist()
     plain = core_of(model)
     prefix = np.array(tokens[:6], np.int32)
@@ -171,13 +171,13 @@ def test_the_old_continuation_is_drafted_from_behind_the_replacement(tiny_qwen3:
     assert tokens[:5] == old.tokens[:5].tolist()
     assert core.stats().tokens.drafted > 0
     assert core.stats().steps <= 1 + plain.stats().steps
-    if tokens[5] == old.tokens[5]:  # drawn again: everything behind it is, too
+    if tokens[5] == old.tokens[5]:  # the same token: so are all later ones
         assert tokens == old.tokens.tolist()
-        assert core.stats().steps <= 1 + -(-(MOST - 6) // 7)
+        assert core.stats().steps <= 1 + -(-(MAX_TOKENS - 6) // 7)
 
 
-def test_judgements_are_fresh_under_every_version(tiny_qwen3: str) -> None:
-    """The same kept text and seed: same verdict under one version, another under the next."""
+def test_verdicts_use_fresh_numbers_under_every_version(tiny_qwen3: str) -> None:
+    """The same kept tokens and seed: one verdict per version."""
     model, new = load(tiny_qwen3), drifted(0.3)
     texts = old_texts(model, 24)
     verdicts = []
@@ -224,7 +224,7 @@ def test_admission_is_bounded_by_logits(tiny_qwen3: str, monkeypatch: pytest.Mon
     run(core, [request("a", NEW_SEED, kept=texts[0], stop_tokens=())])
 
 
-def test_lenience_keeps_more(tiny_qwen3: str) -> None:
+def test_more_lenience_accepts_more(tiny_qwen3: str) -> None:
     model, new = load(tiny_qwen3), drifted(0.3)
     texts = old_texts(model, 40)
     core = core_of(model)
@@ -243,7 +243,7 @@ def test_lenience_keeps_more(tiny_qwen3: str) -> None:
     assert kept[None] > 0
 
 
-def test_an_empty_kept_is_an_ordinary_request(tiny_qwen3: str) -> None:
+def test_empty_kept_tokens_make_an_ordinary_request(tiny_qwen3: str) -> None:
     model = load(tiny_qwen3)
     nothing = first(old_texts(model, 1)[0], 0)
     core = core_of(model)
@@ -252,7 +252,7 @@ def test_an_empty_kept_is_an_ordinary_request(tiny_qwen3: str) -> None:
     assert not (joined(done["a"], "provenance") == Provenance.VERIFIED).any()
 
 
-def test_kept_tokens_behind_a_prefix(tiny_qwen3: str) -> None:
+def test_kept_tokens_after_a_prefix(tiny_qwen3: str) -> None:
     model = load(tiny_qwen3)
     old = old_texts(model, 1, top_k=VOCAB, stop_tokens=())[0]
     rest = KeptTokens(old.tokens[6:], old.logprobs[6:], old.topk_ids[6:], old.topk_logprobs[6:])
@@ -263,7 +263,7 @@ def test_kept_tokens_behind_a_prefix(tiny_qwen3: str) -> None:
 
 
 def test_a_stop_token_among_the_kept_ends_the_response(tiny_qwen3: str) -> None:
-    """Another set of stop tokens than the one it was drawn with."""
+    """The stop tokens differ from those under which the tokens were drawn."""
     model = load(tiny_qwen3)
     old = old_texts(model, 1, top_k=VOCAB, stop_tokens=())[0]
     stop = int(old.tokens[4])
@@ -273,7 +273,7 @@ def test_a_stop_token_among_the_kept_ends_the_response(tiny_qwen3: str) -> None:
     assert chunks[-1].finish_reason == "stop"
 
 
-def test_an_abort_right_behind_a_verification(tiny_qwen3: str) -> None:
+def test_an_abort_right_after_a_verification(tiny_qwen3: str) -> None:
     model = load(tiny_qwen3, slots=2)
     old = first(old_texts(model, 1, top_k=VOCAB, stop_tokens=())[0], 12)
     core = core_of(model)
@@ -287,7 +287,7 @@ def test_an_abort_right_behind_a_verification(tiny_qwen3: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": np.full(MOST + 1, 1, np.int32)}, "41 kept tokens"),
+        ({"tokens": np.full(MAX_TOKENS + 1, 1, np.int32)}, "41 kept tokens"),
         ({"tokens": np.array([VOCAB] * 3, np.int32)}, "vocabulary"),
         ({"logprobs": np.zeros(2, np.float32)}, "as many logprobs"),
         ({"logprobs": np.array([0, np.nan, 0], np.float32)}, "finite"),

@@ -1,10 +1,10 @@
-"""What the torch engine writes behind a verification follows the current policy: chi-square.
+"""Verified and resumed responses follow the current policy's distribution: chi-square.
 
-An old policy generates texts; the current one, which has drifted away, verifies them and continues.
-Over fresh old texts and fresh seeds the results must follow the current policy's distribution,
-which is enumerated.
-A comparison fails when its p-value is below 1e-4; with the 6 here that must pass, a correct engine
-would fail one run in 1,600 if seeds were random. They are fixed: a run always passes or fails.
+An old policy generates responses. The current policy, which has drifted away, verifies and resumes
+them. Over fresh old responses and fresh seeds, the results must follow the current policy's
+distribution, which is enumerated. A comparison fails when its p-value is below 1e-4; with the 6
+here that must pass, a correct engine would fail one run in 1,600 if seeds were random. They are
+fixed: a run always passes or always fails.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ WIDE = {"max_step_tokens": 2000, "max_prefill_tokens": 2000}
 
 @dataclass(frozen=True)
 class Reuse:
-    """How much of the old texts is at hand, and what else drafts."""
+    """How much of the old responses is kept, and what else drafts."""
 
     case: Case
     top_k: int = 3
-    most: int = 9
-    """Old tokens that are kept of each text."""
+    max_kept: int = 9
+    """Largest number of kept tokens per response."""
     drafts: str = "none"
     every: int = 1
-    """Each how-manieth request has kept tokens; the others are ordinary ones in the same steps."""
+    """Every such request has kept tokens; the others are ordinary ones in the same steps."""
 
 
 REUSES = {
     "three of ten known": Reuse(Case(drift=0.15)),
     "hot and top-p": Reuse(Case(temperature=1.3, top_p=0.85, drift=0.15)),
-    "another policy altogether": Reuse(Case(drift=1.0)),
-    "cut off, with trees of the cache": Reuse(Case(drift=0.15), most=2, drafts="cache"),
+    "unrelated policy": Reuse(Case(drift=1.0)),
+    "cut off, with trees of the cache": Reuse(Case(drift=0.15), max_kept=2, drafts="cache"),
     "among ordinary requests, with random trees": Reuse(Case(drift=0.15), drafts="random", every=2),
 }
 
@@ -69,13 +69,13 @@ REUSES = {
 def old_texts(model: SlotModel, reuse: Reuse, count: int) -> list[KeptTokens]:
     core = core_of(model, None, top_k=VOCAB, **WIDE)
     asked = [request(reuse.case, f"{i}", i, top_k=reuse.top_k) for i in range(count)]
-    return [first(kept_of(chunks), reuse.most) for chunks in run(core, asked).values()]
+    return [first(kept_of(chunks), reuse.max_kept) for chunks in run(core, asked).values()]
 
 
 def resumed(
     core: DecodeCore, reuse: Reuse, texts: list[KeptTokens]
 ) -> tuple[list[tuple[int, ...]], int]:
-    """What becomes of each text, and how many old tokens were kept."""
+    """The resumed response of each text, and how many old tokens were accepted."""
     asked = [
         request(reuse.case, f"{i}", NEW_SEEDS + i, kept=None if i % reuse.every else kept)
         for i, kept in enumerate(texts)
@@ -90,7 +90,9 @@ def resumed(
 
 
 @pytest.mark.parametrize("name", list(REUSES))
-def test_verified_and_resumed_texts_follow_the_current_policy(tiny_qwen3: str, name: str) -> None:
+def test_verified_and_resumed_responses_follow_the_current_policy(
+    tiny_qwen3: str, name: str
+) -> None:
     torch.set_num_threads(1)
     reuse = REUSES[name]
     old, new = policies(reuse.case.drift)
@@ -105,14 +107,14 @@ def test_verified_and_resumed_texts_follow_the_current_policy(tiny_qwen3: str, n
     if source is not None:
         sample(core, reuse.case, 300, first_seed=10**8)
     swap_weights(core, new.state_dict().items(), 1)
-    written, verified = resumed(core, reuse, texts)
+    generated, verified = resumed(core, reuse, texts)
     assert verified > SAMPLES / 10
     assert verified < sum(map(len, texts)) / reuse.every
-    assert p_value(written, enumerate_distribution(new, reuse.case)) > FALSE_ALARM
+    assert p_value(generated, enumerate_distribution(new, reuse.case)) > FALSE_ALARM
 
 
-def test_lenient_texts_do_not_and_the_test_sees_it(tiny_qwen3: str) -> None:
-    """SPEC-RL's rule is biased, the more the more lenient: what the comparison above can detect."""
+def test_lenient_responses_do_not_and_the_test_detects_it(tiny_qwen3: str) -> None:
+    """SPEC-RL's rule is biased, more so with more lenience; the comparison above detects it."""
     torch.set_num_threads(1)
     reuse = Reuse(Case(drift=0.15))
     old, new = policies(reuse.case.drift)
@@ -124,9 +126,9 @@ def test_lenient_texts_do_not_and_the_test_sees_it(tiny_qwen3: str) -> None:
     away, kept = [], []
     for lenience in (None, 1.0, float(np.exp(0.5))):
         lenient = [replace(text, lenience=lenience) for text in texts]
-        written, verified = resumed(core, reuse, lenient)
-        away.append(total_variation(written, distribution))
+        generated, verified = resumed(core, reuse, lenient)
+        away.append(total_variation(generated, distribution))
         kept.append(verified)
-        assert (p_value(written, distribution) > FALSE_ALARM) == (lenience is None)
+        assert (p_value(generated, distribution) > FALSE_ALARM) == (lenience is None)
     assert away[0] < away[1] < away[2]
     assert kept[1] < kept[2]

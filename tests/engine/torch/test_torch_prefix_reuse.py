@@ -1,9 +1,9 @@
 """The torch engine shares the KV of equal contexts, but never across versions of the weights.
 
-Rows of several versions run side by side; new requests, resumed ones whose context an old row
-begins with, and requests with kept tokens come in at each update. Everything must say what a plain
-forward pass of the current weights says (1e-4); `test_forgetting_the_version_is_seen` shows that
-these checks can fail.
+Rows of several versions run at the same time. At each update, new requests arrive, resumed ones
+whose context an old row begins with, and requests with kept tokens. Every log-probability must
+equal that of a plain forward pass of the current weights (1e-4). The test named
+`test_forgetting_the_version_is_detected` shows that these checks can fail.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def reference(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 class Bench:
-    """A core whose weights take turns, and what each request said."""
+    """A core whose weights alternate, and the chunks of each request."""
 
     def __init__(self, path: str) -> None:
         torch.set_num_threads(1)
@@ -73,7 +73,7 @@ class Bench:
         return np.concatenate([chunk.tokens for chunk in self.chunks[name]])
 
     def error(self, name: str, prefix: np.ndarray | None = None) -> float:
-        """Of all tokens, which must be of one version, against that version's weights."""
+        """Largest error in log-probability; all tokens must be of one version."""
         chunks = self.chunks[name]
         (version,) = {chunk.policy_version for chunk in chunks}
         start = 0 if prefix is None else len(prefix)
@@ -82,7 +82,7 @@ class Bench:
         return float(np.abs(np.concatenate([c.logprobs for c in chunks]) - want).max())
 
 
-def test_requests_after_an_update_share_nothing_with_rows_of_before(tiny_qwen3: str) -> None:
+def test_requests_after_an_update_share_no_kv_with_older_rows(tiny_qwen3: str) -> None:
     bench = Bench(tiny_qwen3)
     for round_ in range(4):
         bench.add(f"runs{round_}")
@@ -107,7 +107,9 @@ def test_requests_after_an_update_share_nothing_with_rows_of_before(tiny_qwen3: 
     bench.drain()
 
 
-def test_forgetting_the_version_is_seen(tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgetting_the_version_is_detected(
+    tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sibling = Admission._sibling_row
 
     def forgetful(self: Admission, context: np.ndarray, policy_version: int) -> int | None:

@@ -25,7 +25,7 @@ NONE = np.empty(0, np.int32)
         ({"stop_tokens": (VOCAB,)}, "stop_tokens"),
         ({"prompt": NONE}, "empty"),
         ({"prompt": np.array([VOCAB], np.int32)}, "vocabulary"),
-        ({"prefix_tokens": np.zeros(12, np.int32)}, "nothing to write"),
+        ({"prefix_tokens": np.zeros(12, np.int32)}, "nothing to generate"),
     ],
 )
 def test_impossible_requests_are_named_and_refused(
