@@ -66,9 +66,13 @@ def test_each_field_of_a_step_and_of_the_result_is_documented() -> None:
 
 def test_each_signal_of_an_algorithm_is_documented() -> None:
     signals = {
-        name
+        name: signal.help
         for algorithm in known_algorithms()
         for kl in (0.0, 0.1)
-        for name in make(TrainerConfig(algorithm=algorithm, kl_coefficient=kl)).signals
+        for name, signal in make(
+            TrainerConfig(algorithm=algorithm, kl_coefficient=kl)
+        ).signals.items()
     }
-    assert set(first_cells("## `metrics.jsonl`", "| signal | of | meaning |")) == signals
+    for name, meaning in signals.items():
+        assert re.search(rf"^\| `{name}` \| .* \| {re.escape(meaning)} \|$", PAGE, re.MULTILINE)
+    assert set(first_cells("## `metrics.jsonl`", "| signal | of | meaning |")) == signals.keys()

@@ -39,7 +39,7 @@ class Probe(Grpo):
 
     signals: ClassVar[Mapping[str, Signal]] = {
         **Grpo.signals,
-        "mean_logprob": Signal("Log-probability of a token.", unit="nats"),
+        "mean_logprob": Signal("log-probability of a token, nats"),
     }
 
     def loss(self, batch: TokenBatch) -> LossSums:
@@ -84,8 +84,14 @@ def test_a_new_signal_reaches_metrics_jsonl_prometheus_and_the_report(
 
     exported = new_registry()
     TrainerMetrics.register(exported, "trainer").publish(metrics)
-    series = f'asyncrl_algorithm_signal{{process="trainer",signal="mean_logprob"}} {value}'
-    assert series in generate_latest(exported).decode()
+    text = generate_latest(exported).decode()
+    assert f'asyncrl_algorithm_signal{{process="trainer",signal="mean_logprob"}} {value}' in text
+    for name, measured in (
+        ("asyncrl_logprob_mismatch_nats", metrics.mismatch.fresh_abs_mean),
+        ("asyncrl_behaviour_kl_nats", metrics.mismatch.kl),
+    ):
+        assert measured is not None
+        assert f'{name}{{process="trainer"}} {measured}' in text
 
     manifest = WeightManifest(policy_version=1, path="/nowhere", nbytes=0, tensors=())
     sent = StepFinished(0, (0,), manifest, metrics, TrainerTimes())

@@ -54,11 +54,9 @@ class Signal:
     """A number that an algorithm reports of each step."""
 
     help: str
-    """What it says, one sentence."""
+    """What it says and its unit, in one phrase; docs/monitoring.md has the same."""
     per: Literal["token", "loss"] = "token"
     """What its sum is divided by: the computed response tokens, or the step's loss denominator."""
-    unit: str = "ratio"
-    """"ratio" for a share of tokens, "nats", or "" for a number without a unit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,10 @@ class Grpo:
     """Group-relative advantages and the decoupled clipped loss."""
 
     signals: ClassVar[Mapping[str, Signal]] = {
-        "clip_ratio": Signal("Share of tokens that have no gradient as their ratio was clipped."),
-        "importance_capped": Signal("Share of tokens that reached the importance cap."),
+        "clip_ratio": Signal(
+            "share of tokens that have no gradient because their ratio was clipped"
+        ),
+        "importance_capped": Signal("share of tokens that reached `trainer.importance_cap`"),
     }
     needs_reference: ClassVar[bool] = False
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from trainer.algorithms.base import Algorithm, LossSums, Rewards, Signal, TokenBatch
 
 _SIGNALS = {
-    "policy_loss": Signal("Loss without the KL penalty.", per="loss"),
-    "reference_kl": Signal("KL of the policy from the initial model.", unit="nats"),
+    "policy_loss": Signal("loss without the KL penalty", per="loss"),
+    "reference_kl": Signal("KL of the policy from the initial model, nats per token"),
 }
 
 

@@ -30,7 +30,7 @@ class Reinforce:
     """Leave-one-out advantages and the importance-weighted score function."""
 
     signals: ClassVar[Mapping[str, Signal]] = {
-        "importance_capped": Signal("Share of tokens that reached the importance cap."),
+        "importance_capped": Signal("share of tokens that reached `trainer.importance_cap`"),
     }
     needs_reference: ClassVar[bool] = False
 
