@@ -7,6 +7,6 @@ grpo, reinforce
 reference_kl  the KL penalty towards the initial model, for any algorithm
 
 To add one, write a class with the members of `trainer.algorithms.base.Algorithm` and a
-`from_config(config)`, and call `registry.register("mine", "my_package.my_module:Mine")`. The
-signals that it declares reach metrics.jsonl, Prometheus and the report without further changes.
+`from_config(config)`, and give it a name in `registry`. The signals that it declares reach
+metrics.jsonl, Prometheus and the report without further changes.
 """

@@ -14,7 +14,10 @@ def known_algorithms() -> tuple[str, ...]:
 
 
 def register(name: str, target: str) -> None:
-    """Make `target` ("module:Class") known as `name`.
+    """Make `target` ("module:Class") known as `name`, in this process.
+
+    The controller checks the name and the trainer's process builds the class, so code that adds an
+    algorithm of its own must be imported by both.
 
     Raises:
         ValueError: the name is taken by another target, or the target has no class part.
