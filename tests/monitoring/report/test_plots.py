@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from monitoring.report.lanes import clock_label, slice_shares
 from monitoring.report.markup import Markup, element, escape
 from monitoring.report.plots import MAX_POINTS, Series, bar_plot, compact, line_plot
-from monitoring.report.series import difference_interval, growth, smooth, thin, ticks, wilson
+from monitoring.report.series import difference_interval, growth, less, smooth, thin, ticks, wilson
 from monitoring.spans import Span
 from monitoring.wording import UNKNOWN, count, duration, number, percent, sparkline
 
@@ -69,6 +69,12 @@ def test_ticks_are_inside_and_not_too_many(low, length, about):
 
 def test_cumulative_numbers_become_growth_also_over_a_restart_and_a_gap():
     assert growth([10, 25, 5, None, 9, 12]) == [10, 15, 5, None, None, 3]
+
+
+def test_what_parts_leave_of_a_whole_is_never_negative():
+    assert less([10.0, None, 5.0, 4.0], [3.0, 1.0, 9.0, None], [1.0, 1.0, 0.0, 1.0]) == [
+        6.0, None, 0.0, 3.0,
+    ]  # fmt: skip
 
 
 def test_smoothing_begins_at_the_first_value_and_keeps_gaps():
