@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from cache.config import CacheConfig
 from cache.place import CachePlace, to_json
 from cache.tree import Drafts, RolloutCache
-from engine.drafting.continuation import Continuations
 from engine.drafting.planner import DraftPlanner
 from engine.vllm.extras import DrafterSettings, RequestExtra
 from engine.vllm.worker.batch import Entry
@@ -182,18 +181,6 @@ def test_a_row_follows_its_old_text_and_finds_it_again() -> None:
     assert scene.step({"a": text}) == [[90, 91, 92]]
     assert scene.step({"a": (*text, 9)}) == [[90, 91, 92]]
     assert scene.step({"a": (*text, 9, 10)}) == [[11]]
-
-
-def test_old_texts_make_room_for_each_other() -> None:
-    texts = Continuations()
-    for slot, length in ((2, 3), (0, 50), (40, 7)):
-        texts.begin(slot, np.arange(length, dtype=np.int32))
-    assert texts.left(np.array([0, 1, 2, 40, 90])).tolist() == [50, 0, 3, 7, 0]
-    assert texts.propose(np.array([2, 40]), 2).tolist() == [[0, 1], [0, 1]]
-    texts.end(0)
-    texts.end(0)
-    assert len(texts) == 2
-    assert texts.left(np.array([0, 2])).tolist() == [0, 3]
 
 
 def test_what_became_of_drafts_is_told_with_their_estimates() -> None:

@@ -1,0 +1,99 @@
+"""Following earlier continuations: cursors, divergence, finding the place again, moving slots."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.drafting.continuation import Continuations, path_probabilities
+from rollout.trajectory import IntArray
+
+TEXT = np.array([3, 4, 5, 6, 8, 9, 10, 11], np.int32)
+
+
+def ids(*values: int) -> IntArray:
+    return np.array(values, np.int32)
+
+
+def follow(texts: Continuations, response: list[int], grown: int, slot: int = 0) -> list[int]:
+    """Report the last `grown` tokens of a response that started at 0; gives what is proposed."""
+    table = np.zeros((1, 40), np.int32)
+    table[0, : len(response)] = response
+    end = ids(len(response))
+    texts.follow(ids(slot), ids(grown), table, ids(0), end, ids(0))
+    left = int(texts.left(ids(slot))[0])
+    return texts.propose(ids(slot), left)[0].tolist() if left else []
+
+
+def test_a_text_is_followed_to_its_end() -> None:
+    texts = Continuations()
+    texts.begin(0, TEXT)
+    assert follow(texts, [3], 1) == TEXT[1:].tolist()
+    assert follow(texts, [3, 4, 5, 6], 3) == TEXT[4:].tolist()
+    assert follow(texts, TEXT.tolist(), 4) == []
+    assert follow(texts, [*TEXT.tolist(), 1], 1) == []
+
+
+@pytest.mark.parametrize("instead", [[40], [30, 40], [30, 6, 40]])
+def test_a_text_is_found_again_after_a_divergence(instead: list[int]) -> None:
+    """One to three tokens are generated in the place of the 6; then three tokens must agree."""
+    texts = Continuations()
+    texts.begin(0, TEXT)
+    response = [3, 4, 5]
+    follow(texts, response, 3)
+    for token in [*instead, 8, 9]:
+        response.append(token)
+        assert follow(texts, response, 1) == []
+    assert follow(texts, [*response, 10], 1) == [11]
+
+
+def test_fewer_than_three_tokens_of_the_response_find_nothing() -> None:
+    """The tokens before the response are not compared, even where they agree."""
+    texts = Continuations()
+    texts.begin(0, ids(30, 3, 4, 5, 6))
+    table = np.array([[3, 4, 5, 0]], np.int32)
+    texts.follow(ids(0), ids(1), table, ids(0), ids(3), ids(1))
+    assert texts.left(ids(0)).tolist() == [0]
+
+
+def test_a_cursor_can_be_set() -> None:
+    texts = Continuations()
+    texts.begin(0, TEXT)
+    follow(texts, [3, 4, 30], 3)
+    texts.follow_from(ids(0), ids(3))
+    assert texts.propose(ids(0), 2).tolist() == [[6, 8]]
+    texts.follow_from(ids(0), ids(len(TEXT) + 1))
+    assert texts.left(ids(0)).tolist() == [0]
+
+
+def test_slots_make_room_for_each_other() -> None:
+    texts = Continuations()
+    for slot, length in ((2, 3), (0, 50), (40, 7)):
+        texts.begin(slot, np.arange(length, dtype=np.int32))
+    assert texts.left(ids(0, 1, 2, 40, 90, -1)).tolist() == [50, 0, 3, 7, 0, 0]
+    assert texts.propose(ids(2, 40), 2).tolist() == [[0, 1], [0, 1]]
+    texts.end(0)
+    texts.end(0)
+    assert len(texts) == 2
+    assert texts.left(ids(0, 2)).tolist() == [0, 3]
+
+
+def test_a_response_moves_with_its_text_and_cursor() -> None:
+    texts = Continuations()
+    texts.begin(5, TEXT)
+    texts.begin(1, ids(1, 2))
+    follow(texts, [3, 4], 2, slot=5)
+    texts.move(5, 1)  # what was in slot 1 has ended
+    assert len(texts) == 1
+    assert texts.left(ids(1, 5)).tolist() == [6, 0]
+    assert texts.propose(ids(1), 2).tolist() == [[5, 6]]
+    texts.move(5, 1)  # nothing is there: nothing is left in slot 1 either
+    assert len(texts) == 0
+    texts.begin(5, TEXT)
+    assert texts.left(ids(5)).tolist() == [len(TEXT)]
+
+
+def test_estimates_fall_with_every_token() -> None:
+    estimates = path_probabilities(5)
+    assert estimates.dtype == np.float32
+    np.testing.assert_allclose(estimates, 0.95 ** np.arange(1, 6), rtol=1e-6)
