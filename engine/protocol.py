@@ -164,7 +164,7 @@ class Engine(Protocol):
 
         Nothing happens when it has ended or is not known. Unlike closing the stream, this loses no
         token of a finished step; where the engine is another process, a running step is lost as a
-        whole. So the place of the cut does not depend on the tokens behind it. A cut at the last
+        whole. So the place of the cut does not depend on the tokens after it. A cut at the last
         *report* would: it tells that the unreported tokens hold no stop token.
         """
 

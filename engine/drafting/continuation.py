@@ -137,7 +137,7 @@ class Continuations:
         found = hit.any(axis=1)
         self._following[slots[found]] = True
         self._cursor[slots[found]] = ends[found, hit[found].argmax(axis=1)]
-        # A cursor that is further behind the text's end than the search reaches finds nothing more.
+        # A cursor that is further past the end than the search reaches can find nothing more.
         for slot in slots[~found & (self._cursor[slots] - _REACH > self._length[slots])].tolist():
             self.end(slot)
 

@@ -1,4 +1,4 @@
-"""A planner that drafts as much as it may, whatever that costs: for comparisons and tests."""
+"""A planner that drafts as much as it may, for comparisons and tests."""
 
 from __future__ import annotations
 

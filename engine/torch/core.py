@@ -7,7 +7,7 @@ One step is one forward pass (`step`):
     forward  last tokens and trees of decoding rows, and whole contexts of new ones with their kept
              tokens, packed (model)
     draw     a fresh token at every position, from (seed, position in the response) (draws)
-    judge    the kept tokens that the current policy accepts, and a draw behind them (verification)
+    judge    the kept tokens that the current policy accepts, and a draw after them (verification)
     choose   draws that stay in the tree, and the first that leaves it; all other KV is void (paths)
     report   first tokens, rows with enough unreported ones, and rows that ended (reports)
 """

@@ -80,7 +80,7 @@ class Drafter:
     def draft(self, n: int, other_tokens: int) -> TokenTrees:
         """What rows `[0, n)` feed besides their last token, as much as the planner finds worth it.
 
-        A path is no longer than what its row may generate before the draw behind it. A tree may
+        A path is no longer than what its row may generate before the draw after it. A tree may
         hold more nodes than that, as many as its row's slot has places left.
 
         Args:
@@ -114,7 +114,7 @@ class Drafter:
 
         Args:
             trees: what was fed.
-            tokens: `[n + N]` the draw behind each root and node, in the order of feeding.
+            tokens: `[n + N]` the draw after each root and node, in the order of feeding.
         """
         walks = accept_tree(tokens, trees.tokens, trees.parents, trees.offsets)
         accepted = np.zeros(len(trees.tokens), np.bool_)
@@ -135,7 +135,7 @@ class Drafter:
             every, paths.kept, rows.tokens, every, rows.total[:n], rows.prompt[:n]
         )
         if len(draws.judged):
-            # A rejected token was most often substituted by another: continue behind it.
+            # A rejected token was most often substituted by another: continue after it.
             self._continuations.follow_from(draws.judged, draws.accepted[draws.judged] + 1)
 
     def _feed_source(self, draws: Draws, paths: Paths) -> None:

@@ -30,7 +30,7 @@ class Draws:
     logprobs: torch.Tensor
     """`[N, V]` the processed distribution of each draw."""
     tokens: NDArray[np.int64]
-    """`[N]`; of a row with kept tokens the accepted ones and the one behind them, otherwise -1."""
+    """`[N]`; of a row with kept tokens the accepted ones and the one after them, otherwise -1."""
     judged: NDArray[np.int64]
     """Rows that came with kept tokens, which `verification.judge_rows` accepts or rejects."""
     accepted: IntArray
@@ -40,7 +40,7 @@ class Draws:
 def draw_step(
     rows: Rows, trees: TokenTrees, new: NewRows, logits: torch.Tensor, policy_version: int
 ) -> Draws:
-    """Draw a token behind every token that was fed, except in rows with kept tokens.
+    """Draw a token after every token that was fed, except in rows with kept tokens.
 
     Args:
         rows: as they were fed.

@@ -29,8 +29,8 @@ class Feed:
     new_wanted: IntArray | None = None
     """`[r]` how many last tokens of each new row need logits; None: one each."""
     decode_depths: IntArray | None = None
-    """`[sum(decode_counts)]` positions behind the row's first new token where rows are token trees;
-    None: chains, each token one position behind the one before it."""
+    """`[sum(decode_counts)]` positions after the row's first new token where rows are token trees;
+    None: chains, each token one position after the one before it."""
     hidden: Hidden | None = None
     """Pairs of a row's new tokens on different paths of its tree, see `slots.decode_block`."""
 

@@ -30,7 +30,7 @@ class Paths:
 
 
 def choose(rows: Rows, draws: Draws, walks: AcceptedPaths | None) -> Paths:
-    """Choose each row's path, cut behind its first stop token and at its limit.
+    """Choose each row's path, cut after its first stop token and at its limit.
 
     Args:
         rows: before this step's tokens are appended.

@@ -84,7 +84,7 @@ class Rows(RowArrays):
         self.top_p[row] = sampling.top_p
         self._set_stops(row, sampling.stop_tokens)
         kept = _NO_TOKENS if request.kept is None else request.kept.tokens
-        # Kept tokens lie behind the context, where they are scored. They do not belong to it yet.
+        # Kept tokens lie after the context, where they are scored. They do not belong to it yet.
         self.tokens[row, start + prefix : start + prefix + len(kept)] = kept
         self.requests.append(request)
         self._row_of[request.request_id] = row

@@ -2,7 +2,7 @@
 
 A row's last token is the root; each drafted token is a node below the token that it would follow.
 All nodes go through the model in one pass. A node attends to the row's context and to its own
-ancestors, and its position is that of its depth. Its KV has a place of its own behind the context;
+ancestors, and its position is that of its depth. Its KV has a place of its own after the context;
 acceptance moves the KV of the accepted path to the right places. A chain is a tree without forks:
 its places and positions agree, the mask is the plain one and nothing has to be moved.
 
@@ -123,7 +123,7 @@ def no_trees(rows: int) -> TokenTrees:
 
 @kernel
 def _among(tokens: IntArray, node: int, sibling: IntArray, token: int) -> bool:
-    """Whether a node or one of the siblings linked behind it holds the token."""
+    """Whether a node or one of the siblings linked after it holds the token."""
     while node >= 0:
         if tokens[node] == token:
             return True

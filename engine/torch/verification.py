@@ -1,8 +1,8 @@
 """Verification of kept tokens, inside the step that takes their request in.
 
-The request's context goes through the model with the kept tokens behind it, so that one pass gives
+The request's context goes through the model with the kept tokens after it, so that one pass gives
 the current policy at each of them and the KV of all. What is accepted stays in the slot; decoding
-continues behind it.
+continues after it.
 
 The whole current distribution is at hand here, so the set on which a kept token can be accepted is
 all of the old policy's stored top-K: its tokens are listed with their current probability, and what
@@ -51,7 +51,7 @@ class KeptBatch:
     """`[N]` position of each kept token in its response."""
     place: NDArray[np.int64]
     """`[N]` of each kept token among the N + B distributions: row after row, one at each kept token
-    and one behind the last."""
+    and one after the last."""
 
     @classmethod
     def of(cls, rows: Rows, judged: NDArray[np.int64]) -> KeptBatch:
@@ -86,7 +86,7 @@ class KeptVerdicts:
     accepted: IntArray
     """`[B]` kept tokens that stay."""
     token: IntArray
-    """`[B]` the token drawn behind them."""
+    """`[B]` the token drawn after them."""
 
 
 def judge_rows(rows: Rows, draws: Draws, policy_version: int) -> None:
@@ -110,7 +110,7 @@ def judge_rows(rows: Rows, draws: Draws, policy_version: int) -> None:
 
 
 def judge_kept(batch: KeptBatch, logprobs: torch.Tensor, policy_version: int) -> KeptVerdicts:
-    """Accept a prefix of each row and draw the token behind it.
+    """Accept a prefix of each row and draw the token after it.
 
     Args:
         batch: at least one row.

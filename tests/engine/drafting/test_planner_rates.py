@@ -42,10 +42,12 @@ def test_the_first_steps_are_not_wasted(seconds: Seconds, rows: int) -> None:
 def test_estimates_that_mislead_are_seen_through(rows: int) -> None:
     """All say 0.99; three in ten are accepted."""
 
-    def says(truth: Any) -> Any:
+    def overconfident(truth: Any) -> Any:
         return np.full_like(truth, 0.99) - 1e-4 * np.tile(np.arange(16), len(truth) // 16)
 
-    rates = run(SimulatedEngine(cpu, Drafter(((1.0, 0.3),), estimate=says)), _planner(), rows, 1000)
+    rates = run(
+        SimulatedEngine(cpu, Drafter(((1.0, 0.3),), estimate=overconfident)), _planner(), rows, 1000
+    )
     assert rates.planned >= 0.95 * rates.plain, "learning included"
 
 

@@ -64,15 +64,15 @@ def test_many_requests_stream_and_end(tiny_qwen3: str) -> None:
 
 def test_an_unseeded_request_draws_from_the_engines_stream(tiny_qwen3: str) -> None:
     async def main() -> None:
-        written = []
+        tokens = []
         for _ in range(2):
             engine = engine_of(tiny_qwen3)
             await engine.start()
             a, b = [await collect(engine, request(name, max_tokens=30)) for name in "ab"]
-            written.append([np.concatenate([c.tokens for c in x]).tolist() for x in (a, b)])
+            tokens.append([np.concatenate([c.tokens for c in x]).tolist() for x in (a, b)])
             await engine.close()
-        assert written[0] == written[1]
-        assert written[0][0] != written[0][1]
+        assert tokens[0] == tokens[1]
+        assert tokens[0][0] != tokens[0][1]
 
     run(main())
 
@@ -100,7 +100,7 @@ def test_pause_stops_drawing_and_resume_continues(tiny_qwen3: str) -> None:
         engine = engine_of(tiny_qwen3)
         await engine.start()
         stream = engine.generate(request("a", max_tokens=40, seed=1))
-        written = (await anext(stream)).tokens.tolist()
+        tokens = (await anext(stream)).tokens.tolist()
         await engine.pause()
         await engine.pause()
         steps = engine.stats().steps
@@ -113,9 +113,9 @@ def test_pause_stops_drawing_and_resume_continues(tiny_qwen3: str) -> None:
         assert score[0].policy_version == 0
         await engine.resume()
         async for chunk in stream:
-            written += chunk.tokens.tolist()
+            tokens += chunk.tokens.tolist()
         alone = await collect(engine, request("b", max_tokens=40, seed=1))
-        assert written == np.concatenate([c.tokens for c in alone]).tolist()
+        assert tokens == np.concatenate([c.tokens for c in alone]).tolist()
         await engine.close()
 
     run(main())
@@ -198,15 +198,15 @@ def test_misuse_raises_a_clear_error(tiny_qwen3: str) -> None:
 
 def start_error(path: str, **changes: Any) -> str:
     """The error of `start` for an impossible model or configuration."""
-    said = []
+    errors = []
 
     async def main() -> None:
         with pytest.raises(EngineStartError) as caught:
             await engine_of(path, **changes).start()
-        said.append(str(caught.value))
+        errors.append(str(caught.value))
 
     run(main())
-    return said[0]
+    return errors[0]
 
 
 def test_a_missing_model_is_named(tmp_path: Any) -> None:

@@ -79,7 +79,7 @@ def test_trees_of_an_adversary_do_not_change_the_distribution(
 
 
 def test_the_test_can_fail(tiny_qwen3: str) -> None:
-    """Power: samples of the old policy are told from the new policy's distribution."""
+    """Power: samples of the old policy are distinguished from the new policy's distribution."""
     torch.set_num_threads(1)
     old, new = policies(0.3)
     generated = sample(core_of(slots_with(tiny_qwen3, old), None), Case(), 4000, 0)

@@ -28,7 +28,7 @@ SETTINGS = CoreSettings(64, 4, 256, 1, VOCAB)
 
 
 def reference(model: Any, tokens: np.ndarray) -> np.ndarray:
-    """`[n]` log-probability of each token behind the prompt."""
+    """`[n]` log-probability of each token after the prompt."""
     with torch.no_grad():
         logits = model(torch.tensor([[*PROMPT.tolist(), *tokens.tolist()]])).logits[0]
     at = np.arange(len(PROMPT) - 1, len(PROMPT) + len(tokens) - 1)
