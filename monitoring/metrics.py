@@ -263,7 +263,7 @@ class TrainerMetrics(ProcessMetrics):
     )
     behaviour_kl: Gauge = _learner_gauge(
         "asyncrl_behaviour_kl_nats",
-        "Estimated KL of the trained policy from the one that drew the tokens, per token.",
+        "Estimated KL(behaviour || current) per token: how far the policy has moved since drawing.",
         lambda step: step.mismatch.kl,
     )
     mismatch: Gauge = _learner_gauge(
