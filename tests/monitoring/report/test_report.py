@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import msgspec
 import pytest
+from synthetic_run import make_run
 
 from monitoring.errors import ReportError
 from monitoring.metrics_log import MetricsLog
@@ -59,8 +60,8 @@ def words(text):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, synthetic):
-    return synthetic.make_run(tmp_path_factory.mktemp("runs") / "demo")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "demo")
 
 
 def test_a_finished_run_on_one_page(run):
@@ -117,8 +118,8 @@ def written_with(run, *, config="", **result):
     return words(write_report(run).read_text())
 
 
-def test_only_a_run_without_stale_or_lenient_tokens_is_called_on_policy(tmp_path, synthetic):
-    run = synthetic.make_run(tmp_path / "r", steps=4)
+def test_only_a_run_without_stale_or_lenient_tokens_is_called_on_policy(tmp_path):
+    run = make_run(tmp_path / "r", steps=4)
     read = written_with(run)
     assert "exactly on-policy" in read
     assert "biased" not in read
@@ -131,9 +132,9 @@ def test_only_a_run_without_stale_or_lenient_tokens_is_called_on_policy(tmp_path
     assert "by version only: lenient reuse is not on-policy" in read
 
 
-def test_slots_and_causes_are_told_apart(tmp_path, synthetic):
+def test_slots_and_causes_are_told_apart(tmp_path):
     """Of each 64 slots of a step: 60 verify for a tenth of it, then 57 to 1 are due, and so on."""
-    run = synthetic.make_run(tmp_path / "r", steps=4)
+    run = make_run(tmp_path / "r", steps=4)
     read = words(write_report(run).read_text())
     due = sum(64 - 7 * part for part in range(1, 10)) / 640
     ahead = sum((7 * part) // 2 for part in range(1, 10)) / 640
@@ -148,8 +149,8 @@ def test_slots_and_causes_are_told_apart(tmp_path, synthetic):
     assert "share of slot time" in read
 
 
-def test_an_unfinished_run_says_so(tmp_path, synthetic):
-    run = synthetic.make_run(tmp_path / "r", steps=7, finished=False)
+def test_an_unfinished_run_says_so(tmp_path):
+    run = make_run(tmp_path / "r", steps=7, finished=False)
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step":7,"rew')
     read = words(write_report(run).read_text())
@@ -173,8 +174,8 @@ def test_what_is_no_run_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unreadable_files_are_named_and_the_rest_is_shown(tmp_path, synthetic):
-    run = synthetic.make_run(tmp_path / "r", steps=5)
+def test_unreadable_files_are_named_and_the_rest_is_shown(tmp_path):
+    run = make_run(tmp_path / "r", steps=5)
     (run / "result.json").write_text("{bro")
     (run / "config.yaml").write_text("run: [1\n: {")
     (run / "timeline" / "trainer.jsonl").write_text("x\n{}\n")
@@ -230,7 +231,7 @@ def test_the_page_forbids_loading_and_follows_the_system_colours(run):
     assert "https://" not in text
 
 
-def test_the_setting_of_the_run_bounds_the_samples_shown(tmp_path, synthetic):
-    run = synthetic.make_run(tmp_path / "r", steps=10)
+def test_the_setting_of_the_run_bounds_the_samples_shown(tmp_path):
+    run = make_run(tmp_path / "r", steps=10)
     (run / "config.yaml").write_text("monitoring: {report_samples: 2}\n")
     assert write_report(run).read_text().count('class="sample"') == 2

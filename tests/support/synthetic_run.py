@@ -1,6 +1,6 @@
 """A run directory as a real run would leave it, made up from a seed and written by the real types.
 
-`PYTHONPATH=.:tests/support python tests/monitoring/synthetic_run.py DIRECTORY` writes one with its
+`PYTHONPATH=. python tests/support/synthetic_run.py DIRECTORY` writes one with its
 report, to look at.
 """
 
