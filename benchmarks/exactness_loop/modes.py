@@ -55,8 +55,9 @@ MODES: dict[str, Mode] = {
     ),
     "verify, k = 1": Mode(_ONE_STEP_OFF | {"max_runahead_groups": 9}, whole=False),
     "keep, k = 1": Mode(_ONE_STEP_OFF | {"on_update": "keep"}, whole=False),
+    # Slower steps, so that enough samples are in generation when the staged weights are installed.
     "recompute, k = 1": Mode(
-        _ONE_STEP_OFF | {"on_update": "recompute"}, whole=False, kv_rebuilt=True
+        _ONE_STEP_OFF | {"on_update": "recompute"}, whole=False, kv_rebuilt=True, turns_per_step=8
     ),
 }
 
