@@ -23,10 +23,10 @@ from benchmarks.exactness.responses import (
     LENGTH,
     TOP_K,
     VOCABULARY,
-    ask,
     cells_of,
-    enumerated,
+    enumerate_policy,
     kept_of,
+    make_request,
 )
 from benchmarks.tiny_models import random_qwen3
 from cache.config import CacheConfig
@@ -64,7 +64,7 @@ class Bench(ABC):
 
     def __init__(self, path: str, old: Any, new: Any) -> None:
         self.path, self.old, self.new = path, old, new
-        self.probabilities = enumerated(new).sequence_distribution()
+        self.probabilities = enumerate_policy(new).sequence_distribution()
         """`[C]` of the cells, under the new policy."""
 
     @abstractmethod
@@ -108,10 +108,10 @@ class Bench(ABC):
 
     def _drafted(self, name: str, count: int) -> Wave:
         self.install(self.old)
-        self.generate([ask(f"{name}.old{i}", name) for i in range(_OLD_ROLLOUTS)])
+        self.generate([make_request(f"{name}.old{i}", name) for i in range(_OLD_ROLLOUTS)])
         self.install(self.new)
         before = self.stats().tokens
-        chunks = self.generate([ask(f"{name}.{i}", name) for i in range(count)])
+        chunks = self.generate([make_request(f"{name}.{i}", name) for i in range(count)])
         tokens = self.stats().tokens - before
         notes = {"drafted": float(tokens.drafted), "accepted": float(tokens.accepted)}
         return cells_of(chunks), notes
@@ -119,11 +119,11 @@ class Bench(ABC):
     def _verified(self, name: str, count: int) -> Wave:
         rng = np.random.default_rng(sum(map(ord, name)))
         self.install(self.old)
-        texts = self.generate([ask(f"{name}.old{i}", "") for i in range(count)])
+        texts = self.generate([make_request(f"{name}.old{i}", "") for i in range(count)])
         cuts = rng.integers(0, LENGTH + 1, count)
         kept = [kept_of(chunks, int(cut)) for chunks, cut in zip(texts, cuts, strict=True)]
         self.install(self.new)
-        requests = [ask(f"{name}.{i}", "", kept=tokens) for i, tokens in enumerate(kept)]
+        requests = [make_request(f"{name}.{i}", "", kept=tokens) for i, tokens in enumerate(kept)]
         chunks = self.generate(requests)
         verified = sum(
             int((chunk.provenance == Provenance.VERIFIED).sum()) for row in chunks for chunk in row

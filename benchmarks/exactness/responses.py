@@ -25,7 +25,7 @@ PROMPT = np.array([1, 2, 3], np.int32)
 
 
 @torch.no_grad()
-def enumerated(model: Any) -> TabularPolicy:
+def enumerate_policy(model: Any) -> TabularPolicy:
     """The policy of a model after every context; a response that stopped continues with STOP."""
     model = model.double()
     tables = []
@@ -41,7 +41,7 @@ def enumerated(model: Any) -> TabularPolicy:
     return TabularPolicy(tuple(tables))
 
 
-def ask(name: str, cache_key: str, kept: KeptTokens | None = None) -> GenerateRequest:
+def make_request(name: str, cache_key: str, kept: KeptTokens | None = None) -> GenerateRequest:
     """A request whose seed the engine chooses, so kept tokens were drawn with another one."""
     sampling = SamplingParams(
         max_tokens=LENGTH,
