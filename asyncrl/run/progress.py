@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -19,8 +20,32 @@ from monitoring.metrics import ControllerMetrics
 from monitoring.metrics_log import MetricsLog
 from monitoring.run_view import RunView
 from scheduler.scheduler import Scheduler
+from scheduler.view import SchedulerView
 from wire.messages.from_trainer import StepFinished
-from wire.records import IdleShares, Measured, RunResult, StalenessMetrics, StepMetrics, TokenCounts
+from wire.records import IdleShares, RunResult, StalenessMetrics, StepMetrics, TokenCounts
+
+
+class _StepWarnings:
+    """Warns of a run that is not what it should be, once each."""
+
+    def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._say = say
+        self._given: set[str] = set()
+
+    def check(self, step: StepMetrics, tokens: TokenCounts) -> None:
+        """Look at a finished step and at all token counts of the generators' processes."""
+        self._give(
+            "mismatch", warnings.engine_disagrees(self._config, step.mismatch.fresh_abs_mean)
+        )
+        drawn = tokens.generated + tokens.verified
+        outside = tokens.outside_top_k
+        self._give("top-K", warnings.outside_top_k(self._config, drawn=drawn, outside=outside))
+
+    def _give(self, kind: str, text: str | None) -> None:
+        if text is not None and kind not in self._given:
+            self._given.add(kind)
+            self._say(text)
 
 
 class Progress:
@@ -64,7 +89,7 @@ class Progress:
         self._steps_here = 0
         self._step = len(earlier)
         self.stopping = False
-        self._warned_outside = self._warned_mismatch = False
+        self._warnings = _StepWarnings(config, self.say)
         for warning in warnings.at_start(config):
             self.say(warning)
 
@@ -119,7 +144,7 @@ class Progress:
         step = self._record(message, now)
         self._step, self._steps_here = message.step + 1, self._steps_here + 1
         self._last_step_at, self._last_step = now, step
-        self._warn(step.mismatch.fresh_abs_mean)
+        self._warnings.check(step, self._totals.tokens_of_processes)
         self._log.append(step)
         self._rewards.append(step.learning.reward_mean)
         self._staleness.append(step.staleness)
@@ -159,33 +184,18 @@ class Progress:
             reports = (worker.generator_report for worker in self._fleet.everyone())
             self._totals.update(report.engine for report in reports if report is not None)
 
-    def _warn(self, mismatch: Measured) -> None:
-        disagrees = warnings.engine_disagrees(self._config, mismatch)
-        if disagrees is not None and not self._warned_mismatch:
-            self._warned_mismatch = True
-            self.say(disagrees)
-        if not self._warned_outside:
-            tokens = self._totals.tokens_of_processes
-            text = warnings.outside_top_k(
-                self._config,
-                drawn=tokens.generated + tokens.verified,
-                outside=tokens.outside_top_k,
-            )
-            if text is not None:
-                self._warned_outside = True
-                self.say(text)
-
-    # ---------------------------------------------------------------- to be seen
+    # ---------------------------------------------------------------- what is shown
 
     def show(self, fleet: Fleet, evaluation: EvaluationRound | None) -> None:
         """Refresh the live view."""
         self._fleet = fleet
-        view = self._run_view(fleet, evaluation)
+        snapshot = self._snapshot()
+        view = self._run_view(fleet, evaluation, snapshot)
         self._view.update(view)
         metrics = self._metrics
-        if self._scheduler is not None:
-            failed = self._scheduler.snapshot().groups_failed
-            metrics.samples_ended.of("failed").follow(failed * self._config.scheduler.group_size)
+        if snapshot is not None:
+            failed = snapshot.groups_failed * self._config.scheduler.group_size
+            metrics.samples_ended.of("failed").follow(failed)
         metrics.eta.set(view.eta_seconds or 0.0)
         metrics.samples.of("running").set(view.samples_running or 0)
         metrics.samples.of("held").set(view.samples_held or 0)
@@ -201,14 +211,19 @@ class Progress:
             return "stopping"
         return self._phase if fleet.all_ready or self._scheduler is not None else "starting"
 
-    def _run_view(self, fleet: Fleet, evaluation: EvaluationRound | None) -> RunView:
+    def _snapshot(self) -> SchedulerView | None:
+        """What the scheduler is doing; None before training."""
+        return None if self._scheduler is None else self._scheduler.snapshot()
+
+    def _run_view(
+        self, fleet: Fleet, evaluation: EvaluationRound | None, snapshot: SchedulerView | None
+    ) -> RunView:
         self._count()
         left = self._config.run.steps - self._step
         elapsed = time.monotonic() - self._totals.began
         trainer = fleet.trainer.trainer_report
-        view = None if self._scheduler is None else self._scheduler.snapshot()
-        waiting_for = view.waits[0] if view is not None and view.waits else None
-        if view is None and not fleet.all_ready:
+        waiting_for = snapshot.waits[0] if snapshot is not None and snapshot.waits else None
+        if snapshot is None and not fleet.all_ready:
             waiting_for = f"{fleet.unready()} to become ready"
         return RunView(
             phase=self._phase_text(fleet, evaluation),
@@ -216,8 +231,8 @@ class Progress:
             last=self._last_step,
             recent_rewards=tuple(self._rewards),
             tokens=self._totals.tokens,
-            samples_running=None if view is None else view.samples_running,
-            samples_held=None if view is None else view.samples_held,
+            samples_running=None if snapshot is None else snapshot.samples_running,
+            samples_held=None if snapshot is None else snapshot.samples_held,
             samples_queued=None if trainer is None else trainer.queued_trajectories,
             eta_seconds=elapsed / self._steps_here * left if self._steps_here else None,
             accuracy_before=self._accuracy_before,
@@ -226,7 +241,7 @@ class Progress:
 
     def status(self, fleet: Fleet, evaluation: EvaluationRound | None) -> dict[str, Any]:
         """The answer to `asyncrl status`, as plain values."""
-        view = self._run_view(fleet, evaluation)
+        view = self._run_view(fleet, evaluation, self._snapshot())
         processes = {
             worker.name: {
                 "state": worker.state,
