@@ -21,16 +21,14 @@ class Draws:
     """All draws of a step, flat: N of them, row by row, one for each position with logits."""
 
     row: NDArray[np.int64]
-    """`[N]`"""
-    offset: NDArray[np.int64]
-    """`[N]` place in the response, counted from the row's first draw. Nodes of equal depth share
-    it, and with it the random number: at most one of them is used."""
+    """`[N]` row of each draw."""
     starts: NDArray[np.int64]
     """`[n]` each row's first draw."""
     logprobs: torch.Tensor
     """`[N, V]` the processed distribution of each draw."""
     tokens: NDArray[np.int64]
-    """`[N]`; of a row with kept tokens the accepted ones and the one after them, otherwise -1."""
+    """`[N]` the draw at each position. In a row with kept tokens: the accepted ones, the token
+    drawn after them, then -1."""
     judged: NDArray[np.int64]
     """Rows that came with kept tokens, which `verification.judge_rows` accepts or rejects."""
     accepted: IntArray
@@ -64,6 +62,7 @@ def draw_step(
     starts = np.cumsum(sizes) - sizes
     offset = np.arange(len(row)) - starts[row]
     if trees.forked:
+        # Nodes of equal depth share a position and its random number: at most one of them is used.
         nodes = trees.fed(np.zeros(decoding, np.int32), trees.depths)
         offset[: len(nodes)] = nodes
     logprobs = processed_logprobs(logits, rows.temperature[row], rows.top_p[row])
@@ -80,7 +79,7 @@ def draw_step(
         names = [rows.requests[r].request_id for r in row[own][tokens[own] < 0]]
         raise EngineError(not_finite(names, policy_version))
     accepted = np.zeros(rows.n, np.int32)
-    return Draws(row, offset, starts, logprobs, tokens, np.array(judged, np.int64), accepted)
+    return Draws(row, starts, logprobs, tokens, np.array(judged, np.int64), accepted)
 
 
 def not_finite(names: Sequence[str], policy_version: int) -> str:

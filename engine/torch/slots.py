@@ -142,10 +142,6 @@ class SlotCache(Cache):
         for stored in (*self.keys, *self.values):
             stored[row, :, target] = stored[row, :, source]
 
-    def nbytes(self) -> int:
-        """Bytes of all slots; 0 before the first forward pass."""
-        return sum(stored.nbytes for stored in (*self.keys, *self.values))
-
 
 class SlotAttention:
     """The attention backend: queries of a packed step against slots or their own context."""
