@@ -1,8 +1,8 @@
 """What a task provides: prompts to train on, held-out prompts, and the order of visits.
 
 Example:
-    >>> [prompt_order(3, seed=0, position=p) for p in range(6)]  # each epoch has its own order
-    [2, 0, 1, 2, 1, 0]
+    >>> [prompt_order(4, seed=0, position=p) for p in range(8)]  # each epoch has its own order
+    [2, 0, 1, 3, 3, 0, 2, 1]
 """
 
 from __future__ import annotations
