@@ -15,6 +15,7 @@ def _weight(item: pytest.Item) -> int:
     return 1 if item.get_closest_marker("slow") is not None else 2
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give pytest-xdist whole files, the long ones first, and all of real vLLM to one worker.
 
