@@ -120,6 +120,7 @@ class CoreScorer:
             self._score(hidden_states, batch)
 
     def _score(self, hidden_states: torch.Tensor, parts: list[_Part]) -> None:
+        """Fill the tables of these parts; `N` scored positions, part by part."""
         counts = np.array([len(part.rows) for part in parts])
         rows = torch.from_numpy(np.concatenate([part.rows for part in parts]))
         logits = self._runner.model.compute_logits(hidden_states[rows.to(hidden_states.device)])
@@ -130,33 +131,26 @@ class CoreScorer:
             np.repeat(np.array([entry.top_p for entry in entries], np.float32), counts),
         )
         own = np.concatenate([_scored_tokens(part) for part in parts])
+        asked = np.concatenate([own[:, None], _named(parts)], axis=1)
         max_k = max(part.columns.k for part in parts)
         values, ids = torch.topk(logprobs, min(max_k, logprobs.shape[1]), dim=1)
         listed = _pad(ids.cpu().numpy().astype(np.int32), max_k)
-        listed_values = _pad(values.float().cpu().numpy(), max_k, -np.inf)
-        reported = np.repeat([part.columns.k for part in parts], counts)
-        outside_of = np.where(np.arange(max_k) < reported[:, None], listed, -1)
-        named = self._named(parts, counts)
-        if named is not None:
-            width = max(named.shape[1], max_k)
-            has = np.repeat([part.known is not None for part in parts], counts)
-            outside_of = np.where(has[:, None], _pad(named, width), _pad(outside_of, width))
-        tail_ids, tail_values = draw_outside(logprobs, outside_of, self._numbers(parts, counts))
-        columns = [own[:, None]] if named is None else [own[:, None], named]
-        asked = _at(logprobs, np.concatenate(columns, axis=1))
-        for part, end in zip(parts, np.cumsum(counts), strict=True):
-            span, at = slice(end - len(part.rows), end), part.columns
-            out_ids, out_values = (
-                table[part.first : part.first + len(part.rows)]
-                for table in self._tables[part.request_id]
+        listed_logprobs = _pad(values.float().cpu().numpy(), max_k, -np.inf)
+        outside_of = _left_out(parts, asked[:, 1:], listed)
+        tail, tail_logprobs = draw_outside(logprobs, outside_of, self._numbers(parts, counts))
+        asked_logprobs = _at(logprobs, asked)
+        ends = np.cumsum(counts).tolist()
+        for part, end in zip(parts, ends, strict=True):
+            span = slice(end - len(part.rows), end)
+            ids_of, logprobs_of = self._tables[part.request_id]
+            _store(part, ids_of, asked[span], listed[span], tail[span])
+            _store(
+                part,
+                logprobs_of,
+                asked_logprobs[span],
+                listed_logprobs[span],
+                tail_logprobs[span],
             )
-            out_ids[:, at.own], out_values[:, at.own] = own[span], asked[span, 0]
-            out_ids[:, at.top_k] = listed[span, : at.k]
-            out_values[:, at.top_k] = listed_values[span, : at.k]
-            out_ids[:, at.tail], out_values[:, at.tail] = tail_ids[span], tail_values[span]
-            if named is not None:
-                out_ids[:, at.named] = named[span, : at.known]
-                out_values[:, at.named] = asked[span, 1 : 1 + at.known]
 
     def _numbers(self, parts: list[_Part], counts: NDArray[np.int64]) -> NDArray[np.float64]:
         """`[N]` the uniform numbers of the tail draws, of streams that draw nothing else."""
@@ -166,16 +160,51 @@ class CoreScorer:
         )
         return uniforms(forked(seeds, Purpose.TAIL, self.policy_version), position)
 
-    def _named(self, parts: list[_Part], counts: NDArray[np.int64]) -> IntArray | None:
-        """`[N, K']` ids that requests named at their positions, padded with -1."""
-        if all(part.known is None for part in parts):
-            return None
-        width = max(part.columns.known for part in parts)
-        named = np.full((int(counts.sum()), width), -1, np.int32)
-        for part, end in zip(parts, np.cumsum(counts), strict=True):
-            if part.known is not None:
-                named[end - len(part.rows) : end, : part.columns.known] = part.known
-        return named
+
+def _named(parts: list[_Part]) -> IntArray:
+    """`[N, K']` ids that requests named at their positions, padded with -1."""
+    width = max(part.columns.known for part in parts)
+    tables = [
+        np.empty((len(part.rows), 0), np.int32) if part.known is None else part.known
+        for part in parts
+    ]
+    return np.concatenate([_pad(table, width) for table in tables])
+
+
+def _left_out(parts: list[_Part], named: IntArray, listed: IntArray) -> IntArray:
+    """`[N, C]` ids that each tail draw leaves out, padded with -1.
+
+    Those that the request named, otherwise the K most probable that it asked for.
+    """
+    counts = [len(part.rows) for part in parts]
+    k = np.repeat([part.columns.k for part in parts], counts)
+    reported = np.where(np.arange(listed.shape[1]) < k[:, None], listed, -1)
+    width = max(named.shape[1], listed.shape[1])
+    has_named = np.repeat([part.known is not None for part in parts], counts)
+    return np.where(has_named[:, None], _pad(named, width), _pad(reported, width))
+
+
+def _store(
+    part: _Part,
+    table: NDArray[Any],
+    asked: NDArray[Any],
+    listed: NDArray[Any],
+    tail: NDArray[Any],
+) -> None:
+    """Write the part's rows of a request's table, of ids or of log-probabilities.
+
+    Args:
+        part: `n` scored positions.
+        table: of the request.
+        asked: `[n, 1 + K']` the tokens themselves, then those that were named.
+        listed: `[n, K]` the most probable ones.
+        tail: `[n]`
+    """
+    out, columns = table[part.first : part.first + len(part.rows)], part.columns
+    out[:, columns.own] = asked[:, 0]
+    out[:, columns.top_k] = listed[:, : columns.k]
+    out[:, columns.tail] = tail
+    out[:, columns.named] = asked[:, 1 : 1 + columns.known]
 
 
 def _first_token(part: _Part) -> int:
