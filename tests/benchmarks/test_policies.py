@@ -42,7 +42,7 @@ def test_widened_models_have_the_same_logits_and_differ_only_in_trained_paramete
         gates.append(network.state_dict()["model.layers.0.mlp.gate_proj.weight"])
     assert torch.equal(gates[0][32:], gates[1][32:])
     assert not torch.equal(gates[0][:32], gates[1][:32])
-    with pytest.raises(ValueError, match="not above the model's 32"):
+    with pytest.raises(ValueError, match="must be above the model's 32"):
         widen(str(policies.paths[0]), tmp_path, 32)
 
 
