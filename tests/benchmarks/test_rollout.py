@@ -21,6 +21,8 @@ from benchmarks.rollout.findings import TARGETS, Findings, Kind, Pass, Rows
 from benchmarks.rollout.passes import Plan, Workload
 from benchmarks.rollout.tables import tables
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_json_has_every_ratio_that_torch_gives(
     policies: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,8 @@ from benchmarks.exactness_loop.statements import ALARM, TOLERANCE, Finding
 from engine.torch.core import DecodeCore
 from engine.torch.engine import TorchEngine
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = 4000
 
 

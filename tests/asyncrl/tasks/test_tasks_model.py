@@ -63,6 +63,7 @@ def test_created_once_with_progress_and_without_leftovers(tmp_path: Path) -> Non
     assert [entry.name for entry in tmp_path.iterdir()] == [place.name]
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_agree(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         results = [pool.apply_async(ensure_builtin_model, (tmp_path, None, TINY)) for _ in "ab"]

@@ -25,6 +25,8 @@ from tree_sources import CorruptTrees, RandomTrees
 from cache.config import CacheConfig
 from cache.tree import RolloutCache
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = 12_000
 FALSE_ALARM = 1e-4
 

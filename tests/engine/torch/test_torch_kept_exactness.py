@@ -37,6 +37,8 @@ from engine.torch.core import DecodeCore
 from engine.torch.model import SlotModel
 from rollout.trajectory import KeptTokens, Provenance
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = 8_000
 FALSE_ALARM = 1e-4
 NEW_SEEDS = 10**7
