@@ -125,6 +125,11 @@ class StagedWeights:
             self._check(tensors)
             self._version = manifest.policy_version
 
+    def clear(self) -> None:
+        """Forget a version that was staged and not installed."""
+        with self._lock:
+            self._version = None
+
     @contextmanager
     def install(self, policy_version: int) -> Iterator[NamedTensors]:
         """The staged tensors, valid inside the block. A version can be installed once.

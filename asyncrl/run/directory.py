@@ -26,6 +26,7 @@ import msgspec
 
 from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import UserError
+from monitoring.errors import RecordError
 from monitoring.metrics_log import read_metrics
 from monitoring.samples import read_samples
 from wire.records import RunResult
@@ -113,6 +114,7 @@ class RunDirectory:
             if not (path / "config.yaml").exists():
                 raise UserError(f"there is no run to resume at {path}; start it without --resume")
             _refuse_if_different(path, config)
+            _refuse_unreadable_records(path)
             (path / "result.json").unlink(missing_ok=True)
         elif used:
             if not (path / "config.yaml").exists():
@@ -227,6 +229,17 @@ def _refuse_active(path: Path) -> NoReturn:
         f"the run in {path} is active{process}; watch it with `asyncrl status {path.name}`, or end "
         f"it with `asyncrl stop {path.name}`"
     )
+
+
+def _refuse_unreadable_records(path: Path) -> None:
+    """Before anything is changed: a run whose steps cannot be read cannot be resumed."""
+    try:
+        read_metrics(path / "metrics.jsonl")
+    except RecordError as error:
+        raise UserError(
+            f"{error} The run cannot be resumed; it may be of an earlier version of asyncrl. Start "
+            f"a new run from its newest model with --set model.path={path}/checkpoints/STEP/model"
+        ) from error
 
 
 def _refuse_if_different(path: Path, config: RunConfig) -> None:

@@ -35,6 +35,7 @@ from monitoring.metrics_log import MetricsLog, read_metrics
 from monitoring.report.write import write_report
 from trainer.checkpoint_files import latest, version_of
 from wire import Hub, RuntimeDirectory
+from wire.errors import AddressTooLong
 from wire.messages import control
 from wire.records import RunResult
 
@@ -79,19 +80,22 @@ async def _run(
     began = time.monotonic()
     config, state = prepared.config, directory.state
     with contextlib.ExitStack() as closing:
-        runtime = RuntimeDirectory()
+        try:
+            runtime = RuntimeDirectory()
+        except AddressTooLong as error:
+            raise UserError(str(error)) from error
         closing.callback(runtime.close)
-        state.control_address = runtime.address("user")
-        directory.write_state()
-        progress = closing.enter_context(_open_progress(config, directory, console, metrics))
-        hub: Hub[Message] = Hub(runtime.address("control"), Message)
-        closing.callback(hub.close)
         launcher = LocalLauncher(
             directory.path / "logs",
             generators=config.launcher.generators,
             threads=config.launcher.threads,
             pin_cores=config.launcher.pin_cores,
         )
+        state.control_address = runtime.address("user")
+        directory.write_state()
+        progress = closing.enter_context(_open_progress(config, directory, console, metrics))
+        hub: Hub[Message] = Hub(runtime.address("control"), Message)
+        closing.callback(hub.close)
         spec = _trainer_spec(prepared, directory, runtime, resume=resume)
         fleet = Fleet(config.launcher, launcher, spec, hub)
         controller = Controller(

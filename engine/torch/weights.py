@@ -24,10 +24,13 @@ class ModuleWeights:
     def stage(self, manifest: WeightManifest) -> None:
         """Copy a published version into staging memory; safe while the module computes.
 
+        If it raises, nothing is staged.
+
         Raises:
             WeightsSupersededError: the trainer overwrote this version with a newer one.
             WeightsError: the weights do not fit the module, or cannot be read.
         """
+        self._staged.clear()
         self._shapes.check(manifest)
         self._staged.stage(manifest)
 
@@ -44,5 +47,6 @@ class ModuleWeights:
     def _check_tied(self, tensors: NamedTensors) -> None:
         given = dict(tensors)
         for name, first in self._shapes.tied.items():
-            if name in given and not torch.equal(given[name], given[first]):
+            both = name in given and first in given
+            if both and not torch.equal(given[name], given[first]):
                 raise WeightsError(f"{first!r} and {name!r} are one tied weight but differ")

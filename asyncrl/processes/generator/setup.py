@@ -30,6 +30,7 @@ from monitoring.errors import MonitoringError
 from monitoring.metrics import GeneratorMetrics
 from monitoring.spans import SpanKind
 from wire import Line
+from wire.errors import WireError
 from wire.messages import data, from_generator, to_generator
 
 
@@ -103,7 +104,7 @@ def _failure(spec: ChildSpec, error: BaseException) -> from_generator.Failure | 
     A replacement is built from the same settings as the process that died, which started: if the
     replacement cannot start, the user's settings are not at fault.
     """
-    if not isinstance(error, AsyncrlError | EngineError | MonitoringError):
+    if not isinstance(error, AsyncrlError | EngineError | MonitoringError | WireError):
         return None
     by_user = isinstance(error, UserError) or (
         spec.first and isinstance(error, EngineStartError | MonitoringError | RequestError)

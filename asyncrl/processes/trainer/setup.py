@@ -17,7 +17,7 @@ from trainer.checkpoint_files import latest
 from trainer.errors import BatchError, NonFiniteError, TrainerError
 from trainer.learner import Learner
 from wire import Hub
-from wire.errors import PublishError
+from wire.errors import PublishError, WireError
 from wire.messages import data, from_trainer, to_trainer
 from wire.weights.layout import SHARED_MEMORY
 from wire.weights.writer import WeightPublisher
@@ -71,7 +71,7 @@ def _load_learner(child: Child[TrainerMetrics]) -> Learner:
 
 def _failure(_spec: ChildSpec, error: BaseException) -> from_trainer.Failure | None:
     """The message to the controller about an error; None for an unexpected error."""
-    if not isinstance(error, AsyncrlError | TrainerError | MonitoringError | PublishError):
+    if not isinstance(error, AsyncrlError | TrainerError | MonitoringError | WireError):
         return None
     by_user = isinstance(error, UserError | TrainerError | MonitoringError)
     internal = isinstance(error, BatchError | NonFiniteError | PublishError)

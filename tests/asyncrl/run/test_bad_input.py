@@ -98,6 +98,16 @@ def test_answers_that_do_not_fit_the_engine(command_line: CommandLine) -> None:
     assert not command_line.folder.exists()
 
 
+def test_a_path_too_long_for_sockets(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    refused(command_line, "too long a path", "XDG_RUNTIME_DIR")
+    assert not command_line.folder.exists()
+
+
 def test_a_number_that_no_message_can_carry(command_line: CommandLine, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     rows = (OWN / "questions.jsonl").read_text().splitlines()

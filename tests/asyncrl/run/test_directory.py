@@ -38,6 +38,18 @@ def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
         RunDirectory.create(config_in(tmp_path), resume=True, clean=False)
 
 
+def test_a_run_whose_steps_cannot_be_read_is_not_resumed_and_not_changed(tmp_path: Path) -> None:
+    RunDirectory.create(config_in(tmp_path), resume=False, clean=False).close()
+    folder = tmp_path / "mine"
+    (folder / "metrics.jsonl").write_text('{"step": 0, "time": 1.0, "tokens": 7}\n')
+    (folder / "result.json").write_text("{}")
+    before = (folder / "config.yaml").read_text()
+    with pytest.raises(UserError, match=r"metrics.jsonl.*cannot be resumed.*--set model.path"):
+        RunDirectory.create(config_in(tmp_path), resume=True, clean=False)
+    assert (folder / "result.json").exists()
+    assert (folder / "config.yaml").read_text() == before
+
+
 def test_a_folder_that_is_no_run_is_never_cleaned(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")

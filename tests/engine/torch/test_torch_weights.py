@@ -12,7 +12,8 @@ from tiny_models import make_qwen3
 from torch_cores import PROMPT, core_of, hf_logprobs, load, request, run, tokens_of
 
 from engine.errors import EngineError, WeightsError, WeightsSupersededError
-from wire.weights.writer import WeightPublisher
+from engine.torch.weights import ModuleWeights
+from wire.weights.writer import WeightPublisher, published
 
 
 def test_a_swap_in_flight_keeps_kv_and_never_mixes_versions(tiny_qwen3: str) -> None:
@@ -95,6 +96,18 @@ def test_wrong_weights_change_nothing(tiny_qwen3: str, tiny_llama: str) -> None:
     # One name of a tied pair is enough.
     swap_weights(core, ((n, t) for n, t in good.items() if n != "lm_head.weight"), 1)
     assert torch.equal(model.lm_head.weight, good["lm_head.weight"])
+
+
+def test_a_refused_version_leaves_nothing_staged(tiny_qwen3: str) -> None:
+    weights = ModuleWeights(load(tiny_qwen3).module)
+    good = dict(make_qwen3(seed=1).state_dict())
+    with published(good.items(), 5) as manifest:
+        weights.stage(manifest)
+    wrong = published((good | {"model.extra": torch.zeros(1)}).items(), 6)
+    with wrong as manifest, pytest.raises(WeightsError, match="unexpected"):
+        weights.stage(manifest)
+    with pytest.raises(WeightsError, match="no version is staged"):
+        weights.install(5)
 
 
 def test_weights_that_are_not_finite_are_reported(tiny_qwen3: str) -> None:
