@@ -1,4 +1,4 @@
-"""The layout of stored rollouts: one flat array of blocks, and the words in it.
+"""The layout of stored rollouts: blocks of words in one flat array.
 
 The *arena* is one int32 array cut into blocks of 128 words. Word 0 of the array is never used, so
 zero means "no link" everywhere. A block is free, or part of a sequence, or part of a tree's index.

@@ -1,4 +1,6 @@
-"""Drafting token trees: every token with a vote is a branch, and the likeliest path grows first.
+"""Drafting token trees: the most probable path grows first.
+
+Every token with a vote is a branch.
 
 A *guess* is a token with the candidates that vote for it, a range of one array. Grouping the
 candidates of a guess by their next token, in place, gives the guesses that follow it. The nodes of

@@ -1,4 +1,4 @@
-"""Drafting for the rows of a decode step: chains (`cache.chain`) or trees (`cache.branch`)."""
+"""Drafting for the rows of a decode step, as chains or as trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimate how likely a token is accepted: from its votes, corrected by experience.
+"""Estimate how likely a token is accepted, from votes and experience.
 
     base          votes for the token / (all votes + `doubt`, which grows as the match gets shorter)
     kind          the situation: share of the votes, their total, length of the match

@@ -1,4 +1,4 @@
-"""Where a row's recent tokens were seen before: the candidates that vote on what comes next.
+"""Where a row's recent tokens were seen before, to vote on the next one.
 
 A *candidate* is a position whose past equals the row's; the token after it is its vote. A vote
 counts less the more policy versions ago it was generated, the further it is from the row's own

@@ -1,4 +1,4 @@
-"""One finished rollout as bytes: what generators of one machine send each other.
+"""One finished rollout as bytes, as generators send it to each other.
 
     key bytes 2 | head tokens 2 | tokens 4 | policy version 4 | key | tokens
 

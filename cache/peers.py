@@ -1,4 +1,4 @@
-"""The other members of an exchange: ring files in one private directory, found and read."""
+"""The other members of an exchange: their ring files, found and read."""
 
 from __future__ import annotations
 

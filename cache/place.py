@@ -1,4 +1,4 @@
-"""A generator's cache: opened from a snapshot, shared with other generators, saved again.
+"""A generator's cache: opened from a snapshot, shared, and saved again.
 
     place = CachePlace(name="generator-0", exchange=None, snapshot="g0.snapshot", ...)
     cache = open_at(config, place)     # drafts from what an earlier process saved

@@ -1,4 +1,6 @@
-"""The last messages of one writer in a file of fixed size, for any number of readers, lock-free.
+"""A lock-free ring file: the last messages of one writer.
+
+The file has a fixed size and any number of readers.
 
     marks    magic 8 | format 4 | - 4 | capacity 8 || oldest 8 | end 8 | crc32 4
     message  position 8 | bytes 4 | crc32 4 | content, padded to 8 bytes

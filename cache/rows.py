@@ -1,4 +1,4 @@
-"""The open rows: where each is in its tree, its last tokens, and the guesses of its last draft."""
+"""The open rows: place in the tree, last tokens, and latest guesses."""
 
 from __future__ import annotations
 

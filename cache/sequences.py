@@ -1,4 +1,4 @@
-"""Stored rollouts: begin one, append tokens to it, drop the oldest of a tree."""
+"""Stored rollouts: begin one, append to it, drop the oldest of a tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored rollouts outside the arena: read out for snapshots and other processes, and checked.
+"""Stored rollouts outside the arena, for snapshots and other processes.
 
 A stored rollout is its *head* (the `max_match` tokens before the response; -1 where the context
 was shorter) followed by the response. The kernels here read the arena and never change it.

@@ -1,4 +1,6 @@
-"""The tree of earlier rollouts per prompt: rows store their tokens and draft from the others'.
+"""The rollout cache: rows store their tokens and draft from the others'.
+
+There is one tree of earlier rollouts per prompt.
 
 Example:
     >>> import numpy as np

@@ -1,4 +1,4 @@
-"""Creates the engine of a configuration. A backend is imported only when it is asked for."""
+"""Creates the configured engine; no other backend is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New weights in an engine: what fits a model, and the staging memory that every engine has."""
+"""New weights in an engine: checks against the model, staging memory."""
 
 from __future__ import annotations
 

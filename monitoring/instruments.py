@@ -1,4 +1,4 @@
-"""The building blocks of metrics: declarations, counters that follow a total, labels."""
+"""The building blocks of metrics: declarations, counters, labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of one JSON object per line that stay readable when their writer is killed.
+"""JSON Lines files that stay readable when their writer is killed.
 
 A writer hands each batch of whole lines to the operating system in one call, so a process killed
 with SIGKILL leaves at most one incomplete line, at the end. Opening the file for writing removes

@@ -1,4 +1,4 @@
-"""The panel of the live view. Pure functions: a snapshot in, a renderable out."""
+"""The panel of the live view, drawn by pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: a `StepMetrics` per optimizer step and line, readable during the run.
+"""`metrics.jsonl`: one `StepMetrics` a line, readable during the run.
 
 A resumed run trains the steps after its last checkpoint again, and appends them. Readers take the
 newest record of each step and drop what it superseded:

@@ -1,4 +1,6 @@
-"""What an engine's slots are used for, in slot-seconds; kept in `RUN/slots/PROCESS.jsonl`.
+"""What an engine's slots are used for, in slot-seconds.
+
+They are kept in `RUN/slots/PROCESS.jsonl`.
 
 A generator with 2 of 64 slots in use is busy on its time line and still mostly idle, so its slots
 are counted too: a slot that is empty for a second is one slot-second of `idle`.

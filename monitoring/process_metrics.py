@@ -1,4 +1,7 @@
-"""The Prometheus metrics of every process; `monitoring.metrics` has those of each role."""
+"""The Prometheus metrics that every process has.
+
+`monitoring.metrics` has those of each role.
+"""
 
 from __future__ import annotations
 

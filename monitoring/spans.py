@@ -1,4 +1,6 @@
-"""Spans: what a process did when, and the idle shares computed from them. Pure functions.
+"""Spans of what a process did when, and idle shares computed from them.
+
+All functions are pure.
 
 Example:
     >>> spans = [Span("generating", 0.0, 6.0), waiting_span(6.0, 9.0, "weights")]

@@ -1,4 +1,7 @@
-"""Numbers and text formatted for people; used by the live view and the report."""
+"""Numbers and text formatted for people.
+
+Used by the live view and the report.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks of integer arrays that callers pass to compiled code, which checks nothing itself."""
+"""Checks of integer arrays that are passed to compiled code.
+
+The compiled code itself checks nothing.
+"""
 
 from __future__ import annotations
 

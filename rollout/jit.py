@@ -1,4 +1,4 @@
-"""Compile a package's kernels with numba, and keep the machine code on disk without it going stale.
+"""Compile a package's kernels with numba and keep the machine code on disk.
 
 Numba keeps compiled code next to the source file and checks only the age of that one file. Kernels
 of one module are inlined into those of another, so a change to the former would leave the latter

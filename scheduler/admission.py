@@ -1,4 +1,4 @@
-"""The staleness rule: which groups may be started, and how old a trained token may be.
+"""The staleness rule: which groups may start, and how old a token may be.
 
 Step b trains policy version b into version b + 1. Groups have a fixed order; group g belongs to
 step g // groups_per_step. A group may be *started* on a generator with version v installed if its

@@ -1,4 +1,7 @@
-"""Commands: what the scheduler decides. The controller carries them out in the order given."""
+"""Commands: what the scheduler decides and the controller carries out.
+
+They are carried out in the order given.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Events: what the scheduler is told. Facts only; no sockets, no clock, no payloads.
+"""Events: what the scheduler is told. Facts only.
+
+They contain no sockets, no clock and no payloads.
 
 The controller makes them from the messages on the wire, in the order in which it receives those.
 Repeated and late events change nothing; impossible ones raise SchedulerError.

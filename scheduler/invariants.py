@@ -1,4 +1,7 @@
-"""Recount the state sample by sample and compare. O(in flight); for tests and idle moments."""
+"""Recount the state sample by sample and compare.
+
+Cost: O(in flight). For tests and idle moments.
+"""
 
 from __future__ import annotations
 

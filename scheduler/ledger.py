@@ -1,4 +1,4 @@
-"""The run's account of its groups: issued, arrived or failed, consumed exactly once.
+"""The run's account of its groups: each is consumed once or failed.
 
 Groups are numbered 0, 1, 2, … in data order. Step b consumes those groups of
 `[b * groups_per_step, (b + 1) * groups_per_step)` that did not fail. Steps are consumed in order,

@@ -1,4 +1,4 @@
-"""Names ordered by an integer key that changes; the lowest one is known at once."""
+"""Names ordered by a changing integer key; finds the lowest at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Decides what generators and trainer do: events in, commands out. No I/O, clock or randomness.
+"""Decides what generators and trainer do: events in, commands out.
+
+No I/O, clock or randomness.
 
              GeneratorJoined              SampleFinished                SampleDelivered
                    │                            │                             │

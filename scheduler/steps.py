@@ -1,4 +1,4 @@
-"""Steps from their opening to their end: issue groups, declare membership, end the run."""
+"""Steps from opening to end: issue groups, declare membership, end the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights: which policy version each generator has, and which one it is told to install."""
+"""Weights: each generator's policy version, and which one it installs next."""
 
 from __future__ import annotations
 

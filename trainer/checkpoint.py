@@ -1,4 +1,6 @@
-"""Checkpoints: written to a temporary directory and renamed, so that they are whole or absent.
+"""Checkpoints: each one is complete or absent.
+
+They are written to a temporary directory, which is then renamed.
 
 ```
 checkpoints/step-000012/

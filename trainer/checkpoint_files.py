@@ -1,4 +1,6 @@
-"""Finds and removes checkpoints. Reads names and `state.json` only, so it imports no torch.
+"""Finds and removes checkpoints, without importing torch.
+
+It reads names and `state.json` only.
 
 The controller looks for checkpoints before it starts a process; `trainer.checkpoint` writes and
 loads them.

@@ -1,4 +1,4 @@
-"""The learner: accumulates the gradient of each group as it completes, then makes one exact step.
+"""The learner: sums the gradients of groups, then makes one exact step.
 
 ```
 group ─► add_group ─► advantages ─► micro-batches ─► forward, backward ─► .grad += sums

@@ -1,4 +1,4 @@
-"""AdamW, its learning rate schedule, and scaling and clipping of gradients in one pass."""
+"""AdamW, its learning rate schedule, and gradient clipping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sums of one optimizer step while its groups stream in, and the record made of them."""
+"""The sums of one optimizer step, and the record made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The numbers that leave one process and reach a user: one typed record each, on its whole way.
+"""The numbers that leave one process and reach a user: one record each.
+
+Each number has one typed record on its whole way.
 
 ```
 engine ── EngineStats ─► generator ── GeneratorReport ─┐

@@ -1,1 +1,1 @@
-"""The child processes of a run: what starts them, the generator and the trainer."""
+"""The child processes of a run: generator, trainer, and how they are started."""

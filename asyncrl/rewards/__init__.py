@@ -1,1 +1,1 @@
-"""Rewards by name or by the user's own function, scored in a bounded pool of processes."""
+"""Rewards by name or by your own function, scored in worker processes."""

@@ -1,4 +1,4 @@
-"""The scheduler in a discrete-event simulation: what a mode would do on a cluster.
+"""Simulates a cluster: the live scheduler among simulated generators.
 
 world           due events in time order around `scheduler.Scheduler`, the same one that runs live
 sim_generator   generators that share their decoding speed among their requests

@@ -1,1 +1,1 @@
-"""Tasks: prompts with answers, the built-in one or the user's own, and the built-in model."""
+"""Tasks: prompts with answers, built-in or your own, and the built-in model."""

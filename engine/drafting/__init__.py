@@ -1,4 +1,4 @@
-"""What to draft, and how much, for every engine. Drafting can only change speed.
+"""Decides what to draft, and how much. It can only change speed.
 
 source         the protocol of what drafts come from; the rollout cache is the real one
 continuation   earlier continuations of resumed responses, followed token by token

@@ -1,4 +1,4 @@
-"""The embedded torch engine: any HF causal LM, exact drafting, no separate server.
+"""The embedded torch engine: any HF causal LM, exact drafting.
 
 engine        TorchEngine: the asyncio shell around the core
 core          DecodeCore: requests in, steps, token chunks out; synchronous

@@ -1,4 +1,4 @@
-"""`report.html`: a run on one self-contained page that needs no network and no script."""
+"""`report.html`: one self-contained page, no network and no script."""
 
 from monitoring.report.write import write_report
 

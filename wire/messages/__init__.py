@@ -1,4 +1,4 @@
-"""Every message between processes, one module per direction. Nothing else travels.
+"""Every message between processes, one module per direction.
 
 Control plane (the workers connect to the controller):
     to_generator    controller -> generator

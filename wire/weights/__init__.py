@@ -1,4 +1,4 @@
-"""Policy weights in shared memory: their layout, the one writer and the one reader.
+"""Policy weights in shared memory: layout, the one writer, the one reader.
 
     writer.py   the trainer publishes a version into a file under /dev/shm
     layout.py   what such a file looks like, and the manifest that travels on sockets
