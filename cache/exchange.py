@@ -46,7 +46,6 @@ class ExchangeStats:
 
     peers: int
     """Gauge: members whose rings are read."""
-    published_rollouts: int
     published_tokens: int
     """Response tokens of the published rollouts."""
     published_bytes: int
@@ -102,7 +101,7 @@ class SharedCache:
         self._vocabulary = vocabulary
         self._ring: RingWriter | None = None
         self._steps = 0
-        self._published = self._tokens_out = self._bytes_out = self._unpublished = 0
+        self._tokens_out = self._bytes_out = self._unpublished = 0
         self._received = self._tokens_in = self._refused = 0
         make_private(directory)
         self._peers = Peers(directory, self._file.name, self._receive, clock)
@@ -167,7 +166,6 @@ class SharedCache:
         """What was published and received."""
         return ExchangeStats(
             peers=len(self._peers),
-            published_rollouts=self._published,
             published_tokens=self._tokens_out,
             published_bytes=self._bytes_out,
             unpublished_rollouts=self._unpublished,
@@ -212,7 +210,6 @@ class SharedCache:
                 self._stop_publishing()
         self._bytes_out += size
         if size:
-            self._published += 1
             self._tokens_out += len(rollout.tokens) - self.config.max_match
         else:
             self._unpublished += 1

@@ -4,7 +4,7 @@ EngineError
 ├── EngineStartError     the model or the backend could not be brought up: fix the configuration
 ├── RequestError         one request is impossible (too long, bad sampling): fix that request
 └── WeightsError         new weights were refused or are not staged: nothing was changed
-    └── WeightsSupersededError  newer ones were published meanwhile: stage those
+    └── WeightsSupersededError  newer weights were published: stage those
 """
 
 from __future__ import annotations

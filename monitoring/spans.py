@@ -3,7 +3,7 @@
 All functions are pure.
 
 Example:
-    >>> spans = [Span("generating", 0.0, 6.0), waiting_span(6.0, 9.0, "weights")]
+    >>> spans = [Span("generating", 0.0, 6.0), Span("waiting", 6.0, 9.0, {"for": "weights"})]
     >>> idle_ratio(spans, 0.0, 10.0)
     0.4
     >>> idle_by_cause(spans, 0.0, 10.0)
@@ -66,11 +66,6 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     def cause(self) -> str:
         """What a waiting span waited for."""
         return str(self.args.get("for", UNACCOUNTED))
-
-
-def waiting_span(start: float, end: float, cause: str) -> Span:
-    """A span of waiting for `cause`."""
-    return Span(SpanKind.WAITING, start, end, {"for": cause})
 
 
 def continues(first: Span, second: Span, gap: float) -> bool:

@@ -40,8 +40,6 @@ class SchedulerView:
     """Latest published version."""
     last_open_step: int
     """Work is admitted for steps up to this one; `step - 1` if for none."""
-    groups_in_flight: int
-    """Groups that are issued and neither in the trainer nor failed."""
     groups_waiting: int
     """Groups that are complete in the trainer and not trained on yet."""
     groups_consumed: int
@@ -93,7 +91,6 @@ def view_of(state: SchedulerState) -> SchedulerView:
         total_steps=state.total_steps,
         policy_version=state.published,
         last_open_step=state.last_open_group // state.config.groups_per_step,
-        groups_in_flight=len(state.groups),
         groups_waiting=counts.arrived,
         groups_consumed=counts.consumed,
         groups_failed=counts.failed,

@@ -2,9 +2,10 @@
 
 The log-probabilities are those of the *processed* distribution, from which the engine samples:
 logits divided by the temperature, restricted to the nucleus of top-p, and renormalised. With
-top_p < 1 the nucleus is that of the *current* policy plus the drawn token. Without the drawn token, a token at the nucleus' edge would
-have probability 0 after the smallest change of the weights, and no gradient to bring it back. The
-share of such tokens is reported (`mismatch.outside_nucleus`); at staleness 0 it is rounding.
+top_p < 1 the nucleus is that of the *current* policy plus the drawn token. Without the drawn token,
+a token at the nucleus' edge would have probability 0 after the smallest change of the weights, and
+no gradient to bring it back. The share of such tokens is reported (`mismatch.outside_nucleus`); at
+staleness 0 it is rounding.
 """
 
 from __future__ import annotations

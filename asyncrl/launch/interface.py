@@ -1,4 +1,4 @@
-"""What a launcher is. `LocalLauncher` starts local processes; Ray actors can follow."""
+"""The interface of a launcher. `LocalLauncher` starts processes on this machine."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Versus:
 
 
 @dataclass
-class Rows:
+class RepeatedPasses:
     """Epoch 2 at one number of rows: the passes of each contestant, one per repeat."""
 
     samples: int
@@ -109,7 +109,7 @@ class Rows:
 class Kind:
     """All measurements of one kind of engine."""
 
-    rows: dict[int, Rows] = field(default_factory=dict)
+    rows: dict[int, RepeatedPasses] = field(default_factory=dict)
     steps: dict[int, float] = field(default_factory=dict)
     """Rows to the seconds of a plain decoding step."""
     overhead: list[tuple[Pass, Pass]] = field(default_factory=list)

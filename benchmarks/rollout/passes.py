@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from asyncrl.tasks.prompts import Prompt, Task
 from benchmarks.rollout.contestants import OURS, PLAIN, SUFFIX, Contestant
-from benchmarks.rollout.findings import Kind, Pass, Rows
+from benchmarks.rollout.findings import Kind, Pass, RepeatedPasses
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams
 from wire.weights.writer import published
@@ -146,11 +146,11 @@ class Bench:
 
     async def _epoch_two(
         self, rows: int, repeats: Sequence[Sequence[Prompt]], warm: Sequence[Prompt]
-    ) -> Rows:
+    ) -> RepeatedPasses:
         taking = [each for each in self._contestants if self._takes_part(each, rows)]
         for contestant in taking:  # warms up: compilation, first use of these shapes
             await self._pass(contestant, warm, rows, self._new_seed())
-        result = Rows(samples=len(repeats[0]) * GROUP)
+        result = RepeatedPasses(samples=len(repeats[0]) * GROUP)
         for repeat, prompts in enumerate(repeats):
             seed = self._new_seed()
             first = repeat % len(taking)

@@ -5,15 +5,15 @@ core          DecodeCore: requests in, steps, token chunks out; synchronous
 waiting       requests that wait for a slot
 rows          the running requests as a table of arrays
 admission     slots given to requests and taken back; siblings share a prefill
-drafting      what decoding rows draft, and what came of it
+drafting      what decoding rows draft, and what was accepted of it
 trees         drafts checked and laid out as token trees
 feed          the tokens of one forward pass
 model         loading, the self-check at start, one packed forward pass
 slots         the KV slots, the layout of a step's tokens, attention over both
 draws         a step's draws
 verification  acceptance of kept tokens
-paths         which draws each row generates
-reports       from generated tokens to chunks
+paths         which draws each row appends
+reports       generated tokens turned into chunks
 scoring       log-probabilities of given tokens
 weights       new weights, staged and copied in between two steps
 config        what can be set

@@ -1,4 +1,4 @@
-"""What decoding rows draft in a step, and what came of it.
+"""What decoding rows draft in a step, and what was accepted of it.
 
 Wrong drafts cost time, never exactness.
 """
@@ -78,7 +78,7 @@ class Drafter:
             self._source.advance(policy_version)
 
     def draft(self, n: int, other_tokens: int) -> TokenTrees:
-        """What rows `[0, n)` feed besides their last token, as much as the planner finds worth it.
+        """Draft for rows `[0, n)`, as much as the planner finds worth it.
 
         A path is no longer than what its row may generate before the draw after it. A tree may
         hold more nodes than that, as many as its row's slot has places left.
@@ -110,7 +110,7 @@ class Drafter:
         return plant(drafts, np.minimum(keep, room), left - 1, self._vocab_size)
 
     def judge(self, trees: TokenTrees, tokens: NDArray[np.int64]) -> AcceptedPaths:
-        """Follow draws through the trees, and tell the planner what came of its estimates.
+        """Follow draws through the trees, and tell the planner which nodes were accepted.
 
         Args:
             trees: what was fed.

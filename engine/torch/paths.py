@@ -1,4 +1,4 @@
-"""Which of a step's draws each row generates: pure bookkeeping over flat arrays."""
+"""Chooses which of a step's draws each row appends: pure bookkeeping over flat arrays."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from rollout.trajectory import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """The draws that rows generate in a step: M in all."""
+    """The draws that rows append in a step: M in all."""
 
     chosen: NDArray[np.int64]
     """`[M]` indices of draws, row after row."""
     step: NDArray[np.int64]
     """`[M]` place of each among its row's new tokens, from 0."""
     kept: IntArray
-    """`[n]` tokens that each row generates."""
+    """`[n]` tokens that each row appends."""
     accepted: IntArray
-    """`[n]` of those, at most, accepted drafts or kept tokens; the next one is a free draw."""
+    """`[n]` at most how many of those are accepted drafts or kept tokens; the next one is a free
+    draw."""
     stopped: NDArray[np.bool_]
     """`[n]` whether the last one is a stop token."""
 

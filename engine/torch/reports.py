@@ -1,4 +1,4 @@
-"""From what a step generates to the chunks that requests report."""
+"""Turns the tokens that a step generates into the chunks that requests report."""
 
 from __future__ import annotations
 

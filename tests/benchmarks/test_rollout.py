@@ -17,7 +17,7 @@ from benchmarks.rollout import main as rollout
 from benchmarks.rollout import passes as rollout_passes
 from benchmarks.rollout import run as rollout_run
 from benchmarks.rollout import trees as rollout_trees
-from benchmarks.rollout.findings import TARGETS, Findings, Kind, Pass, Rows
+from benchmarks.rollout.findings import TARGETS, Findings, Kind, Pass, RepeatedPasses
 from benchmarks.rollout.passes import Plan, Workload
 from benchmarks.rollout.tables import tables
 
@@ -96,7 +96,9 @@ def test_ratios_are_medians_of_pairs_and_the_bound_is_the_best_step() -> None:
     def passes(*seconds: float) -> list[Pass]:
         return [Pass(100, s, 10, 20, 10) for s in seconds]
 
-    rows = Rows(8, {"plain": passes(4, 6, 8), "ours": passes(1, 2, 1), "suffix": passes(2, 2, 2)})
+    rows = RepeatedPasses(
+        8, {"plain": passes(4, 6, 8), "ours": passes(1, 2, 1), "suffix": passes(2, 2, 2)}
+    )
     kind = Kind({1: rows}, steps={1: 1.0, 8: 2.0, 32: 16.0})
     kind.overhead = [(Pass(10, 1.0, 10, 0, 0), Pass(10, 1.1, 10, 0, 0))]
     ratios = Findings({"vllm": kind}).ratios()

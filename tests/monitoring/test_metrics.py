@@ -14,7 +14,7 @@ from monitoring.metrics import (
     all_specs,
     new_registry,
 )
-from monitoring.spans import Span, waiting_span
+from monitoring.spans import Span
 from wire.records import LearnerMetrics, LearningMetrics, MismatchMetrics
 
 PROMTOOL = shutil.which("promtool")
@@ -57,7 +57,7 @@ def test_every_series_names_its_process(role):
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
 def test_promtool_finds_nothing_to_complain_about(role):
     metrics, text = exposition(role)
-    metrics.observe_span(waiting_span(0, 1, "weights"))
+    metrics.observe_span(Span("waiting", 0, 1, {"for": "weights"}))
     ours = "\n".join(line for line in text().splitlines() if "asyncrl_" in line)
     done = subprocess.run(
         [PROMTOOL, "check", "metrics"],
@@ -118,6 +118,6 @@ def test_a_step_with_every_number_sets_every_gauge_of_a_step(role):
 def test_spans_become_busy_and_idle_seconds():
     metrics, text = exposition(ControllerMetrics)
     metrics.observe_span(Span("training", 1.0, 3.0))
-    metrics.observe_span(waiting_span(3.0, 4.5, "weights"))
+    metrics.observe_span(Span("waiting", 3.0, 4.5, {"for": "weights"}))
     assert 'asyncrl_activity_seconds_total{kind="training",process="p-0"} 2.0' in text()
     assert 'asyncrl_idle_seconds_total{cause="weights",process="p-0"} 1.5' in text()

@@ -15,7 +15,6 @@ from monitoring.spans import (
     idle_by_cause,
     idle_ratio,
     merge,
-    waiting_span,
 )
 
 times = st.integers(0, 60).map(float)
@@ -82,7 +81,8 @@ def test_idle_shares_add_up(some, start, length):
 
 
 def test_idle_time_is_named():
-    some = [Span("training", 0, 5), waiting_span(5, 7, "trajectories"), Span("training", 9, 10)]
+    waiting = Span("waiting", 5, 7, {"for": "trajectories"})
+    some = [Span("training", 0, 5), waiting, Span("training", 9, 10)]
     assert idle_by_cause(some, 0, 10) == pytest.approx({"trajectories": 0.2, UNACCOUNTED: 0.2})
     assert idle_ratio([], 0, 1) == 1.0
     with pytest.raises(ValueError, match="end after the start"):
@@ -105,7 +105,8 @@ def test_running_idle_shares_equal_those_computed_afresh(pieces):
     recent, some, at = RecentIdle(12.0), [], 0.0
     for cause, length, gap in pieces:
         at += gap
-        one = waiting_span(at, at + length, cause) if cause else Span("training", at, at + length)
+        kind, args = ("waiting", {"for": cause}) if cause else ("training", {})
+        one = Span(kind, at, at + length, args)
         at += length
         some.append(one)
         got = recent.add(one)
@@ -118,5 +119,5 @@ def test_running_idle_shares_equal_those_computed_afresh(pieces):
 
 def test_a_cause_without_recent_share_stays_at_zero():
     recent = RecentIdle(10.0)
-    assert recent.add(waiting_span(0.0, 5.0, "weights"))["weights"] == 1.0
+    assert recent.add(Span("waiting", 0.0, 5.0, {"for": "weights"}))["weights"] == 1.0
     assert recent.add(Span("training", 5.0, 20.0)) == {"weights": 0.0, UNACCOUNTED: 0.0}

@@ -1,1 +1,1 @@
-"""The side of vLLM's engine-core process: drawing, scoring, drafting and loading weights there."""
+"""The code that runs in vLLM's engine-core process: drawing, scoring, drafting, new weights."""
