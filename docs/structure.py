@@ -1,4 +1,4 @@
-"""Draw docs/structure.svg: the packages by floor, what is in them, and who imports whom.
+"""Draw docs/structure.svg: the packages by floor, their modules, and who imports whom.
 
     python docs/structure.py            writes the picture
     python docs/structure.py --check    exits with 1 when the picture on disk is stale

@@ -225,7 +225,7 @@ def _training(steps: Sequence[StepMetrics]) -> tuple[float, float]:
 
 
 def _spans(directory: Path) -> tuple[dict[str, list[Span]], list[Span]]:
-    """The timelines of the generators, by name, and of the trainer."""
+    """The time lines of the generators, by name, and of the trainer."""
     generators: dict[str, list[Span]] = {}
     trainer: list[Span] = []
     for path in sorted((directory / "timeline").glob("*.jsonl")):

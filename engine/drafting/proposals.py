@@ -22,7 +22,7 @@ class Proposer:
     """Proposes drafts for the rows of a step.
 
     Args:
-        source: asked about rows that follow no earlier continuation; None: nobody is asked.
+        source: drafts for rows that follow no earlier continuation; None: those draft nothing.
         continuations: earlier continuations, by slot.
         branching: whether the source may propose trees; otherwise it proposes chains.
     """

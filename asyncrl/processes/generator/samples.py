@@ -53,10 +53,10 @@ class Samples:
         sample, prompt = command.sample, command.prompt
         if sample in self._generating or sample in self.held:
             return
-        earlier = None
+        tokens = None
         if self._lenient_reuse is not None:
-            earlier = self._lenient_reuse.tokens_to_verify(prompt.prompt_id, sample.sample)
-        self._start(SampleGeneration(sample, prompt, command.seed, command.priority, earlier))
+            tokens = self._lenient_reuse.tokens_to_verify(prompt.prompt_id, sample.sample)
+        self._start(SampleGeneration(sample, prompt, command.seed, command.priority, tokens))
 
     async def verify(self, sample: SampleId, seed: int, min_version: int) -> None:
         """Have the tokens of a sample verified, if any is older than `min_version`."""

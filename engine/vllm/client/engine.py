@@ -66,7 +66,7 @@ class VllmEngine:
         model_path: a directory in HF format or a hub id.
         cache_config: of the cache of rollouts that drafts inside vLLM.
         seed: of the stream that gives seeds to requests without one.
-        place: where the cache's snapshot is, and whom it exchanges rollouts with.
+        place: where the cache's snapshot is, and how rollouts are exchanged.
     """
 
     def __init__(

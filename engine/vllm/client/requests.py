@@ -18,7 +18,7 @@ MIN_TEMPERATURE = 0.01
 """vLLM silently raises a lower one to this."""
 
 _SCORE_PRIORITY = -1
-"""Before primary work: somebody waits for all scores."""
+"""Before primary work, because a caller waits for all scores."""
 
 
 def check_temperature(name: str, sampling: SamplingParams) -> None:
