@@ -88,7 +88,10 @@ class SlotLog:
             ValueError: more slots are used than there are, or a number is below 0.
         """
         if sum(used.values()) > slots or any(count < 0 for count in used.values()):
-            raise ValueError(f"an engine with {slots} slots cannot use them so: {dict(used)}")
+            raise ValueError(
+                f"slots in use {dict(used)} of an engine with {slots} slots: counts must be 0 or "
+                "more and must not exceed the slots together"
+            )
         if end <= start:
             return
         new = SlotPiece(start, end, slots, {use: float(n) for use, n in used.items() if n})

@@ -1,7 +1,7 @@
 """vLLM's engine-core process: started, watched, asked with bounded waits, stopped.
 
-When the process dies, for any reason, `died` is set and `on_end` is called on the event loop with an
-error that quotes the end of vLLM's log. Every call that waits for the process fails at once.
+When the process dies, for any reason, `died` is set and `on_end` is called on the event loop with
+an error that quotes the end of vLLM's log. Every call that waits for the process fails at once.
 """
 
 from __future__ import annotations
