@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class VllmConfig(BaseModel):
     """How vLLM is started, and how many tokens its steps take.
 
-    The length of drafts is a setting of the cache (`CacheConfig.max_draft_tokens`). With the cache
+    The length of drafts is a setting of the cache (`cache.max_draft_tokens`). With the cache
     disabled vLLM runs without speculation.
     """
 
