@@ -50,7 +50,7 @@ class WeightSwap:
             WeightsSupersededError: newer weights were published over these; nothing is staged.
             WeightsError: the weights do not fit the model, cannot be read or have values that are
                 not finite; nothing is staged.
-            EngineError: vLLM failed or did not finish in time; the engine has ended.
+            EngineError: vLLM failed, or did not finish in time; nothing is staged.
         """
         async with self._lock:
             self._staged = None
@@ -65,11 +65,9 @@ class WeightSwap:
         pause = _FIRST_POLL_SECONDS
         while (report := await self._core.staging()).state == "running":
             if time.monotonic() > deadline:
-                error = self._core.process.failure(
+                raise self._core.process.failure(
                     f"vLLM did not stage new weights within {self._timeout_seconds:g} s"
                 )
-                self._core.process.fail(error)
-                raise error
             await asyncio.sleep(pause)
             pause = min(2 * pause, _MAX_POLL_SECONDS)
         if report.state == "superseded":

@@ -104,7 +104,7 @@ def test_a_path_too_long_for_sockets(
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
-    refused(command_line, "too long a path", "XDG_RUNTIME_DIR")
+    refused(command_line, "too long for Unix sockets", "XDG_RUNTIME_DIR")
     assert not command_line.folder.exists()
 
 
