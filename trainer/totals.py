@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -53,6 +54,8 @@ class StepTotals:
     samples: int = 0
     tokens: int = 0
     """Response tokens, skipped groups included: the token-level denominator."""
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Samples by `rounded_length`."""
     truncated: int = 0
     """Samples that ended at the token limit or a deadline."""
     rewards: list[float] = field(default_factory=list)
@@ -81,6 +84,7 @@ class StepTotals:
         for trajectory in trajectories:
             staleness = trajectory.staleness(policy_version)
             self.tokens += len(staleness)
+            self.lengths[rounded_length(len(staleness))] += 1
             self.truncated += trajectory.finish_reason in ("length", "deadline")
             self.staleness_sum += float(staleness.sum())
             self.staleness_max = max(self.staleness_max, int(staleness.max()))
@@ -148,6 +152,7 @@ class StepTotals:
                 tokens=self.tokens,
                 tokens_computed=self.computed,
                 response_length_mean=self.tokens / samples,
+                response_lengths=dict(sorted(self.lengths.items())),
                 truncated_share=self.truncated / samples,
             ),
             staleness=StalenessMetrics(
@@ -177,6 +182,12 @@ class StepTotals:
             ratio_max=_measured(self.ratio_max, computed),
             outside_nucleus=_mean(sums.outside_nucleus, computed),
         )
+
+
+def rounded_length(tokens: int) -> int:
+    """The length as `BatchMetrics.response_lengths` counts it: down to 8 significant bits."""
+    shift = max(0, tokens.bit_length() - 8)
+    return tokens >> shift << shift
 
 
 def _measured(value: float, count: float) -> Measured:

@@ -114,6 +114,9 @@ class BatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Response tokens that went through the model; skipped groups are left out."""
     response_length_mean: float = 0.0
     """Mean response tokens per sample."""
+    response_lengths: dict[int, int] = {}
+    """Number of samples by response length in tokens, ascending. Lengths of 256 and more are
+    rounded down to 8 significant bits, so the number of entries is bounded."""
     truncated_share: float = 0.0
     """Share of samples cut off by the token limit or a deadline, 0 to 1."""
 
@@ -208,6 +211,18 @@ class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
     """Waiting share of the step."""
 
 
+class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
+    """The groups of one step, ascending; together they are all groups of the step.
+
+    Step b of a run has the groups `[b * groups_per_step, (b + 1) * groups_per_step)`.
+    """
+
+    trained: tuple[int, ...] = ()
+    """The step trained on them."""
+    failed: tuple[int, ...] = ()
+    """Left out because a sample failed."""
+
+
 class StepMetrics(LearnerMetrics, frozen=True):
     """One optimizer step: a line of metrics.jsonl.
 
@@ -219,6 +234,8 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """Index of the step, from 0."""
     time: float
     """Unix time of its end, in seconds."""
+    groups: StepGroups = StepGroups()
+    """Which groups the step trained on, and which failed."""
     wall_seconds: float = 0.0
     """Training time so far, that before a resume included."""
     step_seconds: float = 0.0

@@ -22,7 +22,14 @@ from monitoring.run_view import RunView
 from scheduler.scheduler import Scheduler
 from scheduler.view import SchedulerView
 from wire.messages.from_trainer import StepFinished
-from wire.records import IdleShares, RunResult, StalenessMetrics, StepMetrics, TokenCounts
+from wire.records import (
+    IdleShares,
+    RunResult,
+    StalenessMetrics,
+    StepGroups,
+    StepMetrics,
+    TokenCounts,
+)
 
 
 class _StepWarnings:
@@ -165,6 +172,7 @@ class Progress:
         return StepMetrics(
             step=message.step,
             time=time.time(),
+            groups=self._groups_of(message),
             wall_seconds=self._seconds_before + now - self._totals.began,
             step_seconds=seconds,
             tokens_per_second=recent.tokens_per_second,
@@ -176,6 +184,16 @@ class Progress:
             ),
             times=times,
             **msgspec.structs.asdict(message.metrics),
+        )
+
+    def _groups_of(self, message: StepFinished) -> StepGroups:
+        """What became of each group of a step; those that were not trained on had failed."""
+        per_step = self._config.scheduler.groups_per_step
+        trained = set(message.groups)
+        every = range(message.step * per_step, (message.step + 1) * per_step)
+        return StepGroups(
+            trained=tuple(sorted(trained)),
+            failed=tuple(group for group in every if group not in trained),
         )
 
     def _count(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from monitoring.group_account import account_of
 from monitoring.occupancy import SlotUse, slot_shares
 from monitoring.report.data import RunData
 from monitoring.report.markup import Child, Markup, element
@@ -121,6 +122,7 @@ def _tiles(data: RunData) -> list[Markup]:
         _verification_tile(data),
         _reuse_tile(data),
         _idle_tile(data),
+        *_groups_tile(data),
     ]
 
 
@@ -196,6 +198,20 @@ def _idle_tile(data: RunData) -> Markup:
     trainer = percent(_idle(data, "trainer", lambda step: step.idle.trainer))
     value: list[Child] = [generators, element("span", "·", class_="arrow"), trainer]
     return _tile("idle: generators · trainer", value, details)
+
+
+def _groups_tile(data: RunData) -> list[Markup]:
+    """Whether each group was trained on once; none for records that name no groups."""
+    per_step = data.setting("scheduler.groups_per_step")
+    if not isinstance(per_step, int) or not any(step.groups.trained for step in data.steps):
+        return []
+    account = account_of(data.steps, per_step)
+    details = "each trained on exactly once"
+    if not account.is_exact:
+        details = f"{count(len(account.lost))} lost, {count(len(account.twice))} trained on twice"
+    if account.failed:
+        details += f"; {count(len(account.failed))} more failed and were left out"
+    return [_tile("groups", count(account.trained), details)]
 
 
 def _idle(data: RunData, role: str, recorded: Callable[[StepMetrics], Measured]) -> float | None:

@@ -21,6 +21,10 @@ def full_step() -> StepMetrics:
                 values[field.name] = {"one_signal": 0.5, "not_measured": None}
             elif isinstance(field.default, msgspec.Struct):
                 values[field.name] = filled(type(field.default))
+            elif field.default_factory is dict:
+                values[field.name] = {next(counter): next(counter)}
+            elif field.default == ():
+                values[field.name] = (next(counter), next(counter))
             else:
                 values[field.name] = next(counter)
         return values

@@ -26,6 +26,7 @@ from wire.records import (
     MismatchMetrics,
     RunResult,
     StalenessMetrics,
+    StepGroups,
     StepMetrics,
     TokenCounts,
     TrainerTimes,
@@ -170,6 +171,7 @@ def _metrics(path: Path, ends: list[float], random_: random.Random) -> TokenCoun
             StepMetrics(
                 step=step,
                 time=end,
+                groups=StepGroups(trained=tuple(range(16 * step, 16 * step + 16))),
                 wall_seconds=end - START,
                 step_seconds=seconds,
                 tokens_per_second=tokens / seconds,

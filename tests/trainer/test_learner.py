@@ -18,6 +18,7 @@ from trainer.config import TrainerConfig
 from trainer.errors import BatchError, NonFiniteError, TrainerError
 from trainer.learner import Learner
 from trainer.optimizer import scale_and_clip
+from trainer.totals import rounded_length
 
 Group = tuple[list[Trajectory], np.ndarray]
 GroupOf = Callable[..., list[Trajectory]]
@@ -91,6 +92,14 @@ def _close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 511, 512, 40_959, 100_000])
+def test_a_rounded_length_keeps_eight_bits(length: int) -> None:
+    rounded = rounded_length(length)
+    assert length * (1 - 1 / 128) < rounded <= length
+    assert length >= 256 or rounded == length
+    assert len({rounded_length(one) for one in range(length)}) <= 128 * 17
 
 
 @pytest.mark.parametrize(
@@ -199,6 +208,9 @@ def test_metrics_of_a_step(model_path: ModelPath, group_of: GroupOf) -> None:
     assert metrics.batch.tokens_computed == tokens - sum(len(t.tokens) for t in silent[0])
     assert metrics.learning.reward_mean == pytest.approx(float(rewards.mean()), rel=1e-6)
     assert metrics.batch.response_length_mean == pytest.approx(tokens / 12)
+    lengths = metrics.batch.response_lengths
+    assert sum(lengths.values()) == 12
+    assert sum(length * samples for length, samples in lengths.items()) == tokens
     assert metrics.staleness.mean == pytest.approx(sum(len(t.tokens) for t in stale[0]) / tokens)
     assert metrics.staleness.max == 1
     measured = metrics.mismatch

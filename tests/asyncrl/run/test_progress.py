@@ -21,6 +21,7 @@ from monitoring.config import MonitoringConfig
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics, new_registry
 from monitoring.metrics_log import MetricsLog, read_metrics
+from scheduler.config import SchedulerConfig
 from wire.messages.from_generator import GeneratorReport
 from wire.messages.from_trainer import StepFinished
 from wire.records import (
@@ -161,6 +162,18 @@ def test_status_and_live_view_show_the_last_step(watched: Watched) -> None:
     assert watched.gauge("asyncrl_samples_total", outcome="failed") == 2 * GROUP_SIZE
     assert watched.gauge("asyncrl_samples_in_flight", state="running") == 5
     assert "drafts accepted 50%" in watched.said.getvalue()
+
+
+def test_the_record_names_the_groups_trained_on_and_those_that_failed(watched: Watched) -> None:
+    watched.begin(0)
+    per_step = SchedulerConfig().groups_per_step
+    first = per_step  # of step 1
+    trained = tuple(range(first + 1, first + per_step - 1))
+    manifest = WeightManifest(2, "/nowhere", 0, ())
+    watched.progress.step_finished(StepFinished(1, trained, manifest, sent(), TrainerTimes()))
+    groups = read_metrics(watched.path)[-1].groups
+    assert groups.trained == trained
+    assert groups.failed == (first, first + per_step - 1)
 
 
 def test_a_mismatch_on_fresh_tokens_is_said_once(watched: Watched) -> None:
