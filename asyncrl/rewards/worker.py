@@ -22,6 +22,7 @@ import msgspec
 from asyncrl.cores import stay_on_helper_cores
 from asyncrl.errors import RewardError
 from asyncrl.rewards import protocol
+from asyncrl.rewards.examples import argument_for, wants_row
 from asyncrl.rewards.functions import RewardFunction
 from asyncrl.rewards.loading import load_function
 
@@ -65,7 +66,8 @@ def _score(
     for index, (term, function) in enumerate(zip(terms, functions, strict=True)):
         _send(outbox, protocol.Began(index))
         try:
-            result = function(call.prompt, call.response, dict(call.example), **term.args)
+            example = argument_for(call.example, row_only=wants_row(function))
+            result = function(call.prompt, call.response, example, **term.args)
             total += term.weight * _finite(result)
         except (Exception, SystemExit):  # noqa: BLE001 - process edge: reported to the pool
             return protocol.Raised(index, _last_lines())

@@ -26,6 +26,7 @@ import msgspec
 
 from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import UserError
+from asyncrl.run import failed_starts
 from monitoring.errors import RecordError
 from monitoring.metrics_log import read_metrics
 from monitoring.samples import read_samples
@@ -81,16 +82,22 @@ class RunDirectory:
         """Release the folder's lock."""
         os.close(self._lock)
 
-    def undo(self) -> None:
+    def undo(self) -> Path | None:
         """Restore the folder after a user's mistake before the first checkpoint.
 
-        A new run's folder is removed; a resumed run gets its configuration back. A new run that
-        already has a checkpoint is left as it is.
+        A new run's name becomes free again: its folder is removed, or, if a process has logged
+        something, moved to `RUNS/NAME.failed-TIME` (`asyncrl.run.failed_starts`). A resumed run
+        gets its configuration back. A new run that already has a checkpoint is left as it is.
+
+        Returns:
+            The folder with the logs of the failed start; None if this is still the run's folder,
+            or if there are no logs.
         """
         if self._previous_config is not None:
             write_atomically(self.path / "config.yaml", self._previous_config)
         elif not any((self.path / "checkpoints").iterdir()):
-            shutil.rmtree(self.path)
+            return failed_starts.set_aside(self.path)
+        return None
 
     @classmethod
     def create(cls, config: RunConfig, *, resume: bool, clean: bool) -> RunDirectory:
@@ -181,7 +188,10 @@ def find_run(name: str | None, directory: Path) -> Path:
         for candidate in (Path(name), directory / name):
             if (candidate / "config.yaml").exists():
                 return candidate
-    runs = sorted(directory.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    runs = sorted(
+        (path for path in directory.glob("*/config.yaml") if not failed_starts.is_one(path.parent)),
+        key=lambda path: path.stat().st_mtime,
+    )
     if name is None and runs:
         return runs[-1].parent
     known = ", ".join(path.parent.name for path in runs) or "none yet"

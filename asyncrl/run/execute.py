@@ -61,7 +61,9 @@ def execute(prepared: Prepared, *, resume: bool, clean: bool, console: Console) 
                 _run(prepared, directory, resume=resume, console=console, metrics=metrics)
             )
         except UserError:
-            directory.undo()
+            kept = directory.undo()
+            if kept is not None:
+                console.print(f"logs of this start: {kept / 'logs'}", highlight=False)
             raise
         finally:
             # Also for a run that failed: the report shows how far it came.

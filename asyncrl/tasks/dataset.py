@@ -88,11 +88,13 @@ def _question(
     if config.id_field is not None:
         identity = str(_field(example, config.id_field, "task.id_field", where))
     try:
-        plain: dict[str, Any] = msgspec.to_builtins(example)
+        row: dict[str, Any] = msgspec.to_builtins(example)
     except (TypeError, msgspec.ValidationError) as error:
         raise DataError(f"{where}: the example cannot be converted to JSON: {error}") from error
-    plain |= {"prompt": _plain_text(content, where), "answer": answer}
-    return Question(prefix + identity, content, plain, where)
+    prompt = _plain_text(content, where)
+    return Question(
+        prefix + identity, content, {"prompt": prompt, "answer": answer, "row": row}, where
+    )
 
 
 def _field(example: dict[str, Any], name: str, setting: str, where: str) -> Any:

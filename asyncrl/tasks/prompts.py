@@ -29,8 +29,9 @@ class Prompt:
     text: str
     """The text that was tokenised: the question with system prompt and chat template."""
     example: dict[str, Any]
-    """Handed to the rewards, JSON-able: the fields of the dataset's example, `prompt` (the plain
-    question) and `answer`."""
+    """What the rewards need, JSON-able: `prompt` (the plain question), `answer`, and for a dataset
+    `row`, the user's example as it is. `asyncrl.rewards.examples` makes of it what a function
+    receives."""
 
 
 class Task(Protocol):

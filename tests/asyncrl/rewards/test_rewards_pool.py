@@ -35,8 +35,17 @@ def by_response(prompt, response, example, scale=1.0):
         sys.stdin.read()
     if response == "pid":
         return os.getpid()
+    if response == "columns":
+        assert (example["prompt"], example["answer"]) == ("what?", "7")
+        assert example["row"] == {"prompt": "WHAT?", "answer": 7, "row": [1]}
+        return 1.0
     special = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "true": True}
     return special[response] if response in special else scale * len(response)
+
+def by_row(prompt, response, row):
+    assert row == {"prompt": "WHAT?", "answer": 7, "row": [1]}, row
+    row["answer"] = None
+    return 2.0
 '''
 
 
@@ -93,6 +102,17 @@ def test_a_module_of_the_working_directory(source: Path, monkeypatch: pytest.Mon
             assert await pool.score("", "four", {}) == 4.0
 
     monkeypatch.chdir(source.parent)
+    asyncio.run(check())
+
+
+def test_the_users_own_columns_arrive_unchanged(source: Path) -> None:
+    async def check() -> None:
+        names = (f"{source}:by_row", f"{source}:by_response")
+        async with running(*({"name": name} for name in names)) as pool:
+            row = {"prompt": "WHAT?", "answer": 7, "row": [1]}
+            example = {"prompt": "what?", "answer": "7", "row": row}
+            assert await pool.score("what?", "columns", example) == 3.0
+
     asyncio.run(check())
 
 

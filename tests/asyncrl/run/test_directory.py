@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import UserError
+from asyncrl.run import failed_starts
 from asyncrl.run.control import ask
 from asyncrl.run.directory import RunDirectory, find_run, is_alive
 from wire.messages.control import StatusRequest
@@ -120,6 +121,24 @@ def test_a_mistake_before_the_first_checkpoint_leaves_no_folder(tmp_path: Path) 
     made.undo()
     made.close()
     assert not made.path.exists()
+
+
+def test_logs_of_a_failed_start_are_kept_and_the_name_is_free(tmp_path: Path) -> None:
+    kept = []
+    for number in range(failed_starts.KEPT + 2):
+        made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
+        (made.path / "logs" / "generator-0.log").write_text(f"why, {number}\n")
+        moved = made.undo()
+        made.close()
+        assert moved is not None
+        assert not made.path.exists()
+        kept.append(moved)
+        os.utime(moved, (number, number))  # the order of age, within one second too
+    assert sorted(tmp_path.iterdir()) == sorted(kept[-failed_starts.KEPT :])
+    assert (kept[-1] / "logs" / "generator-0.log").read_text() == "why, 4\n"
+    with pytest.raises(UserError, match="none yet"):
+        find_run(None, tmp_path)
+    assert find_run(kept[-1].name, tmp_path) == kept[-1]
 
 
 def test_a_mistake_after_a_checkpoint_or_on_resume_loses_nothing(tmp_path: Path) -> None:

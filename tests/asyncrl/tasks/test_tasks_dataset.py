@@ -45,11 +45,9 @@ def test_jsonl_is_split_and_normalised(tmp_path: Path) -> None:
     example = next(q.example for q in train if q.prompt_id == train[0].prompt_id)
     number = int(train[0].prompt_id)
     assert example == {
-        "question": f"what is {number}?",
-        "solution": number,
-        "level": [number],
         "prompt": f"what is {number}?",
         "answer": str(number),
+        "row": {"question": f"what is {number}?", "solution": number, "level": [number]},
     }
 
 
