@@ -7,24 +7,27 @@ docstring is its documentation for users: see `asyncrl.config_reference`.
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
+from asyncrl.config_errors import mistakes
 from asyncrl.errors import ConfigError
+from asyncrl.paths import LocalPath
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.suggestions import nearest
+from asyncrl.suggestions import nearest, shortened
 from asyncrl.tasks.config import ModelConfig, TaskConfig
+from asyncrl.yaml_text import parse_yaml, read_yaml
 from cache.config import CacheConfig
 from engine.config import EngineConfig, SamplingConfig
-from monitoring.config import MonitoringConfig
+from monitoring.config import MAX_PORT, MonitoringConfig
 from scheduler.config import SchedulerConfig
+from trainer.algorithms.registry import smallest_group
 from trainer.config import TrainerConfig
+from wire.limits import MAX_STEPS, MAX_THREADS, WEEK_SECONDS
 
 
 class RunSection(BaseModel):
@@ -34,12 +37,12 @@ class RunSection(BaseModel):
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """Name of the run and of its folder: letters, digits, dot, dash, underscore."""
-    steps: int = Field(default=100, ge=1)
+    steps: int = Field(default=100, ge=1, le=MAX_STEPS)
     """Optimizer steps."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(10**18), le=10**18)
     """Seed of the data order, the sampling and the trainer."""
-    directory: str = "runs"
-    """Folder in which the run's own folder is created."""
+    directory: LocalPath = "runs"
+    """Folder in which the run's own folder is created. `~` and `${NAME}` are expanded."""
 
 
 class EvaluationConfig(BaseModel):
@@ -47,13 +50,13 @@ class EvaluationConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    prompts: int = Field(default=256, ge=1)
+    prompts: int = Field(default=256, ge=1, le=10**6)
     """Number of held-out prompts, taken from the start of the evaluation set."""
-    samples: int = Field(default=1, ge=1)
+    samples: int = Field(default=1, ge=1, le=10**4)
     """Samples per prompt."""
-    threshold: float = 0.5
+    threshold: float = Field(default=0.5, ge=-1e6, le=1e6)
     """A sample counts as correct if its reward is above this."""
-    timeout_seconds: float = Field(default=600.0, gt=0)
+    timeout_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
     """Longest wait for one evaluation."""
 
 
@@ -64,22 +67,22 @@ class LauncherConfig(BaseModel):
 
     kind: Literal["local"] = "local"
     """`local`: child processes on this machine."""
-    generators: int = Field(default=1, ge=1)
+    generators: int = Field(default=1, ge=1, le=10_000)
     """Number of generator processes."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
     """Threads of each process for tensor operations; null: the machine's cores are divided."""
     pin_cores: bool = False
     """Pin each generator and the trainer to `threads` cores of its own. The controller and the
     reward workers use a core that is left over or else the trainer's, never a generator's."""
-    startup_seconds: float = Field(default=300.0, gt=0)
+    startup_seconds: float = Field(default=300.0, gt=0, le=WEEK_SECONDS)
     """Longest wait for a process to become ready."""
-    silence_seconds: float = Field(default=120.0, gt=0)
+    silence_seconds: float = Field(default=120.0, gt=0, le=WEEK_SECONDS)
     """A process that reports nothing for this long is killed and counts as dead."""
-    stop_seconds: float = Field(default=60.0, gt=0)
+    stop_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
     """Longest wait for a process to end after it was asked to. Then it is killed."""
-    checkpoint_seconds: float = Field(default=600.0, gt=0)
+    checkpoint_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
     """Additional time for the trainer to end, because it saves a checkpoint."""
-    max_restarts: int = Field(default=3, ge=0)
+    max_restarts: int = Field(default=3, ge=0, le=10_000)
     """Most restarts of dead generators, counted over all generators together."""
 
 
@@ -120,6 +123,31 @@ class RunConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_are_large_enough(self) -> Self:
+        least = smallest_group(self.trainer.algorithm)
+        if self.scheduler.group_size < least:
+            raise ValueError(
+                f"scheduler.group_size: {self.scheduler.group_size} leaves "
+                f"trainer.algorithm: {self.trainer.algorithm} nothing to learn from: a sample is "
+                f"compared with the others of its group. It must be at least {least} (8 is usual)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_process_has_a_port(self) -> Self:
+        base, launcher = self.monitoring.port, self.launcher
+        # The trainer, the generators and their replacements follow the controller.
+        last = 1 + launcher.generators + launcher.max_restarts
+        if self.monitoring.metrics and base and base + last > MAX_PORT:
+            raise ValueError(
+                f"monitoring.port: {base} leaves no port for every process of the run: "
+                f"{launcher.generators} generator(s), up to {launcher.max_restarts} restart(s) and "
+                f"the trainer take the {last} ports after it. It must be at most "
+                f"{MAX_PORT - last}, or 0 for any free ports"
+            )
+        return self
+
     @property
     def directory(self) -> Path:
         """The run's folder."""
@@ -132,8 +160,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     Without a file the overrides apply to the defaults.
 
     Raises:
-        ConfigError: the file is missing or not a mapping, a key is unknown, or a value is
-            impossible.
+        ConfigError: the file is missing or not a mapping, a key is unknown or twice there, or a
+            value is impossible.
     """
     values = {} if path is None else _read(path)
     for override in overrides:
@@ -143,28 +171,36 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        values = read_yaml(path)
     except FileNotFoundError as error:
         near = nearest(path.name, [p.name for p in path.parent.glob("*.yaml")])
         raise ConfigError(f"no configuration file at {path}.{near}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
-    try:
-        values = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if values is None:
+        return {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must be a mapping of sections (run:, engine:, ...) to settings")
     return values
 
 
-def parse_config(values: dict[str, Any], *, source: str) -> RunConfig:
-    """Validate plain values. Errors (ConfigError) refer to them as `source`."""
+def parse_config(values: Mapping[str, Any], *, source: str) -> RunConfig:
+    """Validate plain values. Errors (ConfigError) refer to them as `source`.
+
+    A section that is null is empty: all its settings are commented out.
+    """
+    values = {
+        key: {} if value is None and key in RunConfig.model_fields else value
+        for key, value in values.items()
+    }
     try:
-        return RunConfig.model_validate(values)
+        config = RunConfig.model_validate(values)
+        refused: ValidationError | None = None
     except ValidationError as error:
-        lines = "\n".join(f"  {_explain(detail)}" for detail in error.errors())
-        raise ConfigError(f"{source} does not describe a run:\n{lines}") from error
+        refused = error
+    lines = mistakes(values, refused, RunConfig)
+    if lines:
+        listed = "\n".join(f"  {line}" for line in lines)
+        raise ConfigError(f"{source} does not describe a run:\n{listed}") from refused
+    return config
 
 
 def dump_config(config: RunConfig) -> str:
@@ -173,13 +209,11 @@ def dump_config(config: RunConfig) -> str:
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
+    shown = f"--set {shortened(override)!r}"
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
-        raise ConfigError(f"--set {override!r}: write it as key.path=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from error
+        raise ConfigError(f"{shown}: write it as key.path=value")
+    value = parse_yaml(text, source=f"{shown}: the value")
     *sections, last = key.strip().split(".")
     place = values
     for section in sections:
@@ -187,43 +221,6 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if inner is None:
             inner = place[section] = {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"--set {override!r}: {section} is a value, not a section")
+            raise ConfigError(f"{shown}: {shortened(section)} is a value, not a section")
         place = inner
     place[last] = value
-
-
-def _explain(detail: ErrorDetails) -> str:
-    location = detail["loc"]
-    path = ".".join(str(part) for part in location) or "the configuration"
-    if detail["type"] == "extra_forbidden":
-        names = _field_names(RunConfig, location[:-1])
-        return f"{path}: there is no such key.{nearest(str(location[-1]), names)}"
-    message = detail["msg"].removeprefix("Value error, ")
-    given = detail["input"]
-    shown = "" if isinstance(given, dict | BaseModel) else f" (given: {given!r})"
-    return f"{path}: {message}{shown}"
-
-
-def _field_names(model: type[BaseModel], location: Iterable[int | str]) -> list[str]:
-    current: Any = model
-    for part in location:
-        if isinstance(part, int):
-            continue
-        field = current.model_fields.get(part)
-        if field is None:
-            return []
-        current = _model_in(field.annotation)
-        if current is None:
-            return []
-    return list(current.model_fields)
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The pydantic model inside `X`, `X | None` or `list[X]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for inner in typing.get_args(annotation):
-        found = _model_in(inner)
-        if found is not None:
-            return found
-    return None

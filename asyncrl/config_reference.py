@@ -171,7 +171,8 @@ def _bounds(field: Schema) -> Iterator[str]:
         ("exclusiveMaximum", "<"),
     ):
         if key in field:
-            yield f"{sign} {field[key]:.10g}"
+            bound = field[key]
+            yield f"{sign} {bound:,.0f}" if bound == int(bound) else f"{sign} {bound:g}"
     if "pattern" in field:
         yield f"matching `{field['pattern']}`"
     if "minLength" in field or ("minItems" in field and "prefixItems" not in field):

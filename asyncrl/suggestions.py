@@ -1,9 +1,12 @@
-"""The hint at the end of an error about an unknown name."""
+"""Parts of error messages: hints at similar names, and quoted values of bounded length."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+_COMPARED = 64
+"""Characters of a name that are compared: difflib takes quadratic time."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -15,8 +18,20 @@ def nearest(name: str, known: Iterable[str]) -> str:
         >>> nearest("x", ["engine", "trainer"])
         ' Known: engine, trainer.'
     """
-    names = sorted(known)
+    names, name = sorted(known), name[:_COMPARED]
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         return f" Did you mean {close[0]!r}?"
     return f" Known: {', '.join(names)}." if names else ""
+
+
+def shortened(text: str, limit: int = 160) -> str:
+    """The text, or its beginning and '...' if it is longer than `limit` characters.
+
+    Errors quote values of the user's through this function, so that none of them prints megabytes.
+
+    Example:
+        >>> shortened("a" * 200, 10)
+        'aaaaaaa...'
+    """
+    return text if len(text) <= limit else text[: limit - 3] + "..."

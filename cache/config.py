@@ -28,23 +28,23 @@ class CacheConfig(BaseModel):
     max_bytes: int = Field(default=1 << 30, ge=1 << 14, le=(1 << 33) - 512)
     """Bytes that the cached rollouts of one process may take. The least recently used prompts are
     dropped first."""
-    max_bytes_per_prompt: int = Field(default=32 << 20, ge=1 << 13)
+    max_bytes_per_prompt: int = Field(default=32 << 20, ge=1 << 13, le=(1 << 33) - 512)
     """Bytes that the rollouts of one prompt may take; its oldest rollouts are dropped first."""
     max_draft_tokens: int = Field(default=16, ge=0, le=128)
     """Tokens drafted for a sample in one decode step, at most."""
-    min_match: int = Field(default=1, ge=1)
+    min_match: int = Field(default=1, ge=1, le=MAX_MATCH_LIMIT)
     """Recent tokens that must match an earlier rollout before anything is drafted."""
     max_match: int = Field(default=8, ge=1, le=MAX_MATCH_LIMIT)
     """Recent tokens that are compared; a match of this length counts as certain context."""
     min_probability: float = Field(default=0.1, ge=0.0, le=1.0)
     """Probability at which a draft ends: the estimate that the whole draft is accepted must not
     fall below this."""
-    version_half_life: float = Field(default=128.0, gt=0.0)
+    version_half_life: float = Field(default=128.0, gt=0.0, le=1e9)
     """Age in policy versions at which the vote of a rollout counts half. It never counts less than
     a sixteenth, and rollouts of one version count alike."""
     max_candidates: int = Field(default=24, ge=1, le=256)
     """Earlier occurrences of the recent tokens that vote on the next one, at most."""
-    doubt: float = Field(default=0.1, ge=0.0)
+    doubt: float = Field(default=0.1, ge=0.0, le=1e6)
     """Votes, in units of one new rollout, for a token never seen here, until the estimates have
     learned better. A larger value makes drafts shorter at first."""
     calibrate: bool = True
@@ -56,10 +56,10 @@ class CacheConfig(BaseModel):
     SPEC-RL's rule, where samples begin with the tokens of the epoch before, each kept with
     probability min(1, lenience p/q). BIASED: the samples do not follow the policy
     (docs/exactness.md)."""
-    lenience: float = Field(default=DEFAULT_LENIENCE, gt=0.0, le=1e6, allow_inf_nan=False)
+    lenience: float = Field(default=DEFAULT_LENIENCE, gt=0.0, le=1e6)
     """Factor l of SPEC-RL's rule, only with reuse: lenient. The larger, the more tokens are kept
     and the larger the bias. SPEC-RL uses e^0.5 for GRPO, e^0.3 for PPO, e^0.15 for DAPO."""
-    lenient_max_bytes: int = Field(default=1 << 30, ge=1 << 14)
+    lenient_max_bytes: int = Field(default=1 << 30, ge=1 << 14, le=1 << 44)
     """Bytes of rollouts that one process keeps for reuse: lenient, in addition to max_bytes. The
     least recently used are dropped first."""
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from engine.protocol import SamplingParams
 from engine.torch.config import TorchConfig
 from engine.vllm.config import VllmConfig
+from wire.limits import MAX_THREADS, MAX_TOKENS
 
 EngineKind = Literal["torch", "vllm", "sglang"]
 DType = Literal["auto", "float32", "bfloat16"]
@@ -20,12 +21,12 @@ class SamplingConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Divisor of the logits. 0 (greedy) is refused, because it has no behaviour probability."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Probability mass of nucleus sampling: only the smallest set of most probable tokens whose
     mass reaches it is sampled from. 1 samples from all tokens."""
-    max_tokens: int = Field(default=256, ge=1)
+    max_tokens: int = Field(default=256, ge=1, le=MAX_TOKENS)
     """Largest number of tokens in a response."""
 
     def params(
@@ -50,15 +51,15 @@ class EngineConfig(BaseModel):
     kind: EngineKind = "torch"
     """Engine that generates. `torch`: embedded, any HF causal LM. `vllm`: vLLM. `sglang`: not built
     yet."""
-    slots: int = Field(default=64, ge=1)
+    slots: int = Field(default=64, ge=1, le=1 << 16)
     """Number of requests that run at once."""
-    max_model_len: int = Field(default=1024, ge=2)
+    max_model_len: int = Field(default=1024, ge=2, le=MAX_TOKENS)
     """Largest number of tokens in a prompt and its response together."""
     dtype: DType = "auto"
     """Data type of weights and KV. `auto`: float32 on a CPU, otherwise bfloat16."""
     device: Device = "auto"
     """Device of the engine. `auto`: a GPU if torch sees one, otherwise the CPU."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
     """Number of CPU threads of the engine's process. null: torch's choice."""
     top_k_logprobs: int = Field(default=8, ge=0, le=64)
     """K: number of most probable tokens reported per position; a request may ask for fewer. Tokens

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from wire.limits import WEEK_SECONDS
+
 OnUpdate = Literal["verify", "keep", "recompute"]
 
 
@@ -14,7 +16,7 @@ class SchedulerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    max_off_policy_steps: int = Field(default=0, ge=0)
+    max_off_policy_steps: int = Field(default=0, ge=0, le=10_000)
     """Maximum staleness, in optimizer steps: a token may be at most this many steps older than the
     policy that trains on it. With `on_update: verify`, older tokens are verified first, so that 0
     is strictly on-policy. With `keep` and `recompute`, 0 is synchronous RL, and a value above 0
@@ -34,7 +36,7 @@ class SchedulerConfig(BaseModel):
     finishes its running samples and starts none in the meantime, so that each sample has a single
     policy version; generators then wait for their longest answer at every update."""
 
-    max_runahead_groups: int | None = Field(default=None, ge=1)
+    max_runahead_groups: int | None = Field(default=None, ge=1, le=10**7)
     """Run-ahead, in groups (`on_update: verify` only): how many groups may be started before the
     policy version that they need is published. null: two whole steps (2 * groups_per_step), so that
     an answer may take as long as three steps before the trainer waits for it. More than three steps
@@ -45,19 +47,19 @@ class SchedulerConfig(BaseModel):
     generator that uses this share or more starts no run-ahead samples, so that due work finds
     room."""
 
-    sample_deadline_seconds: float | None = Field(default=None, gt=0)
+    sample_deadline_seconds: float | None = Field(default=None, gt=0, le=WEEK_SECONDS)
     """Time limit of a sample, in seconds from its start: a sample that takes longer ends with the
     tokens that it has and finish reason `deadline`, which is counted and shown. Which samples are
     cut depends on the load of the machine, so their ends do not follow the policy. It is a safety
     net and not a length limit (use sampling.max_tokens for that). null: no deadline."""
 
-    group_size: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1, le=1 << 16)
     """Samples per group: how many answers are generated for one prompt at one visit."""
 
-    groups_per_step: int = Field(default=16, ge=1)
+    groups_per_step: int = Field(default=16, ge=1, le=10**6)
     """Groups that one optimizer step trains on; group g belongs to step g // groups_per_step."""
 
-    max_in_flight_per_generator: int | None = Field(default=None, ge=1)
+    max_in_flight_per_generator: int | None = Field(default=None, ge=1, le=10**6)
     """Maximum number of samples issued to one generator and not finished yet. null: its slots plus
     a few (a quarter of the slots, at most one group) that wait in its own queue, so that a free
     slot is filled without asking the controller."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
+
+from asyncrl.paths import LocalPath
+from wire.limits import WEEK_SECONDS
 
 
 class RewardFunctionConfig(BaseModel):
@@ -13,20 +15,13 @@ class RewardFunctionConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    name: str = Field(default="arithmetic", min_length=1)
+    name: LocalPath = Field(default="arithmetic", min_length=1)
     """`exact_match`, `math_verify`, `format`, `arithmetic`, or a function of your own, given as
     `my.module:function` or `path/to/file.py:function`."""
-    weight: float = 1.0
+    weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this term in the sum."""
     args: dict[str, Any] = {}
     """Keyword arguments for the function, in addition to prompt, response and example."""
-
-    @field_validator("weight")
-    @classmethod
-    def _weight_is_finite(cls, weight: float) -> float:
-        if not math.isfinite(weight):
-            raise ValueError("weight must be a finite number")
-        return weight
 
 
 class RewardConfig(BaseModel):
@@ -38,9 +33,9 @@ class RewardConfig(BaseModel):
         default=(RewardFunctionConfig(),), min_length=1
     )
     """The terms; the reward is the sum of weight times value."""
-    timeout_seconds: float = Field(default=10.0, gt=0)
+    timeout_seconds: float = Field(default=10.0, gt=0, le=WEEK_SECONDS)
     """Longest time for scoring one response, all terms together. Then the process is killed."""
-    startup_seconds: float = Field(default=60.0, gt=0)
+    startup_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
     """Longest time for a worker process to import the functions."""
     workers: int = Field(default=1, ge=1, le=256)
     """Worker processes. Each scores one response at a time."""

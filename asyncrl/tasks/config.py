@@ -7,6 +7,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from asyncrl.paths import LocalPath
+from wire.limits import MAX_TOKENS
+
 MAX_DIGITS = 6
 """Most digits of a summand of the built-in task."""
 
@@ -21,7 +24,7 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    path: str = Field(default="builtin:arithmetic", min_length=1)
+    path: LocalPath = Field(default="builtin:arithmetic", min_length=1)
     """`builtin:arithmetic` (trained on first use), a HF model directory with its tokenizer, or a
     hub id such as `Qwen/Qwen3-0.6B`."""
 
@@ -34,7 +37,7 @@ class TaskConfig(BaseModel):
     kind: Literal["arithmetic", "dataset"] = "arithmetic"
     """`arithmetic`: the built-in addition task. `dataset`: your own examples, see `path`."""
 
-    path: str | None = None
+    path: LocalPath | None = None
     """Dataset only: a .jsonl or .parquet file, a folder saved by `datasets`, or a hub id."""
     subset: str | None = None
     """Dataset only: configuration name of a hub dataset."""
@@ -47,13 +50,13 @@ class TaskConfig(BaseModel):
     id_field: str | None = None
     """Dataset only: field with a unique id; null: the examples are numbered."""
 
-    train_size: int | None = Field(default=None, ge=1)
+    train_size: int | None = Field(default=None, ge=1, le=10**9)
     """Number of training prompts. null: 2048 for `arithmetic`, every example for `dataset`."""
-    evaluation_path: str | None = None
+    evaluation_path: LocalPath | None = None
     """Dataset only: file or hub id of the held-out examples; null: some of `path` are held out."""
     evaluation_split: str = "test"
     """Dataset only: split of `evaluation_path`, unless that is a file."""
-    evaluation_size: int | None = Field(default=None, ge=0)
+    evaluation_size: int | None = Field(default=None, ge=0, le=10**9)
     """Number of held-out prompts: split off `path`, or the most used of `evaluation_path`. null:
     512, but at most a tenth of the examples where they are split off."""
 
@@ -65,7 +68,7 @@ class TaskConfig(BaseModel):
     tokenizer without one is an error. `never`."""
     system_prompt: str | None = None
     """Put before every prompt: as a system message, or as plain text without a chat template."""
-    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    max_prompt_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Longest prompt in tokens, chat template included; null: no limit."""
     too_long: Literal["refuse", "filter"] = "refuse"
     """What happens to longer prompts. `refuse`: the run does not start. `filter`: they are left out

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from wire.limits import MAX_TOKENS
+
 
 class TorchConfig(BaseModel):
     """How the embedded torch engine shapes its steps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    max_step_tokens: int | None = Field(default=None, ge=1)
+    max_step_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Largest number of tokens that a decoding step feeds, drafts included. Rows beyond it still
     run, without drafts. null: no limit but memory. Within the limit each step drafts what pays, by
     the engine's own step times."""
     draft_trees: bool = True
     """Whether to draft token trees, with several candidates for a position where the cache knows
     several. false: one chain of tokens per row."""
-    max_prefill_tokens: int = Field(default=4096, ge=1)
+    max_prefill_tokens: int = Field(default=4096, ge=1, le=MAX_TOKENS)
     """Largest number of prompt tokens, and kept tokens to verify, that one step takes in, and of
     tokens in one scoring pass. A single longer prompt still goes, alone."""
-    chunk_tokens: int = Field(default=16, ge=1)
+    chunk_tokens: int = Field(default=16, ge=1, le=MAX_TOKENS)
     """Smallest number of tokens in a chunk that a request reports. The first token is reported at
     once, and everything is reported at the request's end, before a pause and before new weights. 1
     streams every step, at a cost."""

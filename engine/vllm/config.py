@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from wire.limits import MAX_TOKENS, WEEK_SECONDS
+
 
 class VllmConfig(BaseModel):
     """How vLLM is started, and how many tokens its steps take.
@@ -14,7 +16,7 @@ class VllmConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    kv_cache_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    kv_cache_gib: float | None = Field(default=None, gt=0, le=4096)
     """Memory for KV, in GiB. null: 0.5 on a CPU; on a GPU what gpu_memory_utilization leaves."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     """Share of a GPU's memory that vLLM may take; unused when kv_cache_gib is set."""
@@ -23,21 +25,21 @@ class VllmConfig(BaseModel):
     no on a GPU."""
     enable_prefix_caching: bool = True
     """Share the KV of equal prompts. Never across versions of the weights."""
-    max_step_tokens: int | None = Field(default=None, ge=1)
+    max_step_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """null: each step drafts what pays, by the measured step times and acceptance. A number: steps
     are filled with drafts to this many tokens whatever that costs; rows beyond it run without
     drafts."""
-    max_prefill_tokens: int | None = Field(default=None, ge=1)
+    max_prefill_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Prompt tokens, including kept tokens that are scored, that one step may take in; longer ones
     are split. null: 4096, on a CPU 512, because more exceeds its caches and costs up to twice as
     much a token."""
-    chunk_tokens: int = Field(default=16, ge=1)
+    chunk_tokens: int = Field(default=16, ge=1, le=MAX_TOKENS)
     """A request reports its tokens in chunks of at least this many. The first token is reported at
     once, and the rest at its end, at a pause and before new weights. 1 streams every step, at a
     cost."""
-    startup_timeout_seconds: float = Field(default=300.0, ge=1)
+    startup_timeout_seconds: float = Field(default=300.0, ge=1, le=WEEK_SECONDS)
     """Longest wait for vLLM to become ready."""
-    call_timeout_seconds: float = Field(default=120.0, ge=1)
+    call_timeout_seconds: float = Field(default=120.0, ge=1, le=WEEK_SECONDS)
     """Longest wait for vLLM to pause, to resume, or to stage or install weights."""
     log_level: str = Field(default="ERROR", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
     """What vLLM writes to stderr. INFO and above also goes to a file, whose end is quoted when vLLM

@@ -69,7 +69,8 @@ def test_the_explained_configuration_loads_again(path: Path) -> None:
 
 def test_bounds_choices_and_defaults_come_from_the_fields() -> None:
     assert setting_named("engine", "top_k_logprobs").summary == "integer ≥ 0, ≤ 64; default: 8"
-    assert setting_named("engine", "threads").summary == "integer ≥ 1, or null; default: null"
+    threads = setting_named("engine", "threads").summary
+    assert threads == "integer ≥ 1, ≤ 1,024, or null; default: null"
     assert setting_named("sampling", "top_p").summary == "number > 0, ≤ 1; default: 1.0"
     assert setting_named("engine", "kind").values == "`torch`, `vllm` or `sglang`"
     assert setting_named("launcher", "kind").values == "`local`"
@@ -85,7 +86,7 @@ def test_explain_prints_the_meaning_of_each_key_and_starts_nothing(tmp_path: Pat
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     place = lines.index("  slots: 7")
-    assert lines[place - 1] == "  # integer ≥ 1; default: 64"
+    assert lines[place - 1] == "  # integer ≥ 1, ≤ 65,536; default: 64"
     assert lines[place - 2].startswith("  # ")
     assert yaml.safe_load(result.output)["engine"]["slots"] == 7
     assert not (tmp_path / "runs").exists()

@@ -7,6 +7,8 @@ _TARGETS = {
     "reinforce": "trainer.algorithms.reinforce:Reinforce",
 }
 
+_SMALLEST_GROUPS = {"grpo": 2, "reinforce": 2}
+
 
 def known_algorithms() -> tuple[str, ...]:
     """Names that `trainer.algorithm` may take, sorted."""
@@ -27,6 +29,15 @@ def register(name: str, target: str) -> None:
     if target.count(":") != 1:
         raise ValueError(f"algorithm target {target!r} is not of the form module:Class")
     _TARGETS[name] = target
+
+
+def smallest_group(name: str) -> int:
+    """Fewest samples of a group that this algorithm can learn from.
+
+    2 where a sample is compared with the others of its group. An algorithm added by `register`
+    decides when it is given a group.
+    """
+    return _SMALLEST_GROUPS.get(name, 1)
 
 
 def target_of(name: str) -> str:

@@ -1,0 +1,195 @@
+"""What a user reads about a configuration that is refused: one line for each mistake.
+
+A line has the key's path, what is wrong, the value that was given and, for a value out of bounds,
+the first sentence of the setting's documentation. Lines and values are bounded in length.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from asyncrl.suggestions import nearest, shortened
+
+MAX_LINES = 20
+"""Most mistakes that one error lists."""
+
+_SHOWN = 80
+"""Characters of a value that are quoted."""
+
+_MESSAGES = {
+    "model_type": "must be a mapping of settings (lines of `key: value`)",
+    "dict_type": "must be a mapping (lines of `key: value`)",
+    "tuple_type": "must be a list, such as [a, b]",
+    "string_type": "must be text; write it in quotes",
+    "invalid_key": "keys must be text; write them in quotes",
+    "missing": "is missing",
+    "finite_number": "must be a finite number",
+}
+"""Messages in the words of YAML, by pydantic's type of error."""
+
+_OUT_OF_BOUNDS = (
+    "greater_than",
+    "greater_than_equal",
+    "less_than",
+    "less_than_equal",
+    "finite_number",
+)
+
+_Location = tuple[int | str, ...]
+
+
+def mistakes(
+    values: Mapping[str, Any], error: ValidationError | None, model: type[BaseModel]
+) -> list[str]:
+    """One line for each mistake in `values`, at most `MAX_LINES` and one that counts the rest.
+
+    Args:
+        values: what was to be validated.
+        error: pydantic's, None if it accepted the values.
+        model: that they are to describe.
+    """
+    # Pydantic reads true and false as 1 and 0 where a number belongs.
+    booleans = dict(_booleans(values, model, ()))
+    details = [] if error is None else error.errors(include_url=False)
+    places = {*booleans, *(detail["loc"] for detail in details)}
+    lines = [
+        _explain(detail, model)
+        for detail in details
+        # A list whose only entry is refused is also reported as too short: an echo.
+        if not detail["loc"] or not any(_inside(place, detail["loc"]) for place in places)
+    ]
+    lines += [
+        f"{_path(location)}: must be a number; YAML reads yes, on and true as true, and no, off "
+        f"and false as false (given: {str(value).lower()})"
+        for location, value in booleans.items()
+    ]
+    more = len(lines) - MAX_LINES
+    return lines if more <= 0 else [*lines[:MAX_LINES], f"and {more:,} more"]
+
+
+def _inside(place: _Location, outer: _Location) -> bool:
+    return len(place) > len(outer) and place[: len(outer)] == outer
+
+
+def _explain(detail: ErrorDetails, model: type[BaseModel]) -> str:
+    location, kind = detail["loc"], detail["type"]
+    path = _path(location) or "the configuration"
+    if kind == "extra_forbidden":
+        names = _field_names(model, location[:-1])
+        return f"{path}: there is no such key.{nearest(str(location[-1]), names)}"
+    message = _MESSAGES.get(kind) or _reworded(detail["msg"])
+    if kind == "too_long" or kind == "too_short":
+        bound = "most {max_length}" if kind == "too_long" else "least {min_length}"
+        message = f"must have at {bound.format(**detail['ctx'])} entries"
+    given = detail["input"]
+    hide = kind == "missing" or isinstance(given, dict | BaseModel)
+    line = f"{path}: {message}" + ("" if hide else f" (given: {_shown(given)})")
+    if kind in _OUT_OF_BOUNDS:
+        meaning = _meaning(model, location)
+        line += f". {meaning}." if meaning else ""
+    return line
+
+
+def _reworded(message: str) -> str:
+    bare = message.removeprefix("Value error, ")
+    return bare.replace("Input should be ", "must be ", 1)
+
+
+def _path(location: _Location) -> str:
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += ("." if path else "") + shortened(part, _SHOWN)
+    return path
+
+
+def _shown(value: Any) -> str:
+    """A value for an error: of bounded length, also where repr is long or impossible."""
+    if isinstance(value, int) and abs(value) >= 10**_SHOWN:
+        return f"a number of about {int(value.bit_length() * math.log10(2)):,} digits"
+    if isinstance(value, str):
+        return repr(shortened(value, _SHOWN))
+    if isinstance(value, list | tuple):
+        shown = ", ".join(_shown(inner) for inner in value[:8])
+        return shortened(f"[{shown}{', ...' if len(value) > 8 else ''}]", _SHOWN)
+    if isinstance(value, dict):
+        return "a mapping"
+    return shortened(str(value) if isinstance(value, float) else repr(value), _SHOWN)
+
+
+def _booleans(
+    values: Mapping[str, Any], model: type[BaseModel], outer: _Location
+) -> Iterator[tuple[_Location, bool]]:
+    for name, field in model.model_fields.items():
+        value = values.get(name)
+        if isinstance(value, bool) and _takes_numbers(field.annotation):
+            yield (*outer, name), value
+        inner = _model_in(field.annotation)
+        if isinstance(value, Mapping) and inner is not None:
+            yield from _booleans(value, inner, (*outer, name))
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            for index, entry in enumerate(value):
+                if isinstance(entry, Mapping) and inner is not None:
+                    yield from _booleans(entry, inner, (*outer, name, index))
+                elif isinstance(entry, bool) and any(
+                    map(_takes_numbers, typing.get_args(field.annotation))
+                ):
+                    yield (*outer, name, index), entry
+
+
+def _takes_numbers(annotation: Any) -> bool:
+    """Whether this is a number, possibly None or annotated, and not also true or false."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        choices = typing.get_args(annotation)
+        return bool not in choices and any(map(_takes_numbers, choices))
+    return annotation in (int, float)
+
+
+def _field(model: type[BaseModel], location: _Location) -> FieldInfo | None:
+    """The field at this place; for an entry of a list, the list's field."""
+    current: type[BaseModel] | None = model
+    field = None
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = None if current is None else current.model_fields.get(part)
+        if field is None:
+            return None
+        current = _model_in(field.annotation)
+    return field
+
+
+def _field_names(model: type[BaseModel], location: _Location) -> list[str]:
+    if not location:
+        return list(model.model_fields)
+    field = _field(model, location)
+    inner = None if field is None else _model_in(field.annotation)
+    return [] if inner is None else list(inner.model_fields)
+
+
+def _meaning(model: type[BaseModel], location: _Location) -> str:
+    """The first sentence of a setting's documentation."""
+    field = _field(model, location)
+    text = " ".join(((field and field.description) or "").split())
+    return shortened(text.partition(". ")[0].rstrip("."), 200)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The pydantic model inside `X`, `X | None` or `tuple[X, ...]`; None if there is none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in typing.get_args(annotation):
+        found = _model_in(inner)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,50 @@
+"""Paths in a configuration: `~` and `${NAME}` are expanded when it is read."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+def expand(path: str) -> str:
+    """The path with a leading `~` or `~user` and each `${NAME}` of the environment expanded.
+
+    The result holds no dollar sign, so that a configuration that a run has saved means the same
+    when it is read again.
+
+    Raises:
+        ValueError: a variable or a user does not exist, a dollar sign is no part of `${NAME}`, or
+            the path has a NUL character.
+    """
+    if "\0" in path:
+        raise ValueError("a path cannot contain a NUL character")
+    expanded = _VARIABLE.sub(_value, path)
+    if "$" in expanded:
+        raise ValueError(
+            "a dollar sign in a path must belong to ${NAME}, the name of an environment variable"
+        )
+    if expanded.startswith("~"):
+        expanded = os.path.expanduser(expanded)  # noqa: PTH111 - Path raises for an unknown user
+        if expanded.startswith("~"):
+            user = expanded.partition("/")[0]
+            raise ValueError(f"{user} is no user of this machine; write ./{user} for a file")
+    return expanded
+
+
+def _value(match: re.Match[str]) -> str:
+    value = os.environ.get(match[1])
+    if not value:
+        raise ValueError(
+            f"the environment variable {match[1]} is {'not set' if value is None else 'empty'}; "
+            "set it, or write the path out"
+        )
+    return value
+
+
+LocalPath = Annotated[str, AfterValidator(expand)]
+"""A setting that names a file or folder."""

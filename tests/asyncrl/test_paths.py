@@ -1,0 +1,43 @@
+"""`~` and `${NAME}` in every setting that is a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrl.config import dump_config, load_config, parse_config
+from asyncrl.errors import ConfigError
+
+PATHS = {
+    "run.directory": "run.directory={}",
+    "model.path": "model.path={}",
+    "task.path": "task={{kind: dataset, path: '{}'}}",
+    "task.evaluation_path": "task={{kind: dataset, path: p, evaluation_path: '{}'}}",
+    "rewards.functions[0].name": "rewards.functions=[{{name: '{}'}}]",
+}
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_every_path_is_expanded_or_refused_with_its_key(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATA_HERE", "/data")
+    monkeypatch.setenv("AGAIN", "${DATA_HERE}")
+    monkeypatch.delenv("UNSET_HERE", raising=False)
+    config = load_config(None, [PATHS[key].format("~/${DATA_HERE}/x.py:f")])
+    written = dump_config(config)
+    assert f"{Path.home()}//data/x.py:f" in written
+    assert parse_config(yaml.safe_load(written), source="the dump") == config
+    for path, message in (
+        ("${UNSET_HERE}/x", "the environment variable UNSET_HERE is not set"),
+        ("$DATA_HERE/x", "dollar sign in a path"),
+        ("${AGAIN}/x", "dollar sign in a path"),
+        ("~nobody-of-this-name/x", "~nobody-of-this-name is no user"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, [PATHS[key].format(path)])
+        (_, line) = str(caught.value).splitlines()
+        assert line.strip().startswith(f"{key}: "), line
+        assert message in line

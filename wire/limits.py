@@ -1,0 +1,12 @@
+"""Upper bounds that settings of several packages share: values above them cannot be meant."""
+
+from __future__ import annotations
+
+WEEK_SECONDS = 7 * 24 * 3600
+"""Longest limit of a wait."""
+MAX_THREADS = 1024
+"""Most threads of a process for tensor operations: more than the cores of any machine."""
+MAX_TOKENS = 1 << 24
+"""Most tokens of one sequence or one step: 16 times the longest context in use."""
+MAX_STEPS = 10**9
+"""Most optimizer steps."""
