@@ -81,7 +81,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """The next node. Raises MarkedYAMLError where a limit is exceeded."""
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         mark = event.start_mark
         self._level += 1
         if self._level > MAX_DEPTH:
@@ -99,7 +99,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep=deep)
         except _UNREADABLE as error:
-            text = node.value if isinstance(node, yaml.ScalarNode) else node.id
+            text = node.value if isinstance(node, yaml.ScalarNode) else node.tag
             raise _refused(
                 f"{shortened(repr(text), 40)} cannot be read as a value: "
                 f"{shortened(str(error), 80)}",
