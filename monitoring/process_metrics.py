@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from monitoring.instruments import By, Total, build, counter, gauge, specs_of
 from monitoring.spans import RecentIdle, Span, SpanKind
+from wire.decoding import Reason
 from wire.records import LearnerMetrics
 
 # ruff: noqa: RUF009 - the calls below make dataclass fields; ruff cannot see that through a helper
@@ -40,6 +41,12 @@ class ProcessMetrics:
         "Share of the last minute spent waiting, by cause; causes add up.",
         label="cause",
     )
+    frames_refused: By[Total] = counter(
+        "asyncrl_frames_refused_total",
+        "Frames from other processes that were not accepted, by reason.",
+        label="reason",
+        values=tuple(reason.value for reason in Reason),
+    )
     recent: RecentIdle = field(default_factory=RecentIdle, kw_only=True, repr=False)
     """The last minute of the time line. Not a metric."""
 
@@ -61,6 +68,10 @@ class ProcessMetrics:
             value = None if spec.value is None else spec.value(record)
             if value is not None:
                 getattr(self, name).set(value)
+
+    def count_refused(self, reason: Reason) -> None:
+        """Count a refused frame; pass this to `Refusals(count=...)`."""
+        self.frames_refused.of(reason).inc()
 
     def observe_span(self, span: Span) -> None:
         """Count a piece of the time line; pass this to `Timeline(observe=...)`."""

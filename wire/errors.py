@@ -3,6 +3,7 @@
 WireError                   a socket or shared memory cannot be used
 ├── Unreachable             a message was sent to a peer that is not connected
 ├── NoReply                 a peer did not answer in time; says what was waited for
+├── FrameRefused            a frame is no message of its socket (`wire.decoding`)
 ├── AddressTooLong          the path of the socket folder is too long; says which variable to set
 ├── PublishError            weights cannot be written to shared memory
 └── WeightsReadError        published weights cannot be read

@@ -14,6 +14,11 @@ from wire.messages.data import TrajectoryDelivery
 _INT32 = "<i4"
 _FLOAT32 = "<f4"
 
+_TOKEN_BYTES = 64
+"""Bytes of a response token without its top-K, in a segment of its own."""
+_HEAD_BYTES = 1 << 16
+"""Bytes of a delivery without its tokens: names, ids and a prompt id of any usual length."""
+
 
 def encode_tokens(tokens: IntArray) -> bytes:
     """Token ids of any shape as bytes."""
@@ -27,6 +32,11 @@ def decode_tokens(data: bytes) -> IntArray:
         ValueError: the length is not a multiple of four bytes.
     """
     return np.frombuffer(data, _INT32)
+
+
+def max_delivery_bytes(*, tokens: int, topk: int) -> int:
+    """Longest delivery of a run: `tokens` of prompt and response together, `topk` stored."""
+    return tokens * (_TOKEN_BYTES + 8 * topk) + _HEAD_BYTES
 
 
 def encode_trajectory(trajectory: Trajectory, *, reward: float, step: int) -> TrajectoryDelivery:

@@ -1,27 +1,34 @@
 """Two kinds of socket: a `Hub` that many peers connect to, and a `Line` to one hub.
 
-Each end sends and receives msgspec structs of one direction. A message that does not decode is
-dropped and logged, so a broken peer cannot end the run.
+Each end sends and receives msgspec structs of one direction. A frame that is not an accepted
+message is refused: `Refusals` counts it, logs it, and cuts off a peer that keeps sending such
+frames. `receive` never raises because of what a peer sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from wire.decoding import FrameDecoder, FrameRefused, Reason
 from wire.errors import NoReply, Unreachable
-
-logger = logging.getLogger(__name__)
+from wire.refusals import Refusals
 
 In = TypeVar("In")
 
 _HIGH_WATER = 100_000
 """Messages queued per peer before a send fails. The scheduler's bounds stay far below it."""
+HUB_BYTES = 16 << 20
+"""Longest message that a hub accepts unless it is told otherwise. The longest on the control plane
+lists the tensors of a model."""
+LINE_BYTES = 64 << 20
+"""Longest message that a hub may send to its peers, which includes whole dataset examples."""
+_TURN = 64
+"""Messages that are received before other tasks get a turn, even if more are waiting."""
 
 
 class Hub(Generic[In]):
@@ -30,16 +37,31 @@ class Hub(Generic[In]):
     Args:
         address: a ZeroMQ address.
         incoming: union of the message types that peers may send.
+        refusals: of this socket.
+        max_bytes: length of the longest message that is accepted. ZeroMQ closes the connection of
+            a peer that announces a longer one, before it allocates memory for it.
+        queued: messages that may wait in each direction, for each peer.
     """
 
-    def __init__(self, address: str, incoming: Any) -> None:
+    def __init__(
+        self,
+        address: str,
+        incoming: Any,
+        refusals: Refusals | None = None,
+        *,
+        max_bytes: int = HUB_BYTES,
+        queued: int = _HIGH_WATER,
+    ) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.set_hwm(_HIGH_WATER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        self._socket.set_hwm(queued)
         self._socket.bind(address)
-        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
+        self.refusals = Refusals() if refusals is None else refusals
+        self._received = 0
+        self._decoder: FrameDecoder[In] = FrameDecoder(incoming, max_bytes=max_bytes)
         self._encoder = msgspec.msgpack.Encoder()
 
     async def send(self, peer: str, message: msgspec.Struct) -> None:
@@ -60,11 +82,27 @@ class Hub(Generic[In]):
     async def receive(self) -> tuple[str, In]:
         """Wait for the next message. Callers bound the wait with `asyncio.timeout`."""
         while True:
-            peer, body = await self._socket.recv_multipart()
+            parts = await self._socket.recv_multipart()
+            self._received += 1
+            if self._received % _TURN == 0:
+                await asyncio.sleep(0)  # a message that is there already does not suspend the task
+            peer = parts[0].decode(errors="backslashreplace")
+            if self.refusals.is_cut_off(peer):
+                self.refusals.drop(peer)
+                continue
             try:
-                return peer.decode(errors="replace"), self._decoder.decode(body)
-            except msgspec.DecodeError as error:
-                logger.warning("dropped a message of %d bytes from %r: %s", len(body), peer, error)
+                return peer, self._decode(parts)
+            except FrameRefused as error:
+                self.refusals.refuse(peer, error)
+
+    def _decode(self, parts: list[bytes]) -> In:
+        if len(parts) != 2:  # noqa: PLR2004 - the peer's name, which ZeroMQ adds, and the message
+            raise FrameRefused(Reason.PARTS, f"{len(parts) - 1} parts instead of 1")
+        try:
+            parts[0].decode()
+        except UnicodeDecodeError as error:
+            raise FrameRefused(Reason.UNKNOWN_PEER, "its name is not UTF-8") from error
+        return self._decoder.decode(parts[1])
 
     def close(self) -> None:
         """Close the socket; queued messages are still sent for at most a second."""
@@ -78,15 +116,27 @@ class Line(Generic[In]):
         address: the hub's ZeroMQ address.
         name: the name under which the hub knows this end.
         incoming: union of the message types that the hub may send.
+        refusals: of this socket. The hub itself is never cut off.
+        max_bytes: length of the longest message that is accepted.
     """
 
-    def __init__(self, address: str, name: str, incoming: Any) -> None:
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        incoming: Any,
+        refusals: Refusals | None = None,
+        *,
+        max_bytes: int = LINE_BYTES,
+    ) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
         self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         self._socket.set_hwm(_HIGH_WATER)
         self._socket.connect(address)
-        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
+        self.refusals = Refusals() if refusals is None else refusals
+        self._decoder: FrameDecoder[In] = FrameDecoder(incoming, max_bytes=max_bytes)
         self._encoder = msgspec.msgpack.Encoder()
         self._address = address
 
@@ -107,11 +157,14 @@ class Line(Generic[In]):
     async def receive(self) -> In:
         """Wait for the next message. Callers bound the wait with `asyncio.timeout`."""
         while True:
-            body = await self._socket.recv()
+            parts = await self._socket.recv_multipart()
             try:
-                return self._decoder.decode(body)
-            except msgspec.DecodeError as error:
-                logger.warning("dropped a message of %d bytes: %s", len(body), error)
+                if len(parts) != 1:
+                    raise FrameRefused(Reason.PARTS, f"{len(parts)} parts instead of 1")
+                return self._decoder.decode(parts[0])
+            except FrameRefused as error:
+                self.refusals.refuse(self._address, error)
+                await asyncio.sleep(0)
 
     async def receive_within(self, seconds: float, *, what: str) -> In:
         """Wait for the next message, at most this long.

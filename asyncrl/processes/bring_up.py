@@ -89,6 +89,7 @@ async def bring_up(
             config = spec.config()
             registry = new_registry()
             metrics = metrics_class.register(registry, spec.name)
+            control.refusals.count = metrics.count_refused
             timeline = Timeline(
                 timeline_file(spec, config, "timeline"), spec.name, observe=metrics.observe_span
             )

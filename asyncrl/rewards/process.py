@@ -6,22 +6,22 @@ import asyncio
 import collections
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
-import msgspec
-
 from asyncrl.errors import RewardError, RewardFailed, RewardTimeout
 from asyncrl.rewards import protocol
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.protocol import Call, FromWorker, Raised, Scored
+from wire.decoding import FrameDecoder, FrameRefused, Reason
 
 log = logging.getLogger(__name__)
 
-_DECODER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_DECODER: FrameDecoder[FromWorker] = FrameDecoder(FromWorker, max_bytes=protocol.MAX_FRAME)
 _STDERR_LINES = 20
 """Last lines of a worker's standard error that an error message quotes."""
 _END_SECONDS = 5.0
@@ -63,6 +63,10 @@ class WorkerProcess:
                 f"the rewards ({self._names()}) were not loaded within "
                 f"{self._config.startup_seconds:g} s; check what their module does when it is "
                 "imported, or raise rewards.startup_seconds"
+            ) from error
+        except FrameRefused as error:
+            raise RewardError(
+                f"the rewards ({self._names()}) were not loaded: their process {_refused(error)}"
             ) from error
         except (EOFError, ConnectionError) as error:
             raise RewardError(
@@ -108,6 +112,8 @@ class WorkerProcess:
                 f"{self._config.timeout_seconds:g} s (rewards.timeout_seconds) for the response "
                 f"{_shortened(calls[answered].response)}; its process was killed"
             ) from error
+        except FrameRefused as error:
+            raise RewardFailed(f"reward {self._culprit()!r}: its process {_refused(error)}") from error
         except (EOFError, ConnectionError) as error:
             raise RewardFailed(
                 f"reward {self._culprit()!r}: its process {await self._ending()}; it was scoring "
@@ -138,12 +144,20 @@ class WorkerProcess:
     async def _answer(self) -> Scored | Raised:
         while True:
             answer = await self._receive()
+            self._check(answer)
             if isinstance(answer, protocol.Began):
                 self._term = answer.term
             elif isinstance(answer, Scored | Raised):
                 return answer
             else:
                 raise EOFError(f"the worker sent {type(answer).__name__} in answer to a call")
+
+    def _check(self, answer: FromWorker) -> None:
+        """Refuse numbers that no worker sends; the user's code can write to its process's files."""
+        if isinstance(answer, protocol.Began | Raised) and not 0 <= answer.term < len(self._terms):
+            raise FrameRefused(Reason.UNEXPECTED, f"there is no function {answer.term}")
+        if isinstance(answer, Scored) and not math.isfinite(answer.value):
+            raise FrameRefused(Reason.UNEXPECTED, f"a reward of {answer.value}")
 
     async def _send(self, *messages: protocol.ToWorker) -> None:
         assert self._process is not None and self._process.stdin is not None  # noqa: S101, PT018
@@ -199,6 +213,10 @@ async def _spawn() -> asyncio.subprocess.Process:
         # the user's function has started.
         start_new_session=True,
     )
+
+
+def _refused(error: FrameRefused) -> str:
+    return f"wrote a frame that is no answer ({error.reason}: {error}) and was killed"
 
 
 def _shortened(text: str, limit: int = 80) -> str:

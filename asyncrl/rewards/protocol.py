@@ -15,7 +15,8 @@ import msgspec
 HEAD_BYTES = 4
 """Bytes of the length before each frame."""
 
-_MAX_FRAME = 64 * 1024 * 1024
+MAX_FRAME = 64 * 1024 * 1024
+"""Length in bytes of the longest frame that is read."""
 
 
 class Term(msgspec.Struct, frozen=True):
@@ -91,6 +92,6 @@ def body_length(head: bytes) -> int:
         EOFError: `head` is cut short, or the frame is so long that the stream must be broken.
     """
     length = int.from_bytes(head, "little")
-    if len(head) < HEAD_BYTES or length > _MAX_FRAME:
+    if len(head) < HEAD_BYTES or length > MAX_FRAME:
         raise EOFError("the stream ended, or its next frame is too long to be one")
     return length

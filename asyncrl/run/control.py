@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,8 +15,15 @@ from wire import Hub, Line, Unreachable
 from wire.addresses import is_private
 from wire.messages import control
 
+logger = logging.getLogger(__name__)
+
 REPLY_SECONDS = 10.0
 """Longest wait of the command line for the controller's reply."""
+
+REQUEST_BYTES = 1 << 16
+"""Longest request that the controller accepts."""
+QUEUED_REQUESTS = 100
+"""Requests, and replies that nobody reads, that may wait for each peer."""
 
 _ENDINGS = {
     "done": "is done",
@@ -29,10 +37,14 @@ _ENDINGS = {
 async def serve_control(
     hub: Hub[control.Request], answer: Callable[[control.Request], Awaitable[control.Reply]]
 ) -> None:
-    """Answer requests one after the other, until cancelled."""
+    """Answer requests one after the other, until cancelled. A request that fails is refused."""
     while True:
         peer, request = await hub.receive()
-        reply = await answer(request)
+        try:
+            reply = await answer(request)
+        except Exception as error:
+            logger.exception("%s of %s failed", type(request).__name__, peer)
+            reply = control.Refused(f"the controller failed to carry it out: {error}")
         with contextlib.suppress(Unreachable):  # the user did not wait
             await hub.send(peer, reply)
 

@@ -20,7 +20,7 @@ from asyncrl.errors import UserError, WaitTimeout
 from asyncrl.launch import LocalLauncher
 from asyncrl.processes.shared_memory import remove_stale_files
 from asyncrl.processes.spec import ChildSpec
-from asyncrl.run.control import serve_control
+from asyncrl.run.control import QUEUED_REQUESTS, REQUEST_BYTES, serve_control
 from asyncrl.run.controller import Controller
 from asyncrl.run.directory import Ending, RunDirectory
 from asyncrl.run.fleet import Fleet
@@ -37,6 +37,7 @@ from trainer.checkpoint_files import latest, version_of
 from wire import Hub, RuntimeDirectory
 from wire.errors import AddressTooLong
 from wire.messages import control
+from wire.refusals import Refusals
 from wire.records import RunResult
 
 
@@ -96,14 +97,17 @@ async def _run(
         state.control_address = runtime.address("user")
         directory.write_state()
         progress = closing.enter_context(_open_progress(config, directory, console, metrics))
-        hub: Hub[Message] = Hub(runtime.address("control"), Message)
+        hub: Hub[Message] = Hub(
+            runtime.address("control"), Message, Refusals(metrics.count_refused)
+        )
         closing.callback(hub.close)
         spec = _trainer_spec(prepared, directory, runtime, resume=resume)
         fleet = Fleet(config.launcher, launcher, spec, hub)
+        hub.refusals.on_cut_off = fleet.cut_off
         controller = Controller(
             config, prepared.task, directory=directory, fleet=fleet, hub=hub, progress=progress
         )
-        user = asyncio.create_task(_serve_user(state.control_address, controller))
+        user = asyncio.create_task(_serve_user(state.control_address, controller, metrics))
         closing.enter_context(_stop_on_signals(controller, fleet, console))
         ended: Ending = "failed"
         try:
@@ -157,8 +161,14 @@ def _trainer_spec(
     )
 
 
-async def _serve_user(address: str, controller: Controller) -> None:
-    hub: Hub[control.Request] = Hub(address, control.Request)
+async def _serve_user(address: str, controller: Controller, metrics: ControllerMetrics) -> None:
+    hub: Hub[control.Request] = Hub(
+        address,
+        control.Request,
+        Refusals(metrics.count_refused),
+        max_bytes=REQUEST_BYTES,
+        queued=QUEUED_REQUESTS,
+    )
     try:
         await serve_control(hub, controller.answer)
     finally:

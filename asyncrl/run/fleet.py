@@ -221,6 +221,13 @@ class Fleet:
         base = lost.name.split(".")[0]
         return self._start(f"{base}.{self._restarts}", "generator", first=False).name
 
+    def cut_off(self, name: str, why: str) -> None:
+        """Kill a process whose messages make no sense; `deaths` reports it with this reason."""
+        worker = self._workers.get(name)
+        if worker is not None and not worker.is_gone:
+            worker.reason = why
+            worker.handle.end(by_force=True)
+
     def kill_all(self) -> None:
         """Kill every process now; does not wait."""
         self._ending = True

@@ -58,6 +58,7 @@ class Inbox:
             from_trainer.StepFinished: self._step_finished,
             from_trainer.CheckpointWritten: self._checkpoint_written,
             from_trainer.TrainerReport: self._trainer_report,
+            from_trainer.PeerCutOff: self._peer_cut_off,
             from_trainer.Failure: self._failure,
             from_trainer.Goodbye: self._goodbye,
         }
@@ -140,6 +141,9 @@ class Inbox:
 
     async def _trainer_report(self, worker: Worker, message: from_trainer.TrainerReport) -> None:
         worker.trainer_report = message
+
+    async def _peer_cut_off(self, worker: Worker, message: from_trainer.PeerCutOff) -> None:
+        self._fleet.cut_off(message.generator, f"{message.reason} (noticed by {worker.name})")
 
     async def _failure(
         self, worker: Worker, message: from_generator.Failure | from_trainer.Failure

@@ -39,7 +39,7 @@ def test_messages_go_both_ways_by_name(runtime: RuntimeDirectory) -> None:
     asyncio.run(talk())
 
 
-def test_a_message_that_does_not_decode_is_dropped_and_logged(
+def test_a_message_of_the_other_direction_is_refused_and_logged(
     runtime: RuntimeDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def talk() -> None:
@@ -50,7 +50,7 @@ def test_a_message_that_does_not_decode_is_dropped_and_logged(
         await line.send(from_generator.Goodbye("g"))
         async with asyncio.timeout(5):
             assert (await hub.receive())[1] == from_generator.Goodbye("g")
-        assert "bytes from b'g': Invalid value 'Pause'" in caplog.text
+        assert "from 'g' (unexpected): Invalid value 'Pause'" in caplog.text
         hub.close()
         line.close()
 

@@ -49,6 +49,13 @@ class TrainerReport(Message, frozen=True):
     busy_seconds: float
 
 
+class PeerCutOff(Message, frozen=True):
+    """A generator sent so many frames that were refused that the trainer reads no more of it."""
+
+    generator: str
+    reason: str
+
+
 class Failure(Message, frozen=True):
     """The process failed and is about to end."""
 
@@ -60,4 +67,12 @@ class Goodbye(Message, frozen=True):
     """The process ends because it was told to."""
 
 
-FromTrainer = TrainerReady | StepFinished | CheckpointWritten | TrainerReport | Failure | Goodbye
+FromTrainer = (
+    TrainerReady
+    | StepFinished
+    | CheckpointWritten
+    | TrainerReport
+    | PeerCutOff
+    | Failure
+    | Goodbye
+)

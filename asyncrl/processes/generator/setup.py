@@ -32,6 +32,7 @@ from monitoring.spans import SpanKind
 from wire import Line
 from wire.errors import WireError
 from wire.messages import data, from_generator, to_generator
+from wire.refusals import Refusals
 
 
 async def run_generator(spec: ChildSpec) -> None:
@@ -69,7 +70,12 @@ async def run_generator(spec: ChildSpec) -> None:
             engine,
             SampleGenerator(engine, SampleRewards(rewards, decode, child.metrics), sampling),
             ControllerLine(spec.name, child.control),
-            Line(spec.data_address, spec.name, data.ToGeneratorData),
+            Line(
+                spec.data_address,
+                spec.name,
+                data.ToGeneratorData,
+                Refusals(child.metrics.count_refused),
+            ),
             GeneratorRecords(
                 child.metrics,
                 Activity(child.timeline, child.metrics, timeline_file(spec, config, "slots")),

@@ -67,6 +67,8 @@ class TrainerProcess:
         self._plans: dict[int, frozenset[int]] = {}
         self._changed = asyncio.Event()
         self._shutdown: to_trainer.Shutdown | None = None
+        self._cut_off: list[from_trainer.PeerCutOff] = []
+        generators.refusals.on_cut_off = self._note_cut_off
 
     async def run(self, *, metrics_port: int | None) -> None:
         """Publish the present weights, then train until told to shut down.
@@ -105,6 +107,9 @@ class TrainerProcess:
             with contextlib.suppress(Unreachable):
                 await self._generators.send(peer, data.Received(delivery.sample))
             self._changed.set()
+
+    def _note_cut_off(self, generator: str, why: str) -> None:
+        self._cut_off.append(from_trainer.PeerCutOff(generator, why))
 
     async def _receive_commands(self) -> None:
         while True:
@@ -156,6 +161,8 @@ class TrainerProcess:
             await self._control.send(
                 from_trainer.TrainerReport(self._steps.step, queued, self._steps.busy_seconds)
             )
+            while self._cut_off:
+                await self._control.send(self._cut_off.pop())
             await asyncio.sleep(REPORT_SECONDS)
 
 

@@ -18,7 +18,9 @@ from trainer.errors import BatchError, NonFiniteError, TrainerError
 from trainer.learner import Learner
 from wire import Hub
 from wire.errors import PublishError, WireError
+from wire.frames import max_delivery_bytes
 from wire.messages import data, from_trainer, to_trainer
+from wire.refusals import Refusals
 from wire.weights.layout import SHARED_MEMORY
 from wire.weights.writer import WeightPublisher
 
@@ -27,7 +29,14 @@ async def run_trainer(spec: ChildSpec) -> None:
     """Load or resume the learner, publish its weights, and train until told to shut down."""
     async with bring_up(spec, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
         config = child.config
-        generators: Hub[data.FromGeneratorData] = Hub(spec.data_address, data.FromGeneratorData)
+        generators: Hub[data.FromGeneratorData] = Hub(
+            spec.data_address,
+            data.FromGeneratorData,
+            Refusals(child.metrics.count_refused),
+            max_bytes=max_delivery_bytes(
+                tokens=config.engine.max_model_len, topk=config.engine.top_k_logprobs
+            ),
+        )
         child.closing.callback(generators.close)
         publisher = WeightPublisher(SHARED_MEMORY, weights_id(config.run.name, spec.parent))
         child.closing.callback(publisher.close)

@@ -33,6 +33,13 @@ def by_response(prompt, response, example, scale=1.0):
     if response == "print":
         print("this is no frame", flush=True)
         sys.stdin.read()
+    if response.startswith("forge "):
+        frame = bytes.fromhex(response.split()[1])
+        for descriptor in range(3, 32):
+            try:
+                os.write(descriptor, len(frame).to_bytes(4, "little") + frame)
+            except OSError:
+                pass
     if response == "pid":
         return os.getpid()
     if response == "columns":

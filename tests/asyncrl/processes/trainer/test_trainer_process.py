@@ -23,6 +23,7 @@ from monitoring.metrics import TrainerMetrics, new_registry
 from monitoring.timeline import Timeline
 from rollout.trajectory import SampleId, Trajectory
 from wire.messages import data, from_trainer, to_trainer
+from wire.refusals import Refusals
 from wire.weights.writer import WeightPublisher
 
 GROUP_SIZE = 2
@@ -60,6 +61,7 @@ class FakeHub:
     def __init__(self) -> None:
         self.inbox: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self.acknowledged: list[SampleId] = []
+        self.refusals = Refusals()
 
     async def receive(self) -> tuple[str, Any]:
         return await self.inbox.get()

@@ -1,0 +1,91 @@
+"""The one place where bytes from another process become messages.
+
+    decoder = FrameDecoder(from_generator.FromGenerator, max_bytes=1 << 20)
+    message = decoder.decode(body)
+
+A body is a message of the expected union, or it is refused: `decode` raises `FrameRefused` and
+nothing else, whatever the bytes are. Hub, Line and the reward pool's stream decode through it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from wire.errors import WireError
+
+In = TypeVar("In")
+
+_QUOTED = 200
+"""Characters of a refusal's text; the rest could be the peer's own megabytes."""
+
+
+class Reason(StrEnum):
+    """Why a frame is refused; the label of `asyncrl_frames_refused_total`."""
+
+    PARTS = "parts"
+    """It does not consist of the ZeroMQ parts that a message has."""
+    UNKNOWN_PEER = "unknown_peer"
+    """Its sender is none of the processes that may send to this socket."""
+    TOO_LONG = "too_long"
+    """It is longer than any message of its socket."""
+    NOT_TEXT = "not_text"
+    """A string is not UTF-8."""
+    TOO_DEEP = "too_deep"
+    """Its values are nested too deeply."""
+    MALFORMED = "malformed"
+    """It is not MessagePack, or it is cut short."""
+    UNEXPECTED = "unexpected"
+    """It is no message of its socket: an unknown tag, a missing field, a wrong type or range."""
+    CUT_OFF = "cut_off"
+    """It was dropped undecoded, since too many frames of its sender were refused before."""
+
+
+class FrameRefused(WireError):  # noqa: N818 - says what happened
+    """A frame is not accepted; its sender or the connection is faulty.
+
+    Args:
+        reason: the kind.
+        text: what was wrong with this frame; shortened.
+    """
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        shown = text if len(text) <= _QUOTED else text[:_QUOTED] + "..."
+        super().__init__(shown.encode("unicode_escape").decode())
+        self.reason = reason
+
+
+class FrameDecoder(Generic[In]):
+    """Decodes the messages of one direction.
+
+    Args:
+        incoming: union of the message types that are accepted.
+        max_bytes: length of the longest body that is decoded.
+    """
+
+    def __init__(self, incoming: Any, *, max_bytes: int) -> None:
+        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
+        self._max_bytes = max_bytes
+
+    def decode(self, body: bytes) -> In:
+        """The message in `body`.
+
+        Raises:
+            FrameRefused: it is not an accepted message.
+        """
+        if len(body) > self._max_bytes:
+            raise FrameRefused(
+                Reason.TOO_LONG, f"{len(body)} bytes; at most {self._max_bytes} are accepted"
+            )
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise FrameRefused(Reason.UNEXPECTED, str(error)) from error
+        except UnicodeDecodeError as error:
+            raise FrameRefused(Reason.NOT_TEXT, str(error)) from error
+        except RecursionError as error:
+            raise FrameRefused(Reason.TOO_DEEP, "its values are nested too deeply") from error
+        except Exception as error:  # noqa: BLE001 - the bytes are the peer's; nothing else ran
+            raise FrameRefused(Reason.MALFORMED, f"{type(error).__name__}: {error}") from error
