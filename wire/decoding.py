@@ -53,7 +53,7 @@ class FrameRefused(WireError):  # noqa: N818 - says what happened
 
     def __init__(self, reason: Reason, text: str) -> None:
         shown = text if len(text) <= _QUOTED else text[:_QUOTED] + "..."
-        super().__init__(shown.encode("unicode_escape").decode())
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown))
         self.reason = reason
 
 
@@ -87,5 +87,5 @@ class FrameDecoder(Generic[In]):
             raise FrameRefused(Reason.NOT_TEXT, str(error)) from error
         except RecursionError as error:
             raise FrameRefused(Reason.TOO_DEEP, "its values are nested too deeply") from error
-        except Exception as error:  # noqa: BLE001 - the bytes are the peer's; nothing else ran
+        except Exception as error:
             raise FrameRefused(Reason.MALFORMED, f"{type(error).__name__}: {error}") from error

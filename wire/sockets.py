@@ -96,7 +96,7 @@ class Hub(Generic[In]):
                 self.refusals.refuse(peer, error)
 
     def _decode(self, parts: list[bytes]) -> In:
-        if len(parts) != 2:  # noqa: PLR2004 - the peer's name, which ZeroMQ adds, and the message
+        if len(parts) != 2:
             raise FrameRefused(Reason.PARTS, f"{len(parts) - 1} parts instead of 1")
         try:
             parts[0].decode()

@@ -113,7 +113,9 @@ class WorkerProcess:
                 f"{_shortened(calls[answered].response)}; its process was killed"
             ) from error
         except FrameRefused as error:
-            raise RewardFailed(f"reward {self._culprit()!r}: its process {_refused(error)}") from error
+            raise RewardFailed(
+                f"reward {self._culprit()!r}: its process {_refused(error)}"
+            ) from error
         except (EOFError, ConnectionError) as error:
             raise RewardFailed(
                 f"reward {self._culprit()!r}: its process {await self._ending()}; it was scoring "

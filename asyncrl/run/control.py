@@ -14,15 +14,16 @@ from asyncrl.run.directory import is_alive, read_state
 from wire import Hub, Line, Unreachable
 from wire.addresses import is_private
 from wire.messages import control
+from wire.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
 REPLY_SECONDS = 10.0
 """Longest wait of the command line for the controller's reply."""
 
-REQUEST_BYTES = 1 << 16
+_REQUEST_BYTES = 1 << 16
 """Longest request that the controller accepts."""
-QUEUED_REQUESTS = 100
+_QUEUED_REQUESTS = 100
 """Requests, and replies that nobody reads, that may wait for each peer."""
 
 _ENDINGS = {
@@ -32,6 +33,17 @@ _ENDINGS = {
     None: "was killed",
 }
 """`RunState.ended` in words."""
+
+
+def user_hub(address: str, refusals: Refusals) -> Hub[control.Request]:
+    """The socket on which the controller takes the requests of users."""
+    return Hub(
+        address,
+        control.Request,
+        refusals,
+        max_bytes=_REQUEST_BYTES,
+        queued=_QUEUED_REQUESTS,
+    )
 
 
 async def serve_control(

@@ -20,7 +20,7 @@ from asyncrl.errors import UserError, WaitTimeout
 from asyncrl.launch import LocalLauncher
 from asyncrl.processes.shared_memory import remove_stale_files
 from asyncrl.processes.spec import ChildSpec
-from asyncrl.run.control import QUEUED_REQUESTS, REQUEST_BYTES, serve_control
+from asyncrl.run.control import serve_control, user_hub
 from asyncrl.run.controller import Controller
 from asyncrl.run.directory import Ending, RunDirectory
 from asyncrl.run.fleet import Fleet
@@ -36,9 +36,8 @@ from monitoring.report.write import write_report
 from trainer.checkpoint_files import latest, version_of
 from wire import Hub, RuntimeDirectory
 from wire.errors import AddressTooLong
-from wire.messages import control
-from wire.refusals import Refusals
 from wire.records import RunResult
+from wire.refusals import Refusals
 
 
 def execute(prepared: Prepared, *, resume: bool, clean: bool, console: Console) -> RunResult:
@@ -162,13 +161,7 @@ def _trainer_spec(
 
 
 async def _serve_user(address: str, controller: Controller, metrics: ControllerMetrics) -> None:
-    hub: Hub[control.Request] = Hub(
-        address,
-        control.Request,
-        Refusals(metrics.count_refused),
-        max_bytes=REQUEST_BYTES,
-        queued=QUEUED_REQUESTS,
-    )
+    hub = user_hub(address, Refusals(metrics.count_refused))
     try:
         await serve_control(hub, controller.answer)
     finally:

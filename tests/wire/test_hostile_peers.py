@@ -119,7 +119,12 @@ def test_bytes_that_are_no_zeromq_greeting_change_nothing(runtime: RuntimeDirect
     async def talk() -> None:
         ends = Ends(runtime)
         raw = []
-        for greeting in (b"\xff" * 64, b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\0\0\0\0\0\0\0\1\x7f\3"):
+        for greeting in (
+            b"\xff" * 64,
+            b"",
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\xff\0\0\0\0\0\0\0\1\x7f\3",
+        ):
             connection = socket.socket(socket.AF_UNIX)
             connection.connect(ends.address.removeprefix("ipc://"))
             connection.sendall(greeting)

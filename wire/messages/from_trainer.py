@@ -68,11 +68,5 @@ class Goodbye(Message, frozen=True):
 
 
 FromTrainer = (
-    TrainerReady
-    | StepFinished
-    | CheckpointWritten
-    | TrainerReport
-    | PeerCutOff
-    | Failure
-    | Goodbye
+    TrainerReady | StepFinished | CheckpointWritten | TrainerReport | PeerCutOff | Failure | Goodbye
 )

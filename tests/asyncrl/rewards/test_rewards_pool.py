@@ -7,11 +7,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.errors import RewardError, RewardFailed, RewardTimeout
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.protocol import Began, Scored
 
 SOURCE = '''
 import os, subprocess, sys, time
@@ -166,6 +168,30 @@ def test_failures_name_the_function_and_the_reason(
             assert caught.value.exit_code == 2
             assert await pool.score("", "ok", {}) == 2.0
             assert await pool.score("", "true", {}) == 1.0
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (b"\x81\xa4type\xa3\xff\xff\xff", "not_text"),
+        (b"\x82\xa4type\xa5Ready\xa1x" + b"\x91" * 20_000, "too_deep"),
+        (b"\x00", "unexpected"),
+        (b"\x90", "unexpected"),
+        (b"\x82", "malformed"),
+        (msgspec.msgpack.encode(Began(99)), "there is no function 99"),
+        (msgspec.msgpack.encode(Scored(float("nan"), 0.0)), "a reward of nan"),
+    ],
+)
+def test_a_worker_that_writes_other_frames_fails_its_call_only(
+    source: Path, frame: bytes, reason: str
+) -> None:
+    async def check() -> None:
+        async with running({"name": f"{source}:by_response"}) as pool:
+            with pytest.raises(RewardFailed, match=f"no answer .*{reason}.* and was killed"):
+                await pool.score("", f"forge {frame.hex()}", {})
+            assert await pool.score("", "ok", {}) == 2.0
 
     asyncio.run(check())
 

@@ -47,6 +47,15 @@ def test_a_silent_process_is_killed() -> None:
     assert hub.launcher.handles["generator-0"].ended == ["kill"]
 
 
+def test_a_process_that_sends_nonsense_is_killed_and_reported() -> None:
+    fleet, hub = started_fleet(CONFIG)
+    worker = generator(fleet)
+    fleet.cut_off("generator-0", "sent 101 frames that were refused")
+    fleet.cut_off("nobody", "a name that an outsider made up")
+    assert hub.launcher.handles["generator-0"].ended == ["kill"]
+    assert fleet.deaths() == [(worker, "was killed by SIGKILL: sent 101 frames that were refused")]
+
+
 def test_shutting_down_ends_every_process() -> None:
     fleet, hub = started_fleet(CONFIG)
     generator(fleet, 1).is_ready = False  # it cannot receive messages yet
