@@ -1,11 +1,14 @@
 """The private folder that holds a run's Unix sockets.
 
 The path of a Unix socket is limited to 107 bytes and the run's own folder may have a long path, so
-each run gets a folder of mode 0700 under the user's runtime folder.
+each run gets a folder of mode 0700 under the user's runtime folder. Its process holds a lock on it,
+which the kernel releases however the process ends; so folders of killed runs are known as such.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import stat
@@ -14,6 +17,8 @@ from pathlib import Path
 
 from wire.errors import AddressTooLong
 
+_PREFIX = "asyncrl-"
+_LOCK = ".lock"
 _MAX_BYTES = 80
 """Longest path of the folder; leaves room for a socket's name within 107 bytes."""
 
@@ -26,9 +31,11 @@ class RuntimeDirectory:
     """
 
     def __init__(self) -> None:
-        base = os.environ.get("XDG_RUNTIME_DIR", "")
-        parent = base if base and os.access(base, os.W_OK) else tempfile.gettempdir()
-        self.path = Path(tempfile.mkdtemp(prefix="asyncrl-", dir=parent))
+        parent = _parent()
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        # Not inherited by children, so that the lock ends with this process.
+        self._lock: int | None = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         if len(os.fsencode(self.path)) > _MAX_BYTES:
             self.close()
             raise AddressTooLong(
@@ -43,6 +50,37 @@ class RuntimeDirectory:
     def close(self) -> None:
         """Remove the folder and the sockets in it. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def runtime_directory_of(address: str) -> Path | None:
+    """The runtime folder that an address lies in, if it exists and only this user can access it."""
+    folder = Path(address.removeprefix("ipc://")).parent
+    if not address.startswith("ipc://") or not folder.name.startswith(_PREFIX):
+        return None
+    return folder if folder.is_dir() and is_private(folder) else None
+
+
+def remove_stale_directories() -> None:
+    """Remove the runtime folders of this user's runs whose process was killed."""
+    for folder in Path(_parent()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or none of ours
+            if not is_private(folder):
+                continue
+            lock = os.open(folder / _LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _parent() -> str:
+    """The folder for runtime folders: XDG_RUNTIME_DIR where it can be written, or TMPDIR."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    return base if base and os.access(base, os.W_OK) else tempfile.gettempdir()
 
 
 def is_private(path: Path) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 from asyncrl.cores import HELPER_CORES, plan_cores, stay_on
 from asyncrl.errors import UserError
 from asyncrl.launch.interface import ProcessHandle
+from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
 from asyncrl.processes.spec import ChildSpec
 
 _LOG_TAIL_BYTES = 16_384
@@ -60,6 +61,7 @@ class LocalLauncher:
 
     Args:
         logs: folder of their log files.
+        records: where each child is recorded.
         generators: number of generators; one trainer is added.
         threads: of each process; None: an even share of the available cores.
         pin_cores: keep each process on cores of its own (`asyncrl.cores`). This process is pinned
@@ -70,9 +72,16 @@ class LocalLauncher:
     """
 
     def __init__(
-        self, logs: Path, *, generators: int, threads: int | None = None, pin_cores: bool = False
+        self,
+        logs: Path,
+        records: ProcessRecords,
+        *,
+        generators: int,
+        threads: int | None = None,
+        pin_cores: bool = False,
     ) -> None:
         self._logs = logs
+        self._records = records
         can_pin = hasattr(os, "sched_getaffinity")
         available = sorted(os.sched_getaffinity(0)) if can_pin else [0, 1]
         self._threads = threads or max(1, len(available) // (generators + 1))
@@ -99,6 +108,7 @@ class LocalLauncher:
             "MKL_NUM_THREADS": str(spec.threads),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
+            MARK_VARIABLE: self._records.mark,
         }
         if self._plan is not None:
             stay_on(self._plan.helpers)
@@ -117,6 +127,7 @@ class LocalLauncher:
                 env=environment,
                 start_new_session=True,
             )
+        self._records.add(spec.name, process.pid)
         if self._plan is not None:
             # The interpreter is still being loaded in its only thread; later threads inherit this.
             with contextlib.suppress(OSError):  # it has already ended

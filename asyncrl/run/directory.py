@@ -1,6 +1,7 @@
 """The folder of a run, `runs/NAME/`: its files, and which process may write to it.
 
 config.yaml       the resolved configuration
+processes.jsonl   the processes that the controller has started, to end them if it is killed
 run.json          the state of the run: process id, addresses, accuracy before, how it ended
 checkpoints/      step-000010/, ... only complete ones
 metrics.jsonl     one line per optimizer step
@@ -17,8 +18,10 @@ report.html       the result, for people
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -26,12 +29,17 @@ import msgspec
 
 from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import UserError
+from asyncrl.launch.identity import status_of
 from asyncrl.run import failed_starts
+from asyncrl.run.leftovers import clear_leftovers
 from monitoring.errors import RecordError
 from monitoring.metrics_log import read_metrics
 from monitoring.samples import read_samples
 from wire.records import RunResult
 
+logger = logging.getLogger(__name__)
+
+_LOCK = ".lock"
 _UNCHANGEABLE = (
     ("run", "seed"),
     ("task",),
@@ -100,10 +108,21 @@ class RunDirectory:
         return None
 
     @classmethod
-    def create(cls, config: RunConfig, *, resume: bool, clean: bool) -> RunDirectory:
+    def create(
+        cls,
+        config: RunConfig,
+        *,
+        resume: bool,
+        clean: bool,
+        say: Callable[[str], None] = logger.warning,
+    ) -> RunDirectory:
         """Make the folder of a new run, or open the one of a run to resume.
 
+        What a killed controller of the run has left behind is ended and removed first; `say` is
+        told about it.
+
         Raises:
+            AsyncrlError: a process that a killed controller left behind does not end.
             UserError: the name is in use and neither `resume` nor `clean` is set, a run of that
                 name is active, there is nothing to resume, or the resumed run would differ in a
                 setting that may not change.
@@ -123,16 +142,22 @@ class RunDirectory:
             _refuse_if_different(path, config)
             _refuse_unreadable_records(path)
             (path / "result.json").unlink(missing_ok=True)
-        elif used:
-            if not (path / "config.yaml").exists():
-                raise UserError(f"{path} is not the folder of a run, so --clean does not delete it")
-            shutil.rmtree(path)
+        elif used and not (path / "config.yaml").exists():
+            raise UserError(f"{path} is not the folder of a run, so --clean does not delete it")
         previous = (path / "config.yaml").read_text(encoding="utf-8") if resume else None
-        for folder in ("checkpoints", "logs", "timeline"):
-            (path / folder).mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         lock = _take_lock(path)
         if lock is None:  # another process was faster
             _refuse_active(path)
+        try:
+            _clear_after_earlier(path, config.run.name, say)
+            if clean:
+                _empty(path)
+        except BaseException:
+            os.close(lock)
+            raise
+        for folder in ("checkpoints", "logs", "timeline"):
+            (path / folder).mkdir(exist_ok=True)
         write_atomically(path / "config.yaml", dump_config(config))
         return cls(path, _new_state(path, resume=resume), lock=lock, previous_config=previous)
 
@@ -157,6 +182,20 @@ class RunDirectory:
             records = [record for record in read_samples(samples) if record.step < before_step]
             lines = [msgspec.json.encode(record).decode() + "\n" for record in records]
             write_atomically(samples, "".join(lines))
+
+
+def _clear_after_earlier(path: Path, name: str, say: Callable[[str], None]) -> None:
+    """Clear up after the controller of this run that was killed, if there was one."""
+    state = read_state(path) or RunState(0)
+    clear_leftovers(path, name=name, pid=state.pid, control_address=state.control_address, say=say)
+
+
+def _empty(path: Path) -> None:
+    """Delete what is in a run's folder, except its lock, which is held."""
+    for entry in path.iterdir():
+        if entry.name == _LOCK:
+            continue
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def _new_state(path: Path, *, resume: bool) -> RunState:
@@ -216,7 +255,7 @@ def _take_lock(path: Path) -> int | None:
     The kernel releases the lock however its process ends. A file with a process id would not tell
     a dead controller from another process that has its number.
     """
-    descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -235,6 +274,12 @@ def write_atomically(path: Path, text: str) -> None:
 def _refuse_active(path: Path) -> NoReturn:
     state = read_state(path)
     process = "" if state is None else f" (process {state.pid})"
+    status = None if state is None else status_of(state.pid)
+    if state is not None and status is not None and status.is_stopped:
+        raise UserError(
+            f"the run in {path} is suspended: its controller{process} was stopped. Continue it "
+            f"with `kill -CONT {state.pid}`, or end it with `kill -KILL {state.pid}`"
+        )
     raise UserError(
         f"the run in {path} is active{process}; watch it with `asyncrl status {path.name}`, or end "
         f"it with `asyncrl stop {path.name}`"

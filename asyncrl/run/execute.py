@@ -12,12 +12,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from rich.console import Console
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import UserError, WaitTimeout
+from asyncrl.errors import AsyncrlError, UserError, WaitTimeout
 from asyncrl.launch import LocalLauncher
+from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.shared_memory import remove_stale_files
 from asyncrl.processes.spec import ChildSpec
 from asyncrl.run.control import serve_control, user_hub
@@ -53,7 +55,9 @@ def execute(prepared: Prepared, *, resume: bool, clean: bool, console: Console) 
         if exporter is not None:
             closing.callback(exporter.close)
             console.print(f"metrics: {exporter.url}", highlight=False)
-        directory = RunDirectory.create(config, resume=resume, clean=clean)
+        directory = RunDirectory.create(
+            config, resume=resume, clean=clean, say=partial(console.print, highlight=False)
+        )
         closing.callback(directory.close)
         metrics = ControllerMetrics.register(registry, process="controller")
         try:
@@ -89,6 +93,7 @@ async def _run(
         closing.callback(runtime.close)
         launcher = LocalLauncher(
             directory.path / "logs",
+            records := ProcessRecords(directory.path),
             generators=config.launcher.generators,
             threads=config.launcher.threads,
             pin_cores=config.launcher.pin_cores,
@@ -118,12 +123,28 @@ async def _run(
                 await fleet.shut_down()
             except WaitTimeout as error:
                 console.print(f"[yellow]{error}[/]")
+            _end_escaped(records, console)
             remove_stale_files()
             state.ended = ended
             directory.write_state()
     result = progress.result(before, after, total_seconds=time.monotonic() - began)
     directory.write_result(result)
     return result
+
+
+def _end_escaped(records: ProcessRecords, console: Console) -> None:
+    """Kill what the run's processes have started and left behind."""
+    try:
+        left = records.end_all()
+    except AsyncrlError as error:
+        console.print(f"[yellow]{error}[/]")
+        return
+    if left:
+        listed = ", ".join(str(process.pid) for process in left)
+        console.print(
+            f"killed processes that the run's processes had started and left behind: {listed}",
+            highlight=False,
+        )
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import pytest
 from asyncrl.cores import HELPER_CORES, CorePlan, plan_cores, stay_on
 from asyncrl.errors import UserError
 from asyncrl.launch import LocalLauncher
+from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.spec import ChildSpec
 
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -99,7 +100,9 @@ def _environment(pid: int) -> list[str]:
 @needs_two
 def test_the_launcher_pins_each_process_to_its_core(tmp_path: Path, own_cores: set[int]) -> None:
     cores = sorted(own_cores)
-    launcher = LocalLauncher(tmp_path, generators=1, threads=1, pin_cores=True)
+    launcher = LocalLauncher(
+        tmp_path, ProcessRecords(tmp_path), generators=1, threads=1, pin_cores=True
+    )
     assert os.sched_getaffinity(0) == own_cores  # this process is pinned with its first child
     for name, core in (("generator-0", cores[0]), ("trainer", cores[1])):
         process = launcher.start(_spec(name, tmp_path))

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rollout.trajectory import SampleId
 from wire import Hub, Line, NoReply, RuntimeDirectory, Unreachable
-from wire.addresses import is_private
+from wire.addresses import is_private, remove_stale_directories, runtime_directory_of
 from wire.messages import from_generator, to_generator
 
 
@@ -67,6 +70,32 @@ def test_a_wait_is_bounded_and_names_what_it_waits_for(runtime: RuntimeDirectory
         line.close()
 
     asyncio.run(talk())
+
+
+def test_socket_folders_of_killed_processes_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    living = RuntimeDirectory()
+    program = "import os, wire; print(wire.RuntimeDirectory().path, flush=True); os.kill(0, 9)"
+    made = subprocess.run(
+        [sys.executable, "-c", program],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    killed = Path(made.stdout.strip())
+    assert runtime_directory_of(f"ipc://{killed}/user") == killed
+    other = tmp_path / "asyncrl-notes"
+    other.mkdir(mode=0o700)
+    remove_stale_directories()
+    assert not killed.exists()
+    assert living.path.exists()
+    assert other.exists()
+    living.close()
+    assert runtime_directory_of(f"ipc://{killed}/user") is None
+    assert runtime_directory_of(f"ipc://{other}/../user") is None
 
 
 def test_sockets_are_in_a_private_folder(runtime: RuntimeDirectory) -> None:

@@ -1,14 +1,22 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from asyncrl_runs import until
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import UserError
+from asyncrl.launch.identity import status_of
+from asyncrl.launch.records import ProcessRecords
+from asyncrl.processes import shared_memory
 from asyncrl.run import failed_starts
 from asyncrl.run.control import ask
 from asyncrl.run.directory import RunDirectory, find_run, is_alive
@@ -77,6 +85,58 @@ def test_an_active_run_is_not_touched(tmp_path: Path) -> None:
             UserError, match=rf"is active \(process {os.getpid()}\).*asyncrl stop mine"
         ):
             RunDirectory.create(config_in(tmp_path), resume=resume, clean=clean)
+
+
+def test_what_a_killed_controller_left_is_removed_by_a_resumed_or_deleted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", memory)
+    for resume in (True, False):
+        made = RunDirectory.create(config_in(tmp_path), resume=False, clean=True)
+        sockets = Path(tempfile.mkdtemp(prefix="asyncrl-", dir=tmp_path))
+        made.state.control_address = f"ipc://{sockets}/user"
+        made.write_state()
+        weights = memory / f"asyncrl-mine-{os.getpid()}-weights-0"
+        other = memory / f"asyncrl-mine-{os.getppid()}-weights-0"
+        weights.touch()
+        other.touch()
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+        )
+        ProcessRecords(made.path).add("generator-0", child.pid)
+        made.close()  # as the kernel does when the controller is killed
+        assert not is_alive(made.path), "a child holds the lock"
+        said: list[str] = []
+        RunDirectory.create(
+            config_in(tmp_path), resume=resume, clean=not resume, say=said.append
+        ).close()
+        assert child.wait(timeout=10) == -signal.SIGTERM
+        assert f"generator-0 (process {child.pid})" in said[0]
+        assert not sockets.exists()
+        assert not weights.exists()
+        assert other.exists()
+
+
+def test_a_suspended_run_says_how_to_continue_it(tmp_path: Path) -> None:
+    made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
+    stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        stopped.send_signal(signal.SIGSTOP)
+        until(
+            lambda: (found := status_of(stopped.pid)) is not None and found.is_stopped,
+            seconds=10,
+            what="the process to stop",
+        )
+        made.state.pid = stopped.pid
+        made.write_state()
+        with pytest.raises(UserError, match=rf"is suspended.*kill -CONT {stopped.pid}"):
+            RunDirectory.create(config_in(tmp_path), resume=True, clean=False)
+    finally:
+        stopped.kill()
+        stopped.wait()
+        made.close()
 
 
 def test_a_resumed_run_keeps_the_accuracy_it_started_with(tmp_path: Path) -> None:

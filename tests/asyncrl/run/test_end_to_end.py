@@ -132,19 +132,32 @@ def test_a_killed_trainer_ends_the_run_with_its_last_words(command_line: Command
 
 
 def test_a_killed_run_takes_its_processes_along_and_resumes(command_line: CommandLine) -> None:
+    """A stopped generator remains; the resumed run ends it."""
     process = command_line.start(run__steps=STEPS, trainer__checkpoint_every=2)
     until(lambda: command_line.steps() >= 5, seconds=90, what="five steps")
+    (stopped,) = command_line.children("generator")
+    os.kill(stopped, signal.SIGSTOP)
+    state = json.loads((command_line.folder / "run.json").read_text())
+    sockets = Path(state["control_address"].removeprefix("ipc://")).parent
     process.kill()
     process.communicate(timeout=30)
     until(
-        lambda: not command_line.children("generator") + command_line.children("trainer"),
+        lambda: not command_line.children("trainer"),
         seconds=30,
-        what="the run's processes to end with it",
+        what="the trainer to end with its run",
     )
+    assert command_line.children("generator") == [stopped]
+    assert sockets.is_dir()
     saved = sorted((command_line.folder / "checkpoints").iterdir())
     before = command_line.metrics()
     done = command_line.run("--resume", run__steps=STEPS + 2, trainer__checkpoint_every=2)
     assert done.returncode == 0, done.stdout
+    output = " ".join(done.stdout.split())
+    assert f"left behind: generator-0 (process {stopped})" in output
+    assert not command_line.children("generator")
+    assert not sockets.exists()
+    left = Path("/dev/shm").glob(f"asyncrl-your-own-{process.pid}-*")  # noqa: S108
+    assert not list(left)
     kept = int(saved[-1].name.removeprefix("step-"))
     steps = [step.step for step in command_line.metrics()]
     # The trainer may have saved a step that the killed controller did not record.

@@ -1,0 +1,143 @@
+"""Which process is which: its id, its start time and the boot that both belong to.
+
+The kernel reuses process ids. A process id together with a start time belongs to one process only,
+so a process that was recorded can be found again, and no other one is taken for it.
+
+All functions read /proc. Where there is none (macOS), no process is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+_PROC = Path("/proc")
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """One process of one boot of this machine."""
+
+    pid: int
+    started: int
+    """Clock ticks from boot to its start: field 22 of /proc/PID/stat."""
+    boot: str
+    """The kernel's random id of the boot."""
+
+
+class ProcessStatus(NamedTuple):
+    """What /proc/PID/stat says about a process."""
+
+    state: str
+    """R running, S sleeping, D in an uninterruptible wait, T stopped, Z ended and not reaped."""
+    parent: int
+    """Process id of its parent."""
+    session: int
+    """Process id of the leader of its session, which may have ended."""
+    started: int
+    """Clock ticks from boot to its start."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether only its exit code is left of it."""
+        return self.state in "ZX"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was suspended, by SIGSTOP, Ctrl-Z or a debugger."""
+        return self.state in "Tt"
+
+
+def identity_of(pid: int) -> ProcessIdentity | None:
+    """The identity of the process that has this id now; None if there is none."""
+    status = status_of(pid)
+    boot = _boot_id()
+    if status is None or boot is None:
+        return None
+    return ProcessIdentity(pid, status.started, boot)
+
+
+def status_of(pid: int) -> ProcessStatus | None:
+    """The status of the process that has this id now; None if there is none."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The name, in parentheses, may contain anything; what follows the last one are plain fields.
+    fields = text.rpartition(")")[2].split()
+    return ProcessStatus(
+        state=fields[0], parent=int(fields[1]), session=int(fields[3]), started=int(fields[19])
+    )
+
+
+def ancestors() -> set[int]:
+    """The process ids of this process and of those that it descends from."""
+    found, pid = set(), os.getpid()
+    while pid > 1 and pid not in found:
+        found.add(pid)
+        status = status_of(pid)
+        pid = 0 if status is None else status.parent
+    return found
+
+
+def is_running(process: ProcessIdentity) -> bool:
+    """Whether this very process exists and has not ended."""
+    status = status_of(process.pid)
+    return (
+        status is not None
+        and not status.has_ended
+        and status.started == process.started
+        and process.boot == _boot_id()
+    )
+
+
+def send(process: ProcessIdentity, number: signal.Signals) -> None:
+    """Send a signal to this very process; does nothing if it has ended or is another user's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        descriptor = os.pidfd_open(process.pid)
+        try:
+            # The descriptor stays with the process, so its id cannot be reused after this look.
+            if is_running(process):
+                signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)
+
+
+def session_members(leaders: set[int]) -> Iterator[ProcessIdentity]:
+    """The processes in the sessions of these leaders."""
+    for process in _everyone():
+        status = status_of(process.pid)
+        if status is not None and status.session in leaders:
+            yield process
+
+
+def with_variable(name: str, values: set[str]) -> Iterator[ProcessIdentity]:
+    """The processes that were started with an environment variable of one of these values."""
+    wanted = {f"{name}={value}".encode() for value in values}
+    for process in _everyone():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            environment = (_PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
+            if not wanted.isdisjoint(environment):
+                yield process
+
+
+def _everyone() -> Iterator[ProcessIdentity]:
+    """All processes that have not ended, without this one."""
+    for path in _PROC.glob("[0-9]*"):
+        process = identity_of(int(path.name))
+        if process is not None and process.pid != os.getpid() and is_running(process):
+            yield process
+
+
+@functools.cache
+def _boot_id() -> str | None:
+    try:
+        return (_PROC / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None

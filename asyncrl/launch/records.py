@@ -1,0 +1,144 @@
+"""Records of the processes that a run starts, so that a later controller can end leftovers.
+
+A controller that is killed takes its children along: the kernel sends them SIGTERM. What can
+remain are processes that were stopped at the time, and what user code has started. So each child
+is recorded in RUN/processes.jsonl as soon as it is started, and it and all that it starts have a
+random mark of the controller in their environment. A controller that resumes the run ends
+
+- every recorded child that is still the same process, by process id and start time,
+- all processes in the session of such a child,
+- all processes with a recorded mark in their environment.
+
+No other process is touched, whatever ids it has.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.launch.identity import (
+    ProcessIdentity,
+    ancestors,
+    identity_of,
+    is_running,
+    send,
+    session_members,
+    with_variable,
+)
+from monitoring.errors import RecordError
+from monitoring.jsonl import JsonlWriter, read_jsonl
+
+MARK_VARIABLE = "ASYNCRL_CONTROLLER_MARK"
+"""The environment variable that every process of a run inherits."""
+TERM_SECONDS = 5.0
+"""Time that leftover processes get to end after SIGTERM. Then they are killed."""
+KILL_SECONDS = 10.0
+"""Longest wait for a killed process to end."""
+
+_POLL_SECONDS = 0.02
+_FILE = "processes.jsonl"
+
+
+class ProcessRecord(msgspec.Struct, frozen=True):
+    """A line of processes.jsonl: one child of a controller."""
+
+    name: str
+    """In the run, e.g. "generator-0"."""
+    process: ProcessIdentity
+    """It leads a session of the same number."""
+    mark: str
+    """Of the controller that started it."""
+
+
+class ProcessRecords:
+    """Records the children of one controller.
+
+    Args:
+        run: the run's folder.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.mark = secrets.token_hex(16)
+        """The value of `MARK_VARIABLE` for all processes of this controller."""
+        self._path = run / _FILE
+
+    def add(self, name: str, pid: int) -> None:
+        """Record a child that was just started; does nothing if it has already ended."""
+        process = identity_of(pid)
+        if process is not None:
+            with JsonlWriter(self._path) as writer:
+                writer.append([ProcessRecord(name, process, self.mark)])
+
+    def end_all(self) -> list[ProcessIdentity]:
+        """Kill every process that has this controller's mark; returns those that were left.
+
+        Raises:
+            AsyncrlError: one did not end within KILL_SECONDS.
+        """
+        left = list(with_variable(MARK_VARIABLE, {self.mark}))
+        _end(lambda: with_variable(MARK_VARIABLE, {self.mark}), gently=False)
+        return left
+
+
+def end_leftovers(run: Path, say: Callable[[str], None]) -> None:
+    """End the processes that earlier controllers of a run left behind, and forget their records.
+
+    The caller holds the run's lock, so no controller of this run is alive.
+
+    Raises:
+        AsyncrlError: a process did not end.
+    """
+    path = run / _FILE
+    try:
+        records = read_jsonl(path, ProcessRecord)
+    except FileNotFoundError:
+        return
+    except RecordError as error:
+        say(f"processes that an earlier controller left behind cannot be looked for: {error}")
+        return
+    ours = ancestors()
+    names = {record.process.pid: record.name for record in records}
+
+    def remaining() -> dict[int, ProcessIdentity]:
+        known = [record.process for record in records if is_running(record.process)]
+        marked = with_variable(MARK_VARIABLE, {record.mark for record in records})
+        found = [*known, *session_members({process.pid for process in known}), *marked]
+        return {process.pid: process for process in found if process.pid not in ours}
+
+    found = remaining()
+    if found:
+        listed = ", ".join(
+            f"{names.get(pid, 'a process that it started')} (process {pid})" for pid in found
+        )
+        say(f"ending what an earlier controller of this run left behind: {listed}")
+    _end(lambda: remaining().values(), gently=True)
+    path.unlink()
+
+
+def _end(remaining: Callable[[], Iterable[ProcessIdentity]], *, gently: bool) -> None:
+    """End processes; those that appear meanwhile too. Raises AsyncrlError if one does not end."""
+    began = time.monotonic()
+    if gently:
+        for process in remaining():
+            send(process, signal.SIGTERM)
+            send(process, signal.SIGCONT)  # a stopped process acts on SIGTERM only then
+        while list(remaining()) and time.monotonic() - began < TERM_SECONDS:
+            time.sleep(_POLL_SECONDS)
+    killed = time.monotonic()
+    while left := list(remaining()):
+        for process in left:
+            send(process, signal.SIGKILL)
+        if time.monotonic() - killed > KILL_SECONDS:
+            listed = ", ".join(str(process.pid) for process in left)
+            raise AsyncrlError(
+                f"processes {listed} of this run did not end within {KILL_SECONDS:.0f} s after "
+                "SIGKILL; they may be waiting for a disk or a device. End them, then start again"
+            )
+        time.sleep(_POLL_SECONDS)
