@@ -50,8 +50,14 @@ def run(
     config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
     overrides: _Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue this run from its newest checkpoint.")
+        bool, typer.Option("--resume", help="Continue this run from its newest whole checkpoint.")
     ] = False,
+    resume_from: Annotated[
+        int | None,
+        typer.Option(
+            "--resume-from", metavar="STEP", help="Continue from the checkpoint of this step."
+        ),
+    ] = None,
     clean: Annotated[
         bool, typer.Option("--clean", help="Delete an earlier run of this name first.")
     ] = False,
@@ -71,13 +77,20 @@ def run(
     if dry_run or explain:
         typer.echo(explain_config(config) if explain else dump_config(config), nl=False)
         return
+    resume = resume or resume_from is not None
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
     console = Console()
     from asyncrl.run.execute import execute
     from asyncrl.run.prepare import prepare
 
-    result = execute(prepare(config, console), resume=resume, clean=clean, console=console)
+    result = execute(
+        prepare(config, console),
+        resume=resume,
+        clean=clean,
+        console=console,
+        resume_from=resume_from,
+    )
     _print_result(console, config.directory, result)
 
 

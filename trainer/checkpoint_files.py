@@ -1,61 +1,172 @@
-"""Finds and removes checkpoints, without importing torch.
+"""Finds, chooses and removes checkpoints, without importing torch.
 
-It reads names and `state.json` only.
+The controller chooses the checkpoint that a run or a restarted trainer continues from, and tells
+the trainer its step, so the two cannot disagree. `trainer.checkpoint` writes and loads them.
 
-The controller looks for checkpoints before it starts a process; `trainer.checkpoint` writes and
-loads them.
+    point = choose(run / "checkpoints")
+    aside = set_aside(run / "checkpoints", newer_than=point.step)
 """
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from trainer.checkpoint_manifest import Manifest, has_its_files, read_manifest, verify_files
 from trainer.errors import CheckpointError
 
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-(\d{6,})")
+_ASIDE = "set-aside"
 
 
-def latest(checkpoints: Path) -> Path | None:
-    """The newest complete checkpoint in a run's folder; None where there is none."""
-    found = _complete(checkpoints)
-    return found[-1] if found else None
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a run continues."""
+
+    directory: Path | None = None
+    """A verified checkpoint; None: the run starts at its first step."""
+    step: int = 0
+    """Steps trained in this checkpoint; the next step to train has this index."""
+    manifest: Manifest | None = None
+    """Of this checkpoint."""
+    faults: tuple[str, ...] = ()
+    """For each newer checkpoint that cannot be used, newest first: its path and what is wrong."""
 
 
-def version_of(directory: Path) -> int:
-    """Policy version of a complete checkpoint, the steps trained. Raises CheckpointError."""
-    return int(read_state(directory)["policy_version"])
+def path_of(checkpoints: Path, step: int) -> Path:
+    """The checkpoint after this many steps."""
+    return checkpoints / f"step-{step:06d}"
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep` complete checkpoints, and remains of a killed writer."""
-    for old in _complete(checkpoints)[:-keep]:
-        # state.json first, so that an interrupted removal leaves nothing that looks complete.
-        (old / "state.json").unlink()
-        shutil.rmtree(old, ignore_errors=True)
+def choose(checkpoints: Path, step: int | None = None) -> ResumePoint:
+    """The newest whole checkpoint, or the one after `step` steps. Changes nothing.
+
+    Every file of the chosen checkpoint and of the damaged ones before it is read once.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint but a damaged one, or the one asked for is
+            damaged or absent; says what can be done.
+    """
+    found = sorted(_found(checkpoints).items(), reverse=True)
+    if step is not None:
+        return _chosen(checkpoints, step)
+    faults: list[str] = []
+    for at, directory in found:
+        try:
+            return ResumePoint(directory, at, verified(directory), tuple(faults))
+        except CheckpointError as error:
+            faults.append(str(error))
+    if faults:
+        raise CheckpointError(
+            f"none of the checkpoints in {checkpoints} is whole. " + ". ".join(faults) + ". "
+            "Restore one of them from a copy, start the run again with --clean, or start a new "
+            "run" + _from_weights([directory for _, directory in found])
+        )
+    return ResumePoint()
+
+
+def verified(directory: Path) -> Manifest:
+    """Read a whole checkpoint once and return its manifest.
+
+    Raises:
+        CheckpointError: it is not whole; names the file and what is wrong with it.
+    """
+    manifest = read_manifest(directory)
+    verify_files(directory, manifest)
+    name = _NAME.fullmatch(directory.name)
+    if name is not None and int(name[1]) != manifest.policy_version:
+        raise CheckpointError(
+            f"{directory} holds step {manifest.policy_version} by its manifest, so it was renamed "
+            "or mixed up"
+        )
+    return manifest
+
+
+def set_aside(checkpoints: Path, *, newer_than: int) -> Path | None:
+    """Move every checkpoint after this many steps, whole or damaged, to a folder of its own.
+
+    They belong to another course of the run than the one that continues from there, which will
+    write others of these names. Nothing is removed.
+
+    Returns:
+        The new folder below `checkpoints/set-aside/`; None where there was nothing to move.
+    """
+    newer = [path for step, path in _found(checkpoints).items() if step > newer_than]
+    if not newer:
+        return None
+    base = checkpoints / _ASIDE / f"after-{newer_than:06d}"
+    target, number = base, 1
+    while target.exists():
+        number += 1
+        target = base.with_name(f"{base.name}.{number}")
+    target.mkdir(parents=True)
+    for path in newer:
+        path.rename(target / path.name)
+    return target
+
+
+def prune(checkpoints: Path, keep: int, *, written: Path) -> None:
+    """Remove old checkpoints after one was written, so that `keep` whole ones stay.
+
+    The one just written stays, whatever else is there. A damaged one (by its manifest and the
+    sizes of its files) does not count and is not removed. One that cannot be removed stays.
+    """
+    whole = [path for _, path in sorted(_found(checkpoints).items()) if has_its_files(path)]
+    others = [path for path in whole if path != written]
+    for old in others[: max(0, len(others) - (keep - 1))]:
+        hidden = old.with_name(f".{old.name}.{os.getpid()}.old")
+        try:
+            old.rename(hidden)
+        except OSError:
+            continue
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def remove_remains(checkpoints: Path) -> None:
+    """Remove what a killed writer left. Only the process that writes checkpoints may call this."""
     for left in [*checkpoints.glob(".step-*.writing"), *checkpoints.glob(".step-*.old")]:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def read_state(directory: Path) -> dict[str, Any]:
-    """The contents of `state.json`. Raises CheckpointError when the checkpoint is not complete."""
+def _chosen(checkpoints: Path, step: int) -> ResumePoint:
+    """The checkpoint that the user asked for."""
+    directory = path_of(checkpoints, step)
     try:
-        state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory} is not a complete checkpoint: {error}") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{directory}/state.json is not an object")
-    return state
+        if not directory.is_dir():
+            raise CheckpointError(f"there is no checkpoint of step {step} in {checkpoints}")
+        return ResumePoint(directory, step, verified(directory))
+    except CheckpointError as error:
+        whole = ", ".join(str(at) for at, path in sorted(_found(checkpoints).items()) if _ok(path))
+        raise CheckpointError(f"{error}; whole checkpoints: {whole or 'none'}") from error
 
 
-def _complete(checkpoints: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    found = []
-    for path in checkpoints.glob("step-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and (path / "state.json").is_file():
-            found.append((int(match[1]), path))
-    return [path for _, path in sorted(found)]
+def _ok(directory: Path) -> bool:
+    try:
+        verified(directory)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _from_weights(newest_first: list[Path]) -> str:
+    """How to start from a damaged checkpoint's weights, if these are whole."""
+    for directory in newest_first:
+        try:
+            verify_files(directory, read_manifest(directory), folder="model/")
+        except CheckpointError:
+            continue
+        model = directory / "model"
+        return f" from weights that are whole, under another name: --set model.path={model}"
+    return ""
+
+
+def _found(checkpoints: Path) -> dict[int, Path]:
+    """Every folder with the name of a checkpoint, whole or not, by its step."""
+    return {
+        int(name[1]): path
+        for path in checkpoints.glob("step-*")
+        if (name := _NAME.fullmatch(path.name)) and path.is_dir()
+    }

@@ -31,8 +31,9 @@ from rollout.trajectory import FloatArray, Trajectory
 from trainer import checkpoint, checkpoint_files
 from trainer.algorithms.base import Rewards, TokenBatch
 from trainer.algorithms.factory import make
+from trainer.checkpoint_manifest import settings_of
 from trainer.config import TrainerConfig
-from trainer.errors import BatchError, NonFiniteError, TrainerError
+from trainer.errors import BatchError, CheckpointError, NonFiniteError, TrainerError
 from trainer.group_check import check_group
 from trainer.optimizer import learning_rate, make_adamw, scale_and_clip
 from trainer.packing import split_by_tokens
@@ -84,12 +85,9 @@ class Learner:
         self._model_path = model_path
         self._group_size = group_size
         self._total_steps = total_steps
-        self._run_settings = {
-            "group_size": group_size,
-            "seed": seed,
-            "temperature": temperature,
-            "top_p": top_p,
-        }
+        self._settings = settings_of(
+            config, group_size=group_size, seed=seed, temperature=temperature, top_p=top_p
+        )
         self._algorithm = make(config)
         try:
             self._algorithm.advantages(np.zeros(group_size))
@@ -201,7 +199,7 @@ class Learner:
         again. Older checkpoints in the same folder are removed, `keep_checkpoints` stay.
 
         Raises:
-            CheckpointError: it could not be written; an existing checkpoint is untouched.
+            CheckpointError: it could not be written; those that exist are untouched.
         """
         checkpoint.write(
             directory,
@@ -210,20 +208,25 @@ class Learner:
                 optimizer=self._optimizer.state_dict(),
                 model_path=self._model_path,
                 policy_version=self._version,
-                settings=self._described(),
+                settings=self._settings,
             ),
         )
-        checkpoint_files.prune(directory.parent, self._config.keep_checkpoints)
+        checkpoint_files.prune(directory.parent, self._config.keep_checkpoints, written=directory)
 
     def restore(self, directory: Path) -> None:
         """Continue from a checkpoint, bit for bit; pending gradient sums are dropped.
 
         Raises:
-            CheckpointError: it is not complete, has another format, is of another model, or was
+            CheckpointError: it is not whole, has another format, is of another model, or was
                 written under settings that would make this a different run.
         """
-        loaded = checkpoint.read(directory, self._policy.model, self._described())
-        self._optimizer.load_state_dict(loaded.optimizer)
+        loaded = checkpoint.read(directory, self._policy.model, self._settings)
+        try:
+            self._optimizer.load_state_dict(loaded.optimizer)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the optimizer state in {directory} does not fit the model: {error}"
+            ) from error
         self._version = loaded.policy_version
         self._reset()
 
@@ -265,9 +268,6 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         self._totals = StepTotals(self._algorithm.signals)
         self._seen: set[int] = set()
-
-    def _described(self) -> dict[str, Any]:
-        return {**self._config.model_dump(mode="json"), **self._run_settings}
 
 
 def _token_batch(

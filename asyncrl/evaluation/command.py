@@ -22,7 +22,8 @@ from asyncrl.tasks.prompts import Prompt, Task
 from engine.errors import EngineError
 from engine.factory import create_engine
 from engine.protocol import Engine, GenerateRequest
-from trainer.checkpoint_files import latest
+from trainer.checkpoint_files import choose
+from trainer.errors import CheckpointError
 
 
 def resolve_target(
@@ -33,18 +34,29 @@ def resolve_target(
     A run is evaluated with its own configuration, a model with `config_file` or the defaults.
 
     Raises:
-        UserError: it is neither a run nor a model, or a run without a checkpoint.
+        UserError: it is neither a run nor a model, or a run without a whole checkpoint.
     """
     is_run = (runs / target / "config.yaml").exists() or (Path(target) / "config.yaml").exists()
     if is_run:
         run = find_run(target, runs)
-        newest = latest(run / "checkpoints")
+        newest = _newest_checkpoint(run, console)
         if newest is None:
             raise UserError(f"the run {run} has no checkpoint yet; evaluate its model instead")
         return load_config(run / "config.yaml", overrides), str(newest / "model")
     config = load_config(config_file, overrides)
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         return config, resolve_model(ModelConfig(path=target), bar)
+
+
+def _newest_checkpoint(run: Path, console: Console) -> Path | None:
+    """The newest whole checkpoint of a run; newer damaged ones are named on the console."""
+    try:
+        point = choose(run / "checkpoints")
+    except CheckpointError as error:
+        raise UserError(str(error)) from error
+    for fault in point.faults:
+        console.print(f"not evaluated: {fault}", highlight=False, soft_wrap=True)
+    return point.directory
 
 
 def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Accuracy:

@@ -31,8 +31,8 @@ class ChildSpec(msgspec.Struct, frozen=True):
     process_index: int = 1
     """Index of the process in the run; the controller is 0. Determines its metrics port."""
     stop_tokens: tuple[int, ...] = ()
-    resume: bool = False
-    """Continue from the run's newest checkpoint."""
+    resume_from: int | None = None
+    """The trainer continues from the checkpoint after this many steps; None: from the model."""
     first: bool = True
     """False if it replaces a process that died."""
 

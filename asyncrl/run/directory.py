@@ -3,7 +3,7 @@
 config.yaml       the resolved configuration
 processes.jsonl   the processes that the controller has started, to end them if it is killed
 run.json          the state of the run: process id, addresses, accuracy before, how it ended
-checkpoints/      step-000010/, ... only complete ones
+checkpoints/      step-000010/, ... only whole ones; set-aside/ has those that a resume left behind
 metrics.jsonl     one line per optimizer step
 logs/             one file per process
 timeline/         what each process did when, one file per process
@@ -31,10 +31,12 @@ from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.identity import status_of
 from asyncrl.run import failed_starts
+from asyncrl.run.atomic_files import write_atomically
 from asyncrl.run.leftovers import clear_leftovers
+from asyncrl.run.resuming import find_resume_point
 from monitoring.errors import RecordError
 from monitoring.metrics_log import read_metrics
-from monitoring.samples import read_samples
+from trainer.checkpoint_files import ResumePoint
 from wire.records import RunResult
 
 logger = logging.getLogger(__name__)
@@ -78,9 +80,17 @@ class RunDirectory:
     """
 
     def __init__(
-        self, path: Path, state: RunState, *, lock: int, previous_config: str | None
+        self,
+        path: Path,
+        state: RunState,
+        *,
+        lock: int,
+        resume_point: ResumePoint,
+        previous_config: str | None,
     ) -> None:
         self.path = path
+        self.resume_point = resume_point
+        """Where the run continues; a new run starts at step 0 without a checkpoint."""
         self.state = state
         """Written to run.json by `write_state`."""
         self._lock = lock
@@ -114,36 +124,24 @@ class RunDirectory:
         *,
         resume: bool,
         clean: bool,
+        resume_from: int | None = None,
         say: Callable[[str], None] = logger.warning,
     ) -> RunDirectory:
         """Make the folder of a new run, or open the one of a run to resume.
 
         What a killed controller of the run has left behind is ended and removed first; `say` is
-        told about it.
+        told about it. A run is resumed from its newest whole checkpoint, or from the one after
+        `resume_from` steps; all checks are made before a file of it is changed.
 
         Raises:
             AsyncrlError: a process that a killed controller left behind does not end.
             UserError: the name is in use and neither `resume` nor `clean` is set, a run of that
-                name is active, there is nothing to resume, or the resumed run would differ in a
-                setting that may not change.
+                name is active, there is nothing to resume, no checkpoint that can be used, or the
+                resumed run would differ in a setting that may not change.
         """
         path = config.directory
-        used = (path / "config.yaml").exists() or (path.exists() and any(path.iterdir()))
-        if used and is_alive(path):
-            _refuse_active(path)
-        if used and not resume and not clean:
-            raise UserError(
-                f"the run name {config.run.name!r} is in use ({path} exists). Resume that run with "
-                "--resume, delete it with --clean, or choose another name with --set run.name=NAME"
-            )
-        if resume:
-            if not (path / "config.yaml").exists():
-                raise UserError(f"there is no run to resume at {path}; start it without --resume")
-            _refuse_if_different(path, config)
-            _refuse_unreadable_records(path)
-            (path / "result.json").unlink(missing_ok=True)
-        elif used and not (path / "config.yaml").exists():
-            raise UserError(f"{path} is not the folder of a run, so --clean does not delete it")
+        _refuse_unfit(path, config, resume=resume, clean=clean)
+        point = ResumePoint()
         previous = (path / "config.yaml").read_text(encoding="utf-8") if resume else None
         path.mkdir(parents=True, exist_ok=True)
         lock = _take_lock(path)
@@ -153,13 +151,22 @@ class RunDirectory:
             _clear_after_earlier(path, config.run.name, say)
             if clean:
                 _empty(path)
+            if resume:  # only now does nothing else write checkpoints
+                point = find_resume_point(path, config, resume_from)
+                (path / "result.json").unlink(missing_ok=True)
         except BaseException:
             os.close(lock)
             raise
         for folder in ("checkpoints", "logs", "timeline"):
             (path / folder).mkdir(exist_ok=True)
         write_atomically(path / "config.yaml", dump_config(config))
-        return cls(path, _new_state(path, resume=resume), lock=lock, previous_config=previous)
+        return cls(
+            path,
+            _new_state(path, resume=resume),
+            lock=lock,
+            resume_point=point,
+            previous_config=previous,
+        )
 
     def write_state(self) -> None:
         """Replace run.json by `state`."""
@@ -170,18 +177,25 @@ class RunDirectory:
         text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
         write_atomically(self.path / "result.json", text + "\n")
 
-    def truncate_records(self, *, before_step: int) -> None:
-        """Drop the metrics and samples of steps that a resumed run will repeat."""
-        metrics = self.path / "metrics.jsonl"
-        if metrics.exists():
-            steps = [one for one in read_metrics(metrics) if one.step < before_step]
-            lines = [msgspec.json.encode(one).decode() + "\n" for one in steps]
-            write_atomically(metrics, "".join(lines))
-        samples = self.path / "samples.jsonl"
-        if samples.exists():
-            records = [record for record in read_samples(samples) if record.step < before_step]
-            lines = [msgspec.json.encode(record).decode() + "\n" for record in records]
-            write_atomically(samples, "".join(lines))
+
+def _refuse_unfit(path: Path, config: RunConfig, *, resume: bool, clean: bool) -> None:
+    """Refuse a folder that is in use, is not a run's, or has no run to resume."""
+    is_run = (path / "config.yaml").exists()
+    used = is_run or (path.exists() and any(path.iterdir()))
+    if used and is_alive(path):
+        _refuse_active(path)
+    if used and not resume and not clean:
+        raise UserError(
+            f"the run name {config.run.name!r} is in use ({path} exists). Resume that run with "
+            "--resume, delete it with --clean, or choose another name with --set run.name=NAME"
+        )
+    if resume:
+        if not is_run:
+            raise UserError(f"there is no run to resume at {path}; start it without --resume")
+        _refuse_if_different(path, config)
+        _refuse_unreadable_records(path)
+    elif used and not is_run:
+        raise UserError(f"{path} is not the folder of a run, so --clean does not delete it")
 
 
 def _clear_after_earlier(path: Path, name: str, say: Callable[[str], None]) -> None:
@@ -262,13 +276,6 @@ def _take_lock(path: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that readers see either the old or the new contents."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def _refuse_active(path: Path) -> NoReturn:

@@ -29,21 +29,35 @@ from asyncrl.run.fleet import Fleet
 from asyncrl.run.inbox import Message
 from asyncrl.run.prepare import Prepared
 from asyncrl.run.progress import Progress
+from asyncrl.run.resuming import rewind
 from monitoring.errors import MonitoringError
 from monitoring.exporter import exporter_for
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics, new_registry
 from monitoring.metrics_log import MetricsLog, read_metrics
 from monitoring.report.write import write_report
-from trainer.checkpoint_files import latest, version_of
 from wire import Hub, RuntimeDirectory
 from wire.errors import AddressTooLong
 from wire.records import RunResult
 from wire.refusals import Refusals
 
 
-def execute(prepared: Prepared, *, resume: bool, clean: bool, console: Console) -> RunResult:
+def execute(
+    prepared: Prepared,
+    *,
+    resume: bool,
+    clean: bool,
+    console: Console,
+    resume_from: int | None = None,
+) -> RunResult:
     """Run to the end and return the contents of result.json.
+
+    Args:
+        prepared: the checked inputs.
+        resume: continue the run of this name.
+        clean: delete the run of this name first.
+        console: shows the run.
+        resume_from: continue from the checkpoint after this many steps; None: the newest whole one.
 
     Raises:
         UserError: the run name is in use, or the user made a mistake that showed during the run.
@@ -56,14 +70,16 @@ def execute(prepared: Prepared, *, resume: bool, clean: bool, console: Console) 
             closing.callback(exporter.close)
             console.print(f"metrics: {exporter.url}", highlight=False)
         directory = RunDirectory.create(
-            config, resume=resume, clean=clean, say=partial(console.print, highlight=False)
+            config,
+            resume=resume,
+            clean=clean,
+            resume_from=resume_from,
+            say=partial(console.print, highlight=False),
         )
         closing.callback(directory.close)
         metrics = ControllerMetrics.register(registry, process="controller")
         try:
-            return asyncio.run(
-                _run(prepared, directory, resume=resume, console=console, metrics=metrics)
-            )
+            return asyncio.run(_run(prepared, directory, console=console, metrics=metrics))
         except UserError:
             kept = directory.undo()
             if kept is not None:
@@ -79,7 +95,6 @@ async def _run(
     prepared: Prepared,
     directory: RunDirectory,
     *,
-    resume: bool,
     console: Console,
     metrics: ControllerMetrics,
 ) -> RunResult:
@@ -105,7 +120,7 @@ async def _run(
             runtime.address("control"), Message, Refusals(metrics.count_refused)
         )
         closing.callback(hub.close)
-        spec = _trainer_spec(prepared, directory, runtime, resume=resume)
+        spec = _trainer_spec(prepared, directory, runtime)
         fleet = Fleet(config.launcher, launcher, spec, hub)
         hub.refusals.on_cut_off = fleet.cut_off
         controller = Controller(
@@ -151,9 +166,9 @@ def _end_escaped(records: ProcessRecords, console: Console) -> None:
 def _open_progress(
     config: RunConfig, directory: RunDirectory, console: Console, metrics: ControllerMetrics
 ) -> Iterator[Progress]:
-    """The run's progress, after the steps before the newest checkpoint."""
-    newest = latest(directory.path / "checkpoints")
-    directory.truncate_records(before_step=0 if newest is None else version_of(newest))
+    """The run's progress, after the steps before its resume point."""
+    for sentence in rewind(directory.path, directory.resume_point):
+        console.print(sentence, highlight=False, soft_wrap=True)
     path = directory.path / "metrics.jsonl"
     earlier = read_metrics(path)
     with contextlib.ExitStack() as closing:
@@ -165,8 +180,9 @@ def _open_progress(
 
 
 def _trainer_spec(
-    prepared: Prepared, directory: RunDirectory, runtime: RuntimeDirectory, *, resume: bool
+    prepared: Prepared, directory: RunDirectory, runtime: RuntimeDirectory
 ) -> ChildSpec:
+    point = directory.resume_point
     return ChildSpec(
         role="trainer",
         name="trainer",
@@ -177,7 +193,7 @@ def _trainer_spec(
         parent=os.getpid(),
         threads=1,
         stop_tokens=prepared.task.stop_tokens,
-        resume=resume,
+        resume_from=None if point.directory is None else point.step,
     )
 
 

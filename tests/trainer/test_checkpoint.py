@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from whole_checkpoints import truncate
 
 from rollout.trajectory import Trajectory
-from trainer import checkpoint_files
+from trainer import checkpoint, checkpoint_files
+from trainer.checkpoint_manifest import read_manifest, write_manifest
 from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError
 from trainer.learner import Learner
@@ -59,7 +60,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     state = torch.get_rng_state()
     second = _learner(model_path(name), threads=1)
     torch.manual_seed(99)
-    second.restore(checkpoint_files.latest(tmp_path) or Path())
+    second.restore(checkpoint_files.choose(tmp_path).directory or Path())
     assert second.policy_version == 2
     assert torch.equal(torch.get_rng_state(), state)
     _train(second, group_of, 2)
@@ -72,21 +73,21 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert plain.config._attn_implementation != "asyncrl_packed"
 
 
-def test_the_newest_complete_one_is_found_and_the_rest_pruned(
-    model_path: ModelPath, group_of: GroupOf, tmp_path: Path
+def test_the_newest_are_kept_and_one_of_the_same_name_is_set_aside(
+    model_path: ModelPath, tmp_path: Path
 ) -> None:
     learner = _learner(model_path("qwen3"), keep_checkpoints=2)
-    assert checkpoint_files.latest(tmp_path / "absent") is None
+    (tmp_path / ".step-000003.77.writing").mkdir()  # of a killed writer
     for version in (0, 1, 2):
         learner.save(tmp_path / f"step-{version:06d}")
         learner.step()
-    (tmp_path / "step-000007").mkdir()  # no state.json: not complete
-    (tmp_path / "notes").mkdir()
-    names = sorted(p.name for p in tmp_path.iterdir())
-    assert names == ["notes", "step-000001", "step-000002", "step-000007"]
-    assert checkpoint_files.latest(tmp_path) == tmp_path / "step-000002"
-    learner.save(tmp_path / "step-000002")  # again, over itself
-    assert json.loads((tmp_path / "step-000002" / "state.json").read_text())["policy_version"] == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+    other = _learner(model_path("qwen3"))
+    other.step()
+    other.step()
+    other.save(tmp_path / "step-000002")
+    assert (tmp_path / "set-aside" / "after-000001" / "step-000002" / "manifest.json").exists()
+    assert checkpoint_files.choose(tmp_path).step == 2
 
 
 def test_nothing_half_written_stays(
@@ -94,22 +95,16 @@ def test_nothing_half_written_stays(
 ) -> None:
     learner = _learner(model_path("qwen3"))
     learner.save(tmp_path / "step-000000")
+    learner.step()
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
-    for name in ("step-000000", "step-000001"):
-        with pytest.raises(CheckpointError, match="No space"):
-            learner.save(tmp_path / name)
+    monkeypatch.setattr(checkpoint, "write_manifest", full)
+    with pytest.raises(CheckpointError, match="No space"):
+        learner.save(tmp_path / "step-000001")
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000"]
-    assert (tmp_path / "step-000000" / "trainer.pt").exists()
-
-
-def test_what_a_killed_writer_left_is_removed(model_path: ModelPath, tmp_path: Path) -> None:
-    (tmp_path / ".step-000003.77.writing").mkdir()
-    _learner(model_path("qwen3")).save(tmp_path / "step-000004")
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
+    assert checkpoint_files.choose(tmp_path).step == 0
 
 
 def test_other_runs_and_broken_files_are_refused(model_path: ModelPath, tmp_path: Path) -> None:
@@ -119,12 +114,74 @@ def test_other_runs_and_broken_files_are_refused(model_path: ModelPath, tmp_path
         _learner(model_path("qwen3"), loss_normalization="sequence").restore(path)
     with pytest.raises(CheckpointError, match="another model"):
         _learner(model_path("llama")).restore(path)
-    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+    with pytest.raises(CheckpointError, match="not a whole checkpoint"):
         _learner(model_path("qwen3")).restore(tmp_path)
-    (path / "trainer.pt").write_bytes(b"not a checkpoint")
-    with pytest.raises(CheckpointError, match="cannot read"):
-        _learner(model_path("qwen3")).restore(path)
-    state = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps(state | {"format": 99}))
-    with pytest.raises(CheckpointError, match="format 99"):
-        _learner(model_path("qwen3")).restore(path)
+
+
+def _complete_again(path: Path) -> None:
+    """Write the manifest anew, so that only the loader can find what is wrong."""
+    settings = read_manifest(path).settings
+    (path / "manifest.json").unlink()
+    write_manifest(path, policy_version=0, settings=settings)
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "truncated weights": lambda at: truncate(at / "model" / "model.safetensors"),
+    "empty weights": lambda at: (at / "model" / "model.safetensors").write_bytes(b""),
+    "no weights": lambda at: (at / "model" / "model.safetensors").unlink(),
+    "empty configuration": lambda at: (at / "model" / "config.json").write_bytes(b""),
+    "truncated optimizer": lambda at: truncate(at / "optimizer" / "00001.safetensors"),
+    "no optimizer": lambda at: (at / "optimizer" / "00001.safetensors").unlink(),
+    "empty state": lambda at: (at / "optimizer" / "state.json").write_bytes(b""),
+    "state without a key": lambda at: (at / "optimizer" / "state.json").write_text("{}"),
+    "state of another shape": lambda at: (at / "optimizer" / "state.json").write_text("[1]"),
+    "state of another optimizer": lambda at: (at / "optimizer" / "state.json").write_text(
+        '{"files": ["00001.safetensors"], "optimizer": {"dict": []}}'
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_files_that_cannot_be_loaded_are_refused_with_or_without_a_true_digest(
+    kind: str, model_path: ModelPath, tmp_path: Path
+) -> None:
+    path = tmp_path / "step-000000"
+    learner = _learner(model_path("qwen3"))
+    learner.save(path)
+    BROKEN[kind](path)
+    with pytest.raises(CheckpointError, match=r"truncated|missing|damaged"):
+        learner.restore(path)
+    _complete_again(path)
+    with pytest.raises(CheckpointError, match=f"{path}"):
+        learner.restore(path)
+
+
+class _Payload:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._mark,)
+
+
+def test_a_hostile_pickle_is_refused_in_our_words_and_never_run(
+    model_path: ModelPath, tmp_path: Path
+) -> None:
+    """Torch's own error advises `weights_only=False`, which would run it."""
+    path, mark = tmp_path / "step-000000", tmp_path / "it-ran"
+    learner = _learner(model_path("qwen3"))
+    learner.save(path)
+    (path / "model" / "model.safetensors").unlink()
+    torch.save(_Payload(mark), path / "model" / "pytorch_model.bin")
+    _complete_again(path)
+    with pytest.raises(CheckpointError) as caught:
+        learner.restore(path)
+    assert "weights_only" not in str(caught.value)
+    (path / "manifest.json").unlink()
+    torch.save(_Payload(mark), path / "trainer.pt")
+    (path / "state.json").write_text('{"format": 1, "policy_version": 0, "setting": {}}')
+    with pytest.raises(CheckpointError, match=r"format 1, but this version reads only format 2"):
+        learner.restore(path)
+    assert not mark.exists()

@@ -13,7 +13,7 @@ from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
 from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
-from trainer.checkpoint_files import latest
+from trainer.checkpoint_files import path_of
 from trainer.errors import BatchError, NonFiniteError, TrainerError
 from trainer.learner import Learner
 from wire import Hub
@@ -61,7 +61,7 @@ async def run_trainer(spec: ChildSpec) -> None:
 
 
 def _load_learner(child: Child[TrainerMetrics]) -> Learner:
-    """The learner, at the newest checkpoint if the run is resumed."""
+    """The learner, at the checkpoint that the controller chose if the run is resumed."""
     spec, config = child.spec, child.config
     learner = Learner(
         config.trainer.model_copy(update={"threads": spec.threads}),
@@ -72,9 +72,8 @@ def _load_learner(child: Child[TrainerMetrics]) -> Learner:
         top_p=config.sampling.top_p,
         total_steps=config.run.steps,
     )
-    newest = latest(child.directory / "checkpoints") if spec.resume else None
-    if newest is not None:
-        learner.restore(newest)
+    if spec.resume_from is not None:
+        learner.restore(path_of(child.directory / "checkpoints", spec.resume_from))
     return learner
 
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from whole_checkpoints import truncate, write_whole
 
 from asyncrl.config import parse_config
 from asyncrl.errors import UserError
@@ -20,11 +20,16 @@ def test_a_run_is_evaluated_with_its_own_configuration_and_overrides(tmp_path: P
     made.close()
     with pytest.raises(UserError, match=r"mine has no checkpoint yet"):
         resolve_target("mine", None, [], tmp_path, Console())
-    checkpoint = made.path / "checkpoints" / "step-000003"
-    checkpoint.mkdir()
-    (checkpoint / "state.json").write_text(json.dumps({"policy_version": 3}))
-    config, model = resolve_target("mine", None, ["evaluation.prompts=5"], tmp_path, Console())
+    checkpoint, newer = write_whole(made.path / "checkpoints", 3, 4)
+    truncate(newer / "model" / "model.safetensors")
+    console = Console(record=True, width=500)
+    config, model = resolve_target("mine", None, ["evaluation.prompts=5"], tmp_path, console)
     assert model == str(checkpoint / "model")
+    assert "not evaluated: " in (said := console.export_text())
+    assert "step-000004/model/model.safetensors is truncated" in said
+    truncate(checkpoint / "model" / "model.safetensors")
+    with pytest.raises(UserError, match=r"none of the checkpoints in .* is whole"):
+        resolve_target("mine", None, [], tmp_path, console)
     assert (config.run.seed, config.evaluation.prompts) == (7, 5)
 
 

@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from asyncrl_runs import until
+from whole_checkpoints import write_whole
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import UserError
@@ -20,8 +20,8 @@ from asyncrl.processes import shared_memory
 from asyncrl.run import failed_starts
 from asyncrl.run.control import ask
 from asyncrl.run.directory import RunDirectory, find_run, is_alive
+from asyncrl.run.resuming import checkpoint_settings
 from wire.messages.control import StatusRequest
-from wire.records import StepMetrics
 
 
 def config_in(path: Path, **sections: object) -> RunConfig:
@@ -33,7 +33,7 @@ def test_a_name_in_use_is_refused_unless_resumed_or_cleaned(tmp_path: Path) -> N
     config = config_in(tmp_path)
     made = RunDirectory.create(config, resume=False, clean=False)
     made.close()
-    (made.path / "checkpoints" / "step-000001").mkdir()
+    write_whole(made.path / "checkpoints", 1, settings=checkpoint_settings(config))
     with pytest.raises(UserError, match=r"'mine' is in use.*--resume.*--clean.*--set run.name"):
         RunDirectory.create(config, resume=False, clean=False)
     RunDirectory.create(config, resume=True, clean=False).close()
@@ -166,16 +166,6 @@ def test_runs_are_found_by_name_path_or_age(tmp_path: Path) -> None:
         find_run("yours", tmp_path)
 
 
-def test_records_of_steps_that_will_be_repeated_are_dropped(tmp_path: Path) -> None:
-    made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
-    metrics = made.path / "metrics.jsonl"
-    steps = [StepMetrics(step=step, time=1.0 + step) for step in range(3)]
-    lines = [msgspec.json.encode(step) + b"\n" for step in steps]
-    metrics.write_bytes(b"".join(lines) + lines[0][:20])
-    made.truncate_records(before_step=2)
-    assert metrics.read_bytes() == b"".join(lines[:2])
-
-
 def test_a_mistake_before_the_first_checkpoint_leaves_no_folder(tmp_path: Path) -> None:
     made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
     made.undo()
@@ -203,7 +193,8 @@ def test_logs_of_a_failed_start_are_kept_and_the_name_is_free(tmp_path: Path) ->
 
 def test_a_mistake_after_a_checkpoint_or_on_resume_loses_nothing(tmp_path: Path) -> None:
     made = RunDirectory.create(config_in(tmp_path), resume=False, clean=False)
-    (made.path / "checkpoints" / "step-000001").mkdir()
+    config = config_in(tmp_path)
+    write_whole(made.path / "checkpoints", 1, settings=checkpoint_settings(config))
     made.undo()
     made.close()
     before = (made.path / "config.yaml").read_text()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from asyncrl_runs import CommandLine, call, until
+from whole_checkpoints import truncate
 
 from monitoring.group_account import read_account
 from wire.records import StepMetrics
@@ -131,7 +132,9 @@ def test_a_killed_trainer_ends_the_run_with_its_last_words(command_line: Command
     assert (command_line.folder / "report.html").exists()
 
 
-def test_a_killed_run_takes_its_processes_along_and_resumes(command_line: CommandLine) -> None:
+def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpoint(
+    command_line: CommandLine,
+) -> None:
     """A stopped generator remains; the resumed run ends it."""
     process = command_line.start(run__steps=STEPS, trainer__checkpoint_every=2)
     until(lambda: command_line.steps() >= 5, seconds=90, what="five steps")
@@ -148,12 +151,15 @@ def test_a_killed_run_takes_its_processes_along_and_resumes(command_line: Comman
     )
     assert command_line.children("generator") == [stopped]
     assert sockets.is_dir()
-    saved = sorted((command_line.folder / "checkpoints").iterdir())
+    saved = sorted((command_line.folder / "checkpoints").glob("step-*"))
+    truncate(saved.pop() / "optimizer" / "00001.safetensors")
     before = command_line.metrics()
     done = command_line.run("--resume", run__steps=STEPS + 2, trainer__checkpoint_every=2)
     assert done.returncode == 0, done.stdout
     output = " ".join(done.stdout.split())
     assert f"left behind: generator-0 (process {stopped})" in output
+    assert "00001.safetensors is truncated: " in output
+    assert f"; resuming from {saved[-1].name} instead" in output
     assert not command_line.children("generator")
     assert not sockets.exists()
     left = Path("/dev/shm").glob(f"asyncrl-your-own-{process.pid}-*")  # noqa: S108

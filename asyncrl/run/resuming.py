@@ -1,0 +1,86 @@
+"""Where a run continues, and its records as they were there.
+
+find_resume_point   choose a checkpoint and check that the run may continue from it; changes nothing
+rewind              set newer checkpoints aside and drop the records of steps to repeat
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.run.atomic_files import write_atomically
+from monitoring.metrics_log import read_metrics
+from monitoring.samples import read_samples
+from trainer.checkpoint_files import ResumePoint, choose, set_aside
+from trainer.checkpoint_manifest import check_settings, settings_of
+from trainer.errors import CheckpointError
+
+
+def find_resume_point(path: Path, config: RunConfig, step: int | None) -> ResumePoint:
+    """The newest whole checkpoint of the run at `path`, or the one after `step` steps.
+
+    Raises:
+        UserError: it is damaged or absent, none is whole, or it is of another format or was written
+            under settings that would make this another run.
+    """
+    try:
+        point = choose(path / "checkpoints", step)
+        if point.directory is not None and point.manifest is not None:
+            check_settings(point.directory, point.manifest, checkpoint_settings(config))
+    except CheckpointError as error:
+        raise UserError(str(error)) from error
+    return point
+
+
+def checkpoint_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings that this run's trainer writes to its checkpoints."""
+    return settings_of(
+        config.trainer,
+        group_size=config.scheduler.group_size,
+        seed=config.run.seed,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+    )
+
+
+def rewind(path: Path, point: ResumePoint) -> list[str]:
+    """Bring the checkpoints and records of the run at `path` to the resume point.
+
+    Newer checkpoints are moved aside, with a copy of the records that go with them.
+
+    Returns:
+        What the user should know, a sentence each.
+
+    Raises:
+        OSError: a file could not be moved or written.
+    """
+    start = "its first step" if point.directory is None else point.directory.name
+    said = [f"{fault}; resuming from {start} instead" for fault in point.faults]
+    metrics, samples = path / "metrics.jsonl", path / "samples.jsonl"
+    aside = set_aside(path / "checkpoints", newer_than=point.step)
+    if aside is not None:
+        moved = ", ".join(sorted(one.name for one in aside.iterdir()))
+        for records in (metrics, samples):
+            if records.exists():
+                shutil.copyfile(records, aside / records.name)
+        said.append(f"{moved}: kept in {aside}, as this run continues after step {point.step}")
+    if metrics.exists():
+        if not metrics.read_bytes().endswith(b"\n") and metrics.stat().st_size:
+            said.append(f"the last line of {metrics} was incomplete and is dropped")
+        steps = [one for one in read_metrics(metrics) if one.step < point.step]
+        _write_lines(metrics, steps)
+    if samples.exists():
+        _write_lines(samples, [one for one in read_samples(samples) if one.step < point.step])
+    return said
+
+
+def _write_lines(path: Path, records: Sequence[msgspec.Struct]) -> None:
+    lines = [msgspec.json.encode(one).decode() + "\n" for one in records]
+    write_atomically(path, "".join(lines))

@@ -1,0 +1,125 @@
+"""A resumed run: which checkpoint it continues from, and what happens to everything after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from whole_checkpoints import truncate, write_whole
+
+from asyncrl.config import RunConfig, parse_config
+from asyncrl.errors import UserError
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.resuming import checkpoint_settings, rewind
+from monitoring.metrics_log import read_metrics
+from wire.records import StepMetrics
+
+WEIGHTS = Path("model") / "model.safetensors"
+
+
+def config_in(path: Path, **sections: object) -> RunConfig:
+    run = {"name": "mine", "directory": str(path)}
+    return parse_config({"run": run, **sections}, source="the test")
+
+
+def ended_run(path: Path, *checkpoints: int, steps: int = 7) -> Path:
+    """The folder of a run that recorded this many steps."""
+    config = config_in(path)
+    made = RunDirectory.create(config, resume=False, clean=False)
+    made.close()
+    settings = checkpoint_settings(config)
+    write_whole(made.path / "checkpoints", *checkpoints, settings=settings)
+    lines = [msgspec.json.encode(StepMetrics(step=at, time=1.0 + at)) for at in range(steps)]
+    (made.path / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    return made.path
+
+
+def resume(path: Path, step: int | None = None, **sections: object) -> list[str]:
+    """Resume the run; what the user is told."""
+    config = config_in(path, **sections)
+    opened = RunDirectory.create(config, resume=True, clean=False, resume_from=step)
+    try:
+        return rewind(opened.path, opened.resume_point)
+    finally:
+        opened.close()
+
+
+def recorded(folder: Path) -> list[int]:
+    return [one.step for one in read_metrics(folder / "metrics.jsonl")]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_is_taken(
+    tmp_path: Path,
+) -> None:
+    folder = ended_run(tmp_path, 4, 6)
+    truncate(folder / "checkpoints" / "step-000006" / WEIGHTS)
+    fault, moved = resume(tmp_path)
+    assert "step-000006/model/model.safetensors is truncated: " in fault
+    assert fault.endswith("; resuming from step-000004 instead")
+    aside = folder / "checkpoints" / "set-aside" / "after-000004"
+    assert moved.startswith(f"step-000006: kept in {aside}")
+    assert (aside / "step-000006" / "manifest.json").exists()
+    assert recorded(folder) == [0, 1, 2, 3]
+    assert recorded(aside) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_resume_from_an_older_step_keeps_the_newer_ones_aside(tmp_path: Path) -> None:
+    folder = ended_run(tmp_path, 2, 4, 6)
+    (moved,) = resume(tmp_path, 2)
+    assert "step-000004, step-000006: kept in" in moved
+    assert recorded(folder) == [0, 1]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
+        "set-aside",
+        "step-000002",
+    ]
+
+
+def test_nothing_is_said_or_moved_when_the_newest_is_whole(tmp_path: Path) -> None:
+    folder = ended_run(tmp_path, 4, 6)
+    assert resume(tmp_path) == []
+    assert recorded(folder) == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_incomplete_last_line_is_dropped_and_said(tmp_path: Path) -> None:
+    folder = ended_run(tmp_path, 6)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 7, "ti')
+    (said,) = resume(tmp_path)
+    assert "metrics.jsonl was incomplete and is dropped" in said
+    assert recorded(folder) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [(None, "none of the checkpoints"), (4, "truncated.*: none"), (5, "no checkpoint of step 5")],
+)
+def test_a_resume_that_is_refused_changes_nothing(
+    step: int | None, says: str, tmp_path: Path
+) -> None:
+    folder = ended_run(tmp_path, 4)
+    truncate(folder / "checkpoints" / "step-000004" / WEIGHTS)
+    (folder / "result.json").write_text("{}")
+    before = contents(folder)
+    with pytest.raises(UserError, match=says):
+        resume(tmp_path, step)
+    assert contents(folder) == before
+
+
+def test_settings_of_another_run_are_refused_before_anything_is_moved(tmp_path: Path) -> None:
+    folder = ended_run(tmp_path, 2, 4)
+    before = contents(folder)
+    with pytest.raises(UserError, match=r"top_p: 1\.0 -> 0\.5"):
+        resume(tmp_path, 2, sampling={"top_p": 0.5})
+    assert contents(folder) == before
+    assert len(resume(tmp_path, 2, trainer={"learning_rate": 1e-3})) == 1
+
+
+def test_a_run_without_a_checkpoint_starts_at_its_first_step(tmp_path: Path) -> None:
+    folder = ended_run(tmp_path)
+    assert resume(tmp_path) == []
+    assert recorded(folder) == []

@@ -1,0 +1,158 @@
+"""Which checkpoint a run continues from, whatever happened to the newer ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from whole_checkpoints import flip, truncate, write_whole
+
+from trainer.checkpoint_files import choose, path_of, prune, remove_remains, set_aside
+from trainer.errors import CheckpointError
+
+WEIGHTS, MANIFEST = "model/model.safetensors", "manifest.json"
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda at: truncate(at / WEIGHTS), r"model\.safetensors is truncated: \d+ of \d"),
+    "empty": (lambda at: (at / WEIGHTS).write_bytes(b""), r"is truncated: 0 of \d+ bytes"),
+    "longer": (lambda at: (at / WEIGHTS).write_bytes(b"7" * 9999), r"9999 bytes instead of \d+"),
+    "changed": (lambda at: flip(at / WEIGHTS), r"do not match the digest"),
+    "missing": (lambda at: (at / WEIGHTS).unlink(), r"model\.safetensors is missing"),
+    "a folder": (
+        lambda at: ((at / WEIGHTS).unlink(), (at / WEIGHTS).mkdir()),
+        r"model\.safetensors is missing",
+    ),
+    "added": (
+        lambda at: (at / "model" / "pytorch_model.bin").write_bytes(b"payload"),
+        r"pytorch_model\.bin was added later",
+    ),
+    "no manifest": (lambda at: (at / MANIFEST).unlink(), r"has no manifest\.json"),
+    "empty manifest": (lambda at: (at / MANIFEST).write_bytes(b""), r"manifest\.json is damaged"),
+    "half a manifest": (lambda at: truncate(at / MANIFEST), r"manifest\.json is damaged"),
+    "not UTF-8": (
+        lambda at: (at / MANIFEST).write_bytes(b'{"format": 2, "x": "\xff"}'),
+        r"manifest\.json is damaged",
+    ),
+    "deep": (
+        lambda at: (at / MANIFEST).write_bytes(b'{"format": 2, "x": ' + b"[" * 100_000),
+        r"manifest\.json is damaged",
+    ),
+    "without a key": (
+        lambda at: (at / MANIFEST).write_text(json.dumps({"format": 2, "policy_version": 3})),
+        r"missing required field",
+    ),
+    "other numbers": (
+        lambda at: (at / MANIFEST).write_text(
+            (at / MANIFEST).read_text().replace('"policy_version": 3', '"policy_version": 4')
+        ),
+        r"its contents do not match their digest",
+    ),
+    "format 1": (
+        lambda at: ((at / MANIFEST).unlink(), (at / "state.json").write_text("{}")),
+        r"has checkpoint format 1, but this version reads only format 2; .*--set model\.path=",
+    ),
+    "format 99": (
+        lambda at: (at / MANIFEST).write_text('{"format": 99}'),
+        r"has checkpoint format 99",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_newest_checkpoint_is_passed_over_and_named(kind: str, tmp_path: Path) -> None:
+    _, older, newest = write_whole(tmp_path, 1, 2, 3)
+    damage, says = DAMAGE[kind]
+    damage(newest)
+    point = choose(tmp_path)
+    assert (point.directory, point.step) == (older, 2)
+    (fault,) = point.faults
+    assert str(newest) in fault
+    assert re.search(says, fault)
+    assert "\n" not in fault
+
+
+def test_the_newest_whole_one_is_chosen_without_reading_older_ones(tmp_path: Path) -> None:
+    assert choose(tmp_path / "absent").directory is None
+    older, newest = write_whole(tmp_path, 9, 1_000_010)
+    flip(older / WEIGHTS)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "step-9999999").write_text("a file of that name")
+    point = choose(tmp_path)
+    assert (point.directory, point.step, point.faults) == (newest, 1_000_010, ())
+
+
+def test_a_renamed_checkpoint_is_not_taken_for_another_step(tmp_path: Path) -> None:
+    (only,) = write_whole(tmp_path, 4)
+    only.rename(path_of(tmp_path, 40))
+    with pytest.raises(CheckpointError, match=r"step-000040 holds step 4 by its manifest"):
+        choose(tmp_path)
+
+
+def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
+    (at,) = write_whole(tmp_path, 4)
+    (tmp_path / "outside").write_text("secret")
+    text = (at / MANIFEST).read_text().replace("optimizer/state.json", "../outside")
+    (at / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match=r"do not match their digest"):
+        choose(tmp_path)
+
+
+def test_where_none_is_whole_each_is_named_with_its_fault_and_what_can_be_done(
+    tmp_path: Path,
+) -> None:
+    first, second = write_whole(tmp_path, 1, 2)
+    truncate(first / WEIGHTS)
+    truncate(second / "optimizer" / "state.json")
+    with pytest.raises(CheckpointError) as caught:
+        choose(tmp_path)
+    text = str(caught.value)
+    assert text.index(str(second)) < text.index(str(first))
+    assert "--clean" in text
+    assert f"--set model.path={second / 'model'}" in text, "its weights are whole"
+
+
+def test_the_step_asked_for_is_taken_or_the_whole_ones_are_listed(tmp_path: Path) -> None:
+    write_whole(tmp_path, 10, 20, 30, 40)
+    assert choose(tmp_path, 20).step == 20
+    flip(path_of(tmp_path, 20) / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"digest.*whole checkpoints: 10, 30, 40$"):
+        choose(tmp_path, 20)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 25.*: 10, 30, 40$"):
+        choose(tmp_path, 25)
+
+
+def test_newer_checkpoints_are_moved_aside_and_none_is_lost(tmp_path: Path) -> None:
+    write_whole(tmp_path, 1, 2, 3)
+    assert set_aside(tmp_path, newer_than=3) is None
+    first = set_aside(tmp_path, newer_than=1)
+    assert first == tmp_path / "set-aside" / "after-000001"
+    assert sorted(path.name for path in first.iterdir()) == ["step-000002", "step-000003"]
+    assert choose(tmp_path).step == 1
+    write_whole(tmp_path, 2)
+    second = set_aside(tmp_path, newer_than=1)
+    assert second == tmp_path / "set-aside" / "after-000001.2"
+
+
+def test_pruning_counts_only_whole_ones_and_keeps_the_one_just_written(tmp_path: Path) -> None:
+    write_whole(tmp_path, 1, 2, 3, 4, 5)
+    truncate(path_of(tmp_path, 4) / WEIGHTS)
+    truncate(path_of(tmp_path, 5) / WEIGHTS)
+    prune(tmp_path, 2, written=path_of(tmp_path, 3))
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["step-000002", "step-000003", "step-000004", "step-000005"]
+    assert choose(tmp_path).step == 3
+    prune(tmp_path, 1, written=path_of(tmp_path, 3))
+    assert choose(tmp_path).step == 3
+    prune(tmp_path, 9, written=path_of(tmp_path, 3))
+    assert path_of(tmp_path, 3).exists()
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    write_whole(tmp_path, 1)
+    for name in (".step-000003.77.writing", ".step-000001.77.old"):
+        (tmp_path / name).mkdir()
+    remove_remains(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]

@@ -1,0 +1,244 @@
+"""The manifest of a checkpoint: what belongs to it, and how damage is found. Light: no torch.
+
+```
+{"format": 2, "policy_version": 12, "settings": {...},
+ "files": {"model/model.safetensors": {"bytes": 12345678, "sha256": "9f86d0..."}, ...},
+ "sha256": "of this object without this key"}
+```
+
+`manifest.json` is written last, so a folder without it is not a checkpoint. Every listed file is
+read once to verify it, several at a time, at the speed of SHA-256 or of the disk, whichever is
+less. The digests find damage; they do not prove who wrote the files.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import os
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from trainer.config import TrainerConfig
+from trainer.errors import CheckpointError
+
+FORMAT = 2
+"""Raised whenever older versions could not read what is written."""
+
+MANIFEST = "manifest.json"
+
+_OLD_FORMAT = "state.json"
+"""Format 1 had this file, and a pickle of the optimizer, which is not read any more."""
+
+_READ_UNASKED = (".json", ".safetensors", ".bin", ".pt", ".pth", ".py", ".jinja", ".model", ".txt")
+"""Endings of files that transformers might read from a model's folder without being told to."""
+
+_HASHING_THREADS = 4
+
+_FREE = frozenset(
+    {
+        "device",
+        "threads",
+        "learning_rate",
+        "learning_rate_minimum",
+        "learning_rate_schedule",
+        "schedule_steps",
+        "warmup_steps",
+        "weight_decay",
+        "max_grad_norm",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "micro_batch_tokens",
+        "gradient_checkpointing",
+    }
+)
+"""Settings that may change when a run is resumed: those that affect only speed, memory and
+rounding, and those that people adjust when a run goes wrong."""
+
+
+class FileDigest(msgspec.Struct, frozen=True):
+    """One file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+    """Of its contents, in hexadecimal, as `sha256sum` prints it."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The contents of manifest.json."""
+
+    format: int
+    policy_version: int
+    """Optimizer steps trained, which is also the data cursor."""
+    settings: dict[str, Any]
+    """Every setting that shapes the run, as JSON types."""
+    files: dict[str, FileDigest]
+    """By path relative to the checkpoint, with forward slashes."""
+    sha256: str = ""
+    """Of this manifest's JSON with this field empty."""
+
+
+class _AnyFormat(msgspec.Struct):
+    format: int
+
+
+def write_manifest(directory: Path, *, policy_version: int, settings: dict[str, Any]) -> None:
+    """Complete a checkpoint: list every file of `directory` with its size and digest.
+
+    Raises:
+        OSError: a file cannot be read, or the manifest not written.
+    """
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    digests = _in_parallel(_sha256, paths)
+    manifest = Manifest(
+        format=FORMAT,
+        policy_version=policy_version,
+        settings=settings,
+        files={
+            path.relative_to(directory).as_posix(): FileDigest(path.stat().st_size, digest)
+            for path, digest in zip(paths, digests, strict=True)
+        },
+    )
+    manifest = msgspec.structs.replace(manifest, sha256=_own_digest(manifest))
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    temporary = directory / f".{MANIFEST}"
+    with temporary.open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(directory / MANIFEST)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint, itself verified; the files are not.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it is of another format.
+    """
+    path = directory / MANIFEST
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError as error:
+        if (directory / _OLD_FORMAT).exists():
+            raise CheckpointError(_other_format(directory, 1)) from error
+        raise CheckpointError(
+            f"{directory} has no {MANIFEST}, so it is not a whole checkpoint"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        found = msgspec.json.decode(text, type=_AnyFormat).format
+        if found != FORMAT:
+            raise CheckpointError(_other_format(directory, found))
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({len(text)} bytes): {error}") from error
+    if manifest.sha256 != _own_digest(manifest):
+        raise CheckpointError(f"{path} is damaged: its contents do not match their digest")
+    return manifest
+
+
+def verify_files(directory: Path, manifest: Manifest, *, folder: str = "") -> None:
+    """Read every listed file below `folder` and compare size and digest.
+
+    Raises:
+        CheckpointError: names the first file that is missing, truncated, changed or unlisted.
+    """
+    chosen = {name: one for name, one in manifest.files.items() if name.startswith(folder)}
+    for name, one in chosen.items():
+        _check_size(directory, name, one)
+    for path in sorted((directory / "model").rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if name not in manifest.files and name.endswith(_READ_UNASKED):
+            raise CheckpointError(f"{path} was added later: {MANIFEST} does not list it")
+    try:
+        digests = _in_parallel(_sha256, [directory / name for name in chosen])
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or directory} cannot be read: {error}") from error
+    for digest, (name, one) in zip(digests, chosen.items(), strict=True):
+        if digest != one.sha256:
+            raise CheckpointError(
+                f"{directory / name} is damaged: its contents do not match the digest in {MANIFEST}"
+            )
+
+
+def has_its_files(directory: Path) -> bool:
+    """Whether the manifest is sound and every file has its size. Reads no file's contents."""
+    try:
+        for name, one in read_manifest(directory).files.items():
+            _check_size(directory, name, one)
+    except CheckpointError:
+        return False
+    return True
+
+
+def settings_of(
+    config: TrainerConfig, *, group_size: int, seed: int, temperature: float, top_p: float
+) -> dict[str, Any]:
+    """What a checkpoint says about the run that wrote it, as JSON types."""
+    return {
+        **config.model_dump(mode="json"),
+        "group_size": group_size,
+        "seed": seed,
+        "temperature": temperature,
+        "top_p": top_p,
+    }
+
+
+def check_settings(directory: Path, manifest: Manifest, settings: dict[str, Any]) -> None:
+    """Refuse settings under which the checkpoint would continue as a different run.
+
+    Raises:
+        CheckpointError: names each setting that differs.
+    """
+    # Through JSON, so that tuples and lists compare as equal.
+    now = msgspec.json.decode(msgspec.json.encode(settings), type=dict[str, Any])
+    then = manifest.settings
+    changed = sorted(
+        key for key in (then.keys() | now.keys()) - _FREE if then.get(key) != now.get(key)
+    )
+    if changed:
+        listed = ", ".join(f"{key}: {then.get(key)!r} -> {now.get(key)!r}" for key in changed)
+        raise CheckpointError(
+            f"{directory} was written under other settings ({listed}); resume with those, or "
+            f"start a new run from {directory / 'model'}"
+        )
+
+
+def _check_size(directory: Path, name: str, expected: FileDigest) -> None:
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise CheckpointError(f"{directory / MANIFEST} lists {name!r}, a path outside its folder")
+    path = directory / name
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    size = path.stat().st_size
+    if size < expected.bytes:
+        raise CheckpointError(f"{path} is truncated: {size} of {expected.bytes} bytes")
+    if size > expected.bytes:
+        raise CheckpointError(f"{path} is damaged: {size} bytes instead of {expected.bytes}")
+
+
+def _other_format(directory: Path, found: int) -> str:
+    return (
+        f"{directory} has checkpoint format {found}, but this version reads only format {FORMAT}; "
+        "resume with the version that wrote it, or start a new run from its weights with --set "
+        f"model.path={directory / 'model'}"
+    )
+
+
+def _own_digest(manifest: Manifest) -> str:
+    return hashlib.sha256(
+        msgspec.json.encode(msgspec.structs.replace(manifest, sha256=""))
+    ).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _in_parallel(function: Any, paths: list[Path]) -> list[Any]:
+    with concurrent.futures.ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        return list(pool.map(function, paths))
