@@ -1,6 +1,7 @@
 """The command line: `asyncrl run|status|stop|pause|resume|report|eval|simulate`.
 
-Exit codes: 0 done, or stopped by the user; 1 the run failed; 2 the user must change something.
+Exit codes: 0 done, or stopped by the user; 1 the run failed; 2 the user must change something; 130
+ended at once by a second Ctrl-C.
 Commands import what they need when they are called, so that `--help` is quick.
 """
 

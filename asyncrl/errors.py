@@ -9,6 +9,7 @@ AsyncrlError                  exit code 1: the run failed
 │       ├── RewardFailed      it raised, or returned something that is not a finite number
 │       └── RewardTimeout     it did not return in time; its process was killed
 ├── RunFailed                 a process died for good, or nothing could be trained
+├── Interrupted               exit code 130: the user ended the run at once, by a second Ctrl-C
 └── WaitTimeout               a wait exceeded its limit; says what was waited for
 
 A message is one paragraph: what was wrong, where, and what to do. The command line prints it
@@ -60,6 +61,18 @@ class RewardTimeout(RewardError):  # noqa: N818 - says what happened
 
 class RunFailed(AsyncrlError):  # noqa: N818 - says what happened
     """The run cannot continue. Everything up to its last checkpoint is kept."""
+
+
+class Interrupted(AsyncrlError):  # noqa: N818 - says what happened
+    """A second Ctrl-C, SIGTERM or SIGHUP ended the run at once; it can be resumed."""
+
+    exit_code: ClassVar[int] = 130
+
+    def __init__(self) -> None:
+        super().__init__(
+            "ended at once by a second signal; what was trained since the newest checkpoint is "
+            "trained again after --resume"
+        )
 
 
 class WaitTimeout(AsyncrlError):  # noqa: N818 - says what happened

@@ -12,6 +12,7 @@ least every half minute, so that a log never looks dead.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from monitoring.config import MonitoringConfig
 from monitoring.live_panel import panel, plain_line
 from monitoring.run_view import RunView
 from monitoring.wording import without_controls
+
+logger = logging.getLogger(__name__)
 
 REFRESHES_PER_SECOND = 4
 QUIET_SECONDS = 30.0
@@ -77,15 +80,23 @@ class LiveView:
 
     def update(self, view: RunView) -> None:
         """Show a newer snapshot."""
-        self._view.update(view)
+        self._show(lambda: self._view.update(view))
 
     def log(self, text: str) -> None:
         """Print a message that stays on the screen, above the panel or as a line."""
-        self._view.log(without_controls(text))
+        self._show(lambda: self._view.log(without_controls(text)))
 
     def close(self) -> None:
         """Leave the last state on the screen and release the terminal. Idempotent."""
-        self._view.close()
+        self._show(self._view.close)
+
+    def _show(self, show: Callable[[], None]) -> None:
+        """Show something; once the terminal or the pipe is closed, nothing is shown any more."""
+        try:
+            show()
+        except OSError as error:
+            logger.warning("the live view ends: its output cannot be written: %s", error)
+            self._view = _NoView()
 
     def __enter__(self) -> Self:
         return self

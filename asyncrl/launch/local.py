@@ -39,6 +39,8 @@ class LocalProcess:
 
     def end(self, *, by_force: bool) -> None:
         """Send SIGTERM to the process, or SIGKILL to it and its children."""
+        if self._process.returncode is not None:
+            return  # its id may belong to another process by now
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if by_force:
                 os.killpg(self._process.pid, signal.SIGKILL)

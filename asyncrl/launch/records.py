@@ -76,6 +76,11 @@ class ProcessRecords:
             with JsonlWriter(self._path) as writer:
                 writer.append([ProcessRecord(name, process, self.mark)])
 
+    def kill_all(self) -> None:
+        """Send SIGKILL to every process that has this controller's mark; does not wait."""
+        for process in with_variable(MARK_VARIABLE, {self.mark}):
+            send(process, signal.SIGKILL)
+
     def end_all(self) -> list[ProcessIdentity]:
         """Kill every process that has this controller's mark; returns those that were left.
 

@@ -140,6 +140,10 @@ class Controller:
         await self._training.apply(events.StopRequested())
         self._waiter.notify()
 
+    def fail(self, error: Exception) -> None:
+        """End the run with this error, in whatever phase it is."""
+        self._waiter.fail(error)
+
     async def answer(self, request: control.Request) -> control.Reply:
         """Carry out a user's request."""
         match request:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +16,7 @@ from functools import partial
 from rich.console import Console
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import AsyncrlError, UserError, WaitTimeout
+from asyncrl.errors import AsyncrlError, Interrupted, UserError, WaitTimeout
 from asyncrl.launch import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.shared_memory import remove_stale_files
@@ -27,6 +26,7 @@ from asyncrl.run.controller import Controller
 from asyncrl.run.directory import Ending, RunDirectory
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.inbox import Message
+from asyncrl.run.interrupts import Interrupts
 from asyncrl.run.prepare import Prepared
 from asyncrl.run.progress import Progress
 from asyncrl.run.resuming import rewind
@@ -78,6 +78,7 @@ def execute(
         )
         closing.callback(directory.close)
         metrics = ControllerMetrics.register(registry, process="controller")
+        wants_report = True
         try:
             return asyncio.run(_run(prepared, directory, console=console, metrics=metrics))
         except UserError:
@@ -85,10 +86,14 @@ def execute(
             if kept is not None:
                 console.print(f"logs of this start: {kept / 'logs'}", highlight=False)
             raise
+        except Interrupted:
+            wants_report = False  # it can take seconds
+            raise
         finally:
             # Also for a run that failed: the report shows how far it came.
-            with contextlib.suppress(MonitoringError):
-                write_report(directory.path)
+            if wants_report:
+                with contextlib.suppress(MonitoringError):
+                    write_report(directory.path)
 
 
 async def _run(
@@ -105,7 +110,7 @@ async def _run(
             runtime = RuntimeDirectory()
         except AddressTooLong as error:
             raise UserError(str(error)) from error
-        closing.callback(runtime.close)
+        closing.callback(_clean_up, runtime)
         launcher = LocalLauncher(
             directory.path / "logs",
             records := ProcessRecords(directory.path),
@@ -127,11 +132,20 @@ async def _run(
             config, prepared.task, directory=directory, fleet=fleet, hub=hub, progress=progress
         )
         user = asyncio.create_task(_serve_user(state.control_address, controller, metrics))
-        closing.enter_context(_stop_on_signals(controller, fleet, console))
+        interrupts = Interrupts(
+            controller,
+            kill=partial(_kill, fleet, records),
+            clean_up=partial(_clean_up, runtime),
+            say=progress.say,
+        )
+        closing.enter_context(interrupts.handled())
         ended: Ending = "failed"
         try:
             before, after = await controller.run()
             ended = "done" if controller.is_complete else "stopped"
+        except Interrupted:
+            ended = "stopped"
+            raise
         finally:
             user.cancel()
             try:
@@ -139,12 +153,24 @@ async def _run(
             except WaitTimeout as error:
                 console.print(f"[yellow]{error}[/]")
             _end_escaped(records, console)
-            remove_stale_files()
+            _clean_up(runtime)
             state.ended = ended
             directory.write_state()
     result = progress.result(before, after, total_seconds=time.monotonic() - began)
     directory.write_result(result)
     return result
+
+
+def _kill(fleet: Fleet, records: ProcessRecords) -> None:
+    """Kill all processes of the run, and what they have started; does not wait."""
+    fleet.kill_all()
+    records.kill_all()
+
+
+def _clean_up(runtime: RuntimeDirectory) -> None:
+    """Remove the run's sockets and files in shared memory; its processes have ended."""
+    runtime.close()
+    remove_stale_files()
 
 
 def _end_escaped(records: ProcessRecords, console: Console) -> None:
@@ -203,29 +229,3 @@ async def _serve_user(address: str, controller: Controller, metrics: ControllerM
         await serve_control(hub, controller.answer)
     finally:
         hub.close()
-
-
-@contextlib.contextmanager
-def _stop_on_signals(controller: Controller, fleet: Fleet, console: Console) -> Iterator[None]:
-    """Ctrl-C stops the run after the current step; a second one kills its processes."""
-    loop = asyncio.get_running_loop()
-    stopping: set[asyncio.Task[None]] = set()
-
-    def stop() -> None:
-        if stopping:
-            fleet.kill_all()
-            return
-        console.print(
-            "stopping: finishing the current step and writing a checkpoint "
-            "(press Ctrl-C again to end at once)"
-        )
-        stopping.add(asyncio.ensure_future(controller.stop()))
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

@@ -22,8 +22,10 @@ from wire.weights.layout import WeightManifest
 
 logger = logging.getLogger(__name__)
 
-_SUSPENDED_SECONDS = 10.0
-"""If `deaths` is called this late, the controller itself was suspended in between."""
+_LATE_SECONDS = 1.0
+"""If `deaths` is called this late, the controller itself was suspended or blocked in between."""
+_KILL_SECONDS = 10.0
+"""Longest wait for killed processes."""
 
 _POLL_SECONDS = 0.02
 """Time between two looks at processes that are to end."""
@@ -181,14 +183,20 @@ class Fleet:
         return worker
 
     def deaths(self) -> list[tuple[Worker, str]]:
-        """Processes that died since the last call, each once, and how. Kills silent ones."""
+        """Processes that died since the last call, each once, and how. Kills silent ones.
+
+        Time in which this was not called does not count as silence. None after `kill_all`.
+        """
         now = time.monotonic()
-        if now - self._last_check > _SUSPENDED_SECONDS:
-            # The controller was suspended (Ctrl-Z) or starved, so it could not hear anybody.
+        missed, self._last_check = now - self._last_check, now
+        if missed > _LATE_SECONDS:
+            # The controller was suspended (Ctrl-Z) or blocked (a slow disk), so it could not hear
+            # anybody; that is not the silence of others.
             for worker in self.alive:
-                worker.heard = now
-        self._last_check = now
-        found = []
+                worker.heard = min(now, worker.heard + missed)
+        found: list[tuple[Worker, str]] = []
+        if self._ending:
+            return found
         for worker in self.alive:
             reason = self._cause_of_death(worker, now)
             if reason is not None:
@@ -229,7 +237,7 @@ class Fleet:
             worker.handle.end(by_force=True)
 
     def kill_all(self) -> None:
-        """Kill every process now; does not wait."""
+        """Kill every process now; does not wait. May be called from a signal handler."""
         self._ending = True
         for worker in self.alive:
             worker.handle.end(by_force=True)
@@ -240,7 +248,7 @@ class Fleet:
         Raises:
             WaitTimeout: some did not end in time and were killed.
         """
-        for worker in self.alive:
+        for worker in () if self._ending else self.alive:
             try:
                 if not worker.is_ready:
                     worker.handle.end(by_force=False)
@@ -259,7 +267,7 @@ class Fleet:
         """
         began = time.monotonic()
         remaining = self.alive
-        killed: list[str] = []
+        killed: dict[str, float] = {}
         while remaining:
             remaining = [worker for worker in remaining if worker.handle.exit_code() is None]
             waited = time.monotonic() - began
@@ -267,13 +275,14 @@ class Fleet:
                 extra = self._config.checkpoint_seconds if worker.is_trainer else 0.0
                 if waited > self._config.stop_seconds + extra and worker.name not in killed:
                     worker.handle.end(by_force=True)
-                    killed.append(worker.name)
+                    killed[worker.name] = waited
+            if any(waited - killed.get(one.name, waited) > _KILL_SECONDS for one in remaining):
+                break
             time.sleep(_POLL_SECONDS)
         if killed:
-            waited = time.monotonic() - began
             raise WaitTimeout(
-                f"{', '.join(killed)} did not end within {waited:.0f} s and were killed; see "
-                "launcher.stop_seconds and launcher.checkpoint_seconds"
+                f"{', '.join(killed)} did not end within {max(killed.values()):.0f} s and were "
+                "killed; see launcher.stop_seconds and launcher.checkpoint_seconds"
             )
 
 

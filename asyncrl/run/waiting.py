@@ -9,6 +9,10 @@ from collections.abc import Callable
 
 from asyncrl.errors import WaitTimeout
 
+_PIECE_SECONDS = 0.5
+"""Time limits are counted in pieces of this length: a process that was suspended for long finds one
+of them over, and not the whole limit."""
+
 
 class Waiter:
     """What the phases of a run wait on. The loops of the controller notify it.
@@ -53,20 +57,22 @@ class Waiter:
 
         Args:
             condition: evaluated after every change.
-            seconds: longest wait without progress.
+            seconds: longest wait without progress. Time in which this process was suspended does
+                not count.
             what: names what is waited for, in the error.
             progress: any change of this number starts the time limit again.
 
         Raises:
             WaitTimeout: the condition did not hold in time.
         """
-        deadline, made = time.monotonic() + seconds, progress()
+        waited, made = 0.0, progress()
         while not condition():
             if progress() != made:
-                deadline, made = time.monotonic() + seconds, progress()
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
+                waited, made = 0.0, progress()
+            if waited >= seconds:
                 raise WaitTimeout(f"waited {seconds:.0f} s for {what()}")
+            piece, began = min(_PIECE_SECONDS, seconds - waited), time.monotonic()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(remaining):
+                async with asyncio.timeout(piece):
                     await self.next_change()
+            waited += min(piece, time.monotonic() - began)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import pty
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,6 +60,12 @@ class CommandLine:
         self.started.append(process)
         return process
 
+    def start_in_terminal(self, *more: str, **settings: object) -> Terminal:
+        """Start a run in a terminal of its own, with the live panel."""
+        terminal = Terminal(self.arguments(*more, **settings))
+        self.started.append(terminal.process)
+        return terminal
+
     def end(self) -> None:
         """Kill the runs that a failed test left behind."""
         for process in self.started:
@@ -83,6 +95,44 @@ class CommandLine:
             if marker in command and folder in command:
                 found.append(int(path.parent.name))
         return found
+
+
+class Terminal:
+    """A process in a session of its own, whose controlling terminal this is."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self._keyboard, screen = pty.openpty()
+        self.process: subprocess.Popen[str] = subprocess.Popen(
+            arguments,
+            cwd=ROOT,
+            stdin=screen,
+            stdout=screen,
+            stderr=screen,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(screen)
+        self._shown: list[bytes] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # closed, at either end
+            while chunk := os.read(self._keyboard, 4096):
+                self._shown.append(chunk)
+
+    @property
+    def text(self) -> str:
+        """What the screen has shown so far, with its control sequences, on one line."""
+        return " ".join(b"".join(self._shown).decode(errors="replace").split())
+
+    def press_ctrl_c(self) -> None:
+        os.write(self._keyboard, b"\x03")
+
+    def close(self) -> None:
+        """Close the window."""
+        os.close(self._keyboard)
 
 
 def call(arguments: list[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:

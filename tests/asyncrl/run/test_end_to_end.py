@@ -16,6 +16,8 @@ import pytest
 from asyncrl_runs import CommandLine, call, until
 from whole_checkpoints import truncate
 
+from asyncrl.config import load_config
+from asyncrl.run.directory import RunDirectory, read_state
 from monitoring.group_account import read_account
 from wire.records import StepMetrics
 
@@ -203,14 +205,39 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
     assert "tokens of an earlier process" in log
 
 
-def test_ctrl_c_ends_in_order(command_line: CommandLine) -> None:
-    process = command_line.start(run__steps=500)
+def test_a_closed_terminal_ends_the_run_in_order(command_line: CommandLine) -> None:
+    terminal = command_line.start_in_terminal(run__steps=500)
     until(lambda: command_line.steps() >= 1, seconds=90, what="a step")
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
-    assert "writing a checkpoint" in " ".join(output.split())
+    terminal.close()
+    terminal.process.wait(timeout=60)
     assert json.loads((command_line.folder / "run.json").read_text())["ended"] == "stopped"
+    steps = command_line.steps()
+    assert (command_line.folder / "checkpoints" / f"step-{steps:06d}").is_dir()
+
+
+def test_ctrl_c_twice_ends_at_once_and_leaves_nothing_but_a_run_to_resume(
+    command_line: CommandLine,
+) -> None:
+    """Also when the trainer does not answer."""
+    terminal = command_line.start_in_terminal(run__steps=500, trainer__checkpoint_every=1)
+    until(lambda: command_line.steps() >= 2, seconds=90, what="two steps")
+    state = json.loads((command_line.folder / "run.json").read_text())
+    os.kill(command_line.children("trainer")[0], signal.SIGSTOP)
+    terminal.press_ctrl_c()
+    until(lambda: "press Ctrl-C again" in terminal.text, seconds=10, what="the first answer")
+    terminal.press_ctrl_c()
+    assert terminal.process.wait(timeout=20) == 130, terminal.text
+    assert "ended at once by a second signal" in terminal.text
+    assert not command_line.children("generator") + command_line.children("trainer")
+    assert not Path(state["control_address"].removeprefix("ipc://")).parent.exists()
+    left = Path("/dev/shm").glob(f"asyncrl-your-own-{terminal.process.pid}-*")  # noqa: S108
+    assert not list(left)
+    ended = read_state(command_line.folder)
+    assert ended is not None
+    assert ended.ended == "stopped"
+    config = load_config(command_line.folder / "config.yaml")
+    RunDirectory.create(config, resume=True, clean=False).close()
+    assert list((command_line.folder / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.vllm

@@ -47,6 +47,26 @@ def test_a_silent_process_is_killed() -> None:
     assert hub.launcher.handles["generator-0"].ended == ["kill"]
 
 
+def test_time_in_which_the_controller_was_suspended_is_nobodys_silence() -> None:
+    """SIGSTOP for eight seconds, with silence_seconds 5 and two seconds of silence before it."""
+    fleet, _ = started_fleet(run_config(launcher={"generators": 2, "silence_seconds": 5}))
+    for worker in fleet.everyone():
+        worker.heard -= 10
+    fleet._last_check -= 8
+    assert fleet.deaths() == []
+    generator(fleet).heard -= 5
+    assert [worker.name for worker, _ in fleet.deaths()] == ["generator-0"]
+
+
+def test_after_kill_all_no_death_is_reported_and_nothing_is_sent() -> None:
+    fleet, hub = started_fleet(CONFIG)
+    fleet.kill_all()
+    assert fleet.deaths() == []
+    asyncio.run(fleet.shut_down())
+    assert hub.sent == []
+    assert all(handle.ended == ["kill"] for handle in hub.launcher.handles.values())
+
+
 def test_a_process_that_sends_nonsense_is_killed_and_reported() -> None:
     fleet, hub = started_fleet(CONFIG)
     worker = generator(fleet)

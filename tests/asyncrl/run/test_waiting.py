@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -69,5 +70,23 @@ def test_the_first_error_ends_every_later_wait() -> None:
             with pytest.raises(RunFailed, match="first"):
                 await waiter.until(lambda: False, seconds=60, what=lambda: "nothing")
         await waiter.until(lambda: True, seconds=60, what=lambda: "what holds already")
+
+    asyncio.run(wait())
+
+
+def test_time_in_which_the_controller_was_suspended_is_no_waiting_time() -> None:
+    async def wait() -> None:
+        waiter, done = Waiter(), [False]
+
+        def finish() -> None:
+            done[0] = True
+            waiter.notify()
+
+        def suspend() -> None:
+            time.sleep(2.5)  # nothing of the loop runs, as after SIGSTOP
+            asyncio.get_running_loop().call_later(0.05, finish)
+
+        asyncio.get_running_loop().call_later(0.05, suspend)
+        await waiter.until(lambda: done[0], seconds=2.0, what=lambda: "a process")
 
     asyncio.run(wait())

@@ -1,0 +1,126 @@
+"""Ctrl-C, SIGTERM and SIGHUP: the first signal ends a run in order, the second one at once.
+
+first     finish the current step, write a checkpoint, end; exit code 0
+second    kill the run's processes and end; exit code 130, after AT_ONCE_SECONDS at the latest
+third     exit now
+
+SIGHUP only counts as a first one: when a terminal is closed, both the kernel and the shell send it.
+
+The handlers are Python's own and not the event loop's, so that they also run while the loop is
+busy. Whenever the run is ended, its folder can be resumed: every checkpoint is complete or absent,
+and each step's record is one write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Protocol
+
+from asyncrl.errors import Interrupted
+
+AT_ONCE_SECONDS = 5.0
+"""Longest time from the second signal to the exit of the process."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stoppable(Protocol):
+    """What the signals end: the controller."""
+
+    async def stop(self) -> None:
+        """Finish the current step, then end the run."""
+
+    def fail(self, error: Exception) -> None:
+        """End the run with this error."""
+
+
+class Interrupts:
+    """The signals that one run has received.
+
+    Args:
+        run: is stopped by the first signal and fails by the second.
+        kill: kills the run's processes. Called from a signal handler or another thread.
+        clean_up: removes what an immediate exit would leave behind, quickly.
+        say: tells the user what happens.
+    """
+
+    def __init__(
+        self,
+        run: Stoppable,
+        *,
+        kill: Callable[[], None],
+        clean_up: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._run = run
+        self._kill = kill
+        self._clean_up = clean_up
+        self._say = say
+        self._received = 0
+        self._stopping: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle the signals inside the block. Call from the main thread, in a running loop.
+
+        Raises:
+            Interrupted: at the end of the block, if a second signal came in it.
+        """
+        loop = asyncio.get_running_loop()
+
+        def handle(number: int, _frame: FrameType | None) -> None:
+            if number == signal.SIGHUP and self._received:
+                return
+            self._received += 1
+            if self._received == 1:
+                loop.call_soon_threadsafe(self._stop)
+            elif self._received == 2:
+                loop.call_soon_threadsafe(self._run.fail, Interrupted())
+                self._kill()
+                timer = threading.Timer(AT_ONCE_SECONDS, self._exit)
+                timer.daemon = True
+                timer.start()
+            else:
+                self._exit()
+
+        before = {number: signal.signal(number, handle) for number in SIGNALS}
+        try:
+            yield
+        except Exception as error:
+            if self._received > 1:
+                raise Interrupted from error
+            raise
+        else:
+            if self._received > 1:
+                raise Interrupted
+        finally:
+            if self._received < 2:  # otherwise the process is about to exit, and may be told so
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _stop(self) -> None:
+        self._say(
+            "stopping: finishing the current step and writing a checkpoint "
+            "(press Ctrl-C again to end at once)"
+        )
+        self._stopping = asyncio.ensure_future(self._run.stop())
+        self._stopping.add_done_callback(self._stopped)
+
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._run.fail(error)
+
+    def _exit(self) -> None:
+        """Exit now, whatever waits or blocks."""
+        try:
+            self._kill()
+            self._clean_up()
+        finally:
+            os._exit(Interrupted.exit_code)

@@ -1,0 +1,40 @@
+"""Only records read the system's time: it can jump, and no decision may depend on it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("asyncrl", "engine", "trainer", "scheduler", "cache", "monitoring", "wire", "rollout")
+RECORDS = {
+    "asyncrl/processes/generator/engine_log.py": "when a record of the engine was made",
+    "asyncrl/run/failed_starts.py": "the name of a folder",
+    "asyncrl/run/progress.py": "when a step ended and the run began, for people",
+    "monitoring/report/write.py": "when the report was written",
+    "monitoring/timeline.py": "read once, so that spans of all processes share an origin",
+}
+"""Modules that may read the system's time, and what for."""
+WALL = {("time", name) for name in ("time", "time_ns", "localtime", "gmtime", "ctime", "strftime")}
+WALL |= {("datetime", name) for name in ("now", "utcnow", "today")} | {("date", "today")}
+
+
+def reads_of_the_clock(path: Path) -> list[int]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if (node.value.id, node.attr) in WALL:
+                found.append(node.lineno)
+        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+            found += [node.lineno for name in node.names if ("time", name.name) in WALL]
+    return found
+
+
+def test_only_records_read_the_systems_time() -> None:
+    reading = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if reads_of_the_clock(path)
+    }
+    assert reading == set(RECORDS), "use time.monotonic(), or add the module with its reason"
