@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from asyncrl.config_errors import mistakes
 from asyncrl.errors import ConfigError
@@ -43,6 +43,25 @@ class RunSection(BaseModel):
     """Seed of the data order, the sampling and the trainer."""
     directory: LocalPath = "runs"
     """Folder in which the run's own folder is created. `~` and `${NAME}` are expanded."""
+    log_samples: Literal["off", "jsonl"] = "off"
+    """`jsonl`: write every trained sample with its text to RUN/samples/000001.jsonl and following
+    files of up to 64 MB."""
+    log_samples_mb: int = Field(default=10_000, ge=1, le=10**9)
+    """Most megabytes of RUN/samples. Beyond it the oldest file is removed."""
+    log_sample_tokens: bool = False
+    """Add the token ids of prompt and response to each logged sample."""
+
+    @field_validator("log_samples", mode="before")
+    @classmethod
+    def _known_log(cls, value: object) -> object:
+        if value is False:  # YAML reads off as false
+            return "off"
+        if value == "parquet":
+            raise ValueError(
+                "parquet is not written, because a file without its end cannot be read after a "
+                "crash; use jsonl, and convert RUN/samples/*.jsonl with pandas or datasets"
+            )
+        return value
 
 
 class EvaluationConfig(BaseModel):

@@ -240,6 +240,10 @@ class TrainerMetrics(ProcessMetrics):
     duplicates: Total = counter(
         "asyncrl_duplicate_samples_total", "Trajectories that arrived again and were dropped."
     )
+    unlogged_samples: Total = counter(
+        "asyncrl_unlogged_samples_total",
+        "Trained samples that could not be written to the sample log.",
+    )
     train_time: Histogram = histogram(
         "asyncrl_train_seconds", "Forward, backward and optimizer work of one step."
     )

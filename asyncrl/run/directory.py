@@ -10,6 +10,7 @@ timeline/         what each process did when, one file per process
 slots/            what each generator's slots were used for
 engine/           each engine's counters over time
 samples.jsonl     a few trajectories for the report
+samples/          every trained sample (run.log_samples)
 cache/            the generators' rollout caches, for a resumed run
 result.json       the result, for scripts
 report.html       the result, for people

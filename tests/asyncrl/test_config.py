@@ -59,6 +59,7 @@ def test_overrides_reach_any_depth(tmp_path: Path) -> None:
             r"engine.top_k_logprobs: 0 does not work .*at least 1",
         ),
         ("sampling: {max_tokens: 4000}", [], r"sampling.max_tokens \(4000\) leaves no room"),
+        ("run: {log_samples: parquet}", [], r"run.log_samples: parquet is not written.*jsonl"),
         ("- a list", [], r"must be a mapping"),
         ("run: [", [], r"not valid YAML"),
         ("", ["engine.kind"], r"write it as key.path=value"),
@@ -70,6 +71,12 @@ def test_what_is_wrong_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(write(tmp_path, text), overrides)
+
+
+def test_off_may_be_written_without_quotes(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "run: {log_samples: off}"))
+    assert config.run.log_samples == "off"
+    assert parse_config(yaml.safe_load(dump_config(config)), source="the dump") == config
 
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class Checkpoints:
         self._every = every
         self._metrics = records.metrics
         self._timeline = records.timeline
+        self._sample_log = records.samples
         self._saved_version = learner.policy_version
 
     async def save_if_due(self) -> CheckpointWritten | None:
@@ -41,6 +42,8 @@ class Checkpoints:
         version = self._learner.policy_version
         if version == self._saved_version:
             return None
+        if self._sample_log is not None:
+            await self._sample_log.written()  # a resumed run does not train these steps again
         path = self._directory / f"step-{version:06d}"
         began = time.monotonic()
         with self._timeline.span(SpanKind.SAVING, version=version):

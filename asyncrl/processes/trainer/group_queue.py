@@ -7,12 +7,29 @@ twice.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 
 from rollout.trajectory import FloatArray, Trajectory
 from wire.frames import decode_trajectory
 from wire.messages.data import TrajectoryDelivery
+
+
+class WholeGroup(NamedTuple):
+    """A group with all its samples, in the order of their indices."""
+
+    index: int
+    trajectories: list[Trajectory]
+    rewards: FloatArray
+    """`[group_size]`"""
+    generators: list[str]
+    """The process that delivered each sample."""
+
+
+class _Arrival(NamedTuple):
+    generator: str
+    delivery: TrajectoryDelivery
 
 
 class GroupQueue:
@@ -22,8 +39,8 @@ class GroupQueue:
         self.group_size = group_size
         self.duplicates = 0
         """Deliveries that arrived again or too late."""
-        self._partial: dict[int, dict[int, TrajectoryDelivery]] = {}
-        self._whole: dict[int, dict[int, dict[int, TrajectoryDelivery]]] = {}
+        self._partial: dict[int, dict[int, _Arrival]] = {}
+        self._whole: dict[int, dict[int, dict[int, _Arrival]]] = {}
         self._taken: dict[int, set[int]] = {}
 
     @property
@@ -32,7 +49,7 @@ class GroupQueue:
         partial = sum(len(samples) for samples in self._partial.values())
         return partial + self.group_size * sum(len(groups) for groups in self._whole.values())
 
-    def add(self, delivery: TrajectoryDelivery, *, next_step: int) -> bool:
+    def add(self, delivery: TrajectoryDelivery, *, generator: str, next_step: int) -> bool:
         """Queue a delivery; False if it is a duplicate or its step is past.
 
         Raises:
@@ -52,14 +69,12 @@ class GroupQueue:
             return False
         decode_trajectory(delivery)
         samples = self._partial.setdefault(group, {})
-        samples[sample] = delivery
+        samples[sample] = _Arrival(generator, delivery)
         if len(samples) == self.group_size:
             self._whole.setdefault(delivery.step, {})[group] = self._partial.pop(group)
         return True
 
-    def take(
-        self, step: int, *, allowed: Collection[int] | None
-    ) -> tuple[int, list[Trajectory], FloatArray] | None:
+    def take(self, step: int, *, allowed: Collection[int] | None) -> WholeGroup | None:
         """Take a whole group of this step.
 
         Args:
@@ -67,8 +82,7 @@ class GroupQueue:
             allowed: the groups that may be taken; None: any.
 
         Returns:
-            Its index, its trajectories in the order of their sample indices, and their rewards
-            `[group_size]`; None if there is no such group.
+            None if there is no such group.
         """
         groups = self._whole.get(step, {})
         for group in groups:
@@ -76,8 +90,12 @@ class GroupQueue:
                 samples = groups.pop(group)
                 self._taken.setdefault(step, set()).add(group)
                 ordered = [samples[index] for index in sorted(samples)]
-                rewards = np.array([delivery.reward for delivery in ordered], np.float32)
-                return group, [decode_trajectory(delivery) for delivery in ordered], rewards
+                return WholeGroup(
+                    group,
+                    [decode_trajectory(arrival.delivery) for arrival in ordered],
+                    np.array([arrival.delivery.reward for arrival in ordered], np.float32),
+                    [arrival.generator for arrival in ordered],
+                )
         return None
 
     def forget_before(self, step: int) -> None:
@@ -86,5 +104,5 @@ class GroupQueue:
             for old in [key for key in kept if key < step]:
                 del kept[old]
         for group, samples in list(self._partial.items()):
-            if next(iter(samples.values())).step < step:
+            if next(iter(samples.values())).delivery.step < step:
                 del self._partial[group]

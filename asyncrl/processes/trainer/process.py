@@ -97,7 +97,7 @@ class TrainerProcess:
         while True:
             peer, delivery = await self._generators.receive()
             try:
-                self._queue.add(delivery, next_step=self._steps.step)
+                self._queue.add(delivery, generator=peer, next_step=self._steps.step)
             except ValueError as error:
                 # Only a defect of the generator can cause this, so the run ends.
                 raise AsyncrlError(
@@ -128,7 +128,7 @@ class TrainerProcess:
             plan = self._plans.get(step)
             group = self._queue.take(step, allowed=plan)
             if group is not None:
-                await self._steps.accumulate(*group)
+                await self._steps.accumulate(group)
             elif plan is not None and done - plan:
                 raise AsyncrlError(
                     f"step {step}: the controller reported groups {sorted(done - plan)} as failed "

@@ -9,10 +9,13 @@ from asyncrl.processes.spec import ChildSpec
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.process import TrainerProcess
+from asyncrl.processes.trainer.sample_log import TrainedSampleLog
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
+from asyncrl.tasks.encoding import load_tokenizer
 from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
+from monitoring.trained_samples import truncate
 from trainer.checkpoint_files import path_of
 from trainer.errors import BatchError, NonFiniteError, TrainerError
 from trainer.learner import Learner
@@ -42,7 +45,10 @@ async def run_trainer(spec: ChildSpec) -> None:
         child.closing.callback(publisher.close)
         with child.timeline.span(SpanKind.STARTING):
             learner = _load_learner(child)
-        records = TrainerRecords(child.metrics, child.timeline)
+        truncate(child.directory / "samples", before_step=learner.policy_version)
+        records = TrainerRecords(child.metrics, child.timeline, _sample_log(child))
+        if records.samples is not None:
+            child.closing.push_async_callback(records.samples.close)
         process = TrainerProcess(
             StepTrainer(learner, publisher, records),
             GroupQueue(config.scheduler.group_size),
@@ -75,6 +81,14 @@ def _load_learner(child: Child[TrainerMetrics]) -> Learner:
     if spec.resume_from is not None:
         learner.restore(path_of(child.directory / "checkpoints", spec.resume_from))
     return learner
+
+
+def _sample_log(child: Child[TrainerMetrics]) -> TrainedSampleLog | None:
+    settings = child.config.run
+    if settings.log_samples == "off":
+        return None
+    tokenizer = load_tokenizer(child.spec.model_path)
+    return TrainedSampleLog(child.directory / "samples", tokenizer, settings, child.metrics)
 
 
 def _failure(_spec: ChildSpec, error: BaseException) -> from_trainer.Failure | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asyncrl.processes.trainer.group_queue import WholeGroup
+from asyncrl.processes.trainer.sample_log import TrainedSampleLog
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
 from monitoring.timeline import Timeline
-from rollout.trajectory import FloatArray, Trajectory
 from trainer.learner import Learner
 from wire.messages.from_trainer import StepFinished
 from wire.records import TrainerTimes
@@ -25,6 +25,8 @@ class TrainerRecords:
 
     metrics: TrainerMetrics
     timeline: Timeline
+    samples: TrainedSampleLog | None = None
+    """None where `run.log_samples` is off."""
 
 
 class StepTrainer:
@@ -43,6 +45,7 @@ class StepTrainer:
         self._publisher = publisher
         self._metrics = records.metrics
         self._timeline = records.timeline
+        self._sample_log = records.samples
         self._start_step()
         self.busy_seconds = 0.0
         """Spent on gradients and optimizer steps since the start."""
@@ -51,6 +54,7 @@ class StepTrainer:
         self.done: set[int] = set()
         """Groups of this step whose gradients are accumulated."""
         self._samples = 0
+        self._to_log: list[WholeGroup] = []
         self._train_seconds = 0.0
         self._waited: defaultdict[str, float] = defaultdict(float)
 
@@ -66,15 +70,15 @@ class StepTrainer:
                 self._publisher.publish, self._learner.tensors(), self.step
             )
 
-    async def accumulate(
-        self, group: int, trajectories: Sequence[Trajectory], rewards: FloatArray
-    ) -> None:
+    async def accumulate(self, group: WholeGroup) -> None:
         """Add the gradient of a whole group. Raises TrainerError."""
         began = time.monotonic()
         with self._timeline.span(SpanKind.TRAINING, step=self.step):
-            await asyncio.to_thread(self._learner.add_group, trajectories, rewards)
-        self.done.add(group)
-        self._samples += len(trajectories)
+            await asyncio.to_thread(self._learner.add_group, group.trajectories, group.rewards)
+        self.done.add(group.index)
+        self._samples += len(group.trajectories)
+        if self._sample_log is not None:
+            self._to_log.append(group)
         self._count_training(time.monotonic() - began)
 
     async def wait(self, changed: asyncio.Event, cause: str) -> None:
@@ -96,6 +100,8 @@ class StepTrainer:
         with self._timeline.span(SpanKind.TRAINING, step=step):
             metrics = await asyncio.to_thread(self._learner.step)
         self._count_training(time.monotonic() - began)
+        if self._sample_log is not None:
+            await self._sample_log.record(step, self._to_log)
         began = time.monotonic()
         manifest = await self.publish()
         times = TrainerTimes(

@@ -19,6 +19,7 @@ from whole_checkpoints import truncate
 from asyncrl.config import load_config
 from asyncrl.run.directory import RunDirectory, read_state
 from monitoring.group_account import read_account
+from monitoring.trained_samples import read_trained_samples
 from wire.records import StepMetrics
 
 pytestmark = pytest.mark.slow
@@ -138,7 +139,8 @@ def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpo
     command_line: CommandLine,
 ) -> None:
     """A stopped generator remains; the resumed run ends it."""
-    process = command_line.start(run__steps=STEPS, trainer__checkpoint_every=2)
+    sets = {"trainer__checkpoint_every": 2, "run__log_samples": "jsonl"}
+    process = command_line.start(run__steps=STEPS, **sets)
     until(lambda: command_line.steps() >= 5, seconds=90, what="five steps")
     (stopped,) = command_line.children("generator")
     os.kill(stopped, signal.SIGSTOP)
@@ -156,7 +158,7 @@ def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpo
     saved = sorted((command_line.folder / "checkpoints").glob("step-*"))
     truncate(saved.pop() / "optimizer" / "00001.safetensors")
     before = command_line.metrics()
-    done = command_line.run("--resume", run__steps=STEPS + 2, trainer__checkpoint_every=2)
+    done = command_line.run("--resume", run__steps=STEPS + 2, **sets)
     assert done.returncode == 0, done.stdout
     output = " ".join(done.stdout.split())
     assert f"left behind: generator-0 (process {stopped})" in output
@@ -173,6 +175,12 @@ def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpo
     assert [s for s in range(STEPS + 2) if s not in unrecorded] == steps
     assert command_line.metrics()[: min(kept, len(before))] == before[:kept]
     assert command_line.result().steps == STEPS + 2
+    logged = [
+        (one.step, one.group) for one in read_trained_samples(command_line.folder / "samples")
+    ]
+    size = logged.count(logged[0])
+    groups = [(group // 4, group) for group in range(4 * (STEPS + 2))]
+    assert sorted(logged) == [pair for pair in groups for _ in range(size)]
 
 
 def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandLine) -> None:

@@ -22,21 +22,26 @@ def test_a_whole_group_is_handed_out_once_in_the_order_of_its_samples() -> None:
     queue = GroupQueue(3)
     for sample in (2, 0, 1):
         assert queue.take(0, allowed=None) is None
-        assert queue.add(delivery(7, sample, reward=sample), next_step=0)
-    group, trajectories, rewards = queue.take(0, allowed=None) or pytest.fail("no group")
+        assert queue.add(delivery(7, sample, reward=sample), generator="g0", next_step=0)
+    group, trajectories, rewards, generators = queue.take(0, allowed=None) or pytest.fail(
+        "no group"
+    )
     assert group == 7
     assert [t.id.sample for t in trajectories] == [0, 1, 2]
     assert rewards.tolist() == [0, 1, 2]
+    assert generators == ["g0"] * 3
     assert queue.take(0, allowed=None) is None
-    assert not queue.add(delivery(7, 1), next_step=0), "a late duplicate of a taken group"
+    assert not queue.add(delivery(7, 1), generator="g0", next_step=0), (
+        "a late duplicate of a taken group"
+    )
     assert queue.trajectories == 0
     assert queue.duplicates == 1
 
 
 def test_only_groups_of_the_plan_are_handed_out() -> None:
     queue = GroupQueue(1)
-    queue.add(delivery(1, 0), next_step=0)
-    queue.add(delivery(2, 0), next_step=0)
+    queue.add(delivery(1, 0), generator="g0", next_step=0)
+    queue.add(delivery(2, 0), generator="g0", next_step=0)
     taken = queue.take(0, allowed={2})
     assert taken is not None
     assert taken[0] == 2
@@ -47,15 +52,15 @@ def test_only_groups_of_the_plan_are_handed_out() -> None:
 
 def test_samples_of_earlier_steps_are_dropped() -> None:
     queue = GroupQueue(2)
-    queue.add(delivery(1, 0), next_step=0)
+    queue.add(delivery(1, 0), generator="g0", next_step=0)
     queue.forget_before(1)
     assert queue.trajectories == 0
-    assert not queue.add(delivery(1, 1), next_step=1)
+    assert not queue.add(delivery(1, 1), generator="g0", next_step=1)
 
 
 def test_a_sample_outside_its_group_is_refused() -> None:
     with pytest.raises(ValueError, match="outside a group of 2"):
-        GroupQueue(2).add(delivery(0, 2), next_step=0)
+        GroupQueue(2).add(delivery(0, 2), generator="g0", next_step=0)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32 - 1), st.floats(0, 0.5))
@@ -69,7 +74,7 @@ def test_every_trajectory_is_taken_exactly_once_even_if_it_arrives_twice(
     rng.shuffle(deliveries)
     taken: list[SampleId] = []
     for each in deliveries:
-        queue.add(each, next_step=0)
+        queue.add(each, generator="g0", next_step=0)
         for step in (0, 1):
             while (found := queue.take(step, allowed=None)) is not None:
                 taken += [t.id for t in found[1]]

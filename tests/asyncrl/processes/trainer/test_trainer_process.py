@@ -14,13 +14,16 @@ from deliveries_of import delivery_of
 from generator_harness import FakeLine
 from step_records import full_step
 
+from asyncrl.config import RunSection
 from asyncrl.errors import AsyncrlError, first_error
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.process import TrainerProcess
+from asyncrl.processes.trainer.sample_log import TrainedSampleLog
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
 from monitoring.metrics import TrainerMetrics, new_registry
 from monitoring.timeline import Timeline
+from monitoring.trained_samples import read_trained_samples
 from rollout.trajectory import SampleId, Trajectory
 from wire.messages import data, from_trainer, to_trainer
 from wire.refusals import Refusals
@@ -37,6 +40,7 @@ class FakeLearner:
         self.groups: list[list[int]] = [[]]
         self.saved: list[Path] = []
         self.added = threading.Event()
+        self.logged_at_save = 0
 
     def add_group(self, trajectories: Sequence[Trajectory], _rewards: Any) -> None:
         assert len(trajectories) == GROUP_SIZE
@@ -53,6 +57,14 @@ class FakeLearner:
 
     def save(self, directory: Path) -> None:
         self.saved.append(directory)
+        self.logged_at_save = len(list(read_trained_samples(directory.parent / "samples")))
+
+
+class FakeTokenizer:
+    """Decodes token 4 as a lone surrogate, which UTF-8 does not have."""
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(0xD800) if token == 4 else chr(97 + token) for token in tokens)
 
 
 class FakeHub:
@@ -77,8 +89,12 @@ class TrainerHarness:
 
     def __init__(self, directory: Path, publisher: WeightPublisher) -> None:
         self.learner, self.control, self.hub = FakeLearner(), FakeLine(), FakeHub()
-        metrics = TrainerMetrics.register(new_registry(), "trainer")
-        records = TrainerRecords(metrics, Timeline(None, "trainer"))
+        self.registry = new_registry()
+        metrics = TrainerMetrics.register(self.registry, "trainer")
+        self.samples = TrainedSampleLog(
+            directory / "samples", FakeTokenizer(), RunSection(log_sample_tokens=True), metrics
+        )
+        records = TrainerRecords(metrics, Timeline(None, "trainer"), self.samples)
         learner: Any = self.learner
         control: Any = self.control
         hub: Any = self.hub
@@ -119,6 +135,7 @@ def play(directory: Path, scenario: Any, *, checkpoint: bool = False) -> Trainer
                     harness.control.inbox.put_nowait(to_trainer.Shutdown(checkpoint))
                 finally:
                     await harness.running
+                    await harness.samples.close()
             return harness
 
     return asyncio.run(run())
@@ -187,3 +204,39 @@ def test_a_delivery_that_cannot_be_trained_on_ends_the_run(tmp_path: Path) -> No
     with pytest.raises(BaseExceptionGroup) as caught:
         play(tmp_path, scenario)
     assert "0.2 of g0 cannot be trained on" in str(first_error(caught.value))
+
+
+def test_each_trained_sample_is_logged_once_and_before_its_checkpoint(tmp_path: Path) -> None:
+    async def scenario(harness: TrainerHarness) -> None:
+        harness.deliver(7, step=2)  # arrives before its step, which is never trained
+        for step in range(2):
+            harness.deliver(step, step=step)
+            harness.deliver(step, step=step)  # sent again
+            harness.control.inbox.put_nowait(to_trainer.StepPlan(step, (step,)))
+        await harness.sent(from_trainer.CheckpointWritten, 1)
+
+    harness = play(tmp_path, scenario)
+    records = list(read_trained_samples(tmp_path / "samples"))
+    assert [(one.step, one.group, one.sample) for one in records] == [
+        (0, 0, 0), (0, 0, 1), (1, 1, 0), (1, 1, 1),
+    ]  # fmt: skip
+    assert harness.learner.logged_at_save == 4
+    last = records[-1]
+    assert (last.prompt, last.response) == ("bc", "d?b")
+    assert (last.prompt_tokens, last.response_tokens) == ([1, 2], [3, 4, 1])
+    assert (last.sampled, last.generator, last.segments[0].policy_version) == (3, "g0", 1)
+
+
+def test_a_sample_log_without_a_disk_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "samples").write_text("a file where the folder should be")
+
+    async def scenario(harness: TrainerHarness) -> None:
+        harness.deliver(0, step=0)
+        harness.control.inbox.put_nowait(to_trainer.StepPlan(0, (0,)))
+        await harness.sent(from_trainer.StepFinished, 1)
+
+    harness = play(tmp_path, scenario)
+    lost = harness.registry.get_sample_value(
+        "asyncrl_unlogged_samples_total", {"process": "trainer"}
+    )
+    assert lost == GROUP_SIZE

@@ -1,0 +1,185 @@
+"""`samples/000001.jsonl` and so on: every sample that a run has trained on, once.
+
+The files hold the samples in the order of their steps. A full file is followed by the next number,
+and the oldest files are removed when all together exceed a limit. The trainer is the only writer.
+It drops the records of steps that it repeats before it adds any (`truncate`).
+
+Example:
+    >>> record = TrainedSample(
+    ...     step=3, group=24, sample=0, prompt_id="p7", prompt="1+1=", response="2", reward=1.0,
+    ...     finish_reason="stop", generator="generator-0", prompt_length=4, response_length=2,
+    ...     segments=[SampleSegment(3, 0, 2)], sampled=1, drafted=0, verified=1,
+    ... )
+    >>> record.sampled + record.drafted + record.verified == record.response_length
+    True
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from monitoring.jsonl import JsonlWriter, read_jsonl
+from monitoring.samples import SampleSegment
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 64 << 20
+"""A file that has reached this size is followed by the next one."""
+_FILES_IN_LIMIT = 8
+"""A limit is divided into at least this many files, so that removing one frees a small part."""
+
+
+class TrainedSample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One trajectory that an optimizer step has used."""
+
+    step: int
+    """The optimizer step."""
+    group: int
+    sample: int
+    """Index in the group, from 0."""
+    prompt_id: str
+    prompt: str
+    """Text of the prompt tokens, special tokens included, as the model sees them."""
+    response: str
+    """Text of the response tokens without special tokens, as reward functions get it."""
+    reward: float
+    finish_reason: str
+    """`stop`, `length` or `deadline`: `rollout.trajectory.FinishReason`."""
+    generator: str
+    """The process that delivered it."""
+    prompt_length: int
+    """Tokens of the prompt."""
+    response_length: int
+    """Tokens of the response; the sum of the three counts below."""
+    segments: list[SampleSegment]
+    """The policy versions that its tokens follow; in order, covering the response."""
+    sampled: int
+    """Tokens drawn without a draft."""
+    drafted: int
+    """Tokens drafted and accepted."""
+    verified: int
+    """Tokens drawn under an older version and accepted again."""
+    prompt_tokens: list[int] | None = None
+    """Ids, with `run.log_sample_tokens`."""
+    response_tokens: list[int] | None = None
+    """Ids, with `run.log_sample_tokens`."""
+
+
+class SampleFiles:
+    """Appends records to the newest file of a folder; opens the next one when it is full.
+
+    Args:
+        folder: of the files; created with the first record.
+        limit_bytes: the oldest files are removed when all together exceed this.
+    """
+
+    def __init__(self, folder: Path, *, limit_bytes: int) -> None:
+        self._folder = folder
+        self._limit = limit_bytes
+        self._file_bytes = min(MAX_FILE_BYTES, limit_bytes // _FILES_IN_LIMIT)
+        self._writer: JsonlWriter | None = None
+
+    def append(self, records: Sequence[TrainedSample]) -> None:
+        """Write records and hand them to the operating system.
+
+        Raises:
+            OSError: the disk is full or gone. Some of the records may have been written; the next
+                call writes after the last whole line.
+        """
+        try:
+            if self._writer is None:
+                files = sample_files(self._folder)
+                self._writer = JsonlWriter(files[-1] if files else self._path(1))
+            self._writer.append(records)
+            if self._writer.path.stat().st_size >= self._file_bytes:
+                self._writer.close()
+                self._writer = JsonlWriter(self._path(_number(self._writer.path) + 1))
+                self._remove_oldest()
+        except OSError:
+            writer, self._writer = self._writer, None
+            with contextlib.suppress(OSError):  # closing writes what is buffered
+                if writer is not None:
+                    writer.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:06d}.jsonl"
+
+    def _remove_oldest(self) -> None:
+        files = sample_files(self._folder)
+        total = sum(path.stat().st_size for path in files)
+        while total > self._limit and len(files) > 1:
+            oldest = files.pop(0)
+            total -= oldest.stat().st_size
+            oldest.unlink()
+
+
+def sample_files(folder: Path) -> list[Path]:
+    """The files of a sample log, oldest first; empty when there is no such folder."""
+    return sorted((p for p in folder.glob("*.jsonl") if p.stem.isdigit()), key=_number)
+
+
+def read_trained_samples(folder: Path) -> Iterator[TrainedSample]:
+    """All records of a sample log, file by file, in the order of their steps.
+
+    Raises:
+        RecordError: a line other than an incomplete last one cannot be decoded.
+    """
+    for path in sample_files(folder):
+        yield from read_jsonl(path, TrainedSample)
+
+
+def truncate(folder: Path, *, before_step: int) -> None:
+    """Drop the records of `before_step` and later steps; those steps are trained again."""
+    for path in reversed(sample_files(folder)):
+        dropped = kept = 0
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with path.open("rb") as old, temporary.open("wb") as new:
+            for line in old:
+                if _step_of(line) < before_step:
+                    new.write(line)
+                    kept += 1
+                else:
+                    dropped += 1
+        if not dropped:
+            temporary.unlink()
+            return  # older files hold earlier steps only
+        if kept:
+            temporary.replace(path)
+        else:
+            temporary.unlink()
+            path.unlink()
+
+
+class _Step(msgspec.Struct):
+    step: int
+
+
+_DECODER = msgspec.json.Decoder(_Step)
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line; infinity for one that is incomplete or damaged, so that it is dropped."""
+    if not line.endswith(b"\n"):
+        return float("inf")
+    try:
+        return _DECODER.decode(line).step
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        logger.warning("a damaged line of the sample log was dropped: %s", error)
+        return float("inf")
+
+
+def _number(path: Path) -> int:
+    return int(path.stem)
