@@ -19,7 +19,7 @@ from wire.messages.data import TrajectoryDelivery
 class WholeGroup(NamedTuple):
     """A group with all its samples, in the order of their indices."""
 
-    index: int
+    group: int
     trajectories: list[Trajectory]
     rewards: FloatArray
     """`[group_size]`"""

@@ -105,7 +105,7 @@ class TrainedSampleLog:
             records.append(
                 TrainedSample(
                     step=step,
-                    group=group.index,
+                    group=group.group,
                     sample=trajectory.id.sample,
                     prompt_id=trajectory.prompt_id,
                     prompt=self._text(trajectory.prompt_tokens, special=True),

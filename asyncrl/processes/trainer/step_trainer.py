@@ -75,7 +75,7 @@ class StepTrainer:
         began = time.monotonic()
         with self._timeline.span(SpanKind.TRAINING, step=self.step):
             await asyncio.to_thread(self._learner.add_group, group.trajectories, group.rewards)
-        self.done.add(group.index)
+        self.done.add(group.group)
         self._samples += len(group.trajectories)
         if self._sample_log is not None:
             self._to_log.append(group)
