@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-import msgspec
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
@@ -44,8 +43,7 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
 
 
 def _check_prompts(config: RunConfig, task: Task) -> None:
-    """Refuse prompts that are too long, and examples that no message can carry."""
-    encoder = msgspec.msgpack.Encoder()
+    """Refuse prompts that leave no room for a response."""
     room = config.engine.max_model_len - config.sampling.max_tokens
     for prompt in itertools.chain(task.train, task.evaluation):
         if len(prompt.tokens) > room:
@@ -55,10 +53,3 @@ def _check_prompts(config: RunConfig, task: Task) -> None:
                 f"engine.max_model_len {config.engine.max_model_len}. Raise engine.max_model_len, "
                 "or leave out long prompts with task.max_prompt_tokens and task.too_long: filter"
             )
-        try:
-            encoder.encode(prompt.example)
-        except (OverflowError, TypeError, ValueError) as error:
-            raise DataError(
-                f"the example of prompt {prompt.prompt_id} has a value that cannot be handed to a "
-                f"reward: {error}. Numbers must fit 64 bits and strings be valid Unicode"
-            ) from error

@@ -50,6 +50,11 @@ class TaskConfig(BaseModel):
     id_field: str | None = None
     """Dataset only: field with a unique id; null: the examples are numbered."""
 
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    """Dataset only: what happens to a row that cannot be used: not JSON, without the fields, with
+    an id that is there already. `refuse`: the run does not start. `skip`: such rows are left out,
+    counted and listed; the ids of the others do not change."""
+
     train_size: int | None = Field(default=None, ge=1, le=10**9)
     """Number of training prompts. null: 2048 for `arithmetic`, every example for `dataset`."""
     evaluation_path: LocalPath | None = None

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ModelError
-from asyncrl.tasks.config import HUB_ID, ModelConfig
+from asyncrl.tasks import hub
+from asyncrl.tasks.config import ModelConfig
+from asyncrl.tasks.nearby import near
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -42,7 +44,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
-    """What the engines and the trainer load: a directory after a check, or a hub id unchanged.
+    """What the engines and the trainer load: a directory after a check, or a hub id.
+
+    Without the hub, an id becomes the directory of the model in the hub's cache.
 
     Raises:
         ModelError: there is no such directory, the directory lacks config.json, the tokenizer or
@@ -52,19 +56,29 @@ def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
     if path == BUILTIN_ARITHMETIC:
         return str(ensure_builtin_model(default_cache_dir(), progress))
     if path.startswith("builtin:"):
-        raise ModelError(f"there is no model {path!r}; the built-in one is {BUILTIN_ARITHMETIC!r}")
-    directory = Path(path).expanduser()
+        raise ModelError(
+            f"model.path: there is no model {path!r}; the built-in one is {BUILTIN_ARITHMETIC!r}"
+        )
+    directory = Path(path)
     if directory.is_dir():
         _check_directory(directory)
         return str(directory.resolve())
     if directory.is_file():
-        raise ModelError(f"model.path {path!r} is a file; give the directory that holds it")
-    if not HUB_ID.fullmatch(path):
+        raise ModelError(f"model.path: {path!r} is a file; give the directory that holds it")
+    if not hub.is_id(path):
         raise ModelError(
-            f"model.path {path!r}: there is no such directory (looked from {Path.cwd()}); give a "
-            f"HF model directory, a hub id such as Qwen/Qwen3-0.6B, or {BUILTIN_ARITHMETIC!r}"
+            f"model.path: there is no directory {path!r} (looked from {Path.cwd()}); give a HF "
+            f"model directory, a hub id such as Qwen/Qwen3-0.6B, or {BUILTIN_ARITHMETIC!r}."
+            f"{near(directory)}"
         )
-    return path
+    without_hub = hub.unusable()
+    if without_hub is None:
+        return path
+    cached = hub.cached_model(path)
+    if cached is None:
+        raise ModelError(hub.not_found(path, "model.path", "model directory", without_hub))
+    _check_directory(cached)
+    return str(cached)
 
 
 def default_cache_dir() -> Path:
@@ -199,17 +213,17 @@ def _recipe_hash(recipe: WarmStart) -> str:
 def _check_directory(directory: Path) -> None:
     if not (directory / "config.json").is_file():
         raise ModelError(
-            f"{directory} is not a HF model directory: it has no config.json; save one with "
-            "model.save_pretrained(directory)"
+            f"model.path: {directory} is not a HF model directory: it has no config.json; save one "
+            "with model.save_pretrained(directory)"
         )
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
-            f"the model directory {directory} has no tokenizer (none of "
+            f"model.path: {directory} has no tokenizer (none of "
             f"{', '.join(_TOKENIZER_FILES)}); save it there with "
             "tokenizer.save_pretrained(directory)"
         )
     if not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
         raise ModelError(
-            f"the model directory {directory} has no weights (*.safetensors); save them with "
+            f"model.path: {directory} has no weights (*.safetensors); save them with "
             "model.save_pretrained(directory)"
         )

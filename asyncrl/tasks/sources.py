@@ -1,89 +1,97 @@
-"""Read the examples of a dataset: JSONL, parquet, a folder saved by `datasets`, or a hub id.
+"""Read the rows of a dataset: JSONL, parquet, a folder saved by `datasets`, or a hub id.
 
 JSONL is read with the standard library, so that an error can name the line. `datasets` is imported
-only where it is needed.
+only where it is needed. A file that cannot be read at all is a DataError; a single row that cannot
+be used is a `BadRow`, and the caller decides (`task.on_bad_row`).
 """
 
 from __future__ import annotations
 
-import difflib
-import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from asyncrl.errors import DataError
-from asyncrl.tasks.config import HUB_ID
+from asyncrl.tasks import hub
+from asyncrl.tasks.jsonl import read_json_lines
+from asyncrl.tasks.nearby import near
+from asyncrl.tasks.rows import BadRow, Row, checked
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = ".parquet"
+_BATCH_ROWS = 1024
+"""Rows of a parquet file that are in memory as Python objects at once."""
+_UNREADABLE_CELL = (ValueError, OverflowError, TypeError)
+"""What pyarrow raises for text that is not UTF-8, and for dates that Python cannot represent."""
 
-Located = tuple[str, dict[str, Any]]
-"""Where an example stands (`file:line`), and the example."""
 
+def read_rows(
+    path: str, split: str, subset: str | None = None, *, setting: str = "task.path"
+) -> Iterator[Row | BadRow]:
+    """The rows in order, each with its location.
 
-def read_examples(path: str, split: str, subset: str | None = None) -> Iterator[Located]:
-    """The examples in order, each with its location.
+    Args:
+        path: a file, a folder, or a hub id.
+        split: of a saved folder or a hub dataset.
+        subset: configuration name of a hub dataset.
+        setting: the key that holds `path`, for errors.
 
     Raises:
-        DataError: there is no such file or id, it cannot be read in the format that its name
-            promises, or an example is not an object.
+        DataError: there is no such file or id, or it cannot be read in the format that its name
+            promises.
     """
-    place = Path(path).expanduser()
+    place = Path(path)
     if place.is_file():
         if place.suffix in _JSON_LINES:
-            return _json_lines(place)
+            return read_json_lines(place, setting=setting)
         if place.suffix == _PARQUET:
-            return _parquet(place)
+            return _parquet(place, setting)
         raise DataError(
-            f"{place}: a dataset file must be .jsonl (one JSON object per line) or .parquet"
+            f"{setting}: {place}: a dataset file must be .jsonl (one JSON object per line) or "
+            ".parquet, and not compressed"
         )
     if place.is_dir():
-        return _from_datasets(str(place), split, subset, saved=_is_saved(place))
+        if place.suffix in (*_JSON_LINES, _PARQUET):
+            raise DataError(f"{setting}: {place} is a folder; give the file in it")
+        return _from_datasets(str(place), split, subset, setting, saved=_is_saved(place))
     looks_like_file = place.suffix in (*_JSON_LINES, _PARQUET)
-    if looks_like_file or not HUB_ID.fullmatch(path):
-        raise DataError(f"there is no dataset at {path} (looked from {Path.cwd()}).{_near(place)}")
-    return _from_datasets(path, split, subset, saved=False)
-
-
-def _json_lines(path: Path) -> Iterator[Located]:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", _object(line, f"{path}:{number}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from error
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        example = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error}; each line must be one JSON object") from error
-    if not isinstance(example, dict):
+    if looks_like_file or not hub.is_id(path):
         raise DataError(
-            f"{where}: each line must be one JSON object, this one is a {type(example).__name__}"
+            f"{setting}: there is no dataset at {path} (looked from {Path.cwd()}).{near(place)}"
         )
-    return example
+    return _from_datasets(path, split, subset, setting, saved=False)
 
 
-def _parquet(path: Path) -> Iterator[Located]:
+def _parquet(path: Path, setting: str) -> Iterator[Row | BadRow]:
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
         file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise DataError(f"{setting}: {path} has {count} columns named {name!r}")
         number = 0
-        for batch in file.iter_batches():
-            for example in batch.to_pylist():
-                yield f"{path}, example {number}", example
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+            for index in range(batch.num_rows):
+                where = f"{path}, example {number}"
+                try:
+                    (values,) = batch.slice(index, 1).to_pylist()
+                except _UNREADABLE_CELL as error:
+                    yield BadRow(where, f"it cannot be read: {error}")
+                else:
+                    yield checked(where, values)
                 number += 1
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+        raise DataError(f"{setting}: {path} cannot be read as parquet: {error}") from error
 
 
-def _from_datasets(path: str, split: str, subset: str | None, *, saved: bool) -> Iterator[Located]:
+def _from_datasets(
+    path: str, split: str, subset: str | None, setting: str, *, saved: bool
+) -> Iterator[Row | BadRow]:
+    # Before `datasets` is imported, which reads HF_HUB_OFFLINE then.
+    without_hub = None if Path(path).is_dir() else hub.unusable()
     import datasets
 
     try:
@@ -94,22 +102,17 @@ def _from_datasets(path: str, split: str, subset: str | None, *, saved: bool) ->
         else:
             loaded = datasets.load_dataset(path, subset, split=split)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        if without_hub is not None:
+            raise DataError(hub.not_found(path, setting, "file or folder", without_hub)) from error
         reason = str(error).strip().split("\n", 1)[0]
         raise DataError(
-            f"the dataset {path!r} (split {split!r}, subset {subset!r}) cannot be loaded: {reason}"
+            f"{setting}: the dataset {path!r} (split {split!r}, subset {subset!r}) cannot be "
+            f"loaded: {reason}"
         ) from error
     for number, example in enumerate(loaded):
-        yield f"{path}[{split}], example {number}", example
+        yield checked(f"{path}[{split}], example {number}", example)
 
 
 def _is_saved(folder: Path) -> bool:
     """Whether this folder was saved with `datasets`' save_to_disk."""
     return any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
-
-
-def _near(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f" The folder {path.parent} does not exist either."
-    names = [entry.name for entry in path.parent.iterdir()]
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return f" Did you mean {path.parent / close[0]}?" if close else ""

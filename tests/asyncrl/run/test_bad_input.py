@@ -113,7 +113,7 @@ def test_a_number_that_no_message_can_carry(command_line: CommandLine, tmp_path:
     rows = (OWN / "questions.jsonl").read_text().splitlines()
     rows.append(json.dumps({"question": "?", "reference": "1", "id": 10**22}))
     data.write_text("\n".join(rows))
-    refused(command_line, "cannot be handed to a reward", "64 bits", task__path=data)
+    refused(command_line, "data.jsonl:13", "64 bits", task__path=data)
     assert not command_line.folder.exists()
 
 

@@ -92,7 +92,7 @@ def test_errors_name_the_line_and_the_remedy(tmp_path: Path) -> None:
         return refusal(config(str(path), **values))
 
     assert "q.jsonl:3: not JSON" in refused(good, "", "{oops")
-    assert "q.jsonl:2: each line must be one JSON object, this one is a list" in refused(good, "[]")
+    assert "q.jsonl:2: each row must be one JSON object, this one is a list" in refused(good, "[]")
     message = refused(good, '{"question": "a", "answer": 1}')
     assert "q.jsonl:2: the example has no 'solution'; task.answer_field" in message
     assert "('question', 'answer')" in message

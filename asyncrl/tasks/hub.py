@@ -1,0 +1,86 @@
+"""Models and datasets of the Hugging Face hub, also where the hub cannot be reached.
+
+Without a network, the hub's libraries try each file of a model again and again, for minutes in all,
+and end with the error of the last file. Here one request with a time limit finds out, before any of
+them is imported. If it fails, `HF_HUB_OFFLINE` is set for this process and its children, so that
+the cache is used at once, and what is not in the cache is refused in one sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from asyncrl.tasks.config import HUB_ID
+from asyncrl.tasks.nearby import near
+
+PROBE_SECONDS = 10.0
+"""Longest wait for the hub's answer, name resolution included."""
+
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_TRUE = ("1", "ON", "YES", "TRUE")
+
+
+def is_id(name: str) -> bool:
+    """Whether this can be an id of the hub, `name` or `owner/name`."""
+    return HUB_ID.fullmatch(name) is not None
+
+
+@functools.cache
+def unusable() -> str | None:
+    """Why the hub cannot be used, None if it answers. Sets HF_HUB_OFFLINE if it does not."""
+    for name in _OFFLINE:
+        if os.environ.get(name, "").upper() in _TRUE:
+            return f"{name} is set"
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    problem = _probe(endpoint)
+    if problem is None:
+        return None
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if "huggingface_hub" in sys.modules:  # which has read the variable already
+        import huggingface_hub
+
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+    return f"{endpoint} cannot be reached ({problem})"
+
+
+def cached_model(name: str) -> Path | None:
+    """The folder of a model in the hub's cache, None if it is not there."""
+    import huggingface_hub
+
+    file = huggingface_hub.try_to_load_from_cache(name, "config.json")
+    return Path(file).parent if isinstance(file, str) else None
+
+
+def not_found(name: str, setting: str, kind: str, reason: str) -> str:
+    """The message for an id that is no local path and not in the cache, without the hub."""
+    return (
+        f"{setting}: {name!r} is neither a local {kind} (looked from {Path.cwd()}) nor in the "
+        f"hub's cache, and the hub cannot be used: {reason}.{near(Path(name))}"
+    )
+
+
+def _probe(endpoint: str) -> str | None:
+    """Why there is no answer; None if there is one, also if that is an error of HTTP."""
+    problems: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(endpoint, method="HEAD")  # noqa: S310 - the user's own
+            with urllib.request.urlopen(request, timeout=PROBE_SECONDS / 2):  # noqa: S310
+                problems.append(None)
+        except urllib.error.HTTPError:
+            problems.append(None)
+        except (OSError, ValueError) as error:
+            problems.append(str(getattr(error, "reason", error)))
+
+    # A thread, because resolving a name has no time limit of its own.
+    thread = threading.Thread(target=ask, name="hub-probe", daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)
+    return problems[0] if problems else f"no answer within {PROBE_SECONDS:g} s"

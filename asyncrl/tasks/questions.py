@@ -1,0 +1,171 @@
+"""Turn the rows of a dataset into questions, and refuse or leave out those that cannot be used.
+
+A question's id is its row's number, counted from 0 and including the rows that are left out, or
+the value of `task.id_field`. So leaving out a row changes no other id.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.errors import DataError
+from asyncrl.suggestions import shortened
+from asyncrl.tasks.config import TaskConfig
+from asyncrl.tasks.encoding import Question
+from asyncrl.tasks.rows import BadRow, Row
+from asyncrl.tasks.sources import read_rows
+
+log = logging.getLogger(__name__)
+
+MAX_ID = 200
+"""Most characters of a user's own id."""
+
+_MESSAGE_KEYS = ("role", "content")
+_PLACES = 3
+"""Bad rows that a warning lists."""
+
+
+class _UnusableError(Exception):
+    """A row that cannot be used; the message says why."""
+
+
+def read_questions(
+    config: TaskConfig, path: str, split: str, *, setting: str, prefix: str = ""
+) -> list[Question]:
+    """The questions of one dataset, in order.
+
+    Args:
+        config: of the task.
+        path: a file, a folder or a hub id.
+        split: of a saved folder or a hub dataset.
+        setting: the key that holds `path`, for errors.
+        prefix: put before every id.
+
+    Raises:
+        DataError: the dataset cannot be read, has no usable example, or has one that cannot be
+            used, with `on_bad_row: refuse`.
+    """
+    reading = _Reading(config, prefix)
+    for index, row in enumerate(read_rows(path, split, config.subset, setting=setting)):
+        reading.add(index, row)
+    return reading.finish(path, setting)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """The questions so far, and the rows that were left out."""
+
+    config: TaskConfig
+    prefix: str
+    questions: list[Question] = field(default_factory=list)
+    bad: list[BadRow] = field(default_factory=list)
+    """The first few."""
+    bad_count: int = 0
+    places: dict[str, str] = field(default_factory=dict)
+    """Where each id was seen."""
+
+    def add(self, index: int, row: Row | BadRow) -> None:
+        """Keep the row's question, or refuse or count the row."""
+        if isinstance(row, Row):
+            try:
+                question = _question(self.config, index, row, self.prefix)
+                before = self.places.setdefault(question.prompt_id, row.where)
+                if before != row.where:
+                    raise _UnusableError(
+                        f"task.id_field {self.config.id_field!r} must be unique, but "
+                        f"{question.prompt_id!r} is also at {before}"
+                    )
+            except _UnusableError as error:
+                row = BadRow(row.where, str(error))
+            else:
+                self.questions.append(question)
+                return
+        if self.config.on_bad_row == "refuse":
+            # If no row before was usable, the mistake is more likely in the configuration.
+            hint = "; or leave such rows out with task.on_bad_row: skip" if self.questions else ""
+            raise DataError(f"{row.where}: {row.reason}{hint}")
+        self.bad_count += 1
+        if self.bad_count <= _PLACES:
+            self.bad.append(row)
+
+    def finish(self, path: str, setting: str) -> list[Question]:
+        """The questions. Raises DataError if there are none; warns about those left out."""
+        listed = "; ".join(f"{bad.where}: {shortened(bad.reason)}" for bad in self.bad)
+        if not self.questions and self.bad:
+            raise DataError(
+                f"{setting}: no example of {path} can be used; {self.bad_count:,} were left out "
+                f"(task.on_bad_row: skip): {listed}"
+            )
+        if not self.questions:
+            raise DataError(f"{setting}: {path}: there are no examples")
+        if self.bad:
+            ids = "the values of task.id_field" if self.config.id_field else "their row numbers"
+            log.warning(
+                "left out %d of %d examples of %s (task.on_bad_row: skip): %s%s. The ids of the "
+                "others do not change: they are %s",
+                self.bad_count,
+                self.bad_count + len(self.questions),
+                path,
+                listed,
+                "; ..." if self.bad_count > len(self.bad) else "",
+                ids,
+            )
+        return self.questions
+
+
+def _question(config: TaskConfig, index: int, row: Row, prefix: str) -> Question:
+    content = _column(row.values, config.prompt_field, "task.prompt_field")
+    answer = None
+    if config.answer_field is not None:
+        answer = _column(row.values, config.answer_field, "task.answer_field")
+        if isinstance(answer, int | float) and not isinstance(answer, bool):
+            if not math.isfinite(answer):
+                raise _UnusableError(f"{config.answer_field!r} is {answer}, not a finite number")
+            answer = str(answer)
+    identity = str(index) if config.id_field is None else _identity(row.values, config.id_field)
+    example = {"prompt": _plain_text(content), "answer": answer, "row": row.values}
+    return Question(prefix + identity, content, example, row.where)
+
+
+def _identity(values: dict[str, Any], name: str) -> str:
+    value = _column(values, name, "task.id_field")
+    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+        raise _UnusableError(
+            f"task.id_field {name!r} must be a text or an integer, got {shortened(repr(value), 40)}"
+        )
+    text = str(value)
+    if len(text) > MAX_ID:
+        raise _UnusableError(f"the id has {len(text):,} characters, more than {MAX_ID}")
+    return text
+
+
+def _column(values: dict[str, Any], name: str, setting: str) -> Any:
+    value = values.get(name)
+    if value is None:
+        there = shortened(", ".join(repr(key) for key in values)) or "none"
+        raise _UnusableError(
+            f"the example has no {name!r}; {setting} must name one of its fields ({there})"
+        )
+    return value
+
+
+def _plain_text(content: Any) -> str:
+    """The question without a template: the text itself, or the last user message."""
+    if isinstance(content, str):
+        if not content.strip():
+            raise _UnusableError("the prompt is empty")
+        return content
+    if not isinstance(content, list) or not content or not all(map(_is_message, content)):
+        raise _UnusableError(
+            "the prompt must be a text or a list of chat messages with role and content, got "
+            f"{type(content).__name__}"
+        )
+    asked = [message["content"] for message in content if message["role"] == "user"]
+    return str(asked[-1] if asked else content[-1]["content"])
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(k), str) for k in _MESSAGE_KEYS)

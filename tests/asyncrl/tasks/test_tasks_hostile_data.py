@@ -1,0 +1,182 @@
+"""Data files that hold anything: located errors, or rows that are left out and counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import DataError
+from asyncrl.tasks.config import TaskConfig
+from asyncrl.tasks.dataset import dataset_questions
+from asyncrl.tasks.rows import MAX_ROW_BYTES
+
+GOOD = b'{"prompt": "a", "answer": "b"}\n'
+
+
+def load(path: Path, **values: Any) -> list[Any]:
+    settings_ = {"kind": "dataset", "path": str(path), "evaluation_size": 0} | values
+    train, _ = dataset_questions(TaskConfig.model_validate(settings_), seed=0)
+    return sorted(train, key=lambda question: question.prompt_id)
+
+
+def example(**values: Any) -> bytes:
+    return json.dumps({"prompt": "x", "answer": "y"} | values).encode()
+
+
+BAD_LINES = {
+    "lone surrogate": (b'{"prompt": "\\ud800", "answer": "b"}', r"lone surrogate \(\\ud800\)"),
+    "5,000 digits": (b'{"prompt": "x", "answer": ' + b"9" * 5000 + b"}", "5000 digits"),
+    "more than 64 bits": (example(n=2**64), "cannot be handed to a reward.*64 bits"),
+    "20,000 levels": (
+        b'{"prompt": "x", "answer": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+        "nested too deeply",
+    ),
+    "500 levels": (
+        b'{"prompt": "x", "answer": ' + b"[" * 500 + b"]" * 500 + b"}",
+        "nested more than 64 levels",
+    ),
+    "NUL bytes": (b"\0\0\0", "not JSON"),
+    "cut short": (b'{"prompt": "x", "ans', "not JSON: "),
+    "not UTF-8": (b'{"prompt": "\xe9"}', "byte 13 of the line, 0xe9, is not UTF-8"),
+    "NaN": (b'{"prompt": "x", "answer": NaN}', "NaN is not a finite number"),
+    "Infinity": (b'{"prompt": "x", "answer": -Infinity}', "-Infinity is not a finite number"),
+    "1e999": (b'{"prompt": "x", "answer": 1e999}', "1e999 is not a finite number"),
+    "a key twice": (b'{"prompt": "x", "prompt": "y", "answer": 1}', "key 'prompt' is in it twice"),
+    "a long line": (b'{"prompt": "' + b"x" * MAX_ROW_BYTES + b'"}', "longer than 16 MiB"),
+    "no object": (b"[1]", "this one is a list"),
+    "no field": (b'{"prompt": "x"}', "has no 'answer'"),
+    "empty prompt": (b'{"prompt": " ", "answer": 1}', "prompt is empty"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_line_is_refused_with_its_place_or_left_out(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    line, message = BAD_LINES[name]
+    path = tmp_path / "q.jsonl"
+    path.write_bytes(GOOD + b"\n" + line + b"\n" + GOOD)
+    with pytest.raises(DataError, match=rf"q\.jsonl:3: .*{message}") as caught:
+        load(path)
+    assert "or leave such rows out with task.on_bad_row: skip" in str(caught.value)
+    assert len(str(caught.value)) < 600
+    assert [q.prompt_id for q in load(path, on_bad_row="skip")] == ["0", "2"], "ids do not change"
+    assert "left out 1 of 3 examples" in caplog.text
+    assert "q.jsonl:3: " in caplog.text
+    assert "their row numbers" in caplog.text
+
+
+def test_only_bad_rows_are_an_error_also_if_they_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_bytes(b"oops\n" * 5)
+    with pytest.raises(DataError, match=r"q\.jsonl can be used; 5 were left out .*q\.jsonl:1: not"):
+        load(path, on_bad_row="skip")
+    with pytest.raises(DataError) as caught:
+        load(path)
+    assert "on_bad_row" not in str(caught.value), "the first row: the configuration is wrong"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x1f\x8b\x08\x00 cut short", "gzip data; decompress it first"),
+        (b"PK\x03\x04...", "zip archive"),
+        ("{}".encode("utf-16"), "UTF-16 text; save it as UTF-8"),
+        (b"PAR1...PAR1", "rename it to .parquet"),
+    ],
+)
+def test_another_format_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"^task\.path: .*q\.jsonl is .*{message}"):
+        load(path, on_bad_row="skip")
+
+
+def test_files_that_are_a_little_odd_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.replace(b"\n", b"\r\n") + b"\r\n \n" + GOOD.rstrip())
+    assert [q.prompt_id for q in load(path)] == ["0", "1"]
+
+
+def test_a_folder_or_an_array_in_place_of_lines(tmp_path: Path) -> None:
+    (tmp_path / "dir.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"^task\.path: .*dir\.jsonl is a folder"):
+        load(tmp_path / "dir.jsonl")
+    (tmp_path / "a.json").write_text('[\n{"prompt": "x"}]')
+    with pytest.raises(DataError, match=r"one JSON array; .*jq -c"):
+        load(tmp_path / "a.json")
+    (tmp_path / "q.jsonl").write_bytes(GOOD)
+    with pytest.raises(DataError, match=r"^task\.evaluation_path: there is no dataset at"):
+        load(tmp_path / "q.jsonl", evaluation_path=str(tmp_path / "no.jsonl"))
+
+
+def test_ids_are_unique_short_and_text_or_integers(tmp_path: Path) -> None:
+    def ids(*values: Any, **more: Any) -> list[str]:
+        path = tmp_path / "q.jsonl"
+        path.write_bytes(b"".join(example(id=value) + b"\n" for value in values))
+        return [q.prompt_id for q in load(path, id_field="id", **more)]
+
+    assert ids("a", 7) == ["7", "a"]
+    for bad, message in (
+        (7, r"q\.jsonl:3: .*must be unique, but '7' is also at .*q\.jsonl:2"),
+        (True, "must be a text or an integer, got True"),
+        ("", "must be a text or an integer"),
+        ([1], "must be a text or an integer"),
+        ("x" * 500, "the id has 500 characters"),
+    ):
+        with pytest.raises(DataError, match=message):
+            ids("a", "7", bad)
+        assert ids("a", "7", bad, on_bad_row="skip") == ["7", "a"]
+    held_out = tmp_path / "e.jsonl"
+    held_out.write_bytes(example(id=0) + b"\n")
+    with pytest.raises(DataError, match=r"'eval-0' .* is also that of the held-out example at"):
+        ids("eval-0", evaluation_path=str(held_out), evaluation_size=1)
+
+
+def test_parquet_cells_that_no_message_can_carry(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "q.parquet"
+    text = pa.array([b"a", b"\xff\xfe", b"c"]).cast(pa.string(), safe=False)
+    when = pa.array([0, 0, 2**60]).cast(pa.timestamp("ms"))
+    parquet.write_table(pa.table({"prompt": text, "answer": ["1", "2", "3"]}), path)
+    with pytest.raises(DataError, match=r"q\.parquet, example 1: it cannot be read: .*utf-8"):
+        load(path)
+    assert [q.prompt_id for q in load(path, on_bad_row="skip")] == ["0", "2"]
+    parquet.write_table(pa.table({"prompt": ["a"] * 3, "answer": [1, 2, 3], "when": when}), path)
+    with pytest.raises(DataError, match=r"q\.parquet, example 2: it cannot be read"):
+        load(path)
+    rows = load(path, on_bad_row="skip")
+    assert rows[0].example["row"]["when"] == "1970-01-01T00:00:00"
+    twice = pa.Table.from_arrays([pa.array(["a"])] * 2, names=["prompt", "prompt"])
+    parquet.write_table(twice, path)
+    with pytest.raises(DataError, match="has 2 columns named 'prompt'"):
+        load(path)
+    nans = pa.table({"prompt": ["a", "b"], "answer": [1.0, float("nan")]})
+    parquet.write_table(nans, path)
+    with pytest.raises(DataError, match="example 1: 'answer' is nan, not a finite number"):
+        load(path)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.binary(max_size=200)
+    | st.lists(
+        st.sampled_from([GOOD, b"\r", b"\n", b"\xff", b'{"prompt":', b"NaN", b"\\ud800", b'"']),
+        max_size=8,
+    ).map(b"".join)
+)
+def test_any_bytes_are_read_or_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_bytes(content)
+    for mode in ("refuse", "skip"):
+        try:
+            load(path, on_bad_row=mode)
+        except DataError as error:
+            assert "q.jsonl" in str(error)  # noqa: PT017 - not every content is refused
