@@ -69,9 +69,7 @@ def checked(where: str, values: Any) -> Row | BadRow:
 
 def _is_shallow(value: Any, levels: int) -> bool:
     if isinstance(value, dict):
-        inner = value.values()
-    elif isinstance(value, list | tuple):
-        inner = value
-    else:
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
         return True
-    return levels > 0 and all(_is_shallow(entry, levels - 1) for entry in inner)
+    return levels > 0 and all(_is_shallow(entry, levels - 1) for entry in value)
