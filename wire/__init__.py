@@ -4,12 +4,14 @@ messages/   every message, one module per direction
 frames      trajectories and token ids as bytes
 records     the numbers of engines and steps, typed once for every process
 sockets     a `Hub` that many peers connect to, and a `Line` to one hub
+keys        who may connect to a hub, and under which name
 addresses   the private folder that holds a run's sockets
 weights/    the layout of one version of the weights in shared memory
 """
 
 from wire.addresses import RuntimeDirectory
 from wire.errors import NoReply, Unreachable, WireError
+from wire.keys import RunKey
 from wire.sockets import Hub, Line
 
-__all__ = ["Hub", "Line", "NoReply", "RuntimeDirectory", "Unreachable", "WireError"]
+__all__ = ["Hub", "Line", "NoReply", "RunKey", "RuntimeDirectory", "Unreachable", "WireError"]

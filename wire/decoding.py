@@ -27,8 +27,10 @@ class Reason(StrEnum):
 
     PARTS = "parts"
     """It does not consist of the ZeroMQ parts that a message has."""
+    UNAUTHENTICATED = "unauthenticated"
+    """A connection that failed to authenticate, so that no frame of it was read."""
     UNKNOWN_PEER = "unknown_peer"
-    """Its sender is none of the processes that may send to this socket."""
+    """Its sender's name is not the one that its key stands for (`wire.keys`)."""
     TOO_LONG = "too_long"
     """It is longer than any message of its socket."""
     NOT_TEXT = "not_text"

@@ -4,6 +4,7 @@ WireError                   a socket or shared memory cannot be used
 ├── Unreachable             a message was sent to a peer that is not connected
 ├── NoReply                 a peer did not answer in time; says what was waited for
 ├── FrameRefused            a frame is no message of its socket (`wire.decoding`)
+├── KeyUnusable             a key file is missing, incomplete, or readable by others
 ├── AddressTooLong          the path of the socket folder is too long; says which variable to set
 ├── PublishError            weights cannot be written to shared memory
 └── WeightsReadError        published weights cannot be read
@@ -23,6 +24,10 @@ class Unreachable(WireError):  # noqa: N818 - says what is wrong
 
 class NoReply(WireError):  # noqa: N818 - says what happened
     """A peer did not answer in time."""
+
+
+class KeyUnusable(WireError):  # noqa: N818 - says what is wrong
+    """A key file is missing, holds no key, or can be read by other users."""
 
 
 class AddressTooLong(WireError):  # noqa: N818 - says what is wrong

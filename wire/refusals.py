@@ -60,11 +60,15 @@ class Refusals:
         known = self._senders.get(sender)
         return known is not None and known.cut_off
 
-    def refuse(self, sender: str, error: FrameRefused) -> None:
-        """Count a refused frame, log it unless others were logged just now, cut off its sender."""
-        now = self._clock()
+    def note(self, sender: str, error: FrameRefused) -> None:
+        """Count a refusal, and log it unless others were logged just now."""
         self.count(error.reason)
-        self._log(sender, error, now)
+        self._log(sender, error, self._clock())
+
+    def refuse(self, sender: str, error: FrameRefused) -> None:
+        """Note a refused frame; cut off its sender if there were too many."""
+        self.note(sender, error)
+        now = self._clock()
         known = self._remembered(sender, now)
         if now - known.since > WINDOW_SECONDS:
             known.since, known.refused = now, 0

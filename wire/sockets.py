@@ -1,5 +1,7 @@
 """Two kinds of socket: a `Hub` that many peers connect to, and a `Line` to one hub.
 
+Both need keys (`wire.keys`): every connection is encrypted and authenticated, and the name of a
+peer is bound to a key.
 Each end sends and receives msgspec structs of one direction. A frame that is not an accepted
 message is refused: `Refusals` counts it, logs it, and cuts off a peer that keeps sending such
 frames. `receive` never raises because of what a peer sent.
@@ -16,9 +18,13 @@ import zmq.asyncio
 
 from wire.decoding import FrameDecoder, FrameRefused, Reason
 from wire.errors import NoReply, Unreachable
+from wire.handshakes import HandshakeWatch
+from wire.keys import HubKeys, LineKeys
 from wire.refusals import Refusals
 
 In = TypeVar("In")
+
+_NO_PASS = FrameRefused(Reason.UNKNOWN_PEER, "its name and its pass do not belong together")
 
 _HIGH_WATER = 100_000
 """Messages queued per peer before a send fails. The scheduler's bounds stay far below it."""
@@ -36,6 +42,7 @@ class Hub(Generic[In]):
 
     Args:
         address: a ZeroMQ address.
+        keys: of this hub.
         incoming: union of the message types that peers may send.
         refusals: of this socket.
         max_bytes: length of the longest message that is accepted. ZeroMQ closes the connection of
@@ -46,6 +53,7 @@ class Hub(Generic[In]):
     def __init__(
         self,
         address: str,
+        keys: HubKeys,
         incoming: Any,
         refusals: Refusals | None = None,
         *,
@@ -58,8 +66,12 @@ class Hub(Generic[In]):
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         self._socket.set_hwm(queued)
-        self._socket.bind(address)
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = keys.secret
+        self._keys = keys
         self.refusals = Refusals() if refusals is None else refusals
+        self._handshakes = HandshakeWatch(self._socket, self.refusals)
+        self._socket.bind(address)
         self._received = 0
         self._decoder: FrameDecoder[In] = FrameDecoder(incoming, max_bytes=max_bytes)
         self._encoder = msgspec.msgpack.Encoder()
@@ -72,7 +84,7 @@ class Hub(Generic[In]):
         """
         try:
             await self._socket.send_multipart(
-                [peer.encode(), self._encoder.encode(message)], flags=zmq.NOBLOCK
+                [self._keys.identity_of(peer), self._encoder.encode(message)], flags=zmq.NOBLOCK
             )
         except zmq.ZMQError as error:
             raise Unreachable(
@@ -81,12 +93,16 @@ class Hub(Generic[In]):
 
     async def receive(self) -> tuple[str, In]:
         """Wait for the next message. Callers bound the wait with `asyncio.timeout`."""
+        self._handshakes.start()
         while True:
             parts = await self._socket.recv_multipart()
             self._received += 1
             if self._received % _TURN == 0:
                 await asyncio.sleep(0)  # a message that is there already does not suspend the task
-            peer = parts[0].decode(errors="backslashreplace")
+            peer = self._keys.name_in(parts[0])
+            if peer is None:
+                self.refusals.note("a peer", _NO_PASS)
+                continue
             if self.refusals.is_cut_off(peer):
                 self.refusals.drop(peer)
                 continue
@@ -98,14 +114,11 @@ class Hub(Generic[In]):
     def _decode(self, parts: list[bytes]) -> In:
         if len(parts) != 2:
             raise FrameRefused(Reason.PARTS, f"{len(parts) - 1} parts instead of 1")
-        try:
-            parts[0].decode()
-        except UnicodeDecodeError as error:
-            raise FrameRefused(Reason.UNKNOWN_PEER, "its name is not UTF-8") from error
         return self._decoder.decode(parts[1])
 
     def close(self) -> None:
         """Close the socket; queued messages are still sent for at most a second."""
+        self._handshakes.close()
         self._socket.close()
 
 
@@ -114,7 +127,7 @@ class Line(Generic[In]):
 
     Args:
         address: the hub's ZeroMQ address.
-        name: the name under which the hub knows this end.
+        keys: of this end; they contain the name under which the hub knows it.
         incoming: union of the message types that the hub may send.
         refusals: of this socket. The hub itself is never cut off.
         max_bytes: length of the longest message that is accepted.
@@ -123,14 +136,16 @@ class Line(Generic[In]):
     def __init__(
         self,
         address: str,
-        name: str,
+        keys: LineKeys,
         incoming: Any,
         refusals: Refusals | None = None,
         *,
         max_bytes: int = LINE_BYTES,
     ) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, name.encode())
+        self._socket.setsockopt(zmq.IDENTITY, keys.identity)
+        self._socket.curve_serverkey = keys.hub
+        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         self._socket.set_hwm(_HIGH_WATER)

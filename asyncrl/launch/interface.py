@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from asyncrl.processes.spec import ChildSpec
+from asyncrl.processes.spec import ChildKeys, ChildSpec
 
 
 class ProcessHandle(Protocol):
@@ -29,5 +29,5 @@ class Launcher(Protocol):
     def threads(self) -> int:
         """Threads for tensor work that each process should use."""
 
-    def start(self, spec: ChildSpec) -> ProcessHandle:
+    def start(self, spec: ChildSpec, keys: ChildKeys) -> ProcessHandle:
         """Start a process; returns at once."""

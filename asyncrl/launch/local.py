@@ -15,7 +15,7 @@ from asyncrl.cores import HELPER_CORES, plan_cores, stay_on
 from asyncrl.errors import UserError
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
-from asyncrl.processes.spec import ChildSpec
+from asyncrl.processes.spec import ChildKeys, ChildSpec
 
 _LOG_TAIL_BYTES = 16_384
 
@@ -102,7 +102,7 @@ class LocalLauncher:
         """The same for every process: a generator and a trainer cost about the same."""
         return self._threads
 
-    def start(self, spec: ChildSpec) -> ProcessHandle:
+    def start(self, spec: ChildSpec, keys: ChildKeys) -> ProcessHandle:
         """Start `python -m asyncrl.processes.child`; its output goes to LOGS/NAME.log."""
         log = self._logs / f"{spec.name}.log"
         environment = os.environ | {
@@ -123,15 +123,23 @@ class LocalLauncher:
                     "asyncrl.processes.child",
                     msgspec.json.encode(spec).decode(),
                 ],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
             )
+        hand_over(keys, process)
         self._records.add(spec.name, process.pid)
         if self._plan is not None:
             # The interpreter is still being loaded in its only thread; later threads inherit this.
             with contextlib.suppress(OSError):  # it has already ended
                 stay_on(self._plan.of(spec.name), process.pid)
         return LocalProcess(spec, process, log)
+
+
+def hand_over(keys: ChildKeys, process: subprocess.Popen[bytes]) -> None:
+    """Write the keys to the child's standard input; they are fewer bytes than a pipe holds."""
+    assert process.stdin is not None  # noqa: S101
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # it may have ended already
+        process.stdin.write(msgspec.msgpack.encode(keys))

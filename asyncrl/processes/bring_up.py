@@ -1,6 +1,6 @@
 """The bring-up that generator and trainer share.
 
-    async with bring_up(spec, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
+    async with bring_up(spec, keys, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
         with child.timeline.span(SpanKind.STARTING):
             learner = ...
         await process.run(metrics_port=child.metrics_port)
@@ -21,7 +21,7 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import first_error
-from asyncrl.processes.spec import ChildSpec
+from asyncrl.processes.spec import ChildKeys, ChildSpec
 from monitoring.exporter import Exporter, exporter_for
 from monitoring.metrics import ProcessMetrics, new_registry
 from monitoring.timeline import Timeline
@@ -66,6 +66,7 @@ def timeline_file(spec: ChildSpec, config: RunConfig, folder: str) -> Path | Non
 @contextlib.asynccontextmanager
 async def bring_up(
     spec: ChildSpec,
+    keys: ChildKeys,
     commands: Any,
     metrics_class: type[MetricsT],
     failure: Callable[[ChildSpec, BaseException], msgspec.Struct | None],
@@ -74,6 +75,7 @@ async def bring_up(
 
     Args:
         spec: of this process.
+        keys: of this process.
         commands: the union of messages that the controller sends to this role.
         metrics_class: the metrics of this role.
         failure: the message to the controller about an error; None for an unexpected error, whose
@@ -83,7 +85,7 @@ async def bring_up(
         Exception: the error of the body; of an exception group its first error.
     """
     async with contextlib.AsyncExitStack() as closing:
-        control: Line[Any] = Line(spec.control_address, spec.name, commands)
+        control: Line[Any] = Line(spec.control_address, keys.control, commands)
         closing.callback(control.close)
         try:
             config = spec.config()

@@ -1,5 +1,6 @@
 """Entry point of every child process: `python -m asyncrl.processes.child SPEC_JSON`.
 
+Its keys come on standard input (`ChildKeys`), which is then closed.
 A child ends when the process that started it ends, ignores Ctrl-C (the controller handles it) and
 logs to its standard error, which the launcher redirects to a file. Before it fails it logs why.
 """
@@ -17,7 +18,7 @@ import msgspec
 import zmq.asyncio
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.processes.spec import ChildSpec
+from asyncrl.processes.spec import ChildKeys, ChildSpec, GeneratorKeys
 from engine.errors import EngineError
 from monitoring.errors import MonitoringError
 from trainer.errors import TrainerError
@@ -37,6 +38,15 @@ def end_with_parent(parent: int) -> None:
         sys.exit(0)
 
 
+def _read_keys() -> ChildKeys:
+    """Read the keys from standard input and put an empty file in its place."""
+    keys: ChildKeys = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ChildKeys)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    return keys
+
+
 def _end_process_group() -> None:
     """End what this child started. It leads its own process group, which must not outlive it."""
     if os.getpgrp() == os.getpid():
@@ -54,6 +64,7 @@ def main() -> None:
     """Run the process that the command line describes; exit with 1 or 2 if it fails."""
     spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
     end_with_parent(spec.parent)
+    keys = _read_keys()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_signal)
     logging.basicConfig(
@@ -64,14 +75,14 @@ def main() -> None:
     torch.set_num_threads(spec.threads)
     logger = logging.getLogger(f"asyncrl.{spec.name}")
     try:
-        if spec.role == "generator":
+        if isinstance(keys, GeneratorKeys):
             from asyncrl.processes.generator.setup import run_generator
 
-            asyncio.run(run_generator(spec))
+            asyncio.run(run_generator(spec, keys))
         else:
             from asyncrl.processes.trainer.setup import run_trainer
 
-            asyncio.run(run_trainer(spec))
+            asyncio.run(run_trainer(spec, keys))
     except AsyncrlError as error:
         logger.error("%s", error)
         sys.exit(error.exit_code)

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from asyncrl.config import RunConfig, parse_config
+from wire.keys import HubKeys, LineKeys, RunKey
 
 Role = Literal["generator", "trainer"]
 
@@ -42,3 +43,34 @@ class ChildSpec(msgspec.Struct, frozen=True):
 
         path = Path(self.run_directory) / "config.yaml"
         return parse_config(yaml.safe_load(path.read_text(encoding="utf-8")), source=str(path))
+
+
+class GeneratorKeys(msgspec.Struct, frozen=True, tag=True):
+    """The keys of a generator."""
+
+    control: LineKeys
+    """To the controller."""
+    data: LineKeys
+    """To the trainer."""
+
+
+class TrainerKeys(msgspec.Struct, frozen=True, tag=True):
+    """The keys of the trainer."""
+
+    control: LineKeys
+    """To the controller."""
+    data: HubKeys
+    """For the generators."""
+
+
+ChildKeys = GeneratorKeys | TrainerKeys
+"""The keys of a child process, as MessagePack on its standard input. A command line and an
+environment can be read by others, and a file could outlive the run."""
+
+
+def keys_of(run_key: RunKey, name: str, role: Role) -> ChildKeys:
+    """The keys of the process of this name."""
+    control = run_key.line("control", name)
+    if role == "trainer":
+        return TrainerKeys(control, run_key.hub("data"))
+    return GeneratorKeys(control, run_key.line("data", name))

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from asyncrl.errors import UserError
 from asyncrl.run.directory import is_alive, read_state
-from wire import Hub, Line, Unreachable
+from wire import Hub, Line, RunKey, Unreachable
 from wire.addresses import is_private
+from wire.errors import KeyUnusable
 from wire.messages import control
 from wire.refusals import Refusals
 
@@ -26,6 +27,8 @@ _REQUEST_BYTES = 1 << 16
 _QUEUED_REQUESTS = 100
 """Requests, and replies that nobody reads, that may wait for each peer."""
 
+_HUB = "user"
+
 _ENDINGS = {
     "done": "is done",
     "stopped": "was stopped",
@@ -35,10 +38,19 @@ _ENDINGS = {
 """`RunState.ended` in words."""
 
 
-def user_hub(address: str, refusals: Refusals) -> Hub[control.Request]:
+def control_key_file(run: Path) -> Path:
+    """The file of the key with which users talk to the controller of the run in this folder.
+
+    The key is good for that socket only. It is made at each start of the run.
+    """
+    return run / "control.key"
+
+
+def user_hub(address: str, key: RunKey, refusals: Refusals) -> Hub[control.Request]:
     """The socket on which the controller takes the requests of users."""
     return Hub(
         address,
+        key.hub(_HUB),
         control.Request,
         refusals,
         max_bytes=_REQUEST_BYTES,
@@ -82,11 +94,17 @@ def ask(run: Path, request: control.Request) -> control.Reply:
             f"cannot talk to the run in {run}: the folder of its sockets, {folder}, is missing or "
             "other users can access it"
         )
-    return asyncio.run(_ask(state.control_address, request))
+    try:
+        key = RunKey.read(control_key_file(run))
+    except KeyUnusable as error:
+        raise UserError(f"cannot talk to the run in {run}: {error}") from error
+    return asyncio.run(send_request(state.control_address, key, request))
 
 
-async def _ask(address: str, request: control.Request) -> control.Reply:
-    line: Line[control.Reply] = Line(address, f"user-{os.getpid()}", control.Reply)
+async def send_request(address: str, key: RunKey, request: control.Request) -> control.Reply:
+    """Send one request and wait for the reply. Raises NoReply."""
+    name = f"user-{os.getpid()}-{os.urandom(4).hex()}"
+    line: Line[control.Reply] = Line(address, key.line(_HUB, name), control.Reply)
     try:
         await line.send(request)
         return await line.receive_within(REPLY_SECONDS, what="the controller's answer")

@@ -3,6 +3,7 @@
 config.yaml       the resolved configuration
 processes.jsonl   the processes that the controller has started, to end them if it is killed
 run.json          the state of the run: process id, addresses, accuracy before, how it ended
+control.key       the key of `asyncrl status|stop|...`, mode 0600
 checkpoints/      step-000010/, ... only whole ones; set-aside/ has those that a resume left behind
 metrics.jsonl     one line per optimizer step
 logs/             one file per process

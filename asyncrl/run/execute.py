@@ -21,7 +21,7 @@ from asyncrl.launch import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.shared_memory import remove_stale_files
 from asyncrl.processes.spec import ChildSpec
-from asyncrl.run.control import serve_control, user_hub
+from asyncrl.run.control import control_key_file, serve_control, user_hub
 from asyncrl.run.controller import Controller
 from asyncrl.run.directory import Ending, RunDirectory
 from asyncrl.run.fleet import Fleet
@@ -36,8 +36,9 @@ from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics, new_registry
 from monitoring.metrics_log import MetricsLog, read_metrics
 from monitoring.report.write import write_report
-from wire import Hub, RuntimeDirectory
+from wire import Hub, RunKey, RuntimeDirectory
 from wire.errors import AddressTooLong
+from wire.messages import control
 from wire.records import RunResult
 from wire.refusals import Refusals
 
@@ -49,6 +50,7 @@ def execute(
     clean: bool,
     console: Console,
     resume_from: int | None = None,
+    run_key: RunKey | None = None,
 ) -> RunResult:
     """Run to the end and return the contents of result.json.
 
@@ -58,6 +60,8 @@ def execute(
         clean: delete the run of this name first.
         console: shows the run.
         resume_from: continue from the checkpoint after this many steps; None: the newest whole one.
+        run_key: for a caller that connects to the run's sockets itself; None: a new one, which
+            only the run's processes know.
 
     Raises:
         UserError: the run name is in use, or the user made a mistake that showed during the run.
@@ -80,7 +84,10 @@ def execute(
         metrics = ControllerMetrics.register(registry, process="controller")
         wants_report = True
         try:
-            return asyncio.run(_run(prepared, directory, console=console, metrics=metrics))
+            key = RunKey.new() if run_key is None else run_key
+            return asyncio.run(
+                _run(prepared, directory, console=console, metrics=metrics, run_key=key)
+            )
         except UserError:
             kept = directory.undo()
             if kept is not None:
@@ -102,6 +109,7 @@ async def _run(
     *,
     console: Console,
     metrics: ControllerMetrics,
+    run_key: RunKey,
 ) -> RunResult:
     began = time.monotonic()
     config, state = prepared.config, directory.state
@@ -118,20 +126,26 @@ async def _run(
             threads=config.launcher.threads,
             pin_cores=config.launcher.pin_cores,
         )
+        control_key = RunKey.new()
+        control_key.write(control_key_file(directory.path))
         state.control_address = runtime.address("user")
         directory.write_state()
         progress = closing.enter_context(_open_progress(config, directory, console, metrics))
         hub: Hub[Message] = Hub(
-            runtime.address("control"), Message, Refusals(metrics.count_refused)
+            runtime.address("control"),
+            run_key.hub("control"),
+            Message,
+            Refusals(metrics.count_refused),
         )
         closing.callback(hub.close)
         spec = _trainer_spec(prepared, directory, runtime)
-        fleet = Fleet(config.launcher, launcher, spec, hub)
+        fleet = Fleet(config.launcher, launcher, spec, hub, run_key)
         hub.refusals.on_cut_off = fleet.cut_off
         controller = Controller(
             config, prepared.task, directory=directory, fleet=fleet, hub=hub, progress=progress
         )
-        user = asyncio.create_task(_serve_user(state.control_address, controller, metrics))
+        user_socket = user_hub(state.control_address, control_key, Refusals(metrics.count_refused))
+        user = asyncio.create_task(_serve_user(user_socket, controller))
         interrupts = Interrupts(
             controller,
             kill=partial(_kill, fleet, records),
@@ -223,8 +237,7 @@ def _trainer_spec(
     )
 
 
-async def _serve_user(address: str, controller: Controller, metrics: ControllerMetrics) -> None:
-    hub = user_hub(address, Refusals(metrics.count_refused))
+async def _serve_user(hub: Hub[control.Request], controller: Controller) -> None:
     try:
         await serve_control(hub, controller.answer)
     finally:

@@ -15,8 +15,8 @@ import msgspec
 from asyncrl.config import LauncherConfig
 from asyncrl.errors import WaitTimeout
 from asyncrl.launch import Launcher, ProcessHandle
-from asyncrl.processes.spec import ChildSpec, Role
-from wire import Hub, Unreachable
+from asyncrl.processes.spec import ChildSpec, Role, keys_of
+from wire import Hub, RunKey, Unreachable
 from wire.messages import from_generator, from_trainer, to_generator, to_trainer
 from wire.weights.layout import WeightManifest
 
@@ -79,14 +79,21 @@ class Fleet:
         launcher: starts the processes.
         trainer_spec: what the trainer is started with; the generators' specs are made from it.
         hub: where the processes connect to.
+        run_key: each process gets its keys from it.
     """
 
     def __init__(
-        self, config: LauncherConfig, launcher: Launcher, trainer_spec: ChildSpec, hub: Hub[Any]
+        self,
+        config: LauncherConfig,
+        launcher: Launcher,
+        trainer_spec: ChildSpec,
+        hub: Hub[Any],
+        run_key: RunKey,
     ) -> None:
         self._config = config
         self._launcher = launcher
         self._trainer_spec = trainer_spec
+        self._run_key = run_key
         self._hub = hub
         self._workers: dict[str, Worker] = {}
         self._restarts = 0
@@ -108,7 +115,8 @@ class Fleet:
             process_index=len(self._workers) + 1,
             first=first,
         )
-        worker = Worker(name, role == "trainer", self._launcher.start(spec))
+        handle = self._launcher.start(spec, keys_of(self._run_key, name, role))
+        worker = Worker(name, role == "trainer", handle)
         self._workers[name] = worker
         return worker
 

@@ -16,7 +16,8 @@ from asyncrl.cores import HELPER_CORES, CorePlan, plan_cores, stay_on
 from asyncrl.errors import UserError
 from asyncrl.launch import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
-from asyncrl.processes.spec import ChildSpec
+from asyncrl.processes.spec import ChildSpec, keys_of
+from wire import RunKey
 
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
@@ -105,7 +106,7 @@ def test_the_launcher_pins_each_process_to_its_core(tmp_path: Path, own_cores: s
     )
     assert os.sched_getaffinity(0) == own_cores  # this process is pinned with its first child
     for name, core in (("generator-0", cores[0]), ("trainer", cores[1])):
-        process = launcher.start(_spec(name, tmp_path))
+        process = launcher.start(_spec(name, tmp_path), keys_of(RunKey.new(), name, "generator"))
         assert os.sched_getaffinity(process._process.pid) == {core}
         assert os.sched_getaffinity(0) == set(cores[2:] or cores[1:])
         helpers = ",".join(map(str, cores[2:] or cores[1:]))

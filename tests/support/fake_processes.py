@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import RunConfig, parse_config
-from asyncrl.processes.spec import ChildSpec
+from asyncrl.processes.spec import ChildKeys, ChildSpec
 from asyncrl.run.fleet import Fleet, Worker
 from asyncrl.tasks.prompts import LoadedTask, Prompt
-from wire import Unreachable
+from wire import RunKey, Unreachable
 from wire.messages.from_trainer import TrainerReport
 from wire.weights.layout import WeightManifest
 
@@ -38,7 +38,7 @@ class FakeLauncher:
     handles: dict[str, FakeHandle] = field(default_factory=dict)
     threads: int = 1
 
-    def start(self, spec: ChildSpec) -> FakeHandle:
+    def start(self, spec: ChildSpec, _keys: ChildKeys) -> FakeHandle:
         self.handles[spec.name] = FakeHandle(spec)
         return self.handles[spec.name]
 
@@ -104,7 +104,7 @@ def started_fleet(config: RunConfig, version: int = 0) -> tuple[Fleet, FakeHub]:
     """A fleet whose processes are all ready with these weights."""
     launcher = FakeLauncher()
     hub = FakeHub(launcher)
-    fleet = Fleet(config.launcher, launcher, spec(), hub)  # type: ignore[arg-type]
+    fleet = Fleet(config.launcher, launcher, spec(), hub, RunKey.new())  # type: ignore[arg-type]
     fleet.start_all()
     for worker in fleet.everyone():
         worker.ready(version, 0 if worker.is_trainer else 2, None)

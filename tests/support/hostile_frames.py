@@ -9,6 +9,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from wire.keys import LineKeys
 from wire.messages import control, from_generator
 
 
@@ -48,10 +49,12 @@ CORPUS = {
 
 
 @contextlib.contextmanager
-def raw_peer(address: str, name: bytes) -> Iterator[zmq.asyncio.Socket]:
-    """A socket that connects to a hub under any name and sends any parts."""
+def raw_peer(address: str, keys: LineKeys) -> Iterator[zmq.asyncio.Socket]:
+    """A socket that connects to a hub with these keys and sends any parts."""
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, name)
+    socket.setsockopt(zmq.IDENTITY, keys.identity)
+    socket.curve_serverkey = keys.hub
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.setsockopt(zmq.LINGER, 1000)
     socket.connect(address)
     try:

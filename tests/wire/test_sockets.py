@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from rollout.trajectory import SampleId
-from wire import Hub, Line, NoReply, RuntimeDirectory, Unreachable
+from wire import Hub, Line, NoReply, RunKey, RuntimeDirectory, Unreachable
 from wire.addresses import is_private, remove_stale_directories, runtime_directory_of
 from wire.messages import from_generator, to_generator
+
+KEY = RunKey.new()
 
 
 @pytest.fixture
@@ -25,8 +27,12 @@ def runtime() -> Iterator[RuntimeDirectory]:
 def test_messages_go_both_ways_by_name(runtime: RuntimeDirectory) -> None:
     async def talk() -> None:
         address = runtime.address("control")
-        hub: Hub[from_generator.FromGenerator] = Hub(address, from_generator.FromGenerator)
-        line: Line[to_generator.ToGenerator] = Line(address, "g", to_generator.ToGenerator)
+        hub: Hub[from_generator.FromGenerator] = Hub(
+            address, KEY.hub("control"), from_generator.FromGenerator
+        )
+        line: Line[to_generator.ToGenerator] = Line(
+            address, KEY.line("control", "g"), to_generator.ToGenerator
+        )
         ready = from_generator.GeneratorReady("g", slots=4, policy_version=0)
         await line.send(ready)
         async with asyncio.timeout(5):
@@ -47,8 +53,12 @@ def test_a_message_of_the_other_direction_is_refused_and_logged(
 ) -> None:
     async def talk() -> None:
         address = runtime.address("control")
-        hub: Hub[from_generator.FromGenerator] = Hub(address, from_generator.FromGenerator)
-        line: Line[to_generator.ToGenerator] = Line(address, "g", to_generator.ToGenerator)
+        hub: Hub[from_generator.FromGenerator] = Hub(
+            address, KEY.hub("control"), from_generator.FromGenerator
+        )
+        line: Line[to_generator.ToGenerator] = Line(
+            address, KEY.line("control", "g"), to_generator.ToGenerator
+        )
         await line.send(to_generator.Pause())  # belongs to the other direction
         await line.send(from_generator.Goodbye("g"))
         async with asyncio.timeout(5):
@@ -63,7 +73,7 @@ def test_a_message_of_the_other_direction_is_refused_and_logged(
 def test_a_wait_is_bounded_and_names_what_it_waits_for(runtime: RuntimeDirectory) -> None:
     async def talk() -> None:
         line: Line[to_generator.ToGenerator] = Line(
-            runtime.address("nobody"), "g", to_generator.ToGenerator
+            runtime.address("nobody"), KEY.line("control", "g"), to_generator.ToGenerator
         )
         with pytest.raises(NoReply, match="for the answer at ipc"):
             await line.receive_within(0.05, what="the answer")

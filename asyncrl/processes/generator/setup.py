@@ -21,7 +21,7 @@ from asyncrl.processes.generator.reports import GeneratorRecords
 from asyncrl.processes.generator.sample_recorder import SampleRecorder
 from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.processes.shared_memory import exchange_directory
-from asyncrl.processes.spec import ChildSpec
+from asyncrl.processes.spec import ChildSpec, GeneratorKeys
 from asyncrl.rewards.pool import RewardPool
 from cache.place import CachePlace
 from engine.errors import EngineError, EngineStartError, RequestError
@@ -35,9 +35,9 @@ from wire.messages import data, from_generator, to_generator
 from wire.refusals import Refusals
 
 
-async def run_generator(spec: ChildSpec) -> None:
+async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
     """Start the configured engine and reward workers, and generate until told to shut down."""
-    async with bring_up(spec, to_generator.ToGenerator, GeneratorMetrics, _failure) as child:
+    async with bring_up(spec, keys, to_generator.ToGenerator, GeneratorMetrics, _failure) as child:
         config, closing = child.config, child.closing
         with child.timeline.span(SpanKind.STARTING):
             tokenizer = AutoTokenizer.from_pretrained(spec.model_path)
@@ -72,7 +72,7 @@ async def run_generator(spec: ChildSpec) -> None:
             ControllerLine(spec.name, child.control),
             Line(
                 spec.data_address,
-                spec.name,
+                keys.data,
                 data.ToGeneratorData,
                 Refusals(child.metrics.count_refused),
             ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.bring_up import Child, bring_up
 from asyncrl.processes.shared_memory import weights_id
-from asyncrl.processes.spec import ChildSpec
+from asyncrl.processes.spec import ChildSpec, TrainerKeys
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.process import TrainerProcess
@@ -28,12 +28,13 @@ from wire.weights.layout import SHARED_MEMORY
 from wire.weights.writer import WeightPublisher
 
 
-async def run_trainer(spec: ChildSpec) -> None:
+async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
     """Load or resume the learner, publish its weights, and train until told to shut down."""
-    async with bring_up(spec, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
+    async with bring_up(spec, keys, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
         config = child.config
         generators: Hub[data.FromGeneratorData] = Hub(
             spec.data_address,
+            keys.data,
             data.FromGeneratorData,
             Refusals(child.metrics.count_refused),
             max_bytes=max_delivery_bytes(

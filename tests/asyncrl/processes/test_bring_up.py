@@ -12,10 +12,13 @@ import yaml
 
 from asyncrl.errors import ConfigError, UserError
 from asyncrl.processes.bring_up import Child, bring_up
-from asyncrl.processes.spec import ChildSpec
+from asyncrl.processes.spec import ChildSpec, keys_of
 from monitoring.metrics import TrainerMetrics
-from wire import Hub
+from wire import Hub, RunKey
 from wire.messages import from_trainer, to_trainer
+
+RUN_KEY = RunKey.new()
+KEYS = keys_of(RUN_KEY, "trainer", "trainer")
 
 
 def failure(_spec: ChildSpec, error: BaseException) -> from_trainer.Failure | None:
@@ -45,10 +48,12 @@ def heard_from(
     """Run `work` in a child, expect it to fail, and give what the controller heard."""
 
     async def play() -> list[Any]:
-        hub: Hub[Any] = Hub(spec.control_address, from_trainer.FromTrainer)
+        hub: Hub[Any] = Hub(spec.control_address, RUN_KEY.hub("control"), from_trainer.FromTrainer)
         try:
             with pytest.raises(error):
-                async with bring_up(spec, to_trainer.ToTrainer, TrainerMetrics, failure) as child:
+                async with bring_up(
+                    spec, KEYS, to_trainer.ToTrainer, TrainerMetrics, failure
+                ) as child:
                     work(child)
             heard: list[Any] = []
             try:

@@ -1,0 +1,40 @@
+"""How a child process gets its keys."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.launch import LocalLauncher
+from asyncrl.launch.records import ProcessRecords
+from asyncrl.processes.spec import ChildKeys, ChildSpec, keys_of
+from wire import RunKey
+
+
+def secrets_of(keys: ChildKeys) -> list[bytes]:
+    """The keys themselves, raw and as text in which they could be passed."""
+    found = [keys.control.hub, keys.control.identity[-16:]]
+    found += [found[-1].hex().encode(), msgspec.msgpack.encode(keys)]
+    return found
+
+
+def test_keys_are_not_on_the_command_line_or_in_the_environment(tmp_path: Path) -> None:
+    keys = keys_of(RunKey.new(), "generator-0", "generator")
+    # Its parent is another process, so the child exits at once.
+    spec = ChildSpec("generator", "generator-0", str(tmp_path), "", "", "", parent=1, threads=1)
+    launcher = LocalLauncher(tmp_path, ProcessRecords(tmp_path), generators=1, threads=1)
+    handle = launcher.start(spec, keys)
+    process = Path(f"/proc/{handle._process.pid}")  # type: ignore[attr-defined]
+    shown, deadline = b"", time.monotonic() + 10
+    while b"asyncrl.processes.child" not in shown and time.monotonic() < deadline:
+        shown = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+    os.waitid(os.P_PID, handle._process.pid, os.WEXITED | os.WNOWAIT)  # type: ignore[attr-defined]
+    assert b"asyncrl.processes.child" in shown
+    assert not any(secret in shown for secret in secrets_of(keys))
+    on_disk = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert not any(secret in on_disk for secret in secrets_of(keys))
+    handle.end(by_force=True)
+    handle.exit_code()

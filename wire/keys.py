@@ -1,0 +1,129 @@
+"""Keys: who may connect to a hub, and under which name.
+
+    run_key = RunKey.new()                                 # in the controller; never leaves it
+    Hub(address, run_key.hub("control"), incoming)
+    Line(address, run_key.line("control", "generator-0"), incoming)
+
+All keys of a run are derived from 32 random bytes, and each process gets those that it needs.
+
+- **The hub.** Its CURVE key pair is derived from the run key and the hub's name. CURVE encrypts and
+  authenticates every connection. A client must know the hub's public key to complete the
+  handshake, and it is told to children only, so it is treated as a secret too. A socket that was
+  put in the hub's place cannot complete the handshake either.
+- **The name.** A peer connects under its name followed by a *pass*, a keyed hash of the name. Only
+  who knows the key of passes can make one, so a process can take no name but its own, and a name
+  has one holder: if the holder connects again, the new connection replaces the old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from wire.errors import KeyUnusable
+
+_KEY_BYTES = 32
+_PASS_BYTES = 16
+
+
+class HubKeys(msgspec.Struct, frozen=True):
+    """The secrets of the end that binds. Printing them shows nothing."""
+
+    secret: bytes
+    """The CURVE secret key, as Z85."""
+    passes: bytes
+    """The key that passes are made with."""
+
+    @property
+    def public(self) -> bytes:
+        """The CURVE public key, as Z85."""
+        public: bytes = zmq.curve_public(self.secret)
+        return public
+
+    def identity_of(self, name: str) -> bytes:
+        """The routing id of a peer: its name and its pass."""
+        return name.encode() + _hash(self.passes, name, _PASS_BYTES)
+
+    def name_in(self, identity: bytes) -> str | None:
+        """The name in a routing id; None unless the pass belongs to the name."""
+        try:
+            name = identity[:-_PASS_BYTES].decode()
+        except UnicodeDecodeError:
+            return None
+        return name if hmac.compare_digest(identity, self.identity_of(name)) else None
+
+    def __repr__(self) -> str:
+        """Without the secrets."""
+        return "HubKeys()"
+
+
+class LineKeys(msgspec.Struct, frozen=True):
+    """What one peer needs to connect to one hub. Printing it shows the name only."""
+
+    name: str
+    hub: bytes
+    """The hub's CURVE public key, as Z85."""
+    identity: bytes
+    """The peer's routing id: its name and its pass."""
+
+    def __repr__(self) -> str:
+        """Without the secrets."""
+        return f"LineKeys({self.name!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class RunKey:
+    """32 random bytes from which the keys of all hubs and peers are derived."""
+
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def new(cls) -> Self:
+        """A random key."""
+        return cls(os.urandom(_KEY_BYTES))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The key in a file.
+
+        Raises:
+            KeyUnusable: there is no such file, it holds no key, or other users can read it.
+        """
+        try:
+            with path.open("rb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                secret = file.read(_KEY_BYTES + 1)
+        except OSError as error:
+            raise KeyUnusable(f"{path} cannot be read: {error.strerror}") from error
+        if mode & 0o077 or len(secret) != _KEY_BYTES:
+            raise KeyUnusable(f"{path} is not a key that only its owner can read (mode 0600)")
+        return cls(secret)
+
+    def write(self, path: Path) -> None:
+        """Write the key to a new file that only this user can read, in place of an old one."""
+        path.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+            file.write(self.secret)
+
+    def hub(self, hub: str) -> HubKeys:
+        """The keys of the end that binds, of the hub of this name."""
+        secret = z85.encode(_hash(self.secret, f"curve {hub}", _KEY_BYTES))
+        return HubKeys(secret, _hash(self.secret, f"passes {hub}", _KEY_BYTES))
+
+    def line(self, hub: str, name: str) -> LineKeys:
+        """The keys with which the peer `name` connects to the hub of this name."""
+        keys = self.hub(hub)
+        return LineKeys(name, keys.public, keys.identity_of(name))
+
+
+def _hash(key: bytes, text: str, size: int) -> bytes:
+    return hashlib.blake2b(text.encode(), key=key, digest_size=size).digest()
