@@ -27,7 +27,7 @@ import yaml
 
 from monitoring.errors import RecordError
 from monitoring.metrics_log import read_metrics
-from wire.records import StepMetrics
+from wire.records import GroupTotals, StepMetrics
 
 
 class GroupAccount(NamedTuple):
@@ -60,6 +60,14 @@ def account_of(steps: Sequence[StepMetrics], groups_per_step: int) -> GroupAccou
         failed=tuple(sorted(failed)),
         lost=tuple(group for group in expected if group not in seen),
         twice=tuple(sorted(group for group, times in seen.items() if times > 1)),
+    )
+
+
+def totals_of(steps: Sequence[StepMetrics]) -> GroupTotals:
+    """How many groups these steps have settled."""
+    return GroupTotals(
+        trained=sum(len(step.groups.trained) for step in steps),
+        failed=sum(len(step.groups.failed) for step in steps),
     )
 
 

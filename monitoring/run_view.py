@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from wire.records import StepMetrics, TokenCounts
+from wire.records import GroupTotals, StepMetrics, TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,12 @@ class RunView:
     """Mean reward of the last steps, oldest first."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
     """Of all generators, since training began in this process."""
+    groups: GroupTotals = field(default_factory=GroupTotals)
+    """Groups settled by the run, those before a resume included."""
+    groups_in_flight: int | None = None
+    """Groups issued and not settled."""
+    groups_delivered: int | None = None
+    """Of these: whole in the trainer, so that no loss of a generator can take them away."""
     samples_running: int | None = None
     """Samples that generators are generating."""
     samples_held: int | None = None
@@ -57,6 +63,10 @@ class RunView:
             "staleness_max": None if last is None else last.staleness.max,
             "draft_acceptance": self.draft_acceptance,
             "drafted_share": self.drafted_share,
+            "groups_trained": self.groups.trained,
+            "groups_failed": self.groups.failed,
+            "groups_in_flight": self.groups_in_flight,
+            "groups_delivered": self.groups_delivered,
             "samples_running": self.samples_running,
             "samples_held": self.samples_held,
             "samples_queued": self.samples_queued,

@@ -40,6 +40,8 @@ class SchedulerView:
     """Latest published version."""
     last_open_step: int
     """Work is admitted for steps up to this one; `step - 1` if for none."""
+    groups_issued: int
+    """Groups issued and not withdrawn since this process began."""
     groups_waiting: int
     """Groups that are complete in the trainer and not trained on yet."""
     groups_consumed: int
@@ -91,6 +93,7 @@ def view_of(state: SchedulerState) -> SchedulerView:
         total_steps=state.total_steps,
         policy_version=state.published,
         last_open_step=state.last_open_group // state.config.groups_per_step,
+        groups_issued=counts.issued,
         groups_waiting=counts.arrived,
         groups_consumed=counts.consumed,
         groups_failed=counts.failed,

@@ -250,6 +250,19 @@ class StepMetrics(LearnerMetrics, frozen=True):
     times: TrainerTimes = TrainerTimes()
 
 
+class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """How many groups a run has settled, those before a resume included."""
+
+    trained: int = 0
+    """Trained on."""
+    failed: int = 0
+    """Reported failed and left out."""
+
+    def __add__(self, other: Self) -> Self:
+        """The sum, count by count."""
+        return type(self)(trained=self.trained + other.trained, failed=self.failed + other.failed)
+
+
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a run came to: the contents of result.json."""
 
@@ -265,6 +278,8 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """Time of this process, with the start of the other processes and evaluation."""
     tokens: TokenCounts
     """Of all generators in the training phase, that before a resume included."""
+    groups: GroupTotals = GroupTotals()
+    """Groups settled by the steps of the run."""
     staleness: StalenessMetrics
     """Mean of the steps' means, and maximum over all steps."""
     exactly_on_policy: bool

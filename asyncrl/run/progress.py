@@ -15,6 +15,7 @@ from asyncrl.evaluation.round import Accuracy, EvaluationRound
 from asyncrl.run import warnings
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.generation_totals import GenerationTotals
+from asyncrl.run.group_totals import RunGroups, in_flight
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics
 from monitoring.metrics_log import MetricsLog
@@ -26,7 +27,6 @@ from wire.records import (
     IdleShares,
     RunResult,
     StalenessMetrics,
-    StepGroups,
     StepMetrics,
     TokenCounts,
 )
@@ -80,6 +80,7 @@ class Progress:
         self._log = log
         self._metrics = metrics
         self._tokens_before = earlier[-1].tokens if earlier else TokenCounts()
+        self._groups = RunGroups(earlier, config.scheduler.groups_per_step)
         self._seconds_before = earlier[-1].wall_seconds if earlier else 0.0
         self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
         self._staleness = [one.staleness for one in earlier]
@@ -172,7 +173,7 @@ class Progress:
         return StepMetrics(
             step=message.step,
             time=time.time(),
-            groups=self._groups_of(message),
+            groups=self._groups.of_step(message),
             wall_seconds=self._seconds_before + now - self._totals.began,
             step_seconds=seconds,
             tokens_per_second=recent.tokens_per_second,
@@ -184,16 +185,6 @@ class Progress:
             ),
             times=times,
             **msgspec.structs.asdict(message.metrics),
-        )
-
-    def _groups_of(self, message: StepFinished) -> StepGroups:
-        """What became of each group of a step; those that were not trained on had failed."""
-        per_step = self._config.scheduler.groups_per_step
-        trained = set(message.groups)
-        every = range(message.step * per_step, (message.step + 1) * per_step)
-        return StepGroups(
-            trained=tuple(sorted(trained)),
-            failed=tuple(group for group in every if group not in trained),
         )
 
     def _count(self) -> None:
@@ -249,6 +240,9 @@ class Progress:
             last=self._last_step,
             recent_rewards=tuple(self._rewards),
             tokens=self._totals.tokens,
+            groups=self._groups.settled(snapshot),
+            groups_in_flight=None if snapshot is None else in_flight(snapshot),
+            groups_delivered=None if snapshot is None else snapshot.groups_waiting,
             samples_running=None if snapshot is None else snapshot.samples_running,
             samples_held=None if snapshot is None else snapshot.samples_held,
             samples_queued=None if trainer is None else trainer.queued_trajectories,
@@ -291,6 +285,7 @@ class Progress:
             wall_seconds=self._seconds_before + self._trained_seconds,
             total_seconds=total_seconds,
             tokens=self._tokens_before + self._trained_tokens,
+            groups=self._groups.settled(self._snapshot()),
             staleness=staleness,
             exactly_on_policy=staleness.max == 0 and warnings.follows_the_policy(self._config),
             accuracy_before=None if before is None else before.value,

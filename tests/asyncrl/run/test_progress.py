@@ -26,8 +26,10 @@ from wire.messages.from_generator import GeneratorReport
 from wire.messages.from_trainer import StepFinished
 from wire.records import (
     EngineStats,
+    GroupTotals,
     LearnerMetrics,
     StalenessMetrics,
+    StepGroups,
     StepMetrics,
     TokenCounts,
     TrainerTimes,
@@ -86,7 +88,10 @@ class Watched:
         self.fleet: Any = Generators()
 
     def begin(self, first_step: int) -> None:
-        snapshot = SimpleNamespace(waits=(), samples_running=5, samples_held=2, groups_failed=2)
+        snapshot = SimpleNamespace(
+            waits=(), samples_running=5, samples_held=2,
+            groups_issued=20, groups_waiting=3, groups_consumed=6, groups_failed=2,
+        )  # fmt: skip
         scheduler: Any = SimpleNamespace(snapshot=lambda: snapshot)
         self.progress.show(self.fleet, None)
         self.progress.training_begins(scheduler, first_step)
@@ -162,6 +167,23 @@ def test_status_and_live_view_show_the_last_step(watched: Watched) -> None:
     assert watched.gauge("asyncrl_samples_total", outcome="failed") == 2 * GROUP_SIZE
     assert watched.gauge("asyncrl_samples_in_flight", state="running") == 5
     assert "drafts accepted 50%" in watched.said.getvalue()
+
+
+def test_groups_are_counted_over_a_resume(tmp_path: Path) -> None:
+    before = [
+        StepMetrics(step=0, time=1.0, groups=StepGroups(trained=(0, 1, 2), failed=(3,))),
+        StepMetrics(step=1, time=1.0, groups=StepGroups(trained=(4, 5, 6, 7))),
+    ]
+    watched = Watched(tmp_path / "metrics.jsonl", earlier=before)
+    assert watched.progress.status(watched.fleet, None)["groups_trained"] == 7
+    watched.begin(2)
+    status = watched.progress.status(watched.fleet, None)
+    assert (status["groups_trained"], status["groups_failed"]) == (13, 3)
+    assert (status["groups_in_flight"], status["groups_delivered"]) == (12, 3)
+    watched.progress.training_ends()
+    result = watched.progress.result(None, None, total_seconds=1.0)
+    assert result.groups == GroupTotals(trained=13, failed=3)
+    watched.log.close()
 
 
 def test_the_record_names_the_groups_trained_on_and_those_that_failed(watched: Watched) -> None:
