@@ -120,8 +120,11 @@ class Admission:
         return -((self.last_group_to_start(0) - group) // self.groups_per_step)
 
     def min_version(self, step: int) -> int:
-        """The lowest policy version that may have drawn a token that this step trains on."""
-        return step - self.max_off_policy_steps
+        """The lowest policy version that may have drawn a token that this step trains on.
+
+        Never negative: a token of an unknown policy (`UNKNOWN_VERSION`) is always too old.
+        """
+        return max(0, step - self.max_off_policy_steps)
 
     def versions_ahead(self, step: int, policy_version: int) -> int:
         """By how many versions a sample of this step would run ahead; 0: it is due."""

@@ -42,6 +42,19 @@ class InstallWeights(msgspec.Struct, frozen=True, gc=False):
     policy_version: int
 
 
+class RewindGenerator(msgspec.Struct, frozen=True, gc=False):
+    """Tell a generator that the policies of later versions than this one are gone.
+
+    It forgets its unacknowledged deliveries and relabels the tokens of later versions as those of
+    an unknown policy. Answered by `GeneratorRewound`; until then it is given nothing else to do.
+    """
+
+    generator: str
+    policy_version: int
+    lineage: int
+    """Of the trainer that continues from this version."""
+
+
 class DeliverGroup(msgspec.Struct, frozen=True):
     """Have the holders of a group's finished samples send them to the trainer.
 
@@ -116,6 +129,7 @@ Command = (
     StartSample
     | VerifySamples
     | InstallWeights
+    | RewindGenerator
     | DeliverGroup
     | DeclareStep
     | DiscardSamples

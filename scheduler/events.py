@@ -95,9 +95,33 @@ class StepFinished(msgspec.Struct, frozen=True, gc=False):
 
 
 class TrainerJoined(msgspec.Struct, frozen=True, gc=False):
-    """The trainer can take trajectories and has published its weights of this version."""
+    """A trainer can take trajectories and has published its weights of this version.
+
+    The first one has the version that the run begins with. Each later one replaces a trainer that
+    was lost and continues from a checkpoint, which may be older: see `scheduler.rewind`.
+    """
 
     policy_version: int
+    lineage: int = 0
+    """How many trainers the run had before this one. Repeated events of a lineage are ignored."""
+
+
+class TrainerLost(msgspec.Struct, frozen=True, gc=False):
+    """The trainer is gone, with its weights, its step and every trajectory that it had."""
+
+
+class GeneratorRewound(msgspec.Struct, frozen=True, gc=False):
+    """The answer to `RewindGenerator`. What the generator reports from now on is of this lineage.
+
+    It holds no token of a later version than the one that it was told, except as tokens of an
+    unknown policy, and no delivery to an earlier trainer.
+    """
+
+    generator: str
+    lineage: int
+    policy_version: int
+    """The version that it samples from; -1 if its weights are of a policy that is gone. It then
+    samples nothing until it has installed others."""
 
 
 class StopRequested(msgspec.Struct, frozen=True, gc=False):
@@ -123,6 +147,8 @@ Event = (
     | WeightsPublished
     | StepFinished
     | TrainerJoined
+    | TrainerLost
+    | GeneratorRewound
     | StopRequested
     | PauseRequested
     | ResumeRequested

@@ -50,9 +50,10 @@ def _check_group(state: SchedulerState, group: Group) -> None:
     limit = state.config.max_attempts
     _require(max(group.attempts) <= limit, f"{name} has a sample started more than {limit} times")
     busy = group.queued or group.running or group.verifying or counts[DELIVERING]
-    _require(
-        bool(busy) or 1 in group.stale, f"{name} is complete, but its delivery was not commanded"
-    )
+    may_wait = 1 in group.stale or not state.trainer_joined
+    may_wait |= group.index >= state.ledger.next_group  # a rewind left it ahead
+    may_wait |= group.owner is not None and group.owner.rewinding
+    _require(bool(busy) or may_wait, f"{name} is complete, but its delivery was not commanded")
     _check_staleness(state, group, name)
     _check_owner(state, group, name)
 
@@ -110,7 +111,7 @@ def _check_ledger(state: SchedulerState) -> None:
     if state.finished is not None:
         _require(not state.groups, "the run is finished, but groups are in flight")
         return
-    in_flight = sorted(state.groups)
+    in_flight = sorted(group for group in state.groups if group < state.ledger.next_group)
     unsettled = list(state.ledger.unsettled())
     _require(in_flight == unsettled, f"in flight {in_flight}, but the ledger says {unsettled}")
     first_group = state.step * state.config.groups_per_step

@@ -37,7 +37,8 @@ class LedgerCounts(NamedTuple):
     consumed: int
     """Trained on."""
     failed: int
-    """Reported and left out. Withdrawn ones count, although a resumed run tries them again."""
+    """Reported and left out. Withdrawn ones count, although a resumed run tries them again;
+    those of steps that `rewind` undid do not."""
 
 
 @dataclass(slots=True)
@@ -60,6 +61,8 @@ class Ledger:
         self._steps: dict[int, _Step] = {}
         self._consumed = 0
         self._failed = 0
+        self._failed_in: dict[int, int] = {}
+        """Failed groups of each consumed step; steps without any are left out."""
 
     @property
     def next_step(self) -> int:
@@ -68,7 +71,10 @@ class Ledger:
 
     @property
     def next_group(self) -> int:
-        """The group to be issued next; every lower index was issued."""
+        """The group to be issued next; every lower index was issued.
+
+        After `rewind` higher ones may have been issued before; they are issued again.
+        """
         return self._next_group
 
     @property
@@ -128,8 +134,32 @@ class Ledger:
             )
         entry = self._steps.pop(step)
         self._consumed += len(members)
-        self._failed += len(entry.failed)
+        if entry.failed:
+            self._failed += len(entry.failed)
+            self._failed_in[step] = len(entry.failed)
         self._next_step = step + 1
+
+    def rewind(self, step: int) -> None:
+        """Return to the state before this step: what later steps consumed is to be issued again.
+
+        Failed groups of this step and later ones are tried again as well.
+
+        Raises:
+            LedgerError: earlier steps are not all consumed.
+        """
+        if step > self._next_step:
+            raise LedgerError(
+                f"cannot return to step {step}: the next step to be consumed is {self._next_step}"
+            )
+        first_step = self._first_group // self._per_step
+        for lost in range(max(step, first_step), self._next_step):
+            failed = self._failed_in.pop(lost, 0)
+            self._failed -= failed
+            self._consumed -= self._per_step - failed
+        self._steps.clear()
+        self._next_step = step
+        self._next_group = step * self._per_step
+        self._first_group = min(self._first_group, self._next_group)
 
     def withdraw_after(self, step: int) -> None:
         """Withdraw all groups issued for later steps; a resumed run issues them again."""

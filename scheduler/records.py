@@ -1,7 +1,7 @@
 """Records of the work in flight: one per group, one per generator.
 
 States of a sample (a byte in its group's `states`). If its generator is lost, a sample returns from
-any state except the last one to QUEUED:
+any state except the last one to QUEUED. If the trainer is lost, see `scheduler.rewind`.
 
     QUEUED ──StartSample──► RUNNING ──SampleFinished──► HELD ──DeliverGroup──► DELIVERING
       ▲                        │                        │  ▲                       │
@@ -74,6 +74,10 @@ class Group:
         states, attempts, sent, stale = (bytearray(size) for _ in range(4))
         return cls(index, step, key, states, attempts, sent, stale, queued=size)
 
+    def __lt__(self, other: Group) -> bool:
+        """Data order. A heap may hold an outdated and a present group of one index."""
+        return self.index < other.index
+
     @property
     def untouched(self) -> bool:
         """Whether none of its samples was ever started."""
@@ -113,6 +117,9 @@ class Generator:
     """Samples VERIFYING here."""
     kv_used: float = 0.0
     """Share of its KV space in use at its last report, 0 to 1."""
+    rewinding: bool = False
+    """It was told to rewind (`scheduler.rewind`) and has not answered: what it reports may still be
+    about policies that are gone, and it is given nothing to do."""
     draining: bool = False
     """It finishes its samples and starts none, so that new weights can be installed."""
 

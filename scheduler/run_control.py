@@ -37,6 +37,9 @@ class RunControl:
         if state.stopping or state.finished is not None:
             return
         state.stopping = True
+        if not state.trainer_joined:
+            self._steps.end_run(RunOutcome.STOPPED)
+            return
         last = state.last_step = max(state.step, state.next_undeclared - 1)
         self._work.discard([group for group in state.groups.values() if group.step > last])
         state.ledger.withdraw_after(last)

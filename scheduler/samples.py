@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollout.trajectory import UNKNOWN_VERSION
 from scheduler import events
 from scheduler.errors import SchedulerError
 from scheduler.records import DELIVERED, DELIVERING, QUEUED, RUNNING, VERIFYING
@@ -34,6 +35,9 @@ class SampleEvents:
         sample_state = group.states[sample]
         if sample_state != RUNNING and (sample_state != VERIFYING or too_old):
             return  # late or repeated: a verified sample is not too old
+        if generator.rewinding and self._admission.verifies:
+            # Sent before the rewind: the version may be one that is gone. It is verified when due.
+            oldest, too_old = UNKNOWN_VERSION, True
         if (too_old and not self._admission.verifies) or oldest > state.published:
             raise SchedulerError(
                 f"sample {event.sample} of {generator.name} has tokens of policy version "
@@ -68,6 +72,8 @@ class SampleEvents:
         generator = state.generator(event.generator)
         group = state.group(event.sample)
         sample = event.sample.sample
+        if event.generator in state.outdated or (generator is not None and generator.rewinding):
+            return  # acknowledged by a trainer that is gone
         if group is None or group.states[sample] == DELIVERED:
             return
         owner = group.owner

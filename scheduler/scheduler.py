@@ -17,6 +17,7 @@ data order ─► open steps ─► place ─► start samples ─► DeliverGro
     steps         issuing groups, declaring steps, the end of the run
     weights       publishing and installing policy versions
     samples       events of samples
+    rewind        a trainer that replaces a lost one and continues from an older version
     run_control   pause, resume, stop
     view, waits   a snapshot for people; invariants: what `Scheduler.check` verifies
 
@@ -35,6 +36,9 @@ sample that was started max_attempts times fails, and a failed sample fails its 
 membership of a step is declared when each of its groups is *acknowledged* or failed. Commanding
 delivery is not enough: a generator that dies in between could still take a group away.
 
+When the trainer is lost, the run returns to its newest checkpoint (`rewind`). Each group is then
+consumed once by the steps that count: those of the surviving policies.
+
 Stopping. `StopRequested` finishes the current step (its samples are still started, and restarted
 after a loss) and all later steps that are already declared, since the trainer trains those without
 asking. The work of all other steps is withdrawn at once. `FinishRun` follows. The run ends at once
@@ -52,6 +56,7 @@ from scheduler.commands import Command
 from scheduler.config import SchedulerConfig
 from scheduler.errors import SchedulerError
 from scheduler.events import Event
+from scheduler.rewind import Rewind
 from scheduler.run_control import RunControl
 from scheduler.samples import SampleEvents
 from scheduler.state import SchedulerState
@@ -92,6 +97,7 @@ class Scheduler:
         self._steps = Steps(self.state, self._work, group_key)
         self._weights = Weights(self.state, self._work)
         self._run_control = RunControl(self.state, self._work, self._steps, self._weights)
+        rewind = Rewind(self.state, self._work, self._steps, self._weights)
         samples = SampleEvents(self.state, self._work, self._steps, self._weights)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.GeneratorJoined: self._on_generator_joined,
@@ -100,7 +106,9 @@ class Scheduler:
             events.SampleFinished: samples.on_finished,
             events.SampleFailed: samples.on_failed,
             events.SampleDelivered: samples.on_delivered,
-            events.TrainerJoined: self._on_trainer_joined,
+            events.TrainerJoined: rewind.on_trainer_joined,
+            events.TrainerLost: rewind.on_trainer_lost,
+            events.GeneratorRewound: rewind.on_generator_rewound,
             events.StepFinished: self._steps.on_step_finished,
             events.WeightsPublished: self._on_weights_published,
             events.WeightsInstalled: self._weights.on_weights_installed,
@@ -160,6 +168,8 @@ class Scheduler:
         generator = state.generators.get(event.generator)
         if generator is None:  # lost before, or before its join was reported
             return
+        if generator.rewinding:
+            state.outdated.add(generator.name)
         groups = state.placement.remove(generator)
         for group in groups:
             exhausted = self._work.requeue(group)
@@ -182,24 +192,6 @@ class Scheduler:
             return
         generator.kv_used = event.share
         self._work.start(generator)
-
-    def _on_trainer_joined(self, event: events.TrainerJoined) -> None:
-        state = self.state
-        if state.trainer_joined and not state.delivery_commanded:
-            return
-        if state.trainer_joined:
-            raise SchedulerError(
-                "the trainer joined again after groups were delivered to it; a restarted trainer "
-                "has lost them, so resume the run from its last checkpoint"
-            )
-        if event.policy_version != state.published:
-            raise SchedulerError(
-                f"the trainer joined with policy version {event.policy_version}, but version "
-                f"{state.published} is expected; resume the run from the checkpoint of that version"
-            )
-        state.trainer_joined = True
-        self._weights.update_all()
-        self._steps.open()
 
     def _on_weights_published(self, event: events.WeightsPublished) -> None:
         if event.policy_version > self.state.published:

@@ -46,9 +46,14 @@ class SchedulerState:
     """What the current event has led to so far. Always the same list object; `Scheduler` empties
     it before each event."""
     trainer_joined: bool = False
-    """Written by `Scheduler`."""
-    delivery_commanded: bool = False
-    """Whether any group was ever sent to the trainer (`Work`)."""
+    """There is a trainer that can take trajectories (`Rewind`)."""
+    trainer_lost: bool = False
+    """There was one, and its replacement has not joined yet (`Rewind`)."""
+    lineage: int = 0
+    """Of the trainer that joined last (`Rewind`)."""
+    outdated: set[str] = field(default_factory=set)
+    """Lost generators whose late acknowledgements are an earlier trainer's (`Rewind`,
+    `Scheduler`)."""
     paused: bool = False
     """No sample is started while this holds (`RunControl`)."""
     stopping: bool = False
@@ -85,6 +90,11 @@ class SchedulerState:
             published=first_step,
             next_undeclared=first_step,
         )
+
+    @property
+    def had_trainer(self) -> bool:
+        """Whether a trainer has ever joined."""
+        return self.trainer_joined or self.trainer_lost
 
     @property
     def step(self) -> int:

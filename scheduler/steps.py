@@ -36,7 +36,11 @@ class Steps:
             index = ledger.next_group
             key = None if self._group_key is None else prompt_key(self._group_key(index))
             ledger.issue()
-            self._work.issue(index, ledger.step_of(index), key)
+            kept = self._state.groups.get(index)  # from before a rewind
+            if kept is None:
+                self._work.issue(index, ledger.step_of(index), key)
+            else:
+                self._work.deliver_if_complete(kept)
 
     def arrive(self, group: Group) -> None:
         """The trainer has acknowledged the whole group."""
@@ -47,13 +51,15 @@ class Steps:
     def fail(self, group: Group, reason: str) -> None:
         """Leave a group out, tell the user, and free what it occupies."""
         self._work.discard([group])
+        if group.index >= self._ledger.next_group:
+            return  # left over from before a rewind: it is tried again when it is issued
         self._ledger.fail(group.index)
         self._state.commands.append(commands.ReportGroupFailed(group.index, reason))
 
     def declare(self) -> None:
         """Declare each step whose membership is final, in order; end the run if one is empty."""
         state = self._state
-        while state.finished is None:
+        while state.finished is None and state.trainer_joined:
             step = state.next_undeclared
             members = self._ledger.membership(step)
             if members is None:

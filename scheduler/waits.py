@@ -10,6 +10,8 @@ def waits(state: SchedulerState) -> tuple[str, ...]:
     """What each wait waits for, most important first; empty only if the run is finished."""
     if state.finished is not None:
         return ()
+    if state.trainer_lost:
+        return ("the run waits for another trainer to join in place of the lost one",)
     if not state.trainer_joined:
         return ("the run waits for the trainer to join",)
     lines = []

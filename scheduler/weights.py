@@ -23,7 +23,7 @@ class Weights:
             SchedulerError: the trainer cannot have trained this version yet.
         """
         state = self._state
-        if not state.trainer_joined or version > state.next_undeclared:
+        if not state.had_trainer or version > state.next_undeclared:
             raise SchedulerError(
                 f"weights of policy version {version} were published, but step {version - 1} "
                 "cannot have been trained yet"
@@ -42,11 +42,13 @@ class Weights:
         With `partial_rollout: false` the generator first drains: it finishes its samples.
         """
         state = self._state
-        if not state.trainer_joined:
+        if not state.trainer_joined or generator.rewinding:
             return
         if generator.installing is None and generator.version < state.published:
             busy = generator.running + generator.verifying
-            generator.draining = bool(busy) and not state.config.partial_rollout
+            stands_still = generator.version < 0  # its weights are of a policy that is gone
+            waits = bool(busy) and not stands_still
+            generator.draining = waits and not state.config.partial_rollout
             if not generator.draining:
                 generator.installing = state.published
                 state.commands.append(commands.InstallWeights(generator.name, state.published))
@@ -63,9 +65,9 @@ class Weights:
         """Verify what the new version allows, command newer weights if any, and start samples."""
         state, work = self._state, self._work
         generator, version = state.generator(event.generator), event.policy_version
-        if generator is None:
-            return
-        if version > state.published or not state.trainer_joined:
+        if generator is None or generator.rewinding:
+            return  # a rewind answers for the installations before it
+        if version > state.published or not state.had_trainer:
             raise SchedulerError(
                 f"generator {generator.name} installed policy version {version}, which was never "
                 f"published; the latest published version is {state.published}"
@@ -83,6 +85,11 @@ class Weights:
                 state.placement.offer(generator, state.published)
                 work.start(generator)
                 return
+        self.has_version(generator, version)
+
+    def has_version(self, generator: Generator, version: int) -> None:
+        """Take note of a generator's version, and give it what follows from that."""
+        work = self._work
         before, generator.version = generator.version, version
         generator.installing, generator.draining = None, False
         # Verification comes before the next install: with `partial_rollout: false`, that install

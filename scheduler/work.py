@@ -51,7 +51,7 @@ class Work:
 
     def start(self, generator: Generator) -> None:
         """Start samples on a generator while it has room and there is work that it may start."""
-        if self._state.paused or generator.draining:
+        if self._state.paused or generator.draining or generator.rewinding:
             return
         if generator.installing is not None and not self._config.partial_rollout:
             return  # the new weights would arrive in the middle of the sample
@@ -119,6 +119,8 @@ class Work:
         These are the samples of steps whose minimum version lies between the two versions. Running
         ones are included, since they were started under the version before.
         """
+        if not self._admission.verifies:
+            return
         for group in list(generator.groups.values()):
             min_version = self._admission.min_version(group.step)
             if version_before < min_version <= generator.version:
@@ -169,8 +171,16 @@ class Work:
         self._placement.update(owner)
 
     def deliver_if_complete(self, group: Group) -> None:
-        """Command delivery of the HELD samples if none of the group is left to generate."""
+        """Command delivery of the HELD samples if none of the group is left to generate.
+
+        Nothing is delivered while there is no trainer, by a generator that rewinds, or of a group
+        that a rewind left ahead of the groups that are issued.
+        """
         owner = group.owner
+        if not self._state.trainer_joined or group.index >= self._state.ledger.next_group:
+            return
+        if owner is not None and owner.rewinding:
+            return
         if group.queued or group.running or group.verifying or owner is None or 1 in group.stale:
             return
         samples = []
@@ -180,8 +190,22 @@ class Work:
                 group.sent[sample] = 1
                 samples.append((owner.name, SampleId(group.index, sample)))
         if samples:
-            self._state.delivery_commanded = True
             self._commands.append(commands.DeliverGroup(group.step, group.index, tuple(samples)))
+
+    def suspect(self, group: Group) -> None:
+        """HELD and VERIFYING to HELD with tokens that may be too old, to be verified when due.
+
+        For a group whose generator rewinds: only the generator knows which tokens are too old, and
+        answers for a sample that needs no verification at once.
+        """
+        for sample, state in enumerate(group.states):
+            if state == VERIFYING:
+                group.states[sample] = HELD
+                group.verifying -= 1
+                if group.owner is not None:
+                    group.owner.verifying -= 1
+            if state in (HELD, VERIFYING):
+                group.stale[sample] = 1
 
     def discard(self, groups: list[Group]) -> None:
         """Forget groups. Each owner aborts or forgets its samples by one command."""

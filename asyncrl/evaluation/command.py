@@ -92,10 +92,7 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
                 async with slots:
                     text = await _respond(config, task, engine, prompt, index)
                     question = str(prompt.example.get("prompt", ""))
-                    reward = await rewards.score(
-                        question, text, prompt.example, example_id=prompt.prompt_id
-                    )
-                    current.came_back(index, reward.value)
+                    current.came_back(index, await rewards.score(question, text, prompt.example))
                 bar.advance(line)
 
             async with asyncio.TaskGroup() as group:

@@ -276,12 +276,11 @@ def test_impossible_events_are_refused_and_change_nothing(event, message):
     s.check()
 
 
-def test_a_trainer_with_another_version_or_without_its_groups_is_refused():
+def test_a_trainer_of_another_version_is_refused():
     s, _ = scheduler_of("a", max_off_policy_steps=0)
-    assert s.on_event(TrainerJoined(0)) == []
-    finish(s, "a", 0)
-    with pytest.raises(SchedulerError, match="joined again after groups were delivered"):
-        s.on_event(TrainerJoined(0))
+    assert s.on_event(TrainerJoined(0)) == [], "repeated"
+    with pytest.raises(SchedulerError, match="version 0 is expected"):
+        s.on_event(TrainerJoined(1, lineage=1))
     other = Scheduler(SchedulerConfig(), first_step=2, total_steps=3)
     with pytest.raises(SchedulerError, match="version 2 is expected"):
         other.on_event(TrainerJoined(0))

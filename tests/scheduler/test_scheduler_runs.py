@@ -25,7 +25,7 @@ def test_runs_to_the_end_in_order(bound, seed):
     world = make_world(max_off_policy_steps=bound)
     for slots in (3, 8, 1):
         world.join(slots)
-    world.tell(events.TrainerJoined(0))
+    world.trainer_joins()
     run_clocked(world, random.Random(seed))
     assert world.finished is RunOutcome.DONE
     assert not world.failed
@@ -42,7 +42,7 @@ def test_verify_runs_ahead_and_trains_on_nothing_too_old(bound, ahead):
     )
     for slots in (3, 8, 1):
         world.join(slots)
-    world.tell(events.TrainerJoined(0))
+    world.trainer_joins()
     furthest = 0
 
     def look(world, _):
@@ -62,7 +62,7 @@ def test_without_partial_rollouts_each_sample_has_one_version(mode):
     world = make_world(max_off_policy_steps=1, on_update=mode, steps=6, partial_rollout=False)
     for slots in (3, 8, 1):
         world.join(slots)
-    world.tell(events.TrainerJoined(0))
+    world.trainer_joins()
     lines = set()
 
     def look(world, _):
@@ -78,7 +78,7 @@ def test_a_generator_with_a_full_kv_space_starts_no_run_ahead():
     world = make_world(max_off_policy_steps=0, on_update="verify", steps=3, runahead_kv_limit=0.5)
     name = world.join(4)
     world.fill(name, 0.5)
-    world.tell(events.TrainerJoined(0))
+    world.trainer_joins()
     while any(g.running for g in world.generators.values()):
         finishing = [h for h in world.enabled() if h[0] == "finish"]
         world.happen(finishing[0])
@@ -94,7 +94,7 @@ def test_verify_without_staleness_is_faster_than_synchronous():
         world = make_world(max_off_policy_steps=0, on_update=mode, steps=8)
         for slots in (8, 8):
             world.join(slots)
-        world.tell(events.TrainerJoined(0))
+        world.trainer_joins()
         times[mode] = run_clocked(world, random.Random(3))
         assert set(world.staleness) == {0}
     assert times["verify"] < 0.85 * times["keep"]  # simulated time
@@ -106,7 +106,7 @@ def test_asynchronous_is_faster_than_synchronous_and_runs_ahead():
         world = make_world(max_off_policy_steps=bound, steps=8)
         for _ in range(2):
             world.join(4)
-        world.tell(events.TrainerJoined(0))
+        world.trainer_joins()
         times[bound] = run_clocked(world, random.Random(5))
     assert max(world.staleness) == 1
     assert times[1] < 0.8 * times[0]
@@ -116,7 +116,7 @@ def test_a_generator_that_installs_slowly_skips_versions_and_the_run_ends():
     world = make_world(max_off_policy_steps=2, steps=10)
     world.join(4)
     world.join(4)
-    world.tell(events.TrainerJoined(0))
+    world.trainer_joins()
 
     def slow(h):
         return 3000.0 if h[:2] == ("install", "g1") else 1.0
@@ -132,7 +132,7 @@ def test_a_generator_that_installs_slowly_skips_versions_and_the_run_ends():
 def test_a_straggler_blocks_only_its_own_slot():
     world = make_world(max_off_policy_steps=0, steps=1, groups_per_step=8, group_size=2)
     world.join(2)
-    world.tell(events.TrainerJoined(0))
+    world.trainer_joins()
     straggler = ("finish", "g0", SampleId(0, 0))
     for _ in range(100):
         others = [h for h in world.enabled() if h != straggler]
@@ -148,7 +148,7 @@ def test_losses_and_late_joins_in_a_clocked_run():
         world = make_world(max_off_policy_steps=1, steps=6)
         world.join(4)
         world.join(4)
-        world.tell(events.TrainerJoined(0))
+        world.trainer_joins()
         rng = random.Random(seed)
         losses = [5.0, 12.0, 13.0]
 
@@ -169,7 +169,7 @@ def test_a_prompt_returns_to_its_generator_in_the_next_epoch():
     world = World(config, total_steps=6, group_key=lambda group: group % 8)
     world.join(8)
     world.join(8)
-    world.tell(events.TrainerJoined(0))
+    world.trainer_joins()
     run_clocked(world, random.Random(0))
     same = [world.placed[g] == world.placed[g - 8] for g in range(8, 48)]
     assert sum(same) >= 0.8 * len(same)
@@ -180,7 +180,7 @@ def test_a_resumed_run_begins_at_its_step():
     config = SchedulerConfig(group_size=2, groups_per_step=3, on_update="keep")
     world = World(config, first_step=3, total_steps=5)
     world.join(4, version=-1)
-    world.tell(events.TrainerJoined(3))
+    world.trainer_joins()
     assert world.generators["g0"].install == 3
     run_clocked(world, random.Random(0))
     assert sorted(world.consumed) == list(range(9, 15))
@@ -198,7 +198,7 @@ REPEATABLE = (
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Any order of completions, losses, joins, failures, duplicates, pauses and stops."""
+    """Any order of completions, losses, joins, failures, duplicates, pauses, stops and rewinds."""
 
     @initialize(
         bound=st.integers(0, 2),
@@ -224,13 +224,20 @@ class AnyOrder(RuleBasedStateMachine):
         key = (lambda group: group % 3) if epochs else None
         self.world = World(config, first_step=1, total_steps=5, group_key=key)
         self.world.overwrites = True
-        self.trainer = False
 
-    @precondition(lambda self: not self.trainer)
-    @rule()
-    def trainer_joins(self):
-        self.trainer = True
-        self.world.tell(events.TrainerJoined(1))
+    @precondition(lambda self: not self.world.trainer)
+    @rule(data=st.data())
+    def trainer_joins(self, data):
+        """The first one, or one that continues from a checkpoint that may be older."""
+        world = self.world
+        if world.finished in (None, RunOutcome.DONE):
+            world.trainer_joins(data.draw(st.integers(world.first_step, world.trained)))
+
+    @precondition(lambda self: self.world.trainer and self.world.rewinds < 4)
+    @rule(unsaid=st.booleans(), odds=st.integers(0, 2))
+    def trainer_is_lost(self, unsaid, odds):
+        if odds == 0:
+            self.world.lose_trainer(unsaid=unsaid)
 
     @precondition(lambda self: len(self.world.generators) < 4)
     @rule(slots=st.integers(1, 5), lag=st.integers(0, 3))
@@ -275,7 +282,7 @@ class AnyOrder(RuleBasedStateMachine):
     def pause_or_resume(self, pause):
         self.world.tell(events.PauseRequested() if pause else events.ResumeRequested())
 
-    @precondition(lambda self: self.trainer)
+    @precondition(lambda self: self.world.lineage >= 0)
     @rule(odds=st.integers(0, 9))
     def user_stops(self, odds):
         if odds == 0:
@@ -291,8 +298,8 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
-        if not self.trainer:
-            world.tell(events.TrainerJoined(1))
+        if not world.trainer and world.finished in (None, RunOutcome.DONE):
+            world.trainer_joins()
         world.tell(events.ResumeRequested())
         for name in list(world.generators):
             world.fill(name, 0.0)

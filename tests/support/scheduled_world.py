@@ -1,74 +1,14 @@
 """A scheduler among fake generators and a fake trainer, in the order of a test's choice."""
 
 import re
-from dataclasses import dataclass, field
+
+from scheduled_generator import FakeGenerator
 
 from rollout.trajectory import SampleId
 from scheduler import events
-from scheduler.commands import RunOutcome
+from scheduler.commands import RewindGenerator, RunOutcome, VerifySamples
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
-
-
-@dataclass
-class FakeGenerator:
-    name: str
-    slots: int
-    version: int
-    limit: int
-    running: dict[SampleId, int] = field(default_factory=dict)
-    """Oldest version of each running sample, in the order of arrival."""
-    held: dict[SampleId, int] = field(default_factory=dict)
-    """Oldest version of each finished sample."""
-    sending: set[SampleId] = field(default_factory=set)
-    """Held samples that it was told to deliver."""
-    verifying: dict[SampleId, int] = field(default_factory=dict)
-    unread: list[tuple[tuple[SampleId, ...], int]] = field(default_factory=list)
-    """(samples, minimum version) of the commands to verify that it has not read yet."""
-    install: int | None = None
-    """Version that it was told to install."""
-    paused: bool = False
-    kv_used: float = 0.0
-
-    def enabled(self, trained, overwrites):
-        """What can happen next here; `overwrites`: an install may find its weights overwritten."""
-        happenings = []
-        if not self.paused:
-            happenings += [("finish", self.name, s) for s in list(self.running)[: self.slots]]
-            happenings += [("verified", self.name, s) for s in list(self.verifying)[: self.slots]]
-        if self.unread:
-            happenings.append(("read", self.name, self.unread[0][1]))
-        happenings += [("arrive", self.name, s) for s in sorted(self.sending)]
-        if self.install is not None:
-            happenings.append(("install", self.name, self.install))
-            if overwrites and self.install < trained:
-                happenings.append(("miss", self.name, self.install))
-        return happenings
-
-    def read(self):
-        """Verify the samples of the next command that it still has and that are too old.
-
-        Returns the number of held samples among them.
-        """
-        samples, min_version = self.unread.pop(0)
-        assert self.version >= min_version
-        verified = 0
-        for sample in samples:
-            if self.running.get(sample, min_version) < min_version:
-                self.running[sample] = self.version
-            elif self.held.get(sample, min_version) < min_version:
-                assert sample not in self.sending
-                del self.held[sample]
-                self.verifying[sample] = self.version
-                verified += 1
-        return verified
-
-    def discard(self, samples):
-        for sample in samples:
-            self.running.pop(sample, None)
-            self.held.pop(sample, None)
-            self.verifying.pop(sample, None)
-            self.sending.discard(sample)
 
 
 class World:
@@ -92,6 +32,9 @@ class World:
         self.failed: dict[int, str] = {}
         self.trained = first_step
         self.published = first_step
+        self.lineage, self.trainer = -1, False
+        self.rewinds = 0
+        self.unsaid = False
         self.publishing = False
         self.overwrites = False
         self.finished: RunOutcome | None = None
@@ -107,11 +50,11 @@ class World:
         """What can happen next: (kind, generator, sample or version), without repetition."""
         happenings = []
         for g in self.generators.values():
-            happenings += g.enabled(self.trained, self.overwrites)
+            happenings += g.enabled(self.trained, self.overwrites, self.trainer)
         happenings += [("ack", name, sample) for name, sample in self.acks]
         if self.publishing:
             happenings.append(("publish", "", self.trained))
-        elif self.trained in self.declared:
+        elif self.trainer and self.trained in self.declared:
             happenings.append(("train", "", self.trained))
         return happenings
 
@@ -123,16 +66,28 @@ class World:
     def _finish(self, name, sample):
         g = self.generators[name]
         oldest = g.running.pop(sample)
-        g.held[sample] = oldest
+        g.held[sample], g.newest[sample] = oldest, g.version
         self.tell(events.SampleFinished(name, sample, 10, oldest))
 
     def _verified(self, name, sample):
         g = self.generators[name]
-        g.held[sample] = g.verifying.pop(sample)
+        g.held[sample], g.newest[sample] = g.verifying.pop(sample), g.version
         self.tell(events.SampleFinished(name, sample, 10, g.held[sample]))
 
     def _read(self, name, _):
-        self.verified += self.generators[name].read()
+        g = self.generators[name]
+        command = g.unread.pop(0)
+        if isinstance(command, VerifySamples):
+            unchanged, verified = g.verify(command)
+            self.verified += verified
+            for sample in unchanged:
+                self.tell(events.SampleFinished(name, sample, 10, g.held[sample]))
+            return
+        g.rewind(command.policy_version)
+        # Acknowledgements of the lost trainer that have not arrived are ignored there.
+        self.acks = [(n, s) for n, s in self.acks if n != name]
+        self.history = [e for e in self.history if getattr(e, "generator", "") != name]
+        self.tell(events.GeneratorRewound(name, command.lineage, g.version))
 
     def _arrive(self, name, sample):
         g = self.generators[name]
@@ -146,8 +101,7 @@ class World:
         self.tell(events.SampleDelivered(name, sample))
 
     def _install(self, name, version):
-        g = self.generators[name]
-        g.version, g.install = version, None
+        self.generators[name].installed(version)
         self.tell(events.WeightsInstalled(name, version))
 
     def _miss(self, name, version):
@@ -157,6 +111,11 @@ class World:
         self.tell(events.WeightsInstalled(name, g.version))
 
     def _train(self, _, step):
+        groups = self._consume(step)
+        self.publishing = True
+        self.tell(events.StepFinished(step, groups))
+
+    def _consume(self, step):
         groups = self.declared.pop(step)
         size, bound = self.config.group_size, self.config.max_off_policy_steps
         for group in groups:
@@ -168,14 +127,43 @@ class World:
                 staleness = step - self.received.pop(SampleId(group, i))
                 assert 0 <= staleness <= bound
                 self.staleness.append(staleness)
-        self.trained, self.publishing = step + 1, True
-        self.tell(events.StepFinished(step, groups))
+        self.trained = step + 1
+        return groups
 
     def _publish(self, _, version):
         self.publishing, self.published = False, version
         self.tell(events.WeightsPublished(version))
 
     # What a test may do besides
+
+    def trainer_joins(self, version=None):
+        """A trainer joins; one that replaces a lost one continues from this older version."""
+        if self.lineage >= 0:
+            version = self.trained if version is None else version
+            per_step = self.config.groups_per_step
+            self.trained = self.published = version
+            self.consumed = {g: step for g, step in self.consumed.items() if step < version}
+            self.failed = {g: why for g, why in self.failed.items() if g // per_step < version}
+            goes_on = version < self.total_steps and not self.scheduler.state.stopping
+            if self.finished is RunOutcome.DONE and goes_on:
+                self.finished = None
+            self.rewinds += 1
+        self.unsaid = False
+        self.trainer = True
+        self.lineage += 1
+        trainers = (events.StepFinished, events.WeightsPublished)
+        self.history = [e for e in self.history if not isinstance(e, trainers)]
+        self.tell(events.TrainerJoined(self.trained, self.lineage))
+
+    def lose_trainer(self, *, unsaid=False):
+        """The trainer is killed; `unsaid`: after a step that it did not report any more."""
+        if unsaid and not self.publishing and self.trained in self.declared:
+            self._consume(self.trained)
+            self.unsaid = True
+        self.trainer = self.publishing = False
+        self.declared.clear()
+        self.received.clear()
+        self.tell(events.TrainerLost())
 
     def join(self, slots, version=None):
         """A generator joins; returns its name."""
@@ -231,7 +219,8 @@ class World:
         for other in self.generators.values():
             assert c.sample not in other.running
             assert c.sample not in other.held
-        g.running[c.sample] = g.version
+        assert not any(isinstance(command, RewindGenerator) for command in g.unread)
+        g.running[c.sample] = g.version if g.version >= 0 else None
         assert len(g.running) <= g.limit
         assert not g.paused
         self.placed[c.sample.group] = c.generator
@@ -241,16 +230,22 @@ class World:
         assert c.samples
         assert c.min_version <= g.version
         assert self.config.partial_rollout or g.install is None
-        g.unread.append((c.samples, c.min_version))
+        g.unread.append(c)
 
     def _do_install_weights(self, c):
         g = self.generators[c.generator]
         assert g.install is None, "two installations outstanding"
         assert c.policy_version == self.published > g.version
-        assert self.config.partial_rollout or not (g.running or g.verifying)
+        assert self.config.partial_rollout or g.version < 0 or not (g.running or g.verifying)
         g.install = c.policy_version
 
+    def _do_rewind_generator(self, c):
+        assert c.lineage == self.lineage
+        assert c.policy_version == self.published
+        self.generators[c.generator].unread.append(c)
+
     def _do_deliver_group(self, c):
+        assert self.trainer
         assert c.step == c.group // self.config.groups_per_step
         assert c.samples
         for name, sample in c.samples:
@@ -295,8 +290,9 @@ class World:
         view = self.scheduler.snapshot()
         assert (view.finished and view.finished.outcome) == self.finished
         assert bool(view.waits) == (self.finished is None)
-        assert view.step == self.trained
-        assert view.groups_consumed == len(self.consumed)
+        if not self.unsaid:
+            assert view.step == self.trained
+            assert view.groups_consumed == len(self.consumed)
         assert view.groups_failed == len(self.failed)
         running = sum(len(g.running) for g in self.generators.values())
         # Both sides forget a failed or lost sample at the same time.
