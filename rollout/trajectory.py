@@ -37,8 +37,8 @@ FloatArray = NDArray[np.float32]
 ByteArray = NDArray[np.uint8]
 
 UNKNOWN_VERSION = -1
-"""In place of a policy version: the tokens were drawn by a policy that no longer exists, because its
-trainer was lost. They are older than any policy that can train on them, and can only be verified."""
+"""In place of a policy version: the tokens were drawn by a policy that no longer exists, because
+its trainer was lost. They are too old for every step, so they are verified before they are used."""
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 

@@ -1,8 +1,8 @@
 """The trainer is lost, and another one continues from the newest checkpoint.
 
-The new trainer has version v, the lost one had trained up to version s >= v (and may not have said
-so about the last step). The policies v + 1 to s are gone: the new trainer will train other ones under these numbers. So everything that depends on
-them is undone:
+The new trainer has version v, the lost one had trained up to version s >= v (and may not have
+reported its last step). The policies v + 1 to s are gone: the new trainer will train other ones
+under these numbers. So everything that depends on them is undone:
 
     ledger           returns to step v; the steps from v on consume their groups again
     trainer          groups that were in it, or partly or perhaps in it, are generated again
@@ -15,9 +15,10 @@ them is undone:
 A group that is kept may lie ahead of the groups that are issued again. It waits: it is delivered
 when it has been issued.
 
-From `RewindGenerator` to `GeneratorRewound` nothing that a generator reports is taken for a fact of
-the new lineage, since messages may be on their way: acknowledgements are ignored, and the version of
-a finished sample counts as unknown. A generator that is lost before it answered never counts again.
+From `RewindGenerator` to `GeneratorRewound` nothing that a generator reports is taken for a fact
+of the new lineage, since messages may be on their way: acknowledgements are ignored, and the
+version of a finished sample counts as unknown. Acknowledgements of a generator that is lost before
+it answered are ignored for good.
 
 While there is no trainer, generators continue, no group is issued, and nothing is delivered. A
 stopping run does not wait for another trainer: it ends, and resumes from the newest checkpoint.
