@@ -38,6 +38,29 @@ class CorePlan:
         return self.generators[int(name.removeprefix("generator-").split(".")[0])]
 
 
+def divide_machine(
+    *, generators: int, threads: int | None, pin_cores: bool
+) -> tuple[int, CorePlan | None]:
+    """Threads of each process of a run, and its cores if they are to be pinned.
+
+    Args:
+        generators: number of generators; one trainer is added.
+        threads: of each process; None: an even share of the available cores.
+        pin_cores: keep each process on cores of its own.
+
+    Raises:
+        UserError: there are too few cores to pin, or the system cannot pin.
+    """
+    can_pin = hasattr(os, "sched_getaffinity")
+    available = sorted(os.sched_getaffinity(0)) if can_pin else [0, 1]
+    threads = threads or max(1, len(available) // (generators + 1))
+    if not pin_cores:
+        return threads, None
+    if not can_pin:
+        raise UserError("launcher.pin_cores: this system cannot pin processes; leave pin_cores out")
+    return threads, plan_cores(available, generators=generators, threads=threads)
+
+
 def plan_cores(available: Sequence[int], *, generators: int, threads: int) -> CorePlan:
     """Give each generator and the trainer `threads` cores of their own.
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.cores import HELPER_CORES, plan_cores, stay_on
-from asyncrl.errors import UserError
+from asyncrl.cores import HELPER_CORES, divide_machine, stay_on
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
 from asyncrl.processes.spec import ChildKeys, ChildSpec
@@ -84,17 +83,8 @@ class LocalLauncher:
     ) -> None:
         self._logs = logs
         self._records = records
-        can_pin = hasattr(os, "sched_getaffinity")
-        available = sorted(os.sched_getaffinity(0)) if can_pin else [0, 1]
-        self._threads = threads or max(1, len(available) // (generators + 1))
-        if pin_cores and not can_pin:
-            raise UserError(
-                "launcher.pin_cores: this system cannot pin processes; leave pin_cores out"
-            )
-        self._plan = (
-            plan_cores(available, generators=generators, threads=self._threads)
-            if pin_cores
-            else None
+        self._threads, self._plan = divide_machine(
+            generators=generators, threads=threads, pin_cores=pin_cores
         )
 
     @property

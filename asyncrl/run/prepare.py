@@ -10,7 +10,7 @@ from rich.progress import Progress as ProgressBar
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import DataError
-from asyncrl.rewards.loading import check_name
+from asyncrl.run.preflight import check_machine, check_rewards
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task
@@ -27,13 +27,15 @@ class Prepared:
 
 
 def prepare(config: RunConfig, console: Console) -> Prepared:
-    """Make or find the model, load the data, check the rewards. Creates no run folder.
+    """Check the machine and the rewards, make or find the model, load the data.
+
+    Creates no run folder.
 
     Raises:
-        UserError: the model, the data or a reward cannot be used.
+        UserError: this machine, the model, the data or a reward cannot be used.
     """
-    for function in config.rewards.functions:
-        check_name(function.name)
+    check_machine(config)
+    check_rewards(config.rewards)
     console.print(f"model: {config.model.path}", highlight=False, soft_wrap=True)
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         model_path = resolve_model(config.model, bar)

