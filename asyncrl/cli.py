@@ -19,6 +19,7 @@ from rich.markup import escape
 
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.package_guard import refuse_foreign_packages
+from asyncrl.run.advice import DEFAULT_RUNS, resume_command
 from asyncrl.simulation.command import simulate
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ _RunName = Annotated[
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 _Runs = Annotated[Path, typer.Option("--runs", help="The folder that holds the run folders.")]
-
-_DEFAULT_RUNS = Path("runs")
 
 
 @app.command()
@@ -92,11 +91,16 @@ def run(
         console=console,
         resume_from=resume_from,
     )
-    _print_result(console, config.directory, result)
+    _print_result(
+        console,
+        config.directory,
+        result,
+        to_continue=resume_command(config.directory, config_file, overrides or []),
+    )
 
 
 @app.command()
-def status(name: _RunName = None, runs: _Runs = _DEFAULT_RUNS, as_json: _Json = False) -> None:
+def status(name: _RunName = None, runs: _Runs = DEFAULT_RUNS, as_json: _Json = False) -> None:
     """Show what an active run is doing."""
     from wire.messages import control
 
@@ -110,7 +114,7 @@ def status(name: _RunName = None, runs: _Runs = _DEFAULT_RUNS, as_json: _Json = 
 
 
 @app.command()
-def stop(name: _RunName = None, runs: _Runs = _DEFAULT_RUNS) -> None:
+def stop(name: _RunName = None, runs: _Runs = DEFAULT_RUNS) -> None:
     """Finish the current step, write a checkpoint, end the run."""
     from wire.messages import control
 
@@ -118,7 +122,7 @@ def stop(name: _RunName = None, runs: _Runs = _DEFAULT_RUNS) -> None:
 
 
 @app.command()
-def pause(name: _RunName = None, runs: _Runs = _DEFAULT_RUNS) -> None:
+def pause(name: _RunName = None, runs: _Runs = DEFAULT_RUNS) -> None:
     """Stop generating tokens; everything is kept."""
     from wire.messages import control
 
@@ -126,7 +130,7 @@ def pause(name: _RunName = None, runs: _Runs = _DEFAULT_RUNS) -> None:
 
 
 @app.command("resume")
-def resume_run(name: _RunName = None, runs: _Runs = _DEFAULT_RUNS) -> None:
+def resume_run(name: _RunName = None, runs: _Runs = DEFAULT_RUNS) -> None:
     """Continue after `pause`. (To continue a run that ended: asyncrl run CONFIG --resume.)"""
     from wire.messages import control
 
@@ -134,7 +138,7 @@ def resume_run(name: _RunName = None, runs: _Runs = _DEFAULT_RUNS) -> None:
 
 
 @app.command()
-def report(name: _RunName = None, runs: _Runs = _DEFAULT_RUNS) -> None:
+def report(name: _RunName = None, runs: _Runs = DEFAULT_RUNS) -> None:
     """Write report.html of a run: active, finished or killed."""
     from asyncrl.run.directory import find_run
     from monitoring.report.write import write_report
@@ -151,7 +155,7 @@ def evaluate(
         Path | None, typer.Option("--config", help="Task and sampling for a MODEL.")
     ] = None,
     overrides: _Overrides = None,
-    runs: _Runs = _DEFAULT_RUNS,
+    runs: _Runs = DEFAULT_RUNS,
 ) -> None:
     """Measure held-out accuracy of a run's newest checkpoint or of a model.
 
@@ -206,7 +210,9 @@ def _print_status(status: dict[str, Any]) -> None:
             typer.echo(f"{key.replace('_', ' ')}: {text}")
 
 
-def _print_result(console: Console, directory: Path, result: RunResult) -> None:
+def _print_result(
+    console: Console, directory: Path, result: RunResult, *, to_continue: str
+) -> None:
     before, after = result.accuracy_before, result.accuracy_after
     if before is not None and after is not None:
         console.print(
@@ -217,7 +223,9 @@ def _print_result(console: Console, directory: Path, result: RunResult) -> None:
         )
     else:
         console.print(
-            f"stopped after {result.steps} steps; continue with --resume", highlight=False
+            f"stopped after {result.steps} steps; continue with: {escape(to_continue)}",
+            highlight=False,
+            soft_wrap=True,
         )
     console.print(f"result: {directory / 'result.json'}", highlight=False, soft_wrap=True)
     console.print(f"report: {directory / 'report.html'}", highlight=False, soft_wrap=True)

@@ -15,6 +15,9 @@ EngineKind = Literal["torch", "vllm", "sglang"]
 DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 
+MAX_TOP_K_LOGPROBS = 64
+"""Largest K: its log-probabilities travel with every token."""
+
 
 class SamplingConfig(BaseModel):
     """How rollouts are sampled. The distribution after these settings is the policy."""
@@ -61,7 +64,7 @@ class EngineConfig(BaseModel):
     """Device of the engine. `auto`: a GPU if torch sees one, otherwise the CPU."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
     """Number of CPU threads of the engine's process. null: torch's choice."""
-    top_k_logprobs: int = Field(default=8, ge=0, le=64)
+    top_k_logprobs: int = Field(default=8, ge=0, le=MAX_TOP_K_LOGPROBS)
     """K: number of most probable tokens reported per position; a request may ask for fewer. Tokens
     that `scheduler.on_update: verify` can accept are among them, so use 64 for a large vocabulary
     at temperature 1."""

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from asyncrl.errors import UserError
+from asyncrl.run.advice import command_for, resume_command
 from asyncrl.run.directory import is_alive, read_state
 from wire import Hub, Line, RunKey, Unreachable
 from wire.addresses import is_private
@@ -84,9 +85,9 @@ def ask(run: Path, request: control.Request) -> control.Reply:
     if state is None or not is_alive(run):
         ended = _ENDINGS[None if state is None else state.ended]
         raise UserError(
-            f"the run in {run} is not active: it {ended}. Resume it with `asyncrl run CONFIG "
-            f"--resume`, or write its report with `asyncrl report {run.name}`; its logs are in "
-            f"{run / 'logs'}"
+            f"the run in {run} is not active: it {ended}. Resume it with "
+            f"`{resume_command(run)}`, or write its report with `{command_for('report', run)}`; "
+            f"its logs are in {run / 'logs'}"
         )
     folder = Path(state.control_address.removeprefix("ipc://")).parent
     if not folder.is_dir() or not is_private(folder):

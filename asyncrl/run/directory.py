@@ -33,6 +33,7 @@ from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.identity import status_of
 from asyncrl.run import failed_starts
+from asyncrl.run.advice import command_for
 from asyncrl.run.atomic_files import write_atomically
 from asyncrl.run.leftovers import clear_leftovers
 from asyncrl.run.resuming import find_resume_point
@@ -290,8 +291,8 @@ def _refuse_active(path: Path) -> NoReturn:
             f"with `kill -CONT {state.pid}`, or end it with `kill -KILL {state.pid}`"
         )
     raise UserError(
-        f"the run in {path} is active{process}; watch it with `asyncrl status {path.name}`, or end "
-        f"it with `asyncrl stop {path.name}`"
+        f"the run in {path} is active{process}; watch it with `{command_for('status', path)}`, "
+        f"or end it with `{command_for('stop', path)}`"
     )
 
 

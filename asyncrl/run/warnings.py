@@ -10,6 +10,7 @@ from pathlib import Path
 from asyncrl.config import RunConfig
 from asyncrl.processes.generator.deadlines import deadline_warning
 from asyncrl.processes.generator.lenient_reuse import lenient_warning
+from engine.config import MAX_TOP_K_LOGPROBS
 
 MAX_MISMATCH_FLOAT32 = 1e-3
 MAX_MISMATCH_BFLOAT16 = 0.05
@@ -80,5 +81,14 @@ def outside_top_k(config: RunConfig, *, drawn: int, outside: int) -> str | None:
         f"{share:.1%} of the tokens lie outside the {k} most probable ones that are stored with "
         "each (engine.top_k_logprobs). Verification must reject those, so half of all responses "
         f"are cut within {half_life:,} tokens even if the policy does not change. This is exact "
-        f"but slow: set engine.top_k_logprobs to {max(64, 8 * k)}, or sampling.top_p below 1."
+        f"but slow: {_fewer_outside(config)}."
     )
+
+
+def _fewer_outside(config: RunConfig) -> str:
+    """What the user can still change so that fewer tokens lie outside the stored ones."""
+    top_p = config.sampling.top_p
+    mass = "set sampling.top_p below 1" if top_p == 1 else f"lower sampling.top_p (it is {top_p:g})"
+    if config.engine.top_k_logprobs >= MAX_TOP_K_LOGPROBS:
+        return f"{mass}; engine.top_k_logprobs is at its limit"
+    return f"set engine.top_k_logprobs to {MAX_TOP_K_LOGPROBS}, or {mass}"

@@ -34,7 +34,14 @@ def test_a_small_top_k_is_warned_about_once_enough_tokens_are_measured() -> None
     assert warning is not None
     assert "3.0% of the tokens lie outside the 8 most probable" in warning
     assert "within 23 tokens" in warning
-    assert "top_k_logprobs to 64" in warning
+    assert warning.endswith("set engine.top_k_logprobs to 64, or set sampling.top_p below 1.")
+    for engine, sampling, advice in (
+        ({"top_k_logprobs": 64}, {}, "set sampling.top_p below 1; engine.top_k_logprobs is at its"),
+        ({"top_k_logprobs": 64}, {"top_p": 0.9}, "lower sampling.top_p (it is 0.9); engine.top_k"),
+        ({"top_k_logprobs": 32}, {"top_p": 0.9}, "set engine.top_k_logprobs to 64, or lower samp"),
+    ):
+        run = config(engine=engine, sampling=sampling)
+        assert advice in (warnings.outside_top_k(run, drawn=100_000, outside=3000) or "")
     keeps = config(scheduler={"on_update": "keep"})
     assert warnings.outside_top_k(keeps, drawn=100_000, outside=3000) is None
 

@@ -1,0 +1,41 @@
+"""Commands that messages advise: complete, so that a user can paste them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+DEFAULT_RUNS = Path("runs")
+"""Where commands look for run folders without `--runs`."""
+
+
+def command_for(verb: str, run: Path) -> str:
+    """The command `verb` for the run in this folder, with `--runs` where it is needed.
+
+    Example:
+        >>> command_for("status", Path("runs/mine"))
+        'asyncrl status mine'
+        >>> command_for("stop", Path("/data/my runs/mine"))
+        "asyncrl stop mine --runs '/data/my runs'"
+    """
+    words = ["asyncrl", verb, run.name]
+    if run.parent != DEFAULT_RUNS:
+        words += ["--runs", str(run.parent)]
+    return shlex.join(words)
+
+
+def resume_command(
+    run: Path, config_file: Path | None = None, overrides: Sequence[str] = ()
+) -> str:
+    """The command that continues the run in this folder.
+
+    Args:
+        run: the run's folder.
+        config_file: that the user gave; None: the run's own copy, which has everything in it.
+        overrides: that the user gave with `--set`.
+    """
+    words = ["asyncrl", "run", str(config_file or run / "config.yaml")]
+    for override in overrides if config_file is not None else ():
+        words += ["--set", override]
+    return shlex.join([*words, "--resume"])
