@@ -1,9 +1,13 @@
 """What can go wrong in the scheduler.
 
-SchedulerError    an impossible event or a broken invariant: a defect, or a faulty peer on the wire
-└── LedgerError   a group would be consumed twice, out of order, or without having been issued
+SchedulerError              a broken invariant: a defect
+├── LedgerError             a group would be consumed twice, out of order, or unissued
+└── ImpossibleEvent         an event that no state allows: its sender is faulty
+    └── SenderOutOfStep     ... and the scheduler would wait for that sender forever
 
-No configuration change fixes these. The run ends and can be resumed from its last checkpoint.
+An impossible event has changed nothing. The controller refuses it and continues; a sender that is
+out of step is killed and replaced. The others are defects, which no configuration change fixes: the
+run ends and can be resumed from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -15,3 +19,14 @@ class SchedulerError(Exception):
 
 class LedgerError(SchedulerError):
     """The event contradicts the ledger: a group would not be trained on exactly once."""
+
+
+class ImpossibleEvent(SchedulerError):  # noqa: N818 - says what it is
+    """No state allows this event: its sender is faulty. It can be ignored."""
+
+
+class SenderOutOfStep(ImpossibleEvent):
+    """An impossible event that contradicts what its sender was told to do.
+
+    If it were only ignored, the scheduler would wait for that sender forever. Replace it.
+    """

@@ -3,7 +3,7 @@
 They contain no sockets, no clock and no payloads.
 
 The controller makes them from the messages on the wire, in the order in which it receives those.
-Repeated and late events change nothing; impossible ones raise SchedulerError.
+Repeated and late events change nothing; impossible ones raise ImpossibleEvent.
 """
 
 from __future__ import annotations

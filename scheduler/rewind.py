@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from scheduler import commands, events
 from scheduler.commands import RunOutcome
-from scheduler.errors import SchedulerError
+from scheduler.errors import SenderOutOfStep
 from scheduler.records import DELIVERED, DELIVERING, Group
 from scheduler.state import SchedulerState
 from scheduler.steps import Steps
@@ -53,7 +53,7 @@ class Rewind:
             return
         version, expected = event.policy_version, state.published
         if version != expected if first else version > state.next_undeclared:
-            raise SchedulerError(
+            raise SenderOutOfStep(
                 f"the trainer joined with policy version {version}, but version {expected} is "
                 "expected; resume the run from the checkpoint of that version"
             )

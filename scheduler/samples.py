@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollout.trajectory import UNKNOWN_VERSION
 from scheduler import events
-from scheduler.errors import SchedulerError
+from scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from scheduler.records import DELIVERED, DELIVERING, QUEUED, RUNNING, VERIFYING
 from scheduler.state import SchedulerState
 from scheduler.steps import Steps
@@ -39,7 +39,7 @@ class SampleEvents:
             # Sent before the rewind: the version may be one that is gone. It is verified when due.
             oldest, too_old = UNKNOWN_VERSION, True
         if (too_old and not self._admission.verifies) or oldest > state.published:
-            raise SchedulerError(
+            raise SenderOutOfStep(
                 f"sample {event.sample} of {generator.name} has tokens of policy version "
                 f"{oldest}, but is for step {group.step}, with max_off_policy_steps "
                 f"{state.config.max_off_policy_steps} and version {state.published} published"
@@ -80,7 +80,7 @@ class SampleEvents:
         sample_state = group.states[sample]
         unexpected = owner is generator is not None and sample_state != DELIVERING
         if not group.sent[sample] or unexpected:
-            raise SchedulerError(
+            raise ImpossibleEvent(
                 f"sample {event.sample} was acknowledged by the trainer, but generator "
                 f"{event.generator} was not told to deliver it"
             )

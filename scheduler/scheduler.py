@@ -54,7 +54,7 @@ from typing import Any
 from scheduler import commands, events, invariants
 from scheduler.commands import Command
 from scheduler.config import SchedulerConfig
-from scheduler.errors import SchedulerError
+from scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from scheduler.events import Event
 from scheduler.rewind import Rewind
 from scheduler.run_control import RunControl
@@ -78,8 +78,8 @@ class Scheduler:
 
     Raises:
         SchedulerError: from the constructor, if there is no step to train; from `on_event`, if an
-            event is impossible (a defect of another part, or a faulty peer on the wire). Repeated
-            and late events are not errors; they yield no commands.
+            event is impossible (ImpossibleEvent: the sender is faulty, nothing was changed).
+            Repeated and late events are not errors; they yield no commands.
     """
 
     def __init__(
@@ -139,13 +139,13 @@ class Scheduler:
         if event.generator in state.lost or (known is not None and known.slots == event.slots):
             return
         if known is not None:
-            raise SchedulerError(
+            raise ImpossibleEvent(
                 f"generator {event.generator} joined before, with {known.slots} slots instead of "
                 f"{event.slots}; a restarted generator needs a new name, because late messages of "
                 "the old one would be taken for its own"
             )
         if event.slots < 1 or event.policy_version > state.published:
-            raise SchedulerError(
+            raise SenderOutOfStep(
                 f"generator {event.generator} joined with {event.slots} slots and policy version "
                 f"{event.policy_version}; it needs at least 1 slot, and the latest published "
                 f"version is {state.published}"

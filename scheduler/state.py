@@ -12,7 +12,7 @@ from rollout.trajectory import SampleId
 from scheduler.admission import Admission
 from scheduler.commands import Command, FinishRun
 from scheduler.config import SchedulerConfig
-from scheduler.errors import SchedulerError
+from scheduler.errors import ImpossibleEvent, SchedulerError
 from scheduler.ledger import Ledger
 from scheduler.placement import Placement
 from scheduler.records import Generator, Group
@@ -116,26 +116,26 @@ class SchedulerState:
         """The generator of that name; None if it was lost.
 
         Raises:
-            SchedulerError: no generator of that name ever joined.
+            ImpossibleEvent: no generator of that name ever joined.
         """
         generator = self.generators.get(name)
         if generator is None and name not in self.lost:
-            raise SchedulerError(f"received an event of generator {name}, which never joined")
+            raise ImpossibleEvent(f"received an event of generator {name}, which never joined")
         return generator
 
     def group(self, sample: SampleId) -> Group | None:
         """The group of a sample; None if the group is in the trainer or failed.
 
         Raises:
-            SchedulerError: the group was never issued, or has no such sample.
+            ImpossibleEvent: the group was never issued, or has no such sample.
         """
         group = self.groups.get(sample.group)
         if group is None and sample.group >= self.ledger.issued_below:
-            raise SchedulerError(
+            raise ImpossibleEvent(
                 f"received an event of sample {sample}, whose group was never issued"
             )
         if not 0 <= sample.sample < self.config.group_size:
-            raise SchedulerError(
+            raise ImpossibleEvent(
                 f"received an event of sample {sample}, but groups have "
                 f"{self.config.group_size} samples"
             )

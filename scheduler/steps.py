@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from scheduler import commands, events
 from scheduler.commands import RunOutcome
+from scheduler.errors import LedgerError, SenderOutOfStep
 from scheduler.placement import prompt_key
 from scheduler.records import Group
 from scheduler.state import SchedulerState
@@ -72,11 +73,18 @@ class Steps:
             state.commands.append(commands.DeclareStep(step, members))
 
     def on_step_finished(self, event: events.StepFinished) -> None:
-        """Consume the step's groups, then open further steps or end the run."""
+        """Consume the step's groups, then open further steps or end the run.
+
+        Raises:
+            SenderOutOfStep: the trainer did not train on exactly the groups of its next step.
+        """
         state = self._state
         if event.step < state.step or state.finished is not None:
             return
-        self._ledger.consume(event.step, event.groups)
+        try:
+            self._ledger.consume(event.step, event.groups)
+        except LedgerError as error:
+            raise SenderOutOfStep(str(error)) from error
         if state.step == state.total_steps:
             self.end_run(RunOutcome.DONE)
         elif state.step > state.last_step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler import commands, events
-from scheduler.errors import SchedulerError
+from scheduler.errors import SenderOutOfStep
 from scheduler.records import Generator
 from scheduler.state import SchedulerState
 from scheduler.work import Work
@@ -20,11 +20,11 @@ class Weights:
         """Have all generators install a version that the trainer published.
 
         Raises:
-            SchedulerError: the trainer cannot have trained this version yet.
+            SenderOutOfStep: the trainer cannot have trained this version yet.
         """
         state = self._state
         if not state.had_trainer or version > state.next_undeclared:
-            raise SchedulerError(
+            raise SenderOutOfStep(
                 f"weights of policy version {version} were published, but step {version - 1} "
                 "cannot have been trained yet"
             )
@@ -68,7 +68,7 @@ class Weights:
         if generator is None or generator.rewinding:
             return  # a rewind answers for the installations before it
         if version > state.published or not state.had_trainer:
-            raise SchedulerError(
+            raise SenderOutOfStep(
                 f"generator {generator.name} installed policy version {version}, which was never "
                 f"published; the latest published version is {state.published}"
             )

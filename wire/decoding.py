@@ -9,14 +9,23 @@ nothing else, whatever the bytes are. Hub, Line and the reward pool's stream dec
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
 from wire.errors import WireError
 
 In = TypeVar("In")
+
+_LARGEST = sys.float_info.max
+Finite = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+"""A field of a message that is neither infinite nor NaN."""
+Amount = Annotated[float, msgspec.Meta(ge=0, le=_LARGEST)]
+"""A finite field that is not negative."""
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""A whole number from 0."""
 
 _QUOTED = 200
 """Characters of a refusal's text; the rest could be the peer's own megabytes."""
@@ -41,6 +50,8 @@ class Reason(StrEnum):
     """It is not MessagePack, or it is cut short."""
     UNEXPECTED = "unexpected"
     """It is no message of its socket: an unknown tag, a missing field, a wrong type or range."""
+    IMPOSSIBLE_EVENT = "impossible_event"
+    """It decodes, but no state of the run allows what it says."""
     CUT_OFF = "cut_off"
     """It was dropped undecoded, since too many frames of its sender were refused before."""
 

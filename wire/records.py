@@ -26,6 +26,8 @@ from typing import Self
 
 import msgspec
 
+from wire.decoding import Amount, Count
+
 Measured = float | None
 """A measurement; None where there was nothing to measure or the result was not finite."""
 
@@ -66,17 +68,17 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     tokens: TokenCounts = TokenCounts()
     """The engine itself counts `generated`, `drafted` and `accepted`; the generator adds the
     rest before it reports them."""
-    steps: int = 0
+    steps: Count = 0
     """Forward passes of the decoding loop."""
-    busy_seconds: float = 0.0
+    busy_seconds: Amount = 0.0
     """Time inside these passes."""
-    running: int = 0
+    running: Count = 0
     """Requests that hold a slot now."""
-    waiting: int = 0
+    waiting: Count = 0
     """Requests that wait for a slot now."""
-    slots: int = 0
+    slots: Count = 0
     """Requests that can run at once."""
-    kv_used: float = 0.0
+    kv_used: Amount = 0.0
     """Share of the KV space in use now, 0 to 1."""
     policy_version: int = 0
     """Version of the weights that the engine samples from."""

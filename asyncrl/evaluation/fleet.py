@@ -73,6 +73,8 @@ class FleetEvaluation:
         current = self.current
         if current is None or current.number != message.round:
             return
+        if current.generator_of(message.index) != worker.name:
+            return  # counted already, or requested from another since
         if message.policy_version < self._version:
             current.again(message.index)
         else:

@@ -64,6 +64,10 @@ class EvaluationRound:
         self._busy[generator] += len(chosen)
         return chosen
 
+    def generator_of(self, index: int) -> str | None:
+        """The generator that a sample is assigned to; None if it came back, waits, or is none."""
+        return self._assigned.get(index)
+
     def came_back(self, index: int, reward: float) -> None:
         """A sample came back. Later copies of it change nothing."""
         generator = self._assigned.pop(index, None)

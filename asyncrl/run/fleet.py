@@ -17,6 +17,7 @@ from asyncrl.errors import WaitTimeout
 from asyncrl.launch import Launcher, ProcessHandle
 from asyncrl.processes.spec import ChildSpec, Role, keys_of
 from wire import Hub, RunKey, Unreachable
+from wire.decoding import FrameRefused, Reason
 from wire.messages import from_generator, from_trainer, to_generator, to_trainer
 from wire.weights.layout import WeightManifest
 
@@ -236,6 +237,10 @@ class Fleet:
         self._restarts += 1
         base = lost.name.split(".")[0]
         return self._start(f"{base}.{self._restarts}", "generator", first=False).name
+
+    def refuse(self, name: str, reason: Reason, text: str) -> None:
+        """Refuse a message that was decoded; it counts like a frame that was not."""
+        self._hub.refusals.refuse(name, FrameRefused(reason, text))
 
     def cut_off(self, name: str, why: str) -> None:
         """Kill a process whose messages make no sense; `deaths` reports it with this reason."""

@@ -15,6 +15,8 @@ from asyncrl.run.progress import Progress
 from asyncrl.run.training import Training
 from asyncrl.run.waiting import Waiter
 from scheduler import events
+from scheduler.errors import ImpossibleEvent, SenderOutOfStep
+from wire.decoding import Reason
 from wire.messages import from_generator, from_trainer
 
 logger = logging.getLogger(__name__)
@@ -64,17 +66,30 @@ class Inbox:
         }
 
     async def handle(self, sender: str, message: Message) -> None:
-        """Handle one message, and have waiting phases look again."""
-        worker = self._fleet.heard_from(sender)
+        """Handle one message, and have waiting phases look again.
+
+        A message that makes no sense is refused, and a sender that cannot be continued with is
+        killed, so that it is replaced.
+        """
+        kind, worker = type(message).__name__, self._fleet.heard_from(sender)
         if worker is None:
-            logger.warning("%s from %r, an unknown process", type(message).__name__, sender)
+            self._fleet.refuse(sender, Reason.UNKNOWN_PEER, f"{kind} from an unknown process")
             return
         handlers = self._of_trainer if worker.is_trainer else self._of_generators
         handler = handlers.get(type(message))
         if handler is None:
-            logger.warning("unexpected %s from %s", type(message).__name__, sender)
-        else:
+            self._fleet.refuse(sender, Reason.UNEXPECTED, f"{kind} is not for its role to send")
+            return
+        try:
             await handler(worker, message)
+        except ImpossibleEvent as error:
+            self._fleet.refuse(sender, Reason.IMPOSSIBLE_EVENT, str(error))
+            if isinstance(error, SenderOutOfStep):
+                self._fleet.cut_off(sender, f"its {kind} contradicts the run: {error}")
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            logger.exception("%s of %s could not be handled", kind, sender)
+            self._fleet.refuse(sender, Reason.IMPOSSIBLE_EVENT, f"{type(error).__name__}: {error}")
+            self._fleet.cut_off(sender, f"its {kind} could not be handled: {error}")
         self._waiter.notify()
 
     async def _generator_ready(
@@ -130,8 +145,8 @@ class Inbox:
     async def _step_finished(self, worker: Worker, message: from_trainer.StepFinished) -> None:
         version = message.manifest.policy_version
         worker.weights, worker.policy_version = message.manifest, version
-        self._progress.step_finished(message)
         await self._training.apply(events.WeightsPublished(version))
+        self._progress.step_finished(message)
         await self._training.apply(events.StepFinished(message.step, message.groups))
 
     async def _checkpoint_written(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 from asyncrl.config import RunConfig
@@ -14,7 +15,10 @@ from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.waiting import Waiter
 from scheduler import events
 from scheduler.commands import RunOutcome
+from scheduler.errors import SenderOutOfStep
 from scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 class Training:
@@ -84,9 +88,12 @@ class Training:
         self._progress.training_begins(self._scheduler, first_step)
         await self.apply(events.TrainerJoined(first_step))
         for worker in self._fleet.generators():
-            await self.apply(
-                events.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
-            )
+            try:
+                await self.apply(
+                    events.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
+                )
+            except SenderOutOfStep as error:
+                self._fleet.cut_off(worker.name, str(error))
         while (finished := self._executor.finished) is None:
             await self._waiter.next_change()
         await self._fresh_reports()
@@ -95,16 +102,28 @@ class Training:
             raise RunFailed(finished.reason)
 
     async def apply(self, event: events.Event) -> None:
-        """Give the scheduler an event and carry out what it decides."""
+        """Give the scheduler an event and carry out what it decides.
+
+        Raises:
+            ImpossibleEvent: no state allows the event, and it has changed nothing.
+            RunFailed: the scheduler or a command failed, which is a defect.
+        """
         if self._scheduler is None:
             return
         # One event at a time, so that commands are sent in the order of the decisions.
         async with self._deciding:
-            began = time.monotonic()
-            decided = self._scheduler.on_event(event)
-            self._progress.decided(type(event).__name__, time.monotonic() - began)
-            for command in decided:
-                await self._executor.execute(command)
+            try:
+                began = time.monotonic()
+                decided = self._scheduler.on_event(event)
+                self._progress.decided(type(event).__name__, time.monotonic() - began)
+                for command in decided:
+                    await self._executor.execute(command)
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+                logger.exception("a defect")
+                raise RunFailed(
+                    f"the scheduler could not handle {type(event).__name__}, which is a defect: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
         if self._executor.finished is not None:
             self._waiter.notify()
 

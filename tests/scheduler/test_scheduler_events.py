@@ -16,7 +16,7 @@ from scheduler.commands import (
     StartSample,
 )
 from scheduler.config import SchedulerConfig
-from scheduler.errors import LedgerError, SchedulerError
+from scheduler.errors import ImpossibleEvent, SchedulerError, SenderOutOfStep
 from scheduler.events import (
     GeneratorJoined,
     GeneratorLost,
@@ -270,7 +270,7 @@ def test_what_each_wait_waits_for():
 def test_impossible_events_are_refused_and_change_nothing(event, message):
     s, _ = scheduler_of("a", max_off_policy_steps=0)
     before = s.snapshot()
-    with pytest.raises(SchedulerError, match=message):
+    with pytest.raises(ImpossibleEvent, match=message):
         s.on_event(event)
     assert s.snapshot() == before
     s.check()
@@ -279,10 +279,10 @@ def test_impossible_events_are_refused_and_change_nothing(event, message):
 def test_a_trainer_of_another_version_is_refused():
     s, _ = scheduler_of("a", max_off_policy_steps=0)
     assert s.on_event(TrainerJoined(0)) == [], "repeated"
-    with pytest.raises(SchedulerError, match="version 0 is expected"):
+    with pytest.raises(SenderOutOfStep, match="version 0 is expected"):
         s.on_event(TrainerJoined(1, lineage=1))
     other = Scheduler(SchedulerConfig(), first_step=2, total_steps=3)
-    with pytest.raises(SchedulerError, match="version 2 is expected"):
+    with pytest.raises(SenderOutOfStep, match="version 2 is expected"):
         other.on_event(TrainerJoined(0))
 
 
@@ -305,7 +305,7 @@ def test_a_step_consumed_with_other_groups_is_refused():
     s, _ = scheduler_of("a", max_off_policy_steps=0)
     finish(s, "a", 0)
     acknowledge(s, "a", 0)
-    with pytest.raises(LedgerError, match=r"members are \[0\]"):
+    with pytest.raises(SenderOutOfStep, match=r"members are \[0\]"):
         s.on_event(StepFinished(0, (0, 1)))
 
 

@@ -13,6 +13,7 @@ from asyncrl.run.fleet import Fleet, Worker
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 from wire import RunKey, Unreachable
 from wire.messages.from_trainer import TrainerReport
+from wire.refusals import Refusals
 from wire.weights.layout import WeightManifest
 
 
@@ -49,6 +50,7 @@ class FakeHub:
 
     launcher: FakeLauncher
     sent: list[tuple[str, Any]] = field(default_factory=list)
+    refusals: Refusals = field(default_factory=Refusals)
 
     async def send(self, peer: str, message: Any) -> None:
         handle = self.launcher.handles[peer]

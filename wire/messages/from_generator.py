@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from rollout.trajectory import FinishReason, SampleId
+from wire.decoding import Count, Finite
 from wire.records import EngineStats
 
 
@@ -17,10 +20,10 @@ class Message(msgspec.Struct, frozen=True, tag=lambda name: f"generator.{name}")
 class GeneratorReady(Message, frozen=True):
     """The engine is loaded."""
 
-    slots: int
+    slots: Annotated[int, msgspec.Meta(ge=1)]
     """Samples that it decodes at once."""
     policy_version: int
-    metrics_port: int | None = None
+    metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     """None: it serves no metrics."""
 
 
@@ -28,7 +31,7 @@ class SampleFinished(Message, frozen=True):
     """A sample is generated. The generator holds it; its reward may still be pending."""
 
     sample: SampleId
-    length: int
+    length: Annotated[int, msgspec.Meta(ge=1)]
     """Response tokens."""
     oldest_version: int
     """Lowest policy version among its segments."""
@@ -53,9 +56,9 @@ class SampleDelivered(Message, frozen=True):
 class EvaluationSample(Message, frozen=True):
     """One held-out sample, scored."""
 
-    round: int
-    index: int
-    reward: float
+    round: Count
+    index: Count
+    reward: Finite
     policy_version: int
     """Lowest policy version among its segments."""
 
@@ -71,11 +74,11 @@ class GeneratorReport(Message, frozen=True):
 
     engine: EngineStats
     """Of its engine, with the generator's own token counts added."""
-    held: int
+    held: Count
     """Finished samples that it holds."""
-    rewards_waiting: int
+    rewards_waiting: Count
     """Samples whose reward is not computed yet."""
-    rewards_failed: int
+    rewards_failed: Count
     """Reward calls that raised or took too long, since its start."""
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 import pytest
 from fake_processes import FakeProgress, run_config, started_fleet, task, weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from asyncrl.errors import UserError
+from asyncrl.errors import RunFailed, UserError
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.evaluation.round import Accuracy
 from asyncrl.run.directory import RunDirectory, read_state
@@ -19,6 +23,7 @@ from asyncrl.run.training import Training
 from asyncrl.run.waiting import Waiter
 from rollout.trajectory import SampleId
 from scheduler.events import PauseRequested, ResumeRequested
+from wire.decoding import FrameDecoder, FrameRefused, Reason
 from wire.messages import from_generator as fg
 from wire.messages import from_trainer as ft
 from wire.messages import to_generator as tg
@@ -26,6 +31,7 @@ from wire.messages import to_trainer as tt
 from wire.records import EngineStats
 
 G = "generator-0"
+IMPOSSIBLE = Reason.IMPOSSIBLE_EVENT
 
 
 def step_finished(version: int) -> ft.StepFinished:
@@ -152,8 +158,122 @@ def test_unknown_senders_and_messages_change_nothing(
         assert run.fleet.weights == weights(0), "a generator publishes no weights"
 
     asyncio.run(confuse())
-    assert "Goodbye from 'stranger', an unknown process" in caplog.text
-    assert "unexpected StepFinished from generator-0" in caplog.text
+    assert "from 'stranger' (unknown_peer): Goodbye from an unknown process" in caplog.text
+
+
+NEVER_ISSUED, OURS = SampleId(9, 0), SampleId(0, 0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        fg.SampleFinished(G, NEVER_ISSUED, 5, 0, "stop"),
+        fg.SampleFinished(G, SampleId(0, 7), 5, 0, "stop"),
+        fg.SampleFailed(G, NEVER_ISSUED, "no reason", user_error=False),
+        fg.SampleDelivered(G, NEVER_ISSUED),
+        fg.SampleDelivered(G, OURS),
+        fg.GeneratorReady(G, 3, 0),
+        fg.EvaluationSample(G, 0, 10**12, 1.0, 0),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_an_impossible_event_is_refused_and_the_run_continues(tmp_path: Path, message: Any) -> None:
+    async def check() -> None:
+        run = Run(tmp_path, on_update="keep")
+        refused: list[Reason] = []
+        run.hub.refusals.count = refused.append
+        training = await run.begin()
+        run.hub.take()
+        assert await run.hear(G, message) == []
+        assert refused == ([] if isinstance(message, fg.EvaluationSample) else [IMPOSSIBLE])
+        for sample in (OURS, SampleId(0, 1)):
+            sent = await run.hear(G, fg.SampleFinished(G, sample, 5, 0, "stop"))
+        assert sent == [(G, tg.Deliver(0, (OURS, SampleId(0, 1))))]
+        assert not training.done()
+        training.cancel()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("sender", "message", "reason"),
+    [
+        (G, fg.SampleFinished(G, OURS, 5, 7, "stop"), "tokens of policy version 7"),
+        (G, fg.WeightsInstalled(G, 7), "installed policy version 7, which was never published"),
+        ("trainer", step_finished(1), "before all its groups were settled"),
+    ],
+)
+def test_a_process_that_contradicts_the_run_is_killed(
+    tmp_path: Path, sender: str, message: Any, reason: str
+) -> None:
+    async def check() -> None:
+        run = Run(tmp_path, on_update="keep")
+        training = await run.begin()
+        await run.hear(sender, message)
+        ((worker, cause),) = run.fleet.deaths()
+        assert worker.name == sender
+        assert reason in cause
+        assert not training.done()
+        training.cancel()
+
+    asyncio.run(check())
+
+
+def test_a_generator_that_joins_with_unpublished_weights_is_killed(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = Run(tmp_path)
+        run.fleet.generators()[0].policy_version = 7
+        training = await run.begin()
+        ((worker, cause),) = run.fleet.deaths()
+        assert (worker.name, "policy version 7" in cause) == (G, True)
+        assert not training.done()
+        training.cancel()
+
+    asyncio.run(check())
+
+
+def test_a_defect_in_the_scheduler_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        run = Run(tmp_path)
+        training = await run.begin()
+        scheduler: Any = run.training._scheduler
+        monkeypatch.setattr(scheduler, "on_event", {}.__getitem__)
+        with pytest.raises(RunFailed, match="could not handle SampleDelivered, which is a defect"):
+            await run.hear(G, fg.SampleDelivered(G, OURS))
+        training.cancel()
+
+    asyncio.run(check())
+
+
+def test_no_message_of_any_content_breaks_the_inbox(tmp_path: Path) -> None:
+    generator, trainer = (
+        FrameDecoder(u, max_bytes=999) for u in (fg.FromGenerator, ft.FromTrainer)
+    )
+    small = st.integers(-2, 3) | st.sampled_from([2**31, 2**63])
+    sample = st.fixed_dictionaries({"group": small, "sample": small})
+    values = st.text(max_size=3) | st.booleans() | small | st.floats() | sample | st.none()
+    kinds = [*get_args(fg.FromGenerator), *get_args(ft.FromTrainer)]
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        kind = data.draw(st.sampled_from(kinds))
+        fields = {name: data.draw(values) for name in kind.__struct_fields__}
+        fields |= {"generator": G, "sample": data.draw(sample)} | {"user_error": False}
+        body = msgspec.msgpack.encode({"type": kind.__struct_config__.tag, **fields})
+        with contextlib.suppress(FrameRefused):
+            loop.run_until_complete(run.inbox.handle(G, generator.decode(body)))
+        with contextlib.suppress(FrameRefused):
+            loop.run_until_complete(run.inbox.handle("trainer", trainer.decode(body)))
+        assert not training.done()
+
+    with asyncio.Runner() as runner:
+        loop, run = runner.get_loop(), Run(tmp_path)
+        training = loop.run_until_complete(run.begin())
+        check()
+        training.cancel()
 
 
 def test_a_new_generator_is_recorded_and_gets_the_weights_that_are_evaluated(
