@@ -200,7 +200,7 @@ def test_an_impossible_event_is_refused_and_the_run_continues(tmp_path: Path, me
     [
         (G, fg.SampleFinished(G, OURS, 5, 7, "stop"), "tokens of policy version 7"),
         (G, fg.WeightsInstalled(G, 7), "installed policy version 7, which was never published"),
-        ("trainer", step_finished(1), "before all its groups were settled"),
+        ("trainer", step_finished(1), "step 0 cannot have been trained yet"),
     ],
 )
 def test_a_process_that_contradicts_the_run_is_killed(
@@ -248,9 +248,8 @@ def test_a_defect_in_the_scheduler_ends_the_run(
 
 
 def test_no_message_of_any_content_breaks_the_inbox(tmp_path: Path) -> None:
-    generator, trainer = (
-        FrameDecoder(u, max_bytes=999) for u in (fg.FromGenerator, ft.FromTrainer)
-    )
+    unions = (fg.FromGenerator, ft.FromTrainer)
+    generator, trainer = (FrameDecoder(union, max_bytes=999) for union in unions)
     small = st.integers(-2, 3) | st.sampled_from([2**31, 2**63])
     sample = st.fixed_dictionaries({"group": small, "sample": small})
     values = st.text(max_size=3) | st.booleans() | small | st.floats() | sample | st.none()
