@@ -6,8 +6,8 @@ AsyncrlError                  exit code 1: the run failed
 │   ├── DataError             a dataset: a missing file, an example without the field, no example
 │   ├── ModelError            a model directory or id that cannot be used
 │   └── RewardError           a reward function, named with the prompt that it was scoring
-│       ├── RewardFailed      it raised, or returned something that is not a finite number
-│       └── RewardTimeout     it did not return in time; its process was killed
+│       └── RewardFailed      it raised, lost its process, or returned no finite number
+│           └── RewardTimeout it did not return in time
 ├── RunFailed                 a process died for good, or nothing could be trained
 ├── Interrupted               exit code 130: the user ended the run at once, by a second Ctrl-C
 └── WaitTimeout               a wait exceeded its limit; says what was waited for
@@ -52,11 +52,21 @@ class RewardError(UserError):
 
 
 class RewardFailed(RewardError):  # noqa: N818 - says what happened
-    """A reward function raised, or returned something that is not a finite number."""
+    """A reward function gave no reward for a response."""
+
+    def __init__(self, message: str, *, function: str = "", reason: str = "raised") -> None:
+        super().__init__(message)
+        self.function = function
+        """Label of the function (`RewardConfig.labels`)."""
+        self.reason = reason
+        """One of `asyncrl.rewards.protocol.FailureReason`."""
 
 
-class RewardTimeout(RewardError):  # noqa: N818 - says what happened
-    """A reward function did not return in time; its process was killed and replaced."""
+class RewardTimeout(RewardFailed):
+    """A reward function did not return in time."""
+
+    def __init__(self, message: str, *, function: str = "") -> None:
+        super().__init__(message, function=function, reason="timeout")
 
 
 class RunFailed(AsyncrlError):  # noqa: N818 - says what happened

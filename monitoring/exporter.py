@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import threading
 from dataclasses import dataclass, field
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from monitoring.config import MonitoringConfig
+from monitoring.config import MAX_PORT, MonitoringConfig
 from monitoring.errors import ExporterError, PortInUse
+from monitoring.http_server import MetricsServer
 
 CLOSE_SECONDS = 5.0
 """How long `Exporter.close` waits for a running scrape."""
@@ -23,7 +23,7 @@ class Exporter:
     host: str
     port: int
     """The port it listens on, also where port 0 was asked for."""
-    _server: WSGIServer = field(repr=False)
+    _server: MetricsServer = field(repr=False)
     _thread: threading.Thread = field(repr=False)
     _closed: bool = False
 
@@ -50,10 +50,10 @@ def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporte
         PortInUse: another process listens on the port.
         ExporterError: the address does not belong to this machine, or may not be used.
     """
+    if not 0 <= port <= MAX_PORT:
+        raise ExporterError(f"metrics port {port} is not between 0 and {MAX_PORT}")
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
-    except OverflowError as error:
-        raise ExporterError(f"metrics port {port} is not between 0 and 65535") from error
+        server = MetricsServer(host, port, make_wsgi_app(registry))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(host, port) from error
@@ -62,7 +62,9 @@ def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporte
             "`monitoring.host` to an address of this machine (127.0.0.1 serves this machine "
             "only) and `monitoring.port` to 0 or a number above 1023"
         ) from error
-    return Exporter(host, server.server_port, server, thread)
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    return Exporter(host, server.port, server, thread)
 
 
 def exporter_for(

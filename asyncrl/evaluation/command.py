@@ -92,7 +92,10 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
                 async with slots:
                     text = await _respond(config, task, engine, prompt, index)
                     question = str(prompt.example.get("prompt", ""))
-                    current.came_back(index, await rewards.score(question, text, prompt.example))
+                    reward = await rewards.score(
+                        question, text, prompt.example, example_id=prompt.prompt_id
+                    )
+                    current.came_back(index, reward.value)
                 bar.advance(line)
 
             async with asyncio.TaskGroup() as group:

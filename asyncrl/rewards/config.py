@@ -34,11 +34,33 @@ class RewardConfig(BaseModel):
     )
     """The terms; the reward is the sum of weight times value."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=WEEK_SECONDS)
-    """Longest time for scoring one response, all terms together. Then the process is killed."""
+    """Longest time for scoring one response, all terms together. Then the process is killed with
+    all that it has started; an async function is cancelled first."""
     startup_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
     """Longest time for a worker process to import the functions."""
     workers: int = Field(default=1, ge=1, le=256)
-    """Worker processes. Each scores one response at a time."""
+    """Worker processes. Each scores one response at a time, or `concurrency` if a function is
+    `async def`."""
+    concurrency: int = Field(default=16, ge=1, le=1024)
+    """Calls of async functions that one worker process runs at once."""
+    max_attempts: int = Field(default=3, ge=1, le=10)
+    """How often a response is scored in a new process when its process dies. A function that
+    raises or hangs is not called again."""
+    max_processes: int = Field(default=256, ge=1, le=32768)
+    """Processes that one worker and all that its functions have started may be, threads not
+    counted. A worker with more is killed."""
     on_error: Literal["stop", "zero"] = "stop"
-    """What happens when a function raises, hangs or returns no number. `stop`: the run ends with
-    its error. `zero`: the response gets the reward 0; the failure is logged and counted."""
+    """What happens when a function raises, hangs, returns no finite number or loses its process
+    `max_attempts` times. `stop`: the run ends with its error. `zero`: the response gets the reward
+    0; the failure is logged and counted by function and reason."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """A short and unique name for each function, for metrics: `score` for `my.py:score`."""
+        short = [function.name.rpartition(":")[2] for function in self.functions]
+        names: list[str] = []
+        for function, name in zip(self.functions, short, strict=True):
+            full = name if short.count(name) == 1 else function.name
+            again = sum(taken == full or taken.startswith(f"{full}#") for taken in names)
+            names.append(f"{full}#{again + 1}" if again else full)
+        return tuple(names)

@@ -1,47 +1,29 @@
 """The pool of reward workers. Processes are bounded, calls are bounded, errors name the culprit.
 
-Each worker is served by one loop:
+    score ──► CallQueue ──► Lane ──► WorkerProcess ══► supervisor ──► worker: the user's functions
 
-_serve      consumes: calls, in order of arrival. produces: rewards or errors.
-            waits for: calls, then the worker's answers. bounded by: `timeout_seconds` per call.
-
-While calls are quick, a worker is sent many at once. Each answer costs turns of the event loop, and
-the engine leaves only a few of those, so one call at a time would yield about one reward per engine
-step.
+Calls wait in one queue. Each lane serves one worker process and replaces it when it dies. A call
+whose process dies is repeated in a new one, up to `max_attempts` times; a function that raises or
+hangs is not called again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
-from collections import deque
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections import Counter
 from typing import Any
 
-from asyncrl.errors import RewardError, RewardFailed, RewardTimeout
+from asyncrl.errors import RewardError, RewardFailed
+from asyncrl.rewards import protocol
+from asyncrl.rewards.calls import CallQueue, PendingCall, Reward, described
 from asyncrl.rewards.config import RewardConfig
+from asyncrl.rewards.lane import Lane
 from asyncrl.rewards.loading import check_name
-from asyncrl.rewards.process import WorkerProcess
-from asyncrl.rewards.protocol import Call
+from asyncrl.rewards.values import ABSURD
 
 log = logging.getLogger(__name__)
-
-_MAX_BATCH = 64
-"""Most calls that are sent to a worker at once."""
-_QUICK_SECONDS = 0.002
-"""A worker is sent several calls at once while each call of its last batch took less than this."""
-
-
-@dataclass(slots=True, eq=False)
-class _PendingCall:
-    """A call and the future that receives its reward."""
-
-    call: Call
-    reward: asyncio.Future[float]
-    worker: WorkerProcess | None = None
-    """The worker that is computing it, None while it waits."""
 
 
 class RewardPool:
@@ -49,34 +31,49 @@ class RewardPool:
 
     Example:
         >>> pool = RewardPool(RewardConfig())
-        >>> async def demo() -> float:
+        >>> async def demo() -> Reward:
         ...     await pool.start()
         ...     try:
         ...         return await pool.score("2+3=?", "2+3+0=05:5", {"answer": "5"})
         ...     finally:
         ...         await pool.close()
         >>> asyncio.run(demo())
-        1.0
+        Reward(value=1.0, terms=(1.0,))
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._workers = [WorkerProcess(config) for _ in range(config.workers)]
-        self._queue: deque[_PendingCall] = deque()
-        self._queue_filled = asyncio.Event()
+        self._labels = config.labels
+        self._queue = CallQueue(config)
+        self._lanes = [Lane(config, self._queue, config.workers) for _ in range(config.workers)]
         self._loops: list[asyncio.Task[None]] = []
-        self._sent = 0
-        self.running = 0
-        """Calls that a worker is computing now."""
+        self._numbers = itertools.count()
         self.scored = 0
         """Calls answered with a reward."""
-        self.failed = 0
-        """Calls that failed, including those counted as zero."""
+        self.failures: Counter[tuple[str, str]] = Counter()
+        """Calls that failed by the function's label and the reason, those counted as zero too."""
+        self.largest: dict[str, float] = {}
+        """By function's label, the largest absolute value above `values.ABSURD` so far."""
+
+    @property
+    def running(self) -> int:
+        """Calls that workers are computing now."""
+        return sum(lane.running for lane in self._lanes)
 
     @property
     def waiting(self) -> int:
         """Calls that no worker has begun, including those already sent to one."""
-        return len(self._queue) + self._sent - self.running
+        return len(self._queue.waiting) + sum(lane.sent for lane in self._lanes) - self.running
+
+    @property
+    def failed(self) -> int:
+        """Calls that failed, including those counted as zero."""
+        return self.failures.total()
+
+    @property
+    def retried(self) -> int:
+        """Calls that were repeated because their process had died."""
+        return self._queue.retried
 
     async def start(self) -> None:
         """Check the names and start every worker.
@@ -88,43 +85,44 @@ class RewardPool:
         for function in self._config.functions:
             check_name(function.name)
         results = await asyncio.gather(
-            *(worker.start() for worker in self._workers), return_exceptions=True
+            *(lane.start() for lane in self._lanes), return_exceptions=True
         )
         for result in results:
             if isinstance(result, BaseException):
                 await self.close()
                 raise result
-        self._loops = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
+        self._loops = [asyncio.create_task(lane.run()) for lane in self._lanes]
 
-    async def score(self, prompt: str, response: str, example: dict[str, Any]) -> float:
-        """The weighted sum of all functions for one response; 0.0 on failure with `on_error: zero`.
+    async def score(
+        self, prompt: str, response: str, example: dict[str, Any], *, example_id: str = ""
+    ) -> Reward:
+        """The weighted sum of all functions for one response; 0 on failure with `on_error: zero`.
+
+        Args:
+            prompt: the question as text.
+            response: the model's response.
+            example: see `asyncrl.rewards.examples`.
+            example_id: names the example in error messages.
 
         Raises:
             RewardTimeout: a function did not return in time.
-            RewardFailed: a function raised, crashed, or returned no finite number.
-            RewardError: the pool is not running, or a worker could not be restarted.
+            RewardFailed: a function raised, lost its process `max_attempts` times, or returned no
+                number that is finite in float32.
+            RewardError: the pool is not running.
         """
         if not self._loops:
             raise _not_running()
-        call = Call(prompt, response, example)
-        pending = _PendingCall(call, asyncio.get_running_loop().create_future())
-        self._queue.append(pending)
-        self._queue_filled.set()
         try:
-            value = await pending.reward
-        except (RewardTimeout, RewardFailed) as error:
-            self.failed += 1
+            reward = await self._call(prompt, response, example, described(example_id, response))
+        except RewardFailed as error:
+            self.failures[error.function, error.reason] += 1
             if self._config.on_error == "stop":
                 raise
             log.warning("counted as 0 (rewards.on_error: zero): %s", error)
-            return 0.0
-        except asyncio.CancelledError:
-            if pending.worker is not None:
-                # The function may never return; a new process serves the calls behind it.
-                await pending.worker.kill()
-            raise
+            return Reward(0.0)
         self.scored += 1
-        return value
+        self._note_magnitude(reward)
+        return reward
 
     async def close(self) -> None:
         """Kill the workers; calls in progress fail. Idempotent."""
@@ -133,65 +131,46 @@ class RewardPool:
             task.cancel()
         if loops:
             await asyncio.wait(loops)
-        await asyncio.gather(*(worker.kill() for worker in self._workers))
-        for pending in self._queue:
-            if not pending.reward.done():
-                pending.reward.set_exception(_not_running())
-        self._queue.clear()
+        left = await asyncio.gather(*(lane.close() for lane in self._lanes))
+        for pending in itertools.chain(self._queue.waiting, *left):
+            pending.settle(_not_running())
+        self._queue.waiting.clear()
 
-    async def _serve(self, worker: WorkerProcess) -> None:
-        """Pass calls to one worker until the task is cancelled."""
-        limit = 1
-        while True:
-            while not self._queue:
-                self._queue_filled.clear()
-                await self._queue_filled.wait()
-            share = -(-len(self._queue) // len(self._workers))
-            batch = [self._queue.popleft() for _ in range(min(share, limit))]
-            batch = [pending for pending in batch if not pending.reward.done()]
-            if batch:
-                seconds = await self._score_batch(worker, batch)
-                limit = _MAX_BATCH if seconds < _QUICK_SECONDS else 1
-
-    async def _score_batch(self, worker: WorkerProcess, batch: list[_PendingCall]) -> float:
-        """Score a batch and requeue calls that were not begun. Returns the slowest's seconds."""
-        remaining, slowest = deque(batch), 0.0
-        self._sent += len(batch)
-        self.running += 1
-        remaining[0].worker = worker
+    async def _call(
+        self, prompt: str, response: str, example: dict[str, Any], description: str
+    ) -> Reward:
+        number = next(self._numbers)
+        frame = protocol.pack(protocol.Call(number, prompt, response, example))
+        if len(frame) > protocol.MAX_FRAME:
+            raise RewardFailed(
+                f"{description} is larger than a reward worker can be sent "
+                f"({len(frame)} bytes, at most {protocol.MAX_FRAME})",
+                function=self._labels[0],
+                reason="too_large",
+            )
+        future: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
+        pending = PendingCall(number, frame, description, future)
+        self._queue.add(pending)
+        for lane in sorted(self._lanes, key=lambda lane: lane.sent):
+            lane.feed()
         try:
-            async with aclosing(worker.score([pending.call for pending in batch])) as answers:
-                async for answer in answers:
-                    pending = remaining.popleft()
-                    self._sent -= 1
-                    if isinstance(answer, RewardFailed):
-                        _settle(pending, answer)
-                    else:
-                        _settle(pending, answer.value)
-                        slowest = max(slowest, answer.seconds)
-                    if remaining:
-                        remaining[0].worker = worker
-        except RewardError as error:
-            self._sent -= 1
-            _settle(remaining.popleft(), error)
-            slowest = _QUICK_SECONDS
-        finally:
-            self.running -= 1
-            self._sent -= len(remaining)
-            for pending in reversed(remaining):
-                pending.worker = None
-                self._queue.appendleft(pending)
-        return slowest
+            return await future
+        except asyncio.CancelledError:
+            for lane in self._lanes:
+                lane.abandon(pending)
+            raise
 
-
-def _settle(pending: _PendingCall, result: float | RewardError) -> None:
-    """Give the caller its result. A call that was cancelled has no caller any more."""
-    pending.worker = None
-    with contextlib.suppress(asyncio.InvalidStateError):
-        if isinstance(result, RewardError):
-            pending.reward.set_exception(result)
-        else:
-            pending.reward.set_result(result)
+    def _note_magnitude(self, reward: Reward) -> None:
+        for label, value in zip(self._labels, reward.terms, strict=False):
+            size = abs(value)
+            if size > ABSURD and size > self.largest.get(label, 0.0):
+                if label not in self.largest:
+                    log.warning(
+                        "reward %r returned %g; rewards this large dominate every advantage",
+                        label,
+                        value,
+                    )
+                self.largest[label] = size
 
 
 def _not_running() -> RewardError:

@@ -1,225 +1,276 @@
-"""One worker process from the pool's side: started when needed, given calls, killed."""
+"""One worker process from the pool's side: started, sent calls, read, killed."""
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import logging
-import math
 import os
 import signal
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from asyncrl.errors import RewardError, RewardFailed, RewardTimeout
+import msgspec
+
+from asyncrl.errors import RewardError
 from asyncrl.rewards import protocol
+from asyncrl.rewards.cgroup import ControlGroup
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.rewards.protocol import Call, FromWorker, Raised, Scored
+from asyncrl.rewards.protocol import Ending, FromWorker
+from asyncrl.rewards.supervisor import KILL_SECONDS
+from monitoring.wording import without_controls
 from wire.decoding import FrameDecoder, FrameRefused, Reason
 
 log = logging.getLogger(__name__)
 
 _DECODER: FrameDecoder[FromWorker] = FrameDecoder(FromWorker, max_bytes=protocol.MAX_FRAME)
-_STDERR_LINES = 20
-"""Last lines of a worker's standard error that an error message quotes."""
-_END_SECONDS = 5.0
-"""Longest wait for a process whose output has ended."""
+_OUTPUT_LINES = 20
+"""Last lines of a worker's output that an error message quotes."""
+_LINE_CHARACTERS = 2000
+"""Longest line of a worker's output that is logged."""
+_END_SECONDS = 2 * KILL_SECONDS + 5.0
+"""Longest wait for a supervisor that kills its worker."""
+_OUTPUT_SECONDS = 1.0
+"""Longest wait for the rest of the output of a process that has ended."""
+_CHUNK = 1 << 16
+
+
+class WorkerLost(RewardError):  # noqa: N818 - says what happened
+    """The process has ended, or what it sent is no message."""
+
+    def __init__(self, message: str, *, too_many: bool = False) -> None:
+        super().__init__(message)
+        self.too_many = too_many
+        """Whether it was killed because it had started too many processes."""
 
 
 class WorkerProcess:
-    """A slot of the pool. If its process has ended, the next call starts another."""
+    """A worker process, which can be started again after its end.
+
+    Args:
+        config: of the rewards.
+    """
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._terms = tuple(protocol.Term(f.name, f.weight, f.args) for f in config.functions)
+        self._setup = protocol.Setup(
+            tuple(protocol.Term(f.name, f.weight, f.args) for f in config.functions),
+            str(Path.cwd()),
+            config.timeout_seconds,
+        )
         self._process: asyncio.subprocess.Process | None = None
-        self._stderr: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES)
-        self._stderr_reader: asyncio.Task[None] | None = None
-        self._term = 0
+        self._status = -1
+        self._output: asyncio.Task[None] | None = None
+        self._buffer = bytearray()
+        self.asynchronous = False
+        """Whether it runs several calls at once; known once it is started."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process is started and has not ended."""
+        return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Start the process and load the functions. Does nothing while the process runs.
+        """Start a new process and load the functions.
 
         Raises:
+            WorkerLost: the process ended meanwhile.
             RewardError: a function cannot be loaded, or not within `startup_seconds`.
         """
-        if self._process is not None and self._process.returncode is None:
-            return
         await self.kill()
-        self._process = await _spawn()
-        self._stderr_reader = asyncio.create_task(self._keep_stderr(self._process))
+        await self._spawn()
         ready = False
         try:
             async with asyncio.timeout(self._config.startup_seconds):
-                await self._send(protocol.Setup(self._terms, str(Path.cwd())))
-                answer = await self._receive()
+                self.send([protocol.pack(self._setup)])
+                messages: list[FromWorker] = []
+                while not messages:
+                    messages = await self.receive()
+            answer = messages[0]
             if isinstance(answer, protocol.Refused):
                 raise RewardError(answer.message)
-            ready = isinstance(answer, protocol.Ready)
+            if not isinstance(answer, protocol.Ready):
+                raise WorkerLost(f"sent {type(answer).__name__} before it was ready")
+            self.asynchronous = answer.asynchronous
+            ready = True
         except TimeoutError as error:
             raise RewardError(
                 f"the rewards ({self._names()}) were not loaded within "
                 f"{self._config.startup_seconds:g} s; check what their module does when it is "
                 "imported, or raise rewards.startup_seconds"
             ) from error
-        except FrameRefused as error:
-            raise RewardError(
-                f"the rewards ({self._names()}) were not loaded: their process {_refused(error)}"
-            ) from error
-        except (EOFError, ConnectionError) as error:
-            raise RewardError(
-                f"the process that loads the rewards ({self._names()}) {await self._ending()}"
+        except WorkerLost as error:
+            raise WorkerLost(
+                f"the process that loads the rewards ({self._names()}) {error}"
             ) from error
         finally:
             if not ready:
                 await self.kill()
 
-    async def score(self, calls: Sequence[Call]) -> AsyncGenerator[Scored | RewardFailed, None]:
-        """Score responses. They are sent all at once and answered in turn.
+    def send(self, frames: Iterable[bytes]) -> None:
+        """Send calls, encoded. If the process has ended, `receive` says so."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(b"".join(frames))
 
-        After an exception the process is gone, and the calls behind the one that failed were not
-        begun.
-
-        Yields:
-            The answer to each call: RewardFailed if a function raised or returned no finite number.
+    async def receive(self) -> list[FromWorker]:
+        """Wait for answers; may be cancelled without losing any. Empty if only a part has come.
 
         Raises:
-            RewardTimeout: the call in turn was not answered within `timeout_seconds`.
-            RewardFailed: a function ended its process.
+            WorkerLost: the process has ended, or its frames cannot be decoded; the text says how
+                it ended and follows "the process".
         """
-        await self.start()
-        answered = 0
+        process = self._process
+        if process is None or process.stdout is None:
+            raise WorkerLost("was killed")
+        data = await process.stdout.read(_CHUNK)
+        if not data:
+            raise await self._how_it_ended()
+        self._buffer += data
         try:
-            await self._send(*calls)
-            for call in calls:
-                self._term = 0
-                async with asyncio.timeout(self._config.timeout_seconds):
-                    answer = await self._answer()
-                answered += 1
-                if isinstance(answer, Raised):
-                    self._term = answer.term
-                    yield RewardFailed(
-                        f"reward {self._culprit()!r} failed for the response "
-                        f"{_shortened(call.response)}:\n{answer.message}"
-                    )
-                else:
-                    yield answer
-        except TimeoutError as error:
-            raise RewardTimeout(
-                f"reward {self._culprit()!r} did not return within "
-                f"{self._config.timeout_seconds:g} s (rewards.timeout_seconds) for the response "
-                f"{_shortened(calls[answered].response)}; its process was killed"
-            ) from error
+            return self._decode()
         except FrameRefused as error:
-            raise RewardFailed(
-                f"reward {self._culprit()!r}: its process {_refused(error)}"
-            ) from error
-        except (EOFError, ConnectionError) as error:
-            raise RewardFailed(
-                f"reward {self._culprit()!r}: its process {await self._ending()}; it was scoring "
-                f"the response {_shortened(calls[answered].response)}"
-            ) from error
-        finally:
-            # Also when cancelled: a late answer would be taken for the next call's.
-            if answered < len(calls):
-                await self.kill()
+            raise refused(error) from error
+
+    def terminate(self) -> None:
+        """Have the supervisor kill the process and everything it has started. Does not wait."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
 
     async def kill(self) -> None:
         """End the process and everything it has started. Idempotent."""
         process, self._process = self._process, None
-        reader, self._stderr_reader = self._stderr_reader, None
         if process is None:
             return
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                process.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(_END_SECONDS):
+                    await process.wait()
+            except TimeoutError:
+                log.warning("the supervisor of reward worker %d did not end", process.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        if process.returncode != 0:  # the supervisor itself was killed
+            group = ControlGroup.of(process.pid)
+            if group is not None:
+                await asyncio.to_thread(group.kill, KILL_SECONDS)
         if process.stdin is not None:
             process.stdin.close()
-        await process.wait()
-        if reader is not None:
-            reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
+        os.close(self._status)
+        self._buffer.clear()
+        output, self._output = self._output, None
+        if output is not None:  # every writer has ended
+            await asyncio.wait([output], timeout=_OUTPUT_SECONDS)
+            output.cancel()
+            await asyncio.wait([output])
 
-    async def _answer(self) -> Scored | Raised:
-        while True:
-            answer = await self._receive()
-            self._check(answer)
-            if isinstance(answer, protocol.Began):
-                self._term = answer.term
-            elif isinstance(answer, Scored | Raised):
-                return answer
-            else:
-                raise EOFError(f"the worker sent {type(answer).__name__} in answer to a call")
+    async def _spawn(self) -> None:
+        """Start the supervisor, which forks the worker. Raises WorkerLost."""
+        self._status, status = os.pipe()
+        os.set_blocking(self._status, False)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "asyncrl.rewards.worker",
+                str(os.getpid()),
+                str(status),
+                str(self._config.max_processes),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                pass_fds=(status,),
+                start_new_session=True,  # it gets no Ctrl-C
+            )
+        except OSError as error:  # too many processes or open files
+            os.close(self._status)
+            raise WorkerLost(f"could not be started: {error}") from error
+        finally:
+            os.close(status)
+        self._output = asyncio.create_task(_log_output(self._process))
 
-    def _check(self, answer: FromWorker) -> None:
-        """Refuse numbers that no worker sends; the user's code can write to its process's files."""
-        if isinstance(answer, protocol.Began | Raised) and not 0 <= answer.term < len(self._terms):
-            raise FrameRefused(Reason.UNEXPECTED, f"there is no function {answer.term}")
-        if isinstance(answer, Scored) and not math.isfinite(answer.value):
-            raise FrameRefused(Reason.UNEXPECTED, f"a reward of {answer.value}")
+    def _decode(self) -> list[FromWorker]:
+        """The whole frames in the buffer. Raises FrameRefused."""
+        messages: list[FromWorker] = []
+        start, head = 0, protocol.HEAD_BYTES
+        while len(self._buffer) - start >= head:
+            length = int.from_bytes(self._buffer[start : start + head], "little")
+            if length > protocol.MAX_FRAME:
+                raise FrameRefused(Reason.TOO_LONG, f"a frame of {length} bytes")
+            end = start + head + length
+            if len(self._buffer) < end:
+                break
+            messages.append(_DECODER.decode(bytes(self._buffer[start + head : end])))
+            start = end
+        del self._buffer[:start]
+        return messages
 
-    async def _send(self, *messages: protocol.ToWorker) -> None:
-        assert self._process is not None and self._process.stdin is not None  # noqa: S101, PT018
-        self._process.stdin.write(b"".join(protocol.pack(message) for message in messages))
-        await self._process.stdin.drain()
-
-    async def _receive(self) -> FromWorker:
-        assert self._process is not None and self._process.stdout is not None  # noqa: S101, PT018
-        stdout = self._process.stdout
-        length = protocol.body_length(await stdout.readexactly(protocol.HEAD_BYTES))
-        return _DECODER.decode(await stdout.readexactly(length))
-
-    async def _keep_stderr(self, process: asyncio.subprocess.Process) -> None:
-        """Log what the user's functions print; keep the last lines for error messages."""
-        assert process.stderr is not None  # noqa: S101
-        while chunk := await process.stderr.read(4096):
-            for line in chunk.decode(errors="replace").splitlines():
-                self._stderr.append(line)
-                log.info("reward worker %d: %s", process.pid, line)
-
-    async def _ending(self) -> str:
-        """How the process ended, for an error message."""
+    async def _how_it_ended(self) -> WorkerLost:
+        """The error of a process whose output has ended; the text follows "the process"."""
         process = self._process
         if process is None:
-            return "ended"
+            return WorkerLost("was killed")
         try:
             async with asyncio.timeout(_END_SECONDS):
-                code = await process.wait()
-                if self._stderr_reader is not None:
-                    await asyncio.wait([self._stderr_reader])
+                await process.wait()
         except TimeoutError:
-            return "closed its output but did not end"
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"{how}. Its last lines:\n" + "\n".join(self._stderr) if self._stderr else how
+            return WorkerLost("closed its output but did not end")
+        try:
+            ending = msgspec.msgpack.decode(os.read(self._status, _CHUNK), type=Ending)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return WorkerLost(f"was lost with its supervisor ({_how(process.returncode or 0)})")
+        if ending.too_many:
+            return WorkerLost(
+                f"was killed because it had started {ending.too_many} processes; "
+                f"rewards.max_processes is {self._config.max_processes}",
+                too_many=True,
+            )
+        how = _how(ending.exit_code)
+        if ending.exit_code == -signal.SIGKILL and ending.out_of_memory:
+            how += ", by the kernel because the machine's or the container's memory was full"
+        if ending.leftover:
+            how += f", and {ending.leftover} processes that it had started were killed"
+        lines = without_controls(ending.output).strip().splitlines()[-_OUTPUT_LINES:]
+        return WorkerLost(f"{how}. Its last lines:\n" + "\n".join(lines) if lines else how)
 
     def _names(self) -> str:
-        return ", ".join(term.name for term in self._terms)
-
-    def _culprit(self) -> str:
-        return self._terms[self._term].name
+        return ", ".join(function.name for function in self._config.functions)
 
 
-async def _spawn() -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "asyncrl.rewards.worker",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={"OMP_NUM_THREADS": "1", **os.environ},
-        # In a session of its own it gets no Ctrl-C, and killing the session also ends whatever
-        # the user's function has started.
-        start_new_session=True,
-    )
+def refused(error: FrameRefused) -> WorkerLost:
+    """The error of a process that sent a frame that is not accepted."""
+    return WorkerLost(f"wrote a frame that is no answer ({error.reason}: {error}) and was killed")
 
 
-def _refused(error: FrameRefused) -> str:
-    return f"wrote a frame that is no answer ({error.reason}: {error}) and was killed"
+async def _log_output(process: asyncio.subprocess.Process) -> None:
+    """Log what the user's functions print; the supervisor limits how much that is."""
+    if process.stderr is None:
+        return
+    rest = b""
+    while chunk := await process.stderr.read(_CHUNK):
+        *lines, rest = (rest + chunk).split(b"\n")
+        if len(rest) > _LINE_CHARACTERS:
+            lines, rest = [*lines, rest], b""
+        _log_lines(process.pid, lines)
+    _log_lines(process.pid, [rest])
 
 
-def _shortened(text: str, limit: int = 80) -> str:
-    return repr(text if len(text) <= limit else text[:limit] + "...")
+def _log_lines(pid: int, lines: list[bytes]) -> None:
+    for line in lines:
+        text = without_controls(line.decode(errors="replace")).rstrip()
+        if text:
+            cut = text if len(text) <= _LINE_CHARACTERS else f"{text[:_LINE_CHARACTERS]} ..."
+            log.info("reward worker %d: %s", pid, cut)
+
+
+def _how(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
+    return f"was killed by signal {-exit_code}"

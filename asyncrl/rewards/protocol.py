@@ -1,22 +1,42 @@
-"""The messages between the pool and a worker process, over the worker's standard streams.
+"""The messages between the pool and a worker process.
 
-Frames: four bytes of length (little-endian), then one msgspec MessagePack struct. The pool sends
-one `Setup`, then `Call`s, which may queue up in the stream. The worker answers `Setup` with `Ready`
-or `Refused`. It answers each `Call` in turn: a `Began` as each term starts, then `Scored` or
-`Raised`.
+Frames on the worker's standard streams: four bytes of length (little-endian), then one msgspec
+MessagePack struct. The pool sends one `Setup`, then `Call`s, which may queue up in the stream. The
+worker answers `Setup` with `Ready` or `Refused`. It answers each `Call` with a `Began` as each term
+starts, then `Scored` or `Failed`: in turn, or in any order if it is `asynchronous`.
+
+When the worker has ended, its supervisor writes one `Ending` to a pipe of its own, without a
+length.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 HEAD_BYTES = 4
 """Bytes of the length before each frame."""
-
 MAX_FRAME = 64 * 1024 * 1024
-"""Length in bytes of the longest frame that is read."""
+"""Most bytes of a frame's struct."""
+
+FailureReason = Literal[
+    "raised",
+    "timeout",
+    "died",
+    "not_a_number",
+    "not_finite",
+    "too_many_processes",
+    "too_large",
+    "not_loaded",
+]
+"""Why a call failed: the function raised, did not return in time, lost its process at every
+attempt, returned something else than a number, returned a number that is not finite in float32, or
+started too many processes; the call was larger than a frame; the functions could not be loaded
+again in a new process."""
+
+WHOLE_SUM = -1
+"""Stands for the weighted sum where a term's index is expected."""
 
 
 class Term(msgspec.Struct, frozen=True):
@@ -33,11 +53,15 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     terms: tuple[Term, ...]
     search_path: str
     """Folder that the user's modules are imported from."""
+    timeout_seconds: float
+    """Longest time for one call of async functions; the pool itself bounds the others."""
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
     """Score one response."""
 
+    call: int
+    """Number of the call, unique within a pool; answers carry it."""
     prompt: str
     response: str
     example: dict[str, Any]
@@ -45,6 +69,9 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """All functions are loaded."""
+
+    asynchronous: bool
+    """Whether one of them is async, so that several calls may run at once."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -56,27 +83,50 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 class Began(msgspec.Struct, frozen=True, tag=True):
     """Term number `term` starts now. If nothing follows, it is the culprit."""
 
+    call: int
     term: int
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True):
     """The reward of one response."""
 
+    call: int
     value: float
-    """The weighted sum."""
+    """The weighted sum, finite in float32."""
+    terms: tuple[float, ...]
+    """What each function returned, without its weight."""
     seconds: float
     """Time that scoring took in the worker."""
 
 
-class Raised(msgspec.Struct, frozen=True, tag=True):
-    """Term number `term` failed; `message` holds the last lines of the user's traceback."""
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A term, or the sum, gave no reward; the worker continues."""
 
+    call: int
     term: int
+    """Index of the term, or `WHOLE_SUM`."""
+    reason: FailureReason
     message: str
+    """What it returned, or the last lines of the user's traceback."""
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a worker ended, by its supervisor."""
+
+    exit_code: int
+    """Of the worker itself; negative: it was ended by this signal."""
+    leftover: int = 0
+    """Processes that it had started and that were killed after it."""
+    too_many: int = 0
+    """If not 0, the worker was killed because it had started this many processes."""
+    out_of_memory: bool = False
+    """Whether the kernel killed a process of this machine for memory while the worker ran."""
+    output: str = ""
+    """The end of what it and the functions printed."""
 
 
 ToWorker = Setup | Call
-FromWorker = Ready | Refused | Began | Scored | Raised
+FromWorker = Ready | Refused | Began | Scored | Failed
 
 
 def pack(message: ToWorker | FromWorker) -> bytes:

@@ -1,128 +1,88 @@
-"""A reward worker: `python -m asyncrl.rewards.worker`, started by `RewardPool`.
+"""A reward worker: `python -m asyncrl.rewards.worker PARENT STATUS PROCESSES`.
 
-The user's functions run here: one that hangs can be killed, and one that crashes takes nothing
-with it. Calls queue up in the worker's input and are answered one after the other. The functions'
-own output goes to standard error; the frames have a descriptor of their own. The module is
-import-light (no torch, no pydantic), so a killed worker is replaced in a fraction of a second.
+The user's functions run here, below a supervisor (`asyncrl.rewards.supervisor`): one that hangs can
+be killed with all that it has started, and one that crashes takes nothing with it. Calls queue up
+in the worker's input. They are answered one after the other, or, if a function is async, run
+concurrently in one event loop. The functions' own output goes to the supervisor; the frames have
+descriptors of their own. The module is import-light (no torch, no pydantic), so a killed worker is
+replaced in a fraction of a second.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
 import os
-import signal
+import resource
 import sys
-import time
-import traceback
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
 from asyncrl.cores import stay_on_helper_cores
 from asyncrl.errors import RewardError
 from asyncrl.rewards import protocol
-from asyncrl.rewards.examples import argument_for, wants_row
-from asyncrl.rewards.functions import RewardFunction
-from asyncrl.rewards.loading import load_function
+from asyncrl.rewards.scoring import LoadedTerm, finish, last_lines, score
+from asyncrl.rewards.supervisor import supervise
 
-TRACEBACK_LINES = 8
-"""Lines of the user's traceback that an error message quotes."""
-_PR_SET_PDEATHSIG = 1
+
+class Streams:
+    """The worker's ends of the frame streams, out of reach of the user's print and input."""
+
+    def __init__(self) -> None:
+        self._inbox = os.fdopen(os.dup(0), "rb")
+        self._outbox: BinaryIO = os.fdopen(os.dup(1), "wb")
+        self._decoder = msgspec.msgpack.Decoder(protocol.ToWorker)
+        self._process = os.getpid()
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        os.dup2(2, 1)
+
+    def read(self) -> protocol.ToWorker | None:
+        """The next message, None at the end of the stream."""
+        try:
+            length = protocol.body_length(self._inbox.read(protocol.HEAD_BYTES))
+        except EOFError:
+            return None
+        body = self._inbox.read(length)
+        return self._decoder.decode(body) if len(body) == length else None
+
+    def send(self, message: protocol.FromWorker) -> None:
+        """Send a message. A fork of this process that a function has returned from ends here."""
+        if os.getpid() != self._process:
+            os._exit(0)
+        self._outbox.write(protocol.pack(message))
+        self._outbox.flush()
 
 
 def main() -> None:
     """Serve until standard input ends."""
-    _die_with_parent()
+    parent, status, max_processes = map(int, sys.argv[1:])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk
     stay_on_helper_cores()
-    inbox, outbox = _private_streams()
-    decoder = msgspec.msgpack.Decoder(protocol.ToWorker)
-    setup = _read(inbox, decoder)
+    supervise(parent, status, max_processes)
+    streams = Streams()
+    setup = streams.read()
     if not isinstance(setup, protocol.Setup):
         return
     sys.path.insert(0, setup.search_path)
     try:
-        functions = [load_function(term.name, term.args) for term in setup.terms]
+        terms = [LoadedTerm.load(term) for term in setup.terms]
     except RewardError as error:
-        _send(outbox, protocol.Refused(str(error)))
+        streams.send(protocol.Refused(str(error)))
         return
     except (Exception, SystemExit):  # noqa: BLE001 - process edge: reported to the pool
         names = ", ".join(term.name for term in setup.terms)
-        _send(outbox, protocol.Refused(f"loading the rewards ({names}) failed:\n{_last_lines()}"))
+        streams.send(protocol.Refused(f"loading the rewards ({names}) failed:\n{last_lines()}"))
         return
-    _send(outbox, protocol.Ready())
-    while (message := _read(inbox, decoder)) is not None:
-        if isinstance(message, protocol.Call):
-            _send(outbox, _score(message, setup.terms, functions, outbox))
+    asynchronous = any(term.asynchronous for term in terms)
+    streams.send(protocol.Ready(asynchronous))
+    if asynchronous:
+        from asyncrl.rewards.concurrent_calls import serve_concurrently
 
-
-def _score(
-    call: protocol.Call,
-    terms: tuple[protocol.Term, ...],
-    functions: list[RewardFunction],
-    outbox: BinaryIO,
-) -> protocol.Scored | protocol.Raised:
-    total, began = 0.0, time.perf_counter()
-    for index, (term, function) in enumerate(zip(terms, functions, strict=True)):
-        _send(outbox, protocol.Began(index))
-        try:
-            example = argument_for(call.example, row_only=wants_row(function))
-            result = function(call.prompt, call.response, example, **term.args)
-            total += term.weight * _finite(result)
-        except (Exception, SystemExit):  # noqa: BLE001 - process edge: reported to the pool
-            return protocol.Raised(index, _last_lines())
-    return protocol.Scored(total, time.perf_counter() - began)
-
-
-def _finite(result: Any) -> float:
-    """Any number as a float, numpy scalars and 0-d tensors too. Raises TypeError or ValueError."""
-    if isinstance(result, str | bytes) or not hasattr(result, "__float__"):
-        raise TypeError(f"a reward must return a number, got {type(result).__name__}: {result!r}")
-    value = float(result)
-    if not math.isfinite(value):
-        raise ValueError(f"a reward must return a finite number, got {value}")
-    return value
-
-
-def _last_lines() -> str:
-    lines = traceback.format_exc().strip().splitlines()
-    return "\n".join(lines[-TRACEBACK_LINES:])
-
-
-def _private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Move the frame streams to private descriptors, out of reach of the user's print and input."""
-    inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    return inbox, outbox
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends.
-
-    A parent killed by SIGKILL closes our input, but a hanging function never reads that.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _read(
-    inbox: BinaryIO, decoder: msgspec.msgpack.Decoder[protocol.ToWorker]
-) -> protocol.ToWorker | None:
-    """The next message, None at the end of the stream."""
-    try:
-        length = protocol.body_length(inbox.read(protocol.HEAD_BYTES))
-    except EOFError:
-        return None
-    body = inbox.read(length)
-    return decoder.decode(body) if len(body) == length else None
-
-
-def _send(outbox: BinaryIO, message: protocol.FromWorker) -> None:
-    outbox.write(protocol.pack(message))
-    outbox.flush()
+        serve_concurrently(streams.read, streams.send, terms, setup.timeout_seconds)
+        return
+    while isinstance(message := streams.read(), protocol.Call):
+        streams.send(finish(score(message, terms, streams.send)))
 
 
 if __name__ == "__main__":

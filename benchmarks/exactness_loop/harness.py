@@ -31,6 +31,7 @@ from asyncrl.processes.generator.generation import SampleGenerator
 from asyncrl.processes.generator.process import GeneratorProcess
 from asyncrl.processes.generator.reports import GeneratorRecords
 from asyncrl.processes.generator.sample_rewards import SampleRewards
+from asyncrl.rewards.calls import Reward
 from asyncrl.run.sample_requests import sample_seed
 from engine.protocol import Engine, SamplingParams
 from monitoring.metrics import GeneratorMetrics, new_registry
@@ -126,11 +127,14 @@ class SlowRewards:
 
     waiting = running = failed = 0
 
-    async def score(self, _prompt: str, text: str, _example: Any) -> float:
+    async def score(
+        self, _prompt: str, text: str, _example: Any, *, example_id: str = ""
+    ) -> Reward:
         """Compute `reward_of` a text."""
+        del example_id
         for _ in range(4):
             await asyncio.sleep(0)
-        return reward_of(map(int, text.split()))
+        return Reward(reward_of(map(int, text.split())))
 
 
 def reward_of(tokens: Iterator[int] | Sequence[int]) -> float:

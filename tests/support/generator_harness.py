@@ -28,6 +28,7 @@ from asyncrl.processes.generator.generation import SampleGenerator
 from asyncrl.processes.generator.process import GeneratorProcess
 from asyncrl.processes.generator.reports import GeneratorRecords
 from asyncrl.processes.generator.sample_rewards import SampleRewards
+from asyncrl.rewards.calls import Reward
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from monitoring.metrics import GeneratorMetrics, new_registry
@@ -138,12 +139,13 @@ class FakeRewards:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def score(self, _prompt: str, text: str, _row: Any) -> float:
+    async def score(self, _prompt: str, text: str, _row: Any, *, example_id: str) -> Reward:
+        assert example_id == "p"
         self.asked.append(text)
         await self.gate.wait()
         if self.error is not None:
             raise self.error
-        return float(len(text.split()))
+        return Reward(float(len(text.split())))
 
 
 class FakeLine:

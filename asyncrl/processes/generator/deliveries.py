@@ -12,6 +12,7 @@ from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.generator.generation import HeldSample
 from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.reports import GeneratorRecords
+from asyncrl.rewards.calls import Reward
 from rollout.trajectory import SampleId
 from wire import Line
 from wire.frames import encode_trajectory
@@ -62,7 +63,7 @@ class Deliveries:
 
         If a sample cannot be delivered, the controller leaves its group out of the step.
         """
-        ready: list[tuple[HeldSample, float]] = []
+        ready: list[tuple[HeldSample, Reward]] = []
         for sample in command.samples:
             held = self._held.get(sample)
             if held is None:
@@ -80,14 +81,14 @@ class Deliveries:
             if self._held.pop(held.trajectory.id, None) is held:
                 await self._send(held, reward, command.step)
 
-    async def _send(self, held: HeldSample, reward: float, step: int) -> None:
-        delivery = encode_trajectory(held.trajectory, reward=reward, step=step)
+    async def _send(self, held: HeldSample, reward: Reward, step: int) -> None:
+        delivery = encode_trajectory(held.trajectory, reward=reward.value, step=step)
         self._unacknowledged[held.trajectory.id] = (delivery, time.monotonic())
         self.newest_step = max(self.newest_step, step)
         if self._lenient_reuse is not None:
             self._lenient_reuse.remember(held.trajectory)
         if self._recorder is not None:
-            self._recorder.consider(held, reward=reward, step=step)
+            self._recorder.consider(held, reward=reward.value, step=step)
         self._metrics.deliveries.inc()
         await self._trainer.send(delivery)
 

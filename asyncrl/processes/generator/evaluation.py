@@ -38,7 +38,7 @@ class Evaluation:
                 self._controller.generator,
                 command.round,
                 command.index,
-                reward,
+                reward.value,
                 held.trajectory.oldest_version,
             )
         )

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncrl.processes.generator.sample_rewards import SampleRewards
+from asyncrl.rewards.calls import Reward
 from engine.errors import EngineError
 from engine.protocol import Engine, GenerateRequest, SamplingParams
 from rollout.trajectory import (
@@ -56,7 +57,7 @@ class HeldSample:
 
     trajectory: Trajectory
     prompt: PromptPayload
-    reward: asyncio.Task[float]
+    reward: asyncio.Task[Reward]
     """Computed after the sample has left its slot; raises AsyncrlError."""
 
 
@@ -183,7 +184,7 @@ class SampleGeneration:
             return reason
         return "deadline" if self.expired and len(self.builder) else None
 
-    def known_reward(self, trajectory: Trajectory) -> asyncio.Task[float] | None:
+    def known_reward(self, trajectory: Trajectory) -> asyncio.Task[Reward] | None:
         """The reward of the sample before its verification, if that changed no token."""
         before = self.previously_held
         if before is None or not np.array_equal(before.trajectory.tokens, trajectory.tokens):

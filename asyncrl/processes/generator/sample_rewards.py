@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from asyncrl.rewards.calls import Reward
 from asyncrl.rewards.pool import RewardPool
 from monitoring.metrics import GeneratorMetrics
 from rollout.trajectory import Trajectory
@@ -26,7 +27,7 @@ class SampleRewards:
         self._pool = pool
         self._decode = decode
         self._metrics = metrics
-        self._tasks: set[asyncio.Task[float]] = set()
+        self._tasks: set[asyncio.Task[Reward]] = set()
 
     @property
     def pending(self) -> int:
@@ -38,7 +39,7 @@ class SampleRewards:
         """Rewards that failed, those counted as zero included."""
         return self._pool.failed
 
-    def start(self, prompt: PromptPayload, trajectory: Trajectory) -> asyncio.Task[float]:
+    def start(self, prompt: PromptPayload, trajectory: Trajectory) -> asyncio.Task[Reward]:
         """Start to compute a reward. Awaiting the task raises AsyncrlError if that fails."""
         task = asyncio.create_task(self._score(prompt, trajectory))
         self._tasks.add(task)
@@ -47,11 +48,13 @@ class SampleRewards:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
-    async def _score(self, prompt: PromptPayload, trajectory: Trajectory) -> float:
+    async def _score(self, prompt: PromptPayload, trajectory: Trajectory) -> Reward:
         text = self._decode(trajectory.tokens.tolist())
         with self._metrics.reward_time.time():
             question = str(prompt.example.get("prompt", ""))
-            return await self._pool.score(question, text, prompt.example)
+            return await self._pool.score(
+                question, text, prompt.example, example_id=prompt.prompt_id
+            )
 
     def close(self) -> None:
         """Cancel the rewards that are being computed."""

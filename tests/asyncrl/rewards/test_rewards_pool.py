@@ -2,15 +2,15 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from reward_pools import running, until_gone
 
 from asyncrl.errors import RewardError, RewardFailed, RewardTimeout
+from asyncrl.rewards.calls import Reward
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.protocol import Began, Scored
@@ -65,31 +65,6 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-@asynccontextmanager
-async def running(*functions: dict[str, Any], **values: Any) -> AsyncIterator[RewardPool]:
-    pool = RewardPool(RewardConfig.model_validate({"functions": functions, **values}))
-    await pool.start()
-    try:
-        yield pool
-    finally:
-        await pool.close()
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie that waits for its reaper does not)."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
-
-
-async def until_gone(pid: int) -> None:
-    async with asyncio.timeout(20):
-        while alive(pid):  # noqa: ASYNC110 - another process's state
-            await asyncio.sleep(0.01)
-
-
 def test_the_sum_is_weighted(source: Path) -> None:
     async def check() -> None:
         functions = (
@@ -98,8 +73,10 @@ def test_the_sum_is_weighted(source: Path) -> None:
             {"name": f"{source}:by_response", "weight": -0.25, "args": {"scale": 2.0}},
         )
         async with running(*functions) as pool:
-            assert await pool.score("1+2=?", "1+2=3:3", {"answer": "3"}) == 1.0 + 0.5 - 0.25 * 14
-            assert await pool.score("1+2=?", "x:3", {"answer": "3"}) == 1.0 - 0.25 * 6
+            assert (
+                await pool.score("1+2=?", "1+2=3:3", {"answer": "3"})
+            ).value == 1.0 + 0.5 - 0.25 * 14
+            assert (await pool.score("1+2=?", "x:3", {"answer": "3"})).value == 1.0 - 0.25 * 6
             assert (pool.scored, pool.failed, pool.waiting, pool.running) == (2, 0, 0, 0)
 
     asyncio.run(check())
@@ -108,7 +85,7 @@ def test_the_sum_is_weighted(source: Path) -> None:
 def test_a_module_of_the_working_directory(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         async with running({"name": "my_rewards:by_response"}) as pool:
-            assert await pool.score("", "four", {}) == 4.0
+            assert (await pool.score("", "four", {})).value == 4.0
 
     monkeypatch.chdir(source.parent)
     asyncio.run(check())
@@ -120,7 +97,7 @@ def test_the_users_own_columns_arrive_unchanged(source: Path) -> None:
         async with running(*({"name": name} for name in names)) as pool:
             row = {"prompt": "WHAT?", "answer": 7, "row": [1]}
             example = {"prompt": "what?", "answer": "7", "row": row}
-            assert await pool.score("what?", "columns", example) == 3.0
+            assert (await pool.score("what?", "columns", example)).value == 3.0
 
     asyncio.run(check())
 
@@ -140,7 +117,7 @@ def test_a_hanging_reward_is_killed_with_its_children_and_replaced(
                 await pool.score("", "hang", example)
             for pid in (tmp_path / "pids").read_text().split():
                 await until_gone(int(pid))
-            assert await pool.score("", "ok", example) == 2.0
+            assert (await pool.score("", "ok", example)).value == 2.0
             assert (pool.failed, pool.scored) == (1, 1)
 
     asyncio.run(check())
@@ -166,8 +143,8 @@ def test_failures_name_the_function_and_the_reason(
             with pytest.raises(RewardFailed, match=message) as caught:
                 await pool.score("", response, {})
             assert caught.value.exit_code == 2
-            assert await pool.score("", "ok", {}) == 2.0
-            assert await pool.score("", "true", {}) == 1.0
+            assert (await pool.score("", "ok", {})).value == 2.0
+            assert (await pool.score("", "true", {})).value == 1.0
 
     asyncio.run(check())
 
@@ -180,18 +157,19 @@ def test_failures_name_the_function_and_the_reason(
         (b"\x00", "unexpected"),
         (b"\x90", "unexpected"),
         (b"\x82", "malformed"),
-        (msgspec.msgpack.encode(Began(99)), "there is no function 99"),
-        (msgspec.msgpack.encode(Scored(float("nan"), 0.0)), "a reward of nan"),
+        (msgspec.msgpack.encode(Began(0, 99)), "there is no function 99"),
+        (msgspec.msgpack.encode(Scored(0, float("nan"), (0.0,), 0.0)), "a reward of nan"),
+        (msgspec.msgpack.encode(Scored(7, 1.0, (1.0,), 0.0)), "a call that it does not have"),
     ],
 )
 def test_a_worker_that_writes_other_frames_fails_its_call_only(
     source: Path, frame: bytes, reason: str
 ) -> None:
     async def check() -> None:
-        async with running({"name": f"{source}:by_response"}) as pool:
+        async with running({"name": f"{source}:by_response"}, max_attempts=1) as pool:
             with pytest.raises(RewardFailed, match=f"no answer .*{reason}.* and was killed"):
                 await pool.score("", f"forge {frame.hex()}", {})
-            assert await pool.score("", "ok", {}) == 2.0
+            assert (await pool.score("", "ok", {})).value == 2.0
 
     asyncio.run(check())
 
@@ -199,7 +177,7 @@ def test_a_worker_that_writes_other_frames_fails_its_call_only(
 def test_what_the_function_prints_or_reads_does_not_disturb(source: Path) -> None:
     async def check() -> None:
         async with running({"name": f"{source}:by_response"}) as pool:
-            assert await pool.score("", "print", {}) == 5.0
+            assert (await pool.score("", "print", {})).value == 5.0
 
     asyncio.run(check())
 
@@ -207,7 +185,7 @@ def test_what_the_function_prints_or_reads_does_not_disturb(source: Path) -> Non
 def test_on_error_zero_counts_and_continues(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
         async with running({"name": f"{source}:by_response"}, on_error="zero") as pool:
-            assert await pool.score("", "raise", {}) == 0.0
+            assert (await pool.score("", "raise", {})).value == 0.0
             assert (pool.failed, pool.scored) == (1, 0)
 
     asyncio.run(check())
@@ -221,7 +199,7 @@ def test_calls_are_bounded_by_the_workers(source: Path) -> None:
             while not pool.running:  # noqa: ASYNC110 - the pool's own state
                 await asyncio.sleep(0)
             assert pool.running + pool.waiting == 20
-            pids = set(await asyncio.gather(*calls))
+            pids = {reward.value for reward in await asyncio.gather(*calls)}
             assert len(pids) == 2
             assert os.getpid() not in pids
 
@@ -233,13 +211,16 @@ def test_what_waits_behind_a_call_that_hangs_is_scored_by_the_next_process(
 ) -> None:
     async def check() -> None:
         async with running({"name": f"{source}:by_response"}, timeout_seconds=3) as pool:
-            assert await pool.score("", "quick", {}) == 5.0  # so that many calls are sent at once
+            assert (
+                await pool.score("", "quick", {})
+            ).value == 5.0  # so that many calls are sent at once
             example = {"pids": str(tmp_path / "pids")}
             responses = ["x", "xx", "hang", "xxxx", "xxxxx"]
             calls = [pool.score("", response, example) for response in responses]
             values = await asyncio.gather(*calls, return_exceptions=True)
             assert isinstance(values[2], RewardTimeout)
-            assert [v for v in values if not isinstance(v, RewardTimeout)] == [1, 2, 4, 5]
+            scored = [one.value for one in values if isinstance(one, Reward)]
+            assert scored == [1, 2, 4, 5]
             assert (pool.running, pool.waiting, pool.scored, pool.failed) == (0, 0, 5, 1)
 
     asyncio.run(check())
@@ -270,7 +251,7 @@ def test_a_cancelled_call_does_not_answer_the_next_one(source: Path, tmp_path: P
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
-            assert await pool.score("", "ok", {}) == 2.0
+            assert (await pool.score("", "ok", {})).value == 2.0
 
     asyncio.run(check())
 

@@ -1,0 +1,86 @@
+"""Async reward functions: the calls of one worker, run concurrently in one event loop.
+
+The pool limits how many calls a worker has at once (`rewards.concurrency`). A call that takes
+longer than the timeout is cancelled; the others continue. A function that blocks the loop, or that
+does not end when it is cancelled, is left to the pool, which kills the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from asyncrl.rewards import protocol
+from asyncrl.rewards.scoring import LoadedTerm, last_lines, score
+
+
+def serve_concurrently(
+    read: Callable[[], protocol.ToWorker | None],
+    send: Callable[[protocol.FromWorker], None],
+    terms: list[LoadedTerm],
+    timeout_seconds: float,
+) -> None:
+    """Answer calls until the stream ends; then give up those that are running.
+
+    Args:
+        read: waits for the next message, None at the end of the stream.
+        send: sends a message.
+        terms: the functions.
+        timeout_seconds: longest time for one call.
+    """
+    asyncio.run(_serve(read, send, terms, timeout_seconds))
+
+
+async def _serve(
+    read: Callable[[], protocol.ToWorker | None],
+    send: Callable[[protocol.FromWorker], None],
+    terms: list[LoadedTerm],
+    timeout_seconds: float,
+) -> None:
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Queue[protocol.ToWorker | None] = asyncio.Queue()
+
+    def receive() -> None:
+        while True:
+            message = read()
+            loop.call_soon_threadsafe(arrived.put_nowait, message)
+            if message is None:
+                return
+
+    # A daemon: the process ends although it is still reading.
+    threading.Thread(target=receive, name="asyncrl-reward-calls", daemon=True).start()
+    running: set[asyncio.Task[None]] = set()
+    while isinstance(message := await arrived.get(), protocol.Call):
+        task = asyncio.create_task(_answer(message, send, terms, timeout_seconds))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+async def _answer(
+    call: protocol.Call,
+    send: Callable[[protocol.FromWorker], None],
+    terms: list[LoadedTerm],
+    timeout_seconds: float,
+) -> None:
+    term = 0
+
+    def began(message: protocol.Began) -> None:
+        nonlocal term
+        term = message.term
+        send(message)
+
+    limit = asyncio.timeout(timeout_seconds)
+    task = asyncio.current_task()
+    try:
+        async with limit:
+            answer = await score(call, terms, began)
+    except TimeoutError:
+        answer = protocol.Failed(call.call, term, "timeout", "")
+    except asyncio.CancelledError:
+        if task is None or task.cancelling():  # the worker ends
+            raise
+        answer = protocol.Failed(call.call, term, "raised", last_lines())
+    if limit.expired():  # the function turned its cancellation into a result
+        answer = protocol.Failed(call.call, term, "timeout", "")
+    send(answer)

@@ -1,0 +1,131 @@
+"""The processes that descend from one process: found and killed, however they were started.
+
+A process that has made itself a subreaper (`become_subreaper`) inherits the orphans among its
+descendants: a child whose parent has exited, with or without `setsid`, stays below it.
+Import-light: a worker's supervisor loads this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_STOP_ROUNDS = 50
+"""Most walks over the tree until all of it is stopped."""
+_PAUSE_SECONDS = 0.002
+
+
+def become_subreaper() -> None:
+    """Have orphaned descendants become children of this process. Does nothing outside Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with_parent(parent: int, signal_number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends; exit if it has ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def descendants(root: int) -> list[int]:
+    """Process ids below `root`, parents before children; a snapshot. Empty outside Linux."""
+    children = _children if _KERNEL_LISTS_CHILDREN else _children_by_parent()
+    found: list[int] = []
+    level = [root]
+    while level:
+        level = [child for parent in level for child in children(parent)]
+        found += level
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    children: list[int] = []
+    # A process or a thread may end in between.
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                children += map(int, (thread / "children").read_bytes().split())
+    return children
+
+
+def _children_by_parent() -> Callable[[int], list[int]]:
+    """The same from a list of all processes, for kernels without CONFIG_PROC_CHILDREN."""
+    by_parent: dict[int, list[int]] = {}
+    with contextlib.suppress(OSError):
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                with contextlib.suppress(OSError):
+                    # The second field is the command in parentheses, which may contain anything.
+                    fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+                    by_parent.setdefault(int(fields[1]), []).append(int(folder.name))
+    return lambda pid: by_parent.get(pid, [])
+
+
+_KERNEL_LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
+
+
+def reap() -> list[tuple[int, int]]:
+    """Collect this process's children that have ended: process ids and wait statuses."""
+    ended: list[tuple[int, int]] = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended.append((pid, status))
+
+
+def kill_descendants(seconds: float) -> list[tuple[int, int]]:
+    """Kill everything below this process, until nothing is left or the time is up.
+
+    Each round first stops all that it finds, until a walk finds nothing new, so that nothing forks
+    between the walk and the kill.
+
+    Returns:
+        Process ids and wait statuses of this process's children that have ended.
+    """
+    deadline = time.monotonic() + seconds
+    ended: list[tuple[int, int]] = []
+    me = os.getpid()
+    while True:
+        ended += reap()
+        found = set(descendants(me))
+        if not found or time.monotonic() > deadline:
+            return ended
+        stopped: set[int] = set()
+        for _ in range(_STOP_ROUNDS):
+            if found <= stopped:
+                break
+            for pid in found - stopped:
+                _send(pid, signal.SIGSTOP)
+            stopped |= found
+            found = set(descendants(me))
+        for pid in stopped | found:
+            _send(pid, signal.SIGKILL)
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def out_of_memory_kills() -> int:
+    """Processes that the kernel has killed for memory on this machine; 0 if it does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

@@ -1,0 +1,66 @@
+"""Which values a reward function may return. Import-light: a worker process loads this file."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import reprlib
+from typing import Any
+
+from asyncrl.rewards.protocol import FailureReason
+
+MAX_FLOAT32 = 3.4028234663852886e38
+"""Largest finite float32: rewards are float32 from the trainer on."""
+ABSURD = 1e6
+"""Rewards above this are warned about: advantages are differences of rewards."""
+
+
+class BadValueError(Exception):
+    """A value is not a reward."""
+
+    def __init__(self, reason: FailureReason, message: str) -> None:
+        super().__init__(message)
+        self.reason: FailureReason = reason
+
+
+def as_number(result: Any) -> float:
+    """Any number as a float: int, bool, numpy and torch scalars too.
+
+    Raises:
+        BadValueError: it is not one number, or the number is not finite in float32.
+    """
+    if isinstance(result, str | bytes | bytearray) or not hasattr(result, "__float__"):
+        raise BadValueError("not_a_number", _must_return("a number", result))
+    try:
+        value = float(result)
+    except OverflowError as error:  # an int beyond float64
+        raise BadValueError("not_finite", _must_return("a finite number", result)) from error
+    except (TypeError, ValueError, RuntimeError) as error:  # an array of several numbers
+        raise BadValueError(
+            "not_a_number", f"{_must_return('a number', result)} ({error})"
+        ) from error
+    return as_float32(value)
+
+
+def as_float32(value: float, what: str = "a reward must return") -> float:
+    """The value itself, if it is finite in float32.
+
+    Raises:
+        BadValueError: it is not.
+    """
+    if not math.isfinite(value):
+        raise BadValueError("not_finite", f"{what} a finite number, got {value}")
+    if abs(value) > MAX_FLOAT32:
+        raise BadValueError(
+            "not_finite",
+            f"{what} a finite number in float32 (at most 3.4e38), got {value}",
+        )
+    return value
+
+
+def _must_return(what: str, result: Any) -> str:
+    if inspect.isawaitable(result):
+        shown = f"{type(result).__name__}; declare the function with `async def`"
+    else:
+        shown = f"{type(result).__name__}: {reprlib.repr(result)}"
+    return f"a reward must return {what}, got {shown}"

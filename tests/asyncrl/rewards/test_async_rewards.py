@@ -1,0 +1,104 @@
+"""Async reward functions: one worker runs several calls at once, each with its own timeout."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from reward_pools import running
+
+from asyncrl.errors import RewardFailed, RewardTimeout
+
+SOURCE = """
+import asyncio, os, time
+
+meeting = []
+
+async def score(prompt, response, example):
+    if response == "meet":
+        meeting.append(1)
+        while len(meeting) < 8:
+            await asyncio.sleep(0.001)
+    if response == "hang":
+        await asyncio.sleep(600)
+    if response == "stubborn":
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            return 1.0
+    if response == "block":
+        time.sleep(600)
+    if response == "raise":
+        raise KeyError("a mistake")
+    if response == "cancel":
+        raise asyncio.CancelledError
+    if response == "die":
+        os._exit(5)
+    await asyncio.sleep(0.05)
+    return float(os.getpid())
+
+def plain(prompt, response, example):
+    return 1.0
+
+class Judge:
+    async def __call__(self, prompt, response, example):
+        await asyncio.sleep(0)
+        return 2.0
+
+judge = Judge()
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_calls_run_at_once_up_to_the_limit(source: Path) -> None:
+    async def check() -> None:
+        functions = [{"name": f"{source}:{name}"} for name in ("score", "plain", "judge")]
+        async with running(*functions, concurrency=8, timeout_seconds=60) as pool:
+            # Each of the eight returns only if all of them are being computed.
+            calls = [asyncio.create_task(pool.score("", "meet", {})) for _ in range(8)]
+            calls += [asyncio.create_task(pool.score("", "", {})) for _ in range(4)]
+            await asyncio.sleep(0)
+            assert (pool.running + pool.waiting, pool.waiting >= 4) == (12, True)
+            rewards = await asyncio.gather(*calls)
+            assert len({reward.terms[0] for reward in rewards}) == 1
+            assert {reward.terms[1:] for reward in rewards} == {(1.0, 2.0)}
+
+    asyncio.run(check())
+
+
+def test_a_call_that_hangs_or_fails_leaves_the_others_and_the_process_alone(source: Path) -> None:
+    async def check() -> None:
+        async with running({"name": f"{source}:score"}, timeout_seconds=1) as pool:
+            before = await pool.score("", "", {})
+            responses = ["hang", "raise", "stubborn", "cancel", ""]
+            calls = [pool.score("", response, {}) for response in responses]
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            kinds = [RewardTimeout, RewardFailed, RewardTimeout, RewardFailed]
+            assert [type(one) for one in results[:4]] == kinds
+            assert "a mistake" in str(results[1])
+            assert results[4] == before
+            assert await pool.score("", "", {}) == before
+
+    asyncio.run(check())
+
+
+def test_a_call_that_blocks_or_kills_the_worker_costs_the_others_nothing(source: Path) -> None:
+    async def check() -> None:
+        function = {"name": f"{source}:score"}
+        async with running(function, timeout_seconds=1, max_attempts=2) as pool:
+            for culprit, kind in (("block", RewardTimeout), ("die", RewardFailed)):
+                calls = [pool.score("", response, {}) for response in ("", culprit, "", "")]
+                results = await asyncio.gather(*calls, return_exceptions=True)
+                assert [type(one).__name__ for one in results if isinstance(one, Exception)] == [
+                    kind.__name__
+                ]
+                assert isinstance(results[1], kind)
+
+    asyncio.run(check())

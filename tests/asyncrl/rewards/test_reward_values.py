@@ -1,0 +1,127 @@
+"""What a reward function returns: numbers that training can use, or a failure that says why."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reward_pools import running
+
+from asyncrl.rewards.config import RewardConfig
+from asyncrl.rewards.protocol import WHOLE_SUM, Call, Failed, Scored
+from asyncrl.rewards.scoring import LoadedTerm, finish, score
+from asyncrl.rewards.values import MAX_FLOAT32
+
+
+class BadlyShown:
+    """Its `repr` fails, and so does its conversion."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def scored(*results: Any, weight: float = 1.0) -> Scored | Failed:
+    """Score a call with functions that return these values, or raise them."""
+
+    def make(result: Any) -> Any:
+        def function(prompt: str, response: str, example: dict[str, Any]) -> Any:
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        return function
+
+    terms = [LoadedTerm(make(r), weight, {}, row_only=False, asynchronous=False) for r in results]
+    return finish(score(Call(3, "", "", {}), terms, lambda _began: None))
+
+
+@pytest.mark.parametrize(
+    "result", [1, True, 0.5, np.float32(0.5), np.int64(3), np.array(2.0), torch.tensor(1.5),
+               Decimal("0.25"), MAX_FLOAT32],
+)  # fmt: skip
+def test_any_number_is_a_reward(result: Any) -> None:
+    got = scored(result)
+    assert isinstance(got, Scored)
+    assert got.terms == (float(result),)
+
+
+@pytest.mark.parametrize(
+    ("result", "reason", "text"),
+    [
+        (1e39, "not_finite", "float32 (at most 3.4e38), got 1e+39"),
+        (-1e300, "not_finite", "got -1e+300"),
+        (10**400, "not_finite", "must return a finite number, got int: 1000"),
+        (float("nan"), "not_finite", "got nan"),
+        (None, "not_a_number", "got NoneType: None"),
+        ("1.0", "not_a_number", "got str: '1.0'"),
+        ([1.0], "not_a_number", "got list: [1.0]"),
+        (1j, "not_a_number", "got complex: 1j"),
+        (np.ones(3), "not_a_number", "got ndarray"),
+        (torch.ones(2), "not_a_number", "got Tensor"),
+        (BadlyShown(), "not_a_number", "got BadlyShown: <BadlyShown instance"),
+        (ValueError("\ud800"), "raised", r"ValueError: \ud800"),
+        (ValueError("x" * 10**6), "raised", "xxx ... xxx"),
+        (KeyboardInterrupt(), "raised", "KeyboardInterrupt"),
+    ],
+)
+def test_anything_else_is_a_failure_that_shows_the_value(
+    result: Any, reason: str, text: str
+) -> None:
+    got = scored(0.0, result)
+    assert isinstance(got, Failed)
+    assert (got.call, got.term, got.reason) == (3, 1, reason)
+    assert text in got.message
+    assert len(got.message) < 5000
+
+
+def test_a_sum_that_overflows_float32_is_refused() -> None:
+    got = scored(3e38, 3e38)
+    assert isinstance(got, Failed)
+    assert (got.term, got.reason) == (WHOLE_SUM, "not_finite")
+    assert "weighted sum of the rewards must be a finite number in float32" in got.message
+    assert isinstance(scored(3e38, -3e38), Scored)
+
+
+def test_a_coroutine_that_is_not_awaited_says_what_to_change() -> None:
+    async def later() -> float:
+        return 1.0
+
+    coroutine = later()
+    got = scored(coroutine)
+    coroutine.close()
+    assert isinstance(got, Failed)
+    assert "declare the function with `async def`" in got.message
+
+
+def test_functions_have_short_labels_that_differ() -> None:
+    names = ["format", "a/x.py:score", "b/y.py:score", "mine:quality", "format", "a/x.py:score"]
+    config = RewardConfig.model_validate({"functions": [{"name": name} for name in names]})
+    assert config.labels == (
+        "format", "a/x.py:score", "b/y.py:score", "quality", "format#2", "a/x.py:score#2",
+    )  # fmt: skip
+
+
+def test_failures_are_counted_and_absurd_values_warned_about_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(prompt, response, example):\n    return float(response)\n")
+
+    async def check() -> None:
+        async with running({"name": f"{file}:score"}, on_error="zero") as pool:
+            for response in ("1e39", "two", "-2e6", "5e6", "3e6", "1"):
+                await pool.score("", response, {}, example_id="q-1")
+            assert pool.failures == {("score", "not_finite"): 1, ("score", "raised"): 1}
+            assert (pool.failed, pool.scored) == (2, 4)
+            assert pool.largest == {"score": 5e6}
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(check())
+    assert caplog.text.count("dominate every advantage") == 1
+    assert "mine.py:score' failed for the response '1e39' to example 'q-1'" in caplog.text
