@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from asyncrl.config_errors import mistakes
 from asyncrl.errors import ConfigError
 from asyncrl.paths import LocalPath
+from asyncrl.repeatable import clock_dependencies
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.suggestions import nearest, shortened
 from asyncrl.tasks.config import ModelConfig, TaskConfig
@@ -43,6 +44,12 @@ class RunSection(BaseModel):
     """Seed of the data order, the sampling and the trainer."""
     directory: LocalPath = "runs"
     """Folder in which the run's own folder is created. `~` and `${NAME}` are expanded."""
+    repeatable: bool = False
+    """Whether a second run with the same settings on the same machine must train on the same
+    samples and end with the same weights, bit for bit. Works for synchronous training
+    (`scheduler.on_update: keep`, `max_off_policy_steps: 0`) with the torch engine on a CPU in
+    float32. The engine is then slower when few rows decode, and the trainer takes groups in the
+    order of their numbers (docs/reliability.md)."""
     log_samples: Literal["off", "jsonl"] = "off"
     """`jsonl`: write every trained sample with its text to RUN/samples/000001.jsonl and following
     files of up to 64 MB."""
@@ -165,6 +172,15 @@ class RunConfig(BaseModel):
                 f"the trainer take the {last} ports after it. It must be at most "
                 f"{MAX_PORT - last}, or 0 for any free ports"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _repeatable_runs_do_not_depend_on_the_clock(self) -> Self:
+        sections = self.scheduler, self.engine, self.cache, self.trainer
+        found = list(clock_dependencies(*sections)) if self.run.repeatable else []
+        if found:
+            listed = ". Nor does it work with ".join(found)
+            raise ValueError(f"run.repeatable: true does not work with {listed}")
         return self
 
     @property

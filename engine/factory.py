@@ -21,6 +21,7 @@ def create_engine(
     cache_config: CacheConfig,
     seed: int,
     place: CachePlace | None = None,
+    batch_invariant: bool = False,
 ) -> Engine:
     """Make the engine that `config.kind` names; `start()` loads the model.
 
@@ -30,6 +31,8 @@ def create_engine(
         cache_config: how earlier rollouts are stored and drafted from.
         seed: of the engine's own random stream, which serves requests without a seed.
         place: the cache's snapshot, and the peers it exchanges rollouts with; None: neither.
+        batch_invariant: whether what a request reports must be the same bits whatever else is
+            being served. Only the torch engine can be; the run's configuration refuses the others.
 
     Raises:
         EngineStartError: the backend is not installed or not built.
@@ -37,7 +40,10 @@ def create_engine(
     if place is not None:
         place = dataclasses.replace(place, vocabulary=_vocabulary(model_path, place.vocabulary))
     if config.kind == "torch":
-        return _torch_engine(config, model_path, cache_config, seed, place or CachePlace())
+        place = place or CachePlace()
+        return _torch_engine(
+            config, model_path, cache_config, seed, place, batch_invariant=batch_invariant
+        )
     if config.kind == "vllm":
         return _vllm_engine(config, model_path, cache_config, seed, place or CachePlace())
     raise EngineStartError(
@@ -55,20 +61,24 @@ def _vocabulary(model_path: str, otherwise: int) -> int:
 
 
 def _torch_engine(
-    config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
+    config: EngineConfig,
+    model_path: str,
+    cache_config: CacheConfig,
+    seed: int,
+    place: CachePlace,
+    *,
+    batch_invariant: bool,
 ) -> Engine:
     from cache.place import open_at, save_at
     from engine.torch.engine import TorchEngine
 
+    make = partial(TorchEngine, config, model_path, seed=seed, batch_invariant=batch_invariant)
     if not cache_config.enabled or cache_config.max_draft_tokens == 0:
-        return TorchEngine(config, model_path, source=None, max_draft_tokens=0, seed=seed)
+        return make(source=None, max_draft_tokens=0)
     cache = open_at(cache_config, place)
-    return TorchEngine(
-        config,
-        model_path,
+    return make(
         source=cache,
         max_draft_tokens=cache_config.max_draft_tokens,
-        seed=seed,
         save=partial(save_at, cache, place),
     )
 

@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 
@@ -44,12 +44,23 @@ class Compiler:
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Compile `function` on its first call, and keep the machine code for later processes."""
+        return self._compile(function)
+
+    def of_sums(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Like calling the compiler, for kernels of floating-point sums.
+
+        A sum over the innermost loop is computed as a vector. Its order then depends on the
+        processor and on the number of terms, never on the data. Other threads run meanwhile.
+        """
+        return self._compile(function, nogil=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
+
+    def _compile(self, function: Callable[P, R], **options: Any) -> Callable[P, R]:
         if self._directory is None:
-            return cast("Callable[P, R]", numba.njit(function))
+            return cast("Callable[P, R]", numba.njit(**options)(function))
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(self._directory)  # read while decorating, not later
         try:
-            return cast("Callable[P, R]", numba.njit(cache=True)(function))
+            return cast("Callable[P, R]", numba.njit(cache=True, **options)(function))
         finally:
             numba.config.CACHE_DIR = before
 

@@ -69,7 +69,11 @@ def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Accu
     task = load_task(config.task, model_path, config.run.seed)
     try:
         engine = create_engine(
-            config.engine, model_path, cache_config=config.cache, seed=config.run.seed
+            config.engine,
+            model_path,
+            cache_config=config.cache,
+            seed=config.run.seed,
+            batch_invariant=config.run.repeatable,
         )
         return asyncio.run(_evaluate(config, task, engine, console))
     except EngineError as error:

@@ -48,6 +48,7 @@ class TorchEngine:
         max_draft_tokens: int,
         seed: int,
         save: Callable[[], int] = lambda: 0,
+        batch_invariant: bool = False,
     ) -> None:
         self._save = save
         self._config = config
@@ -55,6 +56,7 @@ class TorchEngine:
         self._source = source
         self._max_draft_tokens = max_draft_tokens
         self._seed = seed
+        self._batch_invariant = batch_invariant
         self._core: DecodeCore | None = None
         self._loop_task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -87,6 +89,7 @@ class TorchEngine:
             max_len=config.max_model_len,
             device=device,
             dtype=dtype,
+            batch_invariant=self._batch_invariant,
         )
         await asyncio.to_thread(warm_up, drafting=self._source is not None)
         settings = CoreSettings(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.torch.reach import Hidden
 from engine.torch.rows import NewRows, Rows
-from engine.torch.slots import Hidden
 from engine.torch.trees import TokenTrees
 from rollout.trajectory import IntArray
 

@@ -13,6 +13,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.errors import EngineError, EngineStartError
 from engine.torch.feed import Feed
+from engine.torch.invariant import InvariantAttention, filled_up, missing
+from engine.torch.reach import Reach
 from engine.torch.slots import (
     Block,
     SlotAttention,
@@ -29,15 +31,26 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 class SlotModel:
-    """A loaded model with its KV slots."""
+    """A loaded model with its KV slots.
 
-    def __init__(self, model: Any, *, slots: int, max_len: int) -> None:
+    Args:
+        model: of transformers.
+        slots: rows that can run at once.
+        max_len: places of a slot.
+        batch_invariant: whether a row's logits must not depend on what else is in the batch, see
+            `engine.torch.invariant`.
+    """
+
+    def __init__(
+        self, model: Any, *, slots: int, max_len: int, batch_invariant: bool = False
+    ) -> None:
         self.module = model
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.cache = SlotCache(slots, max_len)
-        self._attention = SlotAttention(self.cache)
+        self._invariant = batch_invariant
+        self._attention = (InvariantAttention if batch_invariant else SlotAttention)(self.cache)
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def attach(self) -> None:
@@ -53,7 +66,13 @@ class SlotModel:
         if feed.new_wanted is not None and (feed.new_wanted != 1).any():
             ends = last_places(ends + 1, feed.new_wanted)
         wanted = np.concatenate([np.arange(decoding), ends])
-        return self._run(self._plan(feed), wanted, self.cache)
+        plan = self._plan(feed)
+        if self._invariant:
+            plan.reach = Reach.over_slots(
+                plan.rows.numpy(), plan.places.numpy(),
+                feed.decode_lengths, feed.decode_counts, feed.hidden,
+            )  # fmt: skip
+        return self._run(plan, wanted, self.cache)
 
     def forward_fresh(
         self, tokens: IntArray, lengths: IntArray, wanted: NDArray[np.int64]
@@ -66,7 +85,10 @@ class SlotModel:
             wanted: indices into `[T]`.
         """
         none = np.empty(0, np.int32)
-        return self._run(self._plan(Feed(none, none, none, tokens, lengths)), wanted, None)
+        plan = self._plan(Feed(none, none, none, tokens, lengths))
+        if self._invariant:
+            plan.reach = Reach.within(lengths)
+        return self._run(plan, wanted, None)
 
     def _plan(self, feed: Feed) -> StepLayout:
         m, r = len(feed.decode_counts), len(feed.new_lengths)
@@ -79,8 +101,20 @@ class SlotModel:
         if feed.decode_depths is not None:
             nodes = np.repeat(feed.decode_lengths, feed.decode_counts) + feed.decode_depths
             positions = np.concatenate([nodes, places[len(nodes) :]])
+        ids = np.concatenate([feed.decode_tokens, feed.new_tokens]).astype(np.int64)
+        at = torch.from_numpy(places).to(self.device)
+        apart = positions is not places
+        return StepLayout(
+            input_ids=torch.from_numpy(ids)[None].to(self.device),
+            positions=(torch.from_numpy(positions).to(self.device) if apart else at)[None],
+            places=at,
+            rows=torch.from_numpy(rows).to(self.device),
+            blocks=[] if self._invariant else self._blocks(feed),
+        )
+
+    def _blocks(self, feed: Feed) -> list[Block]:
         blocks: list[Block] = []
-        if m:
+        if len(feed.decode_counts):
             blocks.append(
                 decode_block(
                     feed.decode_lengths,
@@ -90,31 +124,27 @@ class SlotModel:
                     device=self.device,
                 )
             )
-        if r:
+        if len(feed.new_lengths):
             blocks += causal_blocks(
                 feed.new_lengths,
-                first_row=m,
+                first_row=len(feed.decode_counts),
                 first_token=len(feed.decode_tokens),
                 device=self.device,
             )
-        ids = np.concatenate([feed.decode_tokens, feed.new_tokens]).astype(np.int64)
-        at = torch.from_numpy(places).to(self.device)
-        apart = positions is not places
-        return StepLayout(
-            input_ids=torch.from_numpy(ids)[None].to(self.device),
-            positions=(torch.from_numpy(positions).to(self.device) if apart else at)[None],
-            places=at,
-            rows=torch.from_numpy(rows).to(self.device),
-            blocks=blocks,
-        )
+        return blocks
 
     def _run(
         self, plan: StepLayout, wanted: NDArray[np.int64], cache: SlotCache | None
     ) -> torch.Tensor:
         self._attention.plan = self.cache.plan = plan
+        count = len(wanted)
+        tokens = plan.input_ids.shape[1]
+        if self._invariant:
+            plan.input_ids, plan.positions = filled_up(plan.input_ids), filled_up(plan.positions)
+            wanted = np.pad(wanted, (0, missing(count)))
         index = None
         options: dict[str, Any] = {}
-        if len(wanted) < plan.input_ids.shape[1]:
+        if count < tokens or len(wanted) > count:
             index = torch.from_numpy(wanted).to(self.device)
             if self._picks_logits:
                 options["logits_to_keep"] = index
@@ -130,7 +160,7 @@ class SlotModel:
             if index is not None and not self._picks_logits:
                 logits = logits[index]
             self._attention.plan = self.cache.plan = None
-            return logits.float()
+            return logits[:count].float()
 
 
 def last_places(ends: NDArray[np.int64], counts: IntArray) -> NDArray[np.int64]:
@@ -143,21 +173,35 @@ def last_places(ends: NDArray[np.int64], counts: IntArray) -> NDArray[np.int64]:
 
 
 def load_model(
-    path: str, *, slots: int, max_len: int, device: torch.device, dtype: torch.dtype
+    path: str,
+    *,
+    slots: int,
+    max_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> SlotModel:
     """Load a model from a directory or hub id, and check that it runs with KV slots.
 
     Raises:
-        EngineStartError: it cannot be loaded, or its attention or state does not fit KV slots.
+        EngineStartError: it cannot be loaded, or its attention or state does not fit KV slots, or
+            it cannot be batch-invariant on this machine.
     """
+    if batch_invariant and (device.type, dtype) != ("cpu", torch.float32):
+        raise EngineStartError(
+            f"run.repeatable: true works on a CPU in float32, not on {device.type} in {dtype}: "
+            "set engine.device: cpu and engine.dtype: float32"
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         model.eval().requires_grad_(requires_grad=False).to(device)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise EngineStartError(f"cannot load a causal LM from {path!r}: {error}") from error
     _refuse_by_config(model, path, max_len)
-    out = SlotModel(model, slots=slots, max_len=max_len)
+    out = SlotModel(model, slots=slots, max_len=max_len, batch_invariant=batch_invariant)
     _check_against_plain_forward(out, path)
+    if batch_invariant:
+        _check_batch_invariance(out, path)
     return out
 
 
@@ -213,6 +257,28 @@ def _check_against_plain_forward(model: SlotModel, path: str) -> None:
         raise EngineStartError(
             f"{path!r} gives other probabilities with KV slots than without (total variation "
             f"{apart:.2g}): its attention is not plain causal. Set engine.kind=vllm"
+        )
+
+
+def _check_batch_invariance(model: SlotModel, path: str) -> None:
+    """Compare bits: rows alone and together, contexts fed at once and in two parts."""
+    rng = np.random.default_rng(1)
+    lengths = [min(n, model.cache.max_len) for n in (3, 70, 21, 40, 9)[: model.cache.slots]]
+    rows = [rng.integers(0, model.vocab_size, n).astype(np.int32) for n in lengths]
+    short, long = [1 for _ in rows], [max(1, n - 1) for n in lengths]
+    with torch.inference_mode():
+        together = _packed_logits(model, rows, short)
+        alone = torch.cat(
+            [_packed_logits(model, [row], [n]) for row, n in zip(rows, short, strict=True)]
+        )
+        ends = np.cumsum(lengths)
+        last = np.concatenate([[end - 2, end - 1] for end in ends])
+        late = _packed_logits(model, rows, long)
+    if not (torch.equal(together, alone) and torch.equal(together[last], late)):
+        raise EngineStartError(
+            f"run.repeatable: true does not work for {path!r} on this machine: the logits of a row "
+            "depend on the batch even with batch-invariant attention and padding, because of a "
+            "matrix product or another operation of the model"
         )
 
 

@@ -23,9 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache
 
 from engine.errors import EngineError
+from engine.torch.reach import Hidden, Reach
 from rollout.trajectory import IntArray
-
-Hidden = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
 @dataclass(slots=True)
@@ -80,6 +79,9 @@ class StepLayout:
     rows: torch.Tensor
     """`[T]` slot of each token."""
     blocks: list[Block]
+    """What `SlotAttention` runs."""
+    reach: Reach | None = None
+    """What `invariant.InvariantAttention` runs; `input_ids` and `positions` are then padded."""
 
 
 class SlotCache(Cache):
@@ -107,7 +109,10 @@ class SlotCache(Cache):
         *_args: object,
         **_kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[1, J, T, D]` to the places of the plan, and return it unchanged for attention."""
+        """Write `[1, J, T, D]` to the places of the plan, and return it unchanged for attention.
+
+        Tokens after those of the plan are padding and written nowhere.
+        """
         if self.plan is None:
             raise EngineError(
                 "KV slots were written outside a step; run the model through SlotModel"
@@ -117,8 +122,9 @@ class SlotCache(Cache):
                 shape = (self.slots, new.shape[1], self.max_len, new.shape[3])
                 stored.append(torch.zeros(shape, dtype=new.dtype, device=new.device))
         rows, places = self.plan.rows, self.plan.places
-        self.keys[layer_idx][rows, :, places] = key_states[0].transpose(0, 1)
-        self.values[layer_idx][rows, :, places] = value_states[0].transpose(0, 1)
+        real = slice(len(rows))
+        self.keys[layer_idx][rows, :, places] = key_states[0, :, real].transpose(0, 1)
+        self.values[layer_idx][rows, :, places] = value_states[0, :, real].transpose(0, 1)
         self.current_layer = layer_idx
         return key_states, value_states
 
@@ -169,7 +175,7 @@ class SlotAttention:
             raise EngineError(
                 "attention was called outside a step; run the model through SlotModel"
             )
-        self._refuse_unsupported(module, kwargs)
+        refuse_unsupported(module, kwargs, self._cache.max_len)
         out = []
         for block in self.plan.blocks:
             span = slice(block.first_token, block.first_token + block.tokens)
@@ -208,18 +214,26 @@ class SlotAttention:
         out = out.view(m, kv_heads, groups, queries, -1).permute(0, 3, 1, 2, 4)
         return out.reshape(m, queries, heads, -1)
 
-    def _refuse_unsupported(self, module: torch.nn.Module, kwargs: dict[str, object]) -> None:
-        window = kwargs.get("sliding_window")
-        if isinstance(window, int) and window < self._cache.max_len:
+
+def refuse_unsupported(module: torch.nn.Module, kwargs: dict[str, object], max_len: int) -> None:
+    """Raise EngineError for attention that slots of `max_len` places cannot represent.
+
+    Args:
+        module: the attention layer.
+        kwargs: what it passes to the attention backend.
+        max_len: places of a slot.
+    """
+    window = kwargs.get("sliding_window")
+    if isinstance(window, int) and window < max_len:
+        raise EngineError(
+            f"{type(module).__name__} attends to a window of {window} tokens, fewer than "
+            f"engine.max_model_len={max_len}, which KV slots do not support"
+        )
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
             raise EngineError(
-                f"{type(module).__name__} attends to a window of {window} tokens, fewer than "
-                f"engine.max_model_len={self._cache.max_len}, which KV slots do not support"
+                f"{type(module).__name__} needs attention with {name!r}, which is not supported"
             )
-        for name in ("softcap", "s_aux", "position_bias"):
-            if kwargs.get(name) is not None:
-                raise EngineError(
-                    f"{type(module).__name__} needs attention with {name!r}, which is not supported"
-                )
 
 
 def _causal(
@@ -250,8 +264,7 @@ def decode_block(
     Args:
         lengths: `[m]`
         counts: `[m]`
-        hidden: earlier new tokens of its row that a new token must not attend to: row, query and
-            key, both counted from the row's first new token. None: no such pairs.
+        hidden: pairs of new tokens without attention; None: no such pairs.
         dtype: of the mask.
         device: of all tensors.
     """

@@ -48,6 +48,18 @@ def test_overrides_reach_any_depth(tmp_path: Path) -> None:
         ("run: {steps: 0}", [], r"run.steps: .*greater than or equal to 1.*given: 0"),
         ("run: {name: a/b}", [], r"run.name: "),
         ("engine: {kind: tensorrt}", [], r"engine.kind: .*'torch', 'vllm' or 'sglang'"),
+        ("run: {repeatable: true}", [], r"with scheduler.on_update: verify, .*: keep"),
+        (
+            "run: {repeatable: true}",
+            [
+                "scheduler.on_update=keep",
+                "scheduler.max_off_policy_steps=1",
+                "engine.kind=vllm",
+                "cache.reuse=lenient",
+                "trainer.device=cuda",
+            ],
+            r"steps: 1, because .*lenient, because .*vllm, because .*set trainer.device: cpu",
+        ),
         (
             "scheduler: {on_update: keep, max_runahead_groups: 3}",
             [],

@@ -45,10 +45,19 @@ def mixed_requests(count: int = 12) -> list[GenerateRequest]:
     return out
 
 
-def load(path: str, *, slots: int = 4, max_len: int = 64) -> SlotModel:
+def load(
+    path: str, *, slots: int = 4, max_len: int = 64, batch_invariant: bool = False
+) -> SlotModel:
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
-    return load_model(path, slots=slots, max_len=max_len, device=cpu, dtype=torch.float32)
+    return load_model(
+        path,
+        slots=slots,
+        max_len=max_len,
+        device=cpu,
+        dtype=torch.float32,
+        batch_invariant=batch_invariant,
+    )
 
 
 def core_of(model: SlotModel, source: DraftSource | None = None, **changes: Any) -> DecodeCore:

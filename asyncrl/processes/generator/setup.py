@@ -51,6 +51,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
                 cache_config=config.cache,
                 seed=config.run.seed,
                 place=_cache_place(spec, config, tokenizer),
+                batch_invariant=config.run.repeatable,
             )
             closing.push_async_callback(engine.close)
             rewards = RewardPool(config.rewards)

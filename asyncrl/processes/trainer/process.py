@@ -10,8 +10,9 @@ training    consumes: whole groups, step plans. produces: gradients, steps, weig
 report      consumes: counters. produces: `TrainerReport`.
             waits for: the clock. bounded by: REPORT_SECONDS.
 
-A group's gradient is accumulated as soon as the group is whole. The optimizer steps when every
-group of the step's plan has been accumulated. Trajectories of later steps wait in the queue. A
+A group's gradient is accumulated as soon as the group is whole, in a repeatable run as soon as all
+groups before it have been accumulated. The optimizer steps when every group of the step's plan has
+been accumulated. Trajectories of later steps wait in the queue. A
 trajectory that arrives twice is acknowledged twice and kept once.
 """
 
@@ -43,6 +44,8 @@ class TrainerProcess:
         generators: receives deliveries.
         records: metrics and the time line.
         groups_per_step: that a step has unless groups failed.
+        in_order: whether groups are accumulated in the order of their numbers, so that the rounding
+            of their sum repeats.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class TrainerProcess:
         records: TrainerRecords,
         *,
         groups_per_step: int,
+        in_order: bool = False,
     ) -> None:
         self._steps = steps
         self._queue = queue
@@ -64,6 +68,7 @@ class TrainerProcess:
         self._metrics = records.metrics
         self._timeline = records.timeline
         self._groups_per_step = groups_per_step
+        self._in_order = in_order
         self._plans: dict[int, frozenset[int]] = {}
         self._changed = asyncio.Event()
         self._shutdown: to_trainer.Shutdown | None = None
@@ -126,7 +131,7 @@ class TrainerProcess:
         while self._shutdown is None:
             step, done = self._steps.step, self._steps.done
             plan = self._plans.get(step)
-            group = self._queue.take(step, allowed=plan)
+            group = self._queue.take(step, allowed=self._allowed(step, plan))
             if group is not None:
                 await self._steps.accumulate(group)
             elif plan is not None and done - plan:
@@ -140,6 +145,19 @@ class TrainerProcess:
                 self._changed.clear()
                 size = self._groups_per_step if plan is None else len(plan)
                 await self._steps.wait(self._changed, waited_for(len(done), size))
+
+    def _allowed(self, step: int, plan: frozenset[int] | None) -> frozenset[int] | None:
+        """The groups that may be accumulated next; None: any of the step.
+
+        In order, the next group of a step is known before its plan arrives, unless it fails. Then
+        the trainer waits for the plan, which has no failed groups.
+        """
+        if not self._in_order:
+            return plan
+        done = self._steps.done
+        if plan is None:
+            return frozenset({step * self._groups_per_step + len(done)})
+        return frozenset(sorted(plan - done)[:1])
 
     async def _finish_step(self) -> None:
         finished = await self._steps.finish_step()

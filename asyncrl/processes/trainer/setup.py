@@ -18,7 +18,7 @@ from monitoring.spans import SpanKind
 from monitoring.trained_samples import truncate
 from trainer.checkpoint_files import path_of
 from trainer.errors import BatchError, NonFiniteError, TrainerError
-from trainer.learner import Learner
+from trainer.learner import Learner, resolve_device
 from wire import Hub
 from wire.errors import PublishError, WireError
 from wire.frames import max_delivery_bytes
@@ -63,6 +63,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             generators,
             records,
             groups_per_step=config.scheduler.groups_per_step,
+            in_order=config.run.repeatable,
         )
         await process.run(metrics_port=child.metrics_port)
 
@@ -70,6 +71,11 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
 def _load_learner(child: Child[TrainerMetrics]) -> Learner:
     """The learner, at the checkpoint that the controller chose if the run is resumed."""
     spec, config = child.spec, child.config
+    if config.run.repeatable and resolve_device(config.trainer.device).type != "cpu":
+        raise UserError(
+            "run.repeatable: true works on a CPU only, and trainer.device: auto chose a GPU; set "
+            "trainer.device: cpu"
+        )
     learner = Learner(
         config.trainer.model_copy(update={"threads": spec.threads}),
         spec.model_path,

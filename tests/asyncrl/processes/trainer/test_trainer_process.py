@@ -87,7 +87,9 @@ class TrainerHarness:
 
     running: asyncio.Task[None]
 
-    def __init__(self, directory: Path, publisher: WeightPublisher) -> None:
+    def __init__(
+        self, directory: Path, publisher: WeightPublisher, *, in_order: bool = False
+    ) -> None:
         self.learner, self.control, self.hub = FakeLearner(), FakeLine(), FakeHub()
         self.registry = new_registry()
         metrics = TrainerMetrics.register(self.registry, "trainer")
@@ -106,6 +108,7 @@ class TrainerHarness:
             hub,
             records,
             groups_per_step=2,
+            in_order=in_order,
         )
 
     def deliver(self, group: int, *, step: int) -> None:
@@ -122,12 +125,14 @@ class TrainerHarness:
             await self.control.wait_until_sent(len(self.control.sent) + 1)
 
 
-def play(directory: Path, scenario: Any, *, checkpoint: bool = False) -> TrainerHarness:
+def play(
+    directory: Path, scenario: Any, *, checkpoint: bool = False, in_order: bool = False
+) -> TrainerHarness:
     """Run a scenario; shut down afterwards."""
 
     async def run() -> TrainerHarness:
         with WeightPublisher(directory, "run") as publisher:
-            harness = TrainerHarness(directory, publisher)
+            harness = TrainerHarness(directory, publisher, in_order=in_order)
             async with asyncio.timeout(20):
                 harness.running = asyncio.create_task(harness.process.run(metrics_port=None))
                 try:
@@ -155,6 +160,24 @@ def test_a_step_is_taken_when_the_groups_of_its_plan_are_accumulated(tmp_path: P
     assert [sorted(groups) for groups in harness.learner.groups] == [[0, 1], [2]]
     assert len(harness.hub.acknowledged) == 3 * GROUP_SIZE
     assert isinstance(harness.control.sent[-1], from_trainer.Goodbye)
+
+
+def test_a_repeatable_run_accumulates_groups_in_order(tmp_path: Path) -> None:
+    """Whatever the order of arrival; a failed group is skipped once the plan says so."""
+
+    async def scenario(harness: TrainerHarness) -> None:
+        for group in (1, 2, 0):
+            harness.deliver(group, step=group // 2)
+        harness.control.inbox.put_nowait(to_trainer.StepPlan(0, (0, 1)))
+        await harness.sent(from_trainer.StepFinished, 1)
+        harness.deliver(5, step=2)
+        harness.deliver(3, step=1)
+        for step, groups in ((1, (2, 3)), (2, (5,))):
+            harness.control.inbox.put_nowait(to_trainer.StepPlan(step, groups))
+        await harness.sent(from_trainer.StepFinished, 3)
+
+    harness = play(tmp_path, scenario, in_order=True)
+    assert harness.learner.groups == [[0, 1], [2, 3], [5], []]
 
 
 def test_checkpoints_are_written_when_due_and_once_per_version(tmp_path: Path) -> None:

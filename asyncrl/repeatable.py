@@ -1,0 +1,48 @@
+"""What makes two runs with the same settings differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cache.config import CacheConfig
+from engine.config import EngineConfig
+from scheduler.config import SchedulerConfig
+from trainer.config import TrainerConfig
+
+
+def clock_dependencies(
+    scheduler: SchedulerConfig, engine: EngineConfig, cache: CacheConfig, trainer: TrainerConfig
+) -> Iterator[str]:
+    """Each setting with which a run depends on the clock: the setting, why, and what works."""
+    if scheduler.on_update == "verify":
+        yield (
+            "scheduler.on_update: verify, because the point at which new weights interrupt a "
+            "sample depends on the clock; set scheduler.on_update: keep"
+        )
+    if scheduler.max_off_policy_steps:
+        yield (
+            f"scheduler.max_off_policy_steps: {scheduler.max_off_policy_steps}, because the policy "
+            "version of each token depends on the clock; set scheduler.max_off_policy_steps: 0"
+        )
+    if scheduler.sample_deadline_seconds is not None:
+        yield (
+            f"scheduler.sample_deadline_seconds: {scheduler.sample_deadline_seconds}, because the "
+            "clock decides which samples are cut off; set it to null"
+        )
+    if cache.reuse == "lenient":
+        yield (
+            "cache.reuse: lenient, because a sample begins with tokens that its generator happens "
+            "to have; set cache.reuse: drafts"
+        )
+    if engine.kind != "torch":
+        yield (
+            f"engine.kind: {engine.kind}, because its log-probabilities depend on what else is in "
+            "the batch; set engine.kind: torch"
+        )
+    for key, value, works in (
+        ("engine.device", engine.device, "cpu"),
+        ("engine.dtype", engine.dtype, "float32"),
+        ("trainer.device", trainer.device, "cpu"),
+    ):
+        if value not in ("auto", works):
+            yield f"{key}: {value}, because only a CPU in float32 repeats; set {key}: {works}"

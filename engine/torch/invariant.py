@@ -1,0 +1,144 @@
+"""Attention whose result for one token does not depend on what else is in the batch.
+
+A row's logits differ in the last bits with the shape of the batch, because libraries choose another
+order of summation for another number of rows, queries or keys. That moves a draw about once in
+10^6, and the shape of a batch depends on the clock. A model that is loaded `batch_invariant` gives
+the same bits whatever the other rows are, whether a context is fed at once or token by token, and
+with or without drafts:
+
+- Attention runs in `attend`, one query at a time: scores, exponentials and sums go through the
+  visible keys in the order of their places. Keys that are hidden from a token add exactly 0.
+- Every other operation works on single tokens. It sees a multiple of `TOKENS` tokens for each
+  thread, filled up with tokens that nothing attends to: so many that matrix products use the same
+  kernel for every row, and a whole number of vectors, so that no element is computed by the scalar
+  code for remainders.
+
+The latter is a property of the libraries and the processor, so `model.load_model` compares bits at
+start and refuses a machine on which it does not hold.
+
+Compared with `slots.SlotAttention` on one core of an EPYC 9004: 1.4 to 2.9 times as fast for rows
+that decode one token each, half as fast for contexts of 1,000 tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.errors import EngineError
+from engine.torch.jit import kernel
+from engine.torch.slots import SlotCache, StepLayout, refuse_unsupported
+from rollout.trajectory import FloatArray
+
+TOKENS = 32
+"""Tokens per thread of which a forward pass feeds a multiple: two vectors of AVX-512."""
+
+
+def missing(tokens: int) -> int:
+    """How many tokens of padding a forward pass with this many needs."""
+    return -tokens % (TOKENS * torch.get_num_threads())
+
+
+def filled_up(packed: torch.Tensor) -> torch.Tensor:
+    """`[1, T]` with zeros after it."""
+    return torch.nn.functional.pad(packed, (0, missing(packed.shape[1])))
+
+
+class InvariantAttention:
+    """The attention backend for `Reach` plans, on a CPU in float32."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        self._cache = cache
+        self.plan: StepLayout | None = None
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,  # noqa: ARG002  (the plan has the visible keys)
+        scaling: float | None = None,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend. `query` `[1, H, T, D]`, `key` and `value` `[1, J, T, D]`; gives `[1, T, H, D]`.
+
+        Raises:
+            EngineError: the model asks for something that slots cannot represent.
+        """
+        if self.plan is None or self.plan.reach is None:
+            raise EngineError(
+                "attention was called outside a step; run the model through SlotModel"
+            )
+        refuse_unsupported(module, kwargs, self._cache.max_len)
+        reach = self.plan.reach
+        if reach.packed:
+            keys, values = key.contiguous(), value.contiguous()
+        else:
+            layer = self._cache.current_layer
+            keys, values = self._cache.keys[layer], self._cache.values[layer]
+        queries = query[0].transpose(0, 1).contiguous()
+        out = torch.zeros(*queries.shape[:2], values.shape[3])
+        scale = queries.shape[2] ** -0.5 if scaling is None else scaling
+        attend(
+            queries.numpy(), keys.numpy(), values.numpy(),
+            reach.slot, reach.first, reach.last, reach.base, reach.hidden,
+            np.float32(scale), out.numpy(),
+        )  # fmt: skip
+        return out[None], None
+
+
+@kernel.of_sums
+def attend(
+    queries: FloatArray,
+    keys: FloatArray,
+    values: FloatArray,
+    slot: NDArray[np.int64],
+    first: NDArray[np.int64],
+    last: NDArray[np.int64],
+    base: NDArray[np.int64],
+    hidden: NDArray[np.bool_],
+    scale: np.float32,
+    out: FloatArray,
+) -> None:
+    """Softmax attention of the first T queries, one after the other.
+
+    Args:
+        queries: `[T or more, H, D]`; those after the T-th are padding.
+        keys: `[S, J, L, D]`
+        values: `[S, J, L, E]`
+        slot: `[T]`; see `Reach`, also for the next four.
+        first: `[T]`
+        last: `[T]`
+        base: `[T]`
+        hidden: `[T, Q]`
+        scale: of the scores.
+        out: `[T or more, H, E]`, zeros; receives the results.
+    """
+    heads, size, width = queries.shape[1], queries.shape[2], values.shape[3]
+    group = heads // keys.shape[1]
+    scores = np.empty(keys.shape[2], np.float32)
+    for t in range(len(slot)):
+        row, begin, length = slot[t], first[t], last[t] + 1 - first[t]
+        for head in range(heads):
+            j = head // group
+            top = np.float32(-np.inf)
+            for i in range(length):
+                score = np.float32(0)
+                for d in range(size):
+                    score += queries[t, head, d] * keys[row, j, begin + i, d]
+                score *= scale
+                column = begin + i - base[t]
+                if column >= 0 and column < hidden.shape[1] and hidden[t, column]:
+                    score = np.float32(-np.inf)
+                scores[i] = score
+                top = max(top, score)
+            total = 0.0
+            for i in range(length):
+                mass = np.exp(scores[i] - top)
+                total += mass
+                for d in range(width):
+                    out[t, head, d] += mass * values[row, j, begin + i, d]
+            for d in range(width):
+                out[t, head, d] /= np.float32(total)

@@ -1,0 +1,70 @@
+"""Which keys each token of a forward pass attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.trajectory import IntArray
+
+Hidden = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+"""Earlier new tokens of its row that a new token must not attend to: row, query and key, both
+counted from the row's first new token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The keys that each of T packed tokens attends to.
+
+    These are `first` to `last` of its slot, without the hidden ones.
+    """
+
+    slot: NDArray[np.int64]
+    """`[T]`"""
+    first: NDArray[np.int64]
+    """`[T]`"""
+    last: NDArray[np.int64]
+    """`[T]` its own place."""
+    base: NDArray[np.int64]
+    """`[T]` place of its row's first new token; column 0 of `hidden`."""
+    hidden: NDArray[np.bool_]
+    """`[T, Q]` new tokens of its row on other paths of its tree; `[T, 0]`: none."""
+    packed: bool
+    """Whether the keys are the packed tokens themselves, as one slot; otherwise those of slots."""
+
+    @classmethod
+    def over_slots(
+        cls,
+        slot: NDArray[np.int64],
+        place: NDArray[np.int64],
+        lengths: IntArray,
+        counts: IntArray,
+        pairs: Hidden | None,
+    ) -> Reach:
+        """The keys of a step's tokens: those of their slots up to their own places.
+
+        Args:
+            slot: `[T]`
+            place: `[T]`
+            lengths: `[m]` valid keys of the rows that decode, which come first.
+            counts: `[m]` their new tokens.
+            pairs: what is hidden from what among these tokens; None: nothing.
+        """
+        base = np.zeros_like(place)
+        hidden = np.zeros((len(place), 0), np.bool_)
+        if pairs is not None and len(pairs[0]):
+            row, query, key = pairs
+            base[: int(counts.sum())] = np.repeat(lengths, counts)
+            hidden = np.zeros((len(place), int(counts.max())), np.bool_)
+            hidden[(np.cumsum(counts) - counts)[row] + query, key] = True
+        return cls(slot, np.zeros_like(place), place, base, hidden, packed=False)
+
+    @classmethod
+    def within(cls, lengths: NDArray[np.integer]) -> Reach:
+        """Whole contexts of `[r]` lengths packed one after another, without slots."""
+        tokens = np.arange(int(lengths.sum()))
+        starts = np.repeat(np.cumsum(lengths) - lengths, lengths).astype(np.int64)
+        hidden = np.zeros((len(tokens), 0), np.bool_)
+        return cls(np.zeros_like(tokens), starts, tokens, starts, hidden, packed=True)
