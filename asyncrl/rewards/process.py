@@ -223,14 +223,16 @@ class WorkerProcess:
         try:
             ending = msgspec.msgpack.decode(os.read(self._status, _CHUNK), type=Ending)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            return WorkerLost(f"was lost with its supervisor ({_how(process.returncode or 0)})")
+            return WorkerLost(
+                f"was lost with its supervisor ({how_it_exited(process.returncode or 0)})"
+            )
         if ending.too_many:
             return WorkerLost(
                 f"was killed because it had started {ending.too_many} processes; "
                 f"rewards.max_processes is {self._config.max_processes}",
                 too_many=True,
             )
-        how = _how(ending.exit_code)
+        how = how_it_exited(ending.exit_code)
         if ending.exit_code == -signal.SIGKILL and ending.out_of_memory:
             how += ", by the kernel because the machine's or the container's memory was full"
         if ending.leftover:
@@ -268,7 +270,8 @@ def _log_lines(pid: int, lines: list[bytes]) -> None:
             log.info("reward worker %d: %s", pid, cut)
 
 
-def _how(exit_code: int) -> str:
+def how_it_exited(exit_code: int) -> str:
+    """An exit code, negative for a signal, in words that follow "the process"."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     with contextlib.suppress(ValueError):

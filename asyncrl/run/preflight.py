@@ -17,6 +17,8 @@ from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.functions import BUILTIN
 from asyncrl.rewards.loading import load_function
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.tasks.map_messages import MAP
+from asyncrl.user_functions import check_name
 
 
 def check_machine(config: RunConfig) -> None:
@@ -31,6 +33,8 @@ def check_machine(config: RunConfig) -> None:
     divide_machine(
         generators=launcher.generators, threads=launcher.threads, pin_cores=launcher.pin_cores
     )
+    if config.task.map is not None:
+        check_name(MAP, config.task.map)
     _check_device("engine.device", config.engine.device)
     _check_device("trainer.device", config.trainer.device)
 

@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from asyncrl.paths import LocalPath
-from wire.limits import MAX_TOKENS
+from wire.limits import MAX_TOKENS, WEEK_SECONDS
 
 MAX_DIGITS = 6
 """Most digits of a summand of the built-in task."""
@@ -16,7 +16,7 @@ MAX_DIGITS = 6
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """What a model or dataset id of the hub looks like, `name` or `owner/name`."""
 
-_DATASET_ONLY = ("path", "subset", "evaluation_path", "id_field")
+_DATASET_ONLY = ("path", "subset", "evaluation_path", "id_field", "map")
 
 
 class ModelConfig(BaseModel):
@@ -50,6 +50,14 @@ class TaskConfig(BaseModel):
     id_field: str | None = None
     """Dataset only: field with a unique id; null: the examples are numbered."""
 
+    map: LocalPath | None = None
+    """Dataset only: a function of your own that is applied to every example before anything else,
+    `my.module:function` or `path/to/file.py:function`. It takes the example as a dict and returns a
+    dict, or None to leave the example out. It must return the same every time, because a resumed
+    run calls it again."""
+    map_timeout_seconds: float = Field(default=10.0, gt=0, le=WEEK_SECONDS)
+    """Dataset only: longest time that `map` may take for one example; then the run does not
+    start."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """Dataset only: what happens to a row that cannot be used: not JSON, without the fields, with
     an id that is there already. `refuse`: the run does not start. `skip`: such rows are left out,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +24,7 @@ _OTHER_FORMATS = (
 """First bytes of files that are often named .jsonl, and what to do about them."""
 
 
-def read_json_lines(path: Path, *, setting: str) -> Iterator[Row | BadRow]:
+def read_json_lines(path: Path, *, setting: str) -> Generator[Row | BadRow, None, None]:
     """One row for each line that is not empty.
 
     Raises:

@@ -6,8 +6,10 @@ the value of `task.id_field`. So leaving out a row changes no other id.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,7 @@ from asyncrl.errors import DataError
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.encoding import Question
+from asyncrl.tasks.mapping import mapped_rows
 from asyncrl.tasks.rows import BadRow, Row
 from asyncrl.tasks.sources import read_rows
 
@@ -49,8 +52,16 @@ def read_questions(
             used, with `on_bad_row: refuse`.
     """
     reading = _Reading(config, prefix)
-    for index, row in enumerate(read_rows(path, split, config.subset, setting=setting)):
-        reading.add(index, row)
+    found = read_rows(path, split, config.subset, setting=setting)
+    rows: Generator[Row | BadRow | None, None, None] = found
+    if config.map is not None:
+        rows = mapped_rows(list(found), config.map, seconds=config.map_timeout_seconds)
+    with contextlib.closing(rows):
+        for index, row in enumerate(rows):
+            if row is None:
+                reading.left_out += 1
+            else:
+                reading.add(index, row)
     return reading.finish(path, setting)
 
 
@@ -64,6 +75,8 @@ class _Reading:
     bad: list[BadRow] = field(default_factory=list)
     """The first few."""
     bad_count: int = 0
+    left_out: int = 0
+    """Rows for which `task.map` returned None."""
     places: dict[str, str] = field(default_factory=dict)
     """Where each id was seen."""
 
@@ -100,14 +113,19 @@ class _Reading:
                 f"(task.on_bad_row: skip): {listed}"
             )
         if not self.questions:
-            raise DataError(f"{setting}: {path}: there are no examples")
+            none = f"task.map left out all {self.left_out:,}" if self.left_out else "there are no"
+            raise DataError(f"{setting}: {path}: {none} examples")
+        if self.left_out:
+            log.warning(
+                "task.map %r left out %d examples of %s", self.config.map, self.left_out, path
+            )
         if self.bad:
             ids = "the values of task.id_field" if self.config.id_field else "their row numbers"
             log.warning(
                 "left out %d of %d examples of %s (task.on_bad_row: skip): %s%s. The ids of the "
                 "others do not change: they are %s",
                 self.bad_count,
-                self.bad_count + len(self.questions),
+                self.bad_count + self.left_out + len(self.questions),
                 path,
                 listed,
                 "; ..." if self.bad_count > len(self.bad) else "",

@@ -8,7 +8,7 @@ be used is a `BadRow`, and the caller decides (`task.on_bad_row`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from asyncrl.errors import DataError
@@ -27,7 +27,7 @@ _UNREADABLE_CELL = (ValueError, OverflowError, TypeError)
 
 def read_rows(
     path: str, split: str, subset: str | None = None, *, setting: str = "task.path"
-) -> Iterator[Row | BadRow]:
+) -> Generator[Row | BadRow, None, None]:
     """The rows in order, each with its location.
 
     Args:
@@ -62,7 +62,7 @@ def read_rows(
     return _from_datasets(path, split, subset, setting, saved=False)
 
 
-def _parquet(path: Path, setting: str) -> Iterator[Row | BadRow]:
+def _parquet(path: Path, setting: str) -> Generator[Row | BadRow, None, None]:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -89,7 +89,7 @@ def _parquet(path: Path, setting: str) -> Iterator[Row | BadRow]:
 
 def _from_datasets(
     path: str, split: str, subset: str | None, setting: str, *, saved: bool
-) -> Iterator[Row | BadRow]:
+) -> Generator[Row | BadRow, None, None]:
     # Before `datasets` is imported, which reads HF_HUB_OFFLINE then.
     without_hub = None if Path(path).is_dir() else hub.unusable()
     import datasets
