@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from engine.protocol import SamplingParams
 from engine.torch.config import TorchConfig
 from engine.vllm.config import VllmConfig
+from rollout.truncation import Truncation
 from wire.limits import MAX_THREADS, MAX_TOKENS
 
 EngineKind = Literal["torch", "vllm", "sglang"]
@@ -29,8 +30,24 @@ class SamplingConfig(BaseModel):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Probability mass of nucleus sampling: only the smallest set of most probable tokens whose
     mass reaches it is sampled from. 1 samples from all tokens."""
+    top_k: int = Field(default=0, ge=0)
+    """Only the so many most probable tokens are sampled from, before `top_p` is applied. 0 or null
+    samples from all tokens."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Only tokens at least this many times as probable as the most probable one are sampled from,
+    after `top_p` was applied. 0 samples from all tokens."""
     max_tokens: int = Field(default=256, ge=1, le=MAX_TOKENS)
     """Largest number of tokens in a response."""
+
+    @property
+    def truncation(self) -> Truncation:
+        """Which tokens may be sampled at all; the trainer needs it too."""
+        return Truncation(self.top_k, self.top_p, self.min_p)
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _null_is_off(cls, value: object) -> object:
+        return 0 if value is None else value
 
     def params(
         self, *, stop_tokens: tuple[int, ...], top_k_logprobs: int, seed: int | None
@@ -40,6 +57,8 @@ class SamplingConfig(BaseModel):
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
             stop_tokens=stop_tokens,
             top_k_logprobs=top_k_logprobs,
             seed=seed,

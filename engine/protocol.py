@@ -22,26 +22,37 @@ from rollout.trajectory import (
     KeptTokens,
     TrajectoryBuilder,
 )
+from rollout.truncation import Truncation
 from wire.records import EngineStats
 from wire.weights.layout import WeightManifest
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. The distribution after temperature and top-p is *the* policy."""
+    """How tokens are drawn. The distribution after temperature and truncation is *the* policy."""
 
     max_tokens: int
     """Largest number of response tokens, a resumed prefix included."""
     temperature: float = 1.0
     """Divisor of the logits, greater than 0: greedy decoding has no behaviour probability."""
     top_p: float = 1.0
-    """Probability mass of nucleus sampling; 1.0 samples from all tokens."""
+    """Probability mass of nucleus sampling; 1.0: off."""
+    top_k: int = 0
+    """Only the so many most probable tokens are drawn; 0: off."""
+    min_p: float = 0.0
+    """Only tokens at least so many times as probable as the most probable one are drawn; 0: off.
+    `rollout.truncation` says in which order these are applied."""
     stop_tokens: tuple[int, ...] = ()
     """Drawing one of these ends the response. It is part of the response."""
     top_k_logprobs: int = 8
     """K: how many of the most probable tokens are reported per position."""
     seed: int | None = None
     """Seed of this request's own random stream; None: the next one of the engine's stream."""
+
+    @property
+    def truncation(self) -> Truncation:
+        """Which tokens may be drawn at all."""
+        return Truncation(self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +87,7 @@ class TokenChunk:
     tokens: IntArray
     """`[n]`"""
     logprobs: FloatArray
-    """`[n]` log-probability of each token after temperature and top-p."""
+    """`[n]` log-probability of each token after temperature and truncation."""
     topk_ids: IntArray
     """`[n, K]`, most probable first, padded with -1."""
     topk_logprobs: FloatArray
@@ -134,7 +145,7 @@ class Score:
 
     request_id: str
     logprobs: FloatArray
-    """`[n]`; -inf for a token outside the top-p set."""
+    """`[n]`; -inf for a token that truncation leaves out."""
     topk_ids: IntArray
     """`[n, K]`"""
     topk_logprobs: FloatArray

@@ -69,8 +69,9 @@ class Limits:
                 f"request {name!r}: temperature={sampling.temperature} must be greater than 0 "
                 "(greedy decoding has no behaviour probability)"
             )
-        if not 0 < sampling.top_p <= 1:
-            raise RequestError(f"request {name!r}: top_p={sampling.top_p} must be in (0, 1]")
+        refusal = sampling.truncation.refusal()
+        if refusal is not None:
+            raise RequestError(f"request {name!r}: {refusal}")
         if sampling.max_tokens < 1:
             raise RequestError(f"request {name!r}: max_tokens={sampling.max_tokens} must be >= 1")
         if not 0 <= sampling.top_k_logprobs <= self.top_k:

@@ -16,12 +16,17 @@ between policy versions, so a token that is judged twice is judged with fresh nu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.protocol import SamplingParams
+from rollout.sampled_set import inside
 from rollout.trajectory import FloatArray, IntArray
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -69,35 +74,90 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def processed_logprobs(
-    logits: torch.Tensor, temperature: FloatArray, top_p: FloatArray
-) -> torch.Tensor:
-    """`[N, V]` log-probabilities in float32 after temperature and top-p; -inf outside top-p.
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """How the tokens of N rows are drawn: a column for each setting."""
+
+    temperature: FloatArray
+    """`[N]` greater than 0."""
+    top_k: NDArray[np.int64]
+    """`[N]`; 0: off."""
+    top_p: FloatArray
+    """`[N]` in (0, 1]; 1: off."""
+    min_p: FloatArray
+    """`[N]` in [0, 1]; 0: off."""
+    truncated: NDArray[np.bool_]
+    """`[N]` whether any of the last three is on."""
+
+    @classmethod
+    def unset(cls, rows: int) -> Self:
+        """Columns that leave every distribution as it is."""
+        one = np.ones(rows, np.float32)
+        return cls(one, np.zeros(rows, np.int64), one.copy(), one * 0, np.zeros(rows, np.bool_))
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> Self:
+        """The columns of some requests."""
+        columns = cls.unset(len(params))
+        for row, one in enumerate(params):
+            columns.set(row, one)
+        return columns
+
+    def set(self, row: int, params: SamplingParams) -> None:
+        """Set one row."""
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.truncated[row] = params.truncation.is_active
+
+    def at(self, rows: NDArray[np.integer]) -> SamplingColumns:
+        """Some rows, also repeatedly."""
+        truncated = self.truncated[rows]
+        if not truncated.any():  # the usual case: the three columns between are not read
+            return SamplingColumns(
+                self.temperature[rows], self.top_k, self.top_p, self.min_p, truncated
+            )
+        return SamplingColumns(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            truncated,
+        )
+
+    def move(self, source: int, target: int) -> None:
+        """Copy one row over another."""
+        for column in (self.temperature, self.top_k, self.top_p, self.min_p, self.truncated):
+            column[target] = column[source]
+
+
+def processed_logprobs(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+    """`[N, V]` log-probabilities in float32 after temperature and truncation; -inf outside.
+
+    `rollout.truncation` defines the operations and their order.
 
     Args:
         logits: `[N, V]`, float32; may be overwritten.
-        temperature: `[N]`, greater than 0.
-        top_p: `[N]`, in (0, 1].
+        columns: of the N rows.
     """
-    if bool((temperature != 1).any()):
-        logits = logits.div_(torch.from_numpy(temperature).to(logits.device)[:, None])
+    if bool((columns.temperature != 1).any()):
+        logits = logits.div_(torch.from_numpy(columns.temperature).to(logits.device)[:, None])
     logprobs = torch.log_softmax(logits, dim=-1)
-    cut = np.flatnonzero(top_p < 1)
+    cut = np.flatnonzero(columns.truncated)
     if len(cut):
         rows = torch.from_numpy(cut).to(logits.device)
-        mass = torch.from_numpy(top_p[cut]).to(logits.device)
-        logprobs[rows] = _nucleus(logprobs[rows], mass)
+        logprobs[rows] = _truncated(logprobs[rows], columns.at(cut))
     return logprobs
 
 
-def _nucleus(logprobs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """Keep the smallest set of most probable tokens that reaches `mass`, and renormalise."""
-    ordered, index = torch.sort(logprobs, dim=-1, descending=True, stable=True)
-    probs = ordered.exp()
-    before = torch.cumsum(probs, dim=-1, dtype=torch.float64) - probs
-    kept = ordered.masked_fill(before >= mass[:, None], float("-inf"))
-    kept = kept - torch.logsumexp(kept, dim=-1, keepdim=True)
-    return torch.empty_like(logprobs).scatter_(-1, index, kept)
+def _truncated(logprobs: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+    top_k, top_p, min_p = (
+        torch.from_numpy(column).to(logprobs.device)
+        for column in (columns.top_k, columns.top_p, columns.min_p)
+    )
+    kept = logprobs.masked_fill_(~inside(logprobs, top_k, top_p, min_p), float("-inf"))
+    return kept.sub_(torch.logsumexp(kept, dim=-1, keepdim=True))
 
 
 def draw(logprobs: torch.Tensor, numbers: NDArray[np.float64]) -> torch.Tensor:

@@ -89,7 +89,7 @@ class KeptTokens:
     tokens: IntArray
     """`[L]` token ids."""
     logprobs: FloatArray
-    """`[L]` log-probability with which each was drawn (after temperature and top-p)."""
+    """`[L]` log-probability with which each was drawn (after temperature and truncation)."""
     topk_ids: IntArray
     """`[L, K]` most probable ids of that distribution, padded with -1."""
     topk_logprobs: FloatArray
@@ -114,7 +114,7 @@ class Trajectory:
     tokens: IntArray
     """`[L]` response token ids, the stop token included."""
     behaviour_logprobs: FloatArray
-    """`[L]` log-probability (after temperature and top-p) with which each token was drawn."""
+    """`[L]` log-probability (after temperature and truncation) with which each token was drawn."""
     topk_ids: IntArray
     """`[L, K]` ids of the K most probable tokens of that distribution."""
     topk_logprobs: FloatArray

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from rollout.truncation import Truncation
 from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError
 
@@ -175,7 +176,12 @@ def has_its_files(directory: Path) -> bool:
 
 
 def settings_of(
-    config: TrainerConfig, *, group_size: int, seed: int, temperature: float, top_p: float
+    config: TrainerConfig,
+    *,
+    group_size: int,
+    seed: int,
+    temperature: float,
+    truncation: Truncation,
 ) -> dict[str, Any]:
     """What a checkpoint says about the run that wrote it, as JSON types."""
     return {
@@ -183,7 +189,10 @@ def settings_of(
         "group_size": group_size,
         "seed": seed,
         "temperature": temperature,
-        "top_p": top_p,
+        "top_p": truncation.top_p,
+        # null where it is off, so that earlier checkpoints, which lack it, can be resumed
+        "top_k": truncation.top_k or None,
+        "min_p": truncation.min_p or None,
     }
 
 

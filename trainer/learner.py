@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.trajectory import FloatArray, Trajectory
+from rollout.truncation import EVERYTHING, Truncation
 from trainer import checkpoint, checkpoint_files
 from trainer.algorithms.base import Rewards, TokenBatch
 from trainer.algorithms.factory import make
@@ -51,7 +52,7 @@ class Learner:
         group_size: samples in every group.
         seed: of torch's random generators (the learner itself draws nothing today).
         temperature: of sampling; log-probabilities are of the same processed distribution.
-        top_p: of sampling; `trainer.policy` says what a nucleus means to the trainer.
+        truncation: of sampling; `trainer.policy` says what it means to the trainer.
         total_steps: where cosine and linear schedules end unless `schedule_steps` is set.
 
     Raises:
@@ -67,7 +68,7 @@ class Learner:
         group_size: int,
         seed: int,
         temperature: float = 1.0,
-        top_p: float = 1.0,
+        truncation: Truncation = EVERYTHING,
         total_steps: int | None = None,
     ) -> None:
         if config.threads is not None:
@@ -79,14 +80,18 @@ class Learner:
             "dtype": config.dtype,
             "device": device,
             "temperature": temperature,
-            "top_p": top_p,
+            "truncation": truncation,
         }
         self._config = config
         self._model_path = model_path
         self._group_size = group_size
         self._total_steps = total_steps
         self._settings = settings_of(
-            config, group_size=group_size, seed=seed, temperature=temperature, top_p=top_p
+            config,
+            group_size=group_size,
+            seed=seed,
+            temperature=temperature,
+            truncation=truncation,
         )
         self._algorithm = make(config)
         try:

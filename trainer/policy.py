@@ -1,11 +1,11 @@
 """The trainer's language model: packed tokens in, log-probabilities out.
 
 The log-probabilities are those of the *processed* distribution, from which the engine samples:
-logits divided by the temperature, restricted to the nucleus of top-p, and renormalised. With
-top_p < 1 the nucleus is that of the *current* policy plus the drawn token. Without the drawn token,
-a token at the nucleus' edge would have probability 0 after the smallest change of the weights, and
-no gradient to bring it back. The share of such tokens is reported (`mismatch.outside_nucleus`); at
-staleness 0 it is rounding.
+logits divided by the temperature, restricted to the tokens that top-k, top-p and min-p leave in
+(`rollout.sampled_set`, the engines' function), and renormalised. With truncation the set is that of
+the *current* policy plus the drawn token. Without the drawn token, a token at the set's edge would
+have probability 0 after the smallest change of the weights, and no gradient to bring it back. The
+share of such tokens is reported (`mismatch.outside_nucleus`); at staleness 0 it is rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rollout.sampled_set import inside_one
 from rollout.trajectory import IntArray
+from rollout.truncation import EVERYTHING, Truncation
 from trainer.cpu_layers import speed_up
 from trainer.errors import UnsupportedModelError
 from trainer.packing import ATTENTION_NAME, Layout
@@ -82,7 +84,7 @@ class TokenScores:
     entropy: Tensor
     """`[N]` nats, of the processed distribution."""
     outside: Tensor
-    """`[N]` bool: the drawn token is outside the current nucleus and was added to it."""
+    """`[N]` bool: current truncation leaves the drawn token out, and it was added."""
 
 
 class Policy:
@@ -95,7 +97,7 @@ class Policy:
         dtype: Literal["float32", "bfloat16", "float64"],
         device: torch.device,
         temperature: float = 1.0,
-        top_p: float = 1.0,
+        truncation: Truncation = EVERYTHING,
         gradient_checkpointing: bool = False,
     ) -> None:
         """Load the model and check on two short sequences that packing changes nothing.
@@ -103,13 +105,14 @@ class Policy:
         Raises:
             UnsupportedModelError: it cannot be loaded, or packing would change its results.
         """
-        if not temperature > 0 or not 0 < top_p <= 1:
-            raise UnsupportedModelError(
-                f"temperature must be above 0 and top_p in (0, 1], got {temperature} and {top_p}"
-            )
+        if not temperature > 0:
+            raise UnsupportedModelError(f"temperature must be above 0, got {temperature}")
+        refusal = truncation.refusal()
+        if refusal is not None:
+            raise UnsupportedModelError(refusal)
         self.device = device
         self.temperature = temperature
-        self.top_p = top_p
+        self.truncation = truncation
         self.model = load_model(model_path, torch.float64 if dtype == "float64" else torch.float32)
         self.model.to(device)
         self._compute_dtype = _DTYPES[dtype]
@@ -177,11 +180,11 @@ class Policy:
         if self.temperature != 1.0:
             logits = logits / self.temperature
         outside = torch.zeros_like(targets, dtype=torch.bool)
-        if self.top_p < 1.0:
-            inside = nucleus(logits.detach(), self.top_p)
-            outside = ~inside.gather(-1, targets[:, None])[:, 0]
-            inside.scatter_(-1, targets[:, None], value=True)
-            logits = logits.masked_fill(~inside, -torch.inf)
+        if self.truncation.is_active:
+            kept = inside_one(torch.log_softmax(logits.detach(), -1), self.truncation)
+            outside = ~kept.gather(-1, targets[:, None])[:, 0]
+            kept.scatter_(-1, targets[:, None], value=True)
+            logits = logits.masked_fill(~kept, -torch.inf)
         logprobs = torch.log_softmax(logits, -1)
         with torch.no_grad():
             entropy = torch.special.entr(logprobs.exp()).sum(-1)
@@ -231,13 +234,6 @@ class Policy:
                 f"{model_path} refuses the attention interface: {error}"
             ) from error
         return torch.cat(rows)
-
-
-def nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """`[N, V]` logits to `[N, V]` bool: the smallest set of top tokens with mass >= top_p."""
-    probabilities, order = torch.softmax(logits, -1).sort(dim=-1, descending=True, stable=True)
-    before = probabilities.cumsum(-1) - probabilities
-    return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before < top_p)
 
 
 def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:

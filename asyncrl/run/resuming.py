@@ -46,7 +46,7 @@ def checkpoint_settings(config: RunConfig) -> dict[str, Any]:
         group_size=config.scheduler.group_size,
         seed=config.run.seed,
         temperature=config.sampling.temperature,
-        top_p=config.sampling.top_p,
+        truncation=config.sampling.truncation,
     )
 
 

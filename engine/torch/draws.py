@@ -65,7 +65,7 @@ def draw_step(
         # Nodes of equal depth share a position and its random number: at most one of them is used.
         nodes = trees.fed(np.zeros(decoding, np.int32), trees.depths)
         offset[: len(nodes)] = nodes
-    logprobs = processed_logprobs(logits, rows.temperature[row], rows.top_p[row])
+    logprobs = processed_logprobs(logits, rows.sampling.at(row))
     judged = [r for r, wanted in zip(new.leaders, new.wanted, strict=True) if wanted > 1]
     tokens = np.full(len(row), -1, np.int64)
     own = np.flatnonzero(~np.isin(row, judged)) if judged else np.arange(len(row))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest
+from engine.sampling import SamplingColumns
 from rollout.trajectory import IntArray
 
 _NO_TOKENS: IntArray = np.empty(0, np.int32)
@@ -49,8 +50,7 @@ class Rows(RowArrays):
         self.kv_version = np.zeros(slots, np.int64)
         """`[S]` policy version under which the slot's KV was begun."""
         self.seed = np.zeros(slots, np.uint64)
-        self.temperature = np.ones(slots, np.float32)
-        self.top_p = np.ones(slots, np.float32)
+        self.sampling = SamplingColumns.unset(slots)
         self.stops = np.full((slots, 1), -1, np.int64)
         """`[S, stops]` stop tokens, padded with -1."""
 
@@ -80,8 +80,7 @@ class Rows(RowArrays):
         self.kv_length[row] = 0
         self.kv_version[row] = policy_version
         self.seed[row] = seed
-        self.temperature[row] = sampling.temperature
-        self.top_p[row] = sampling.top_p
+        self.sampling.set(row, sampling)
         self._set_stops(row, sampling.stop_tokens)
         kept = _NO_TOKENS if request.kept is None else request.kept.tokens
         # Kept tokens lie after the context, where they are scored. They do not belong to it yet.
@@ -109,6 +108,7 @@ class Rows(RowArrays):
         self.requests[row] = moved
         self._row_of[moved.request_id] = row
         self.move(last, row)
+        self.sampling.move(last, row)
         return last
 
     def check(self) -> None:

@@ -11,6 +11,7 @@ from engine.protocol import Score, ScoreRequest
 from engine.sampling import (
     MAX_LOGITS,
     Purpose,
+    SamplingColumns,
     draw_outside,
     forked,
     processed_logprobs,
@@ -82,8 +83,9 @@ def _score_batch(
     )
     logprobs = processed_logprobs(
         model.forward_fresh(packed, lengths, wanted),
-        np.repeat(np.array([r.sampling.temperature for r in chosen], np.float32), counts),
-        np.repeat(np.array([r.sampling.top_p for r in chosen], np.float32), counts),
+        SamplingColumns.of([r.sampling for r in chosen]).at(
+            np.repeat(np.arange(len(chosen)), counts)
+        ),
     )
     targets = torch.from_numpy(packed[wanted + 1].astype(np.int64)).to(logprobs.device)
     picked = logprobs.gather(1, targets[:, None]).squeeze(1).cpu().numpy()

@@ -53,6 +53,10 @@ class RequestExtra:
     """Names the tree that it drafts from and feeds; "" for none."""
     draft: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     """`[D]` an earlier continuation, drafted from first."""
+    top_k: int = 0
+    """Of sampling. vLLM does not sample, and would warn about min-p with drafts."""
+    min_p: float = 0.0
+    """Of sampling."""
     scored: int = 0
     """Last tokens of the prompt to score, in a scoring request."""
     known: IntArray | None = None
@@ -68,6 +72,8 @@ class RequestExtra:
                 "generated": self.generated,
                 "cache_key": self.cache_key,
                 "draft": self.draft.astype("<i4").tobytes(),
+                "top_k": self.top_k,
+                "min_p": self.min_p,
                 "scored": self.scored,
                 "known": None if known is None else known.astype("<i4").tobytes(),
             }

@@ -32,7 +32,7 @@ class _TopKLists(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TopKDistributions:
-    """The top-K of a distribution at each of N positions, after temperature and top-p."""
+    """The top-K of a distribution at each of N positions, after temperature and truncation."""
 
     logprobs: FloatArray
     """`[N]` log-probability of the token at this position of the text."""

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from enumerated_policies import truncated
 from scipy import stats
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine import sampling
-from engine.sampling import Purpose, draw, draw_outside, forked, processed_logprobs, top_k, uniforms
+from engine.protocol import SamplingParams
+from engine.sampling import (
+    Purpose,
+    SamplingColumns,
+    draw,
+    draw_outside,
+    forked,
+    processed_logprobs,
+    top_k,
+    uniforms,
+)
 
 
-def ones(n: int) -> np.ndarray:
-    return np.ones(n, np.float32)
+def columns_of(*settings: dict[str, float]) -> SamplingColumns:
+    """A row for each."""
+    return SamplingColumns.of([SamplingParams(1, **row) for row in settings])  # type: ignore[arg-type]
+
+
+def processed(probabilities: list[float], **settings: float) -> np.ndarray:
+    """One distribution, truncated."""
+    logits = torch.tensor([probabilities]).log()
+    return processed_logprobs(logits, columns_of(settings))[0].exp().numpy()
 
 
 def test_uniforms_look_uniform_over_seeds_and_positions() -> None:
@@ -39,7 +60,7 @@ def test_extreme_numbers_never_draw_a_token_without_mass() -> None:
 def test_draws_follow_the_distribution() -> None:
     n = 40_000
     logits = torch.tensor([1.5, -0.3, 0.2, -2.0, 0.9]).repeat(n, 1)
-    logprobs = processed_logprobs(logits.clone(), ones(n) * 0.7, ones(n))
+    logprobs = processed_logprobs(logits.clone(), columns_of(*[{"temperature": 0.7}] * n))
     expected = torch.softmax(logits[0] / 0.7, -1).double().numpy()
     seeds = np.arange(n, dtype=np.uint64)
     counts = np.bincount(draw(logprobs, uniforms(seeds, np.full(n, 3))).numpy(), minlength=5)
@@ -51,8 +72,7 @@ def test_draws_follow_the_distribution() -> None:
 )
 def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: int) -> None:
     probabilities = np.array([0.05, 0.5, 0.15, 0.3])
-    logits = torch.from_numpy(np.log(probabilities).astype(np.float32))[None].clone()
-    out = processed_logprobs(logits, ones(1), ones(1) * np.float32(top_p))[0].exp().numpy()
+    out = processed(probabilities.tolist(), top_p=top_p)
     order = np.argsort(-probabilities)[:kept]
     expected = np.zeros(4)
     expected[order] = probabilities[order] / probabilities[order].sum()
@@ -60,15 +80,59 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: int) -
 
 
 def test_rows_have_their_own_settings() -> None:
-    logits = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
-    temperature = np.array([1, 0.5, 2, 1, 0.5, 2], np.float32)
-    top_p = np.array([1, 1, 1, 0.5, 0.5, 0.5], np.float32)
-    together = processed_logprobs(logits.clone(), temperature, top_p)
-    for i in range(6):
-        alone = processed_logprobs(
-            logits[i : i + 1].clone(), temperature[i : i + 1], top_p[i : i + 1]
-        )
+    values = itertools.product((1.0, 0.5, 2.0), (0, 2, 5, 40), (1.0, 0.5), (0.0, 0.4))
+    names = ("temperature", "top_k", "top_p", "min_p")
+    settings = [dict(zip(names, row, strict=True)) for row in values]
+    logits = torch.randn(len(settings), 9, generator=torch.Generator().manual_seed(0))
+    together = processed_logprobs(logits.clone(), columns_of(*settings))
+    for i, row in enumerate(settings):
+        alone = processed_logprobs(logits[i : i + 1].clone(), columns_of(row))
         torch.testing.assert_close(together[i], alone[0])
+        chances = torch.softmax(logits[i].double() / row["temperature"], -1).numpy()
+        want = truncated(chances, row["top_k"], row["top_p"], row["min_p"])  # type: ignore[arg-type]
+        np.testing.assert_allclose(together[i].exp().numpy(), want, atol=1e-6)
+
+
+def test_the_truncations_apply_in_the_stated_order() -> None:
+    chances = [0.4, 0.25, 0.2, 0.1, 0.05]
+    # Of the four best, rescaled by 1/0.95, the first two have 0.684 and the first three 0.895.
+    np.testing.assert_allclose(
+        processed(chances, top_k=4, top_p=0.68), [0.4 / 0.65, 0.25 / 0.65, 0, 0, 0], atol=1e-6
+    )
+    # After min-p, the three that are left would reach 0.76 of their mass with two.
+    np.testing.assert_allclose(
+        processed(chances, top_p=0.76, min_p=0.3),
+        [0.4 / 0.85, 0.25 / 0.85, 0.2 / 0.85, 0, 0],
+        atol=1e-6,
+    )
+    np.testing.assert_allclose(
+        processed(chances, top_k=3, min_p=0.51), [0.4 / 0.65, 0.25 / 0.65, 0, 0, 0], atol=1e-6
+    )
+
+
+def test_ties_at_the_edge_of_top_k_stay_and_at_the_edge_of_top_p_the_lower_id_does() -> None:
+    chances = [0.2, 0.3, 0.2, 0.2, 0.1]
+    np.testing.assert_allclose(
+        processed(chances, top_k=2), np.array([2, 3, 2, 2, 0]) / 9, atol=1e-6
+    )
+    np.testing.assert_allclose(processed(chances, top_p=0.45), [0.4, 0.6, 0, 0, 0], atol=1e-6)
+    assert (processed([0.5, 0.5, 0.0], min_p=1.0) > 0).tolist() == [True, True, False]
+
+
+def test_top_k_alone_is_hugging_faces() -> None:
+    logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(1))
+    for k, p, m in ((7, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (12, 0.8, 0.1)):
+        want = logits
+        if k:
+            want = TopKLogitsWarper(k)(None, want)
+        if p < 1:
+            want = TopPLogitsWarper(p)(None, want)
+        if m:
+            want = MinPLogitsWarper(m)(None, want)
+        got = processed_logprobs(
+            logits.clone(), columns_of(*[{"top_k": k, "top_p": p, "min_p": m}] * 50)
+        )
+        torch.testing.assert_close(got, torch.log_softmax(want, -1), atol=1e-5, rtol=0)
 
 
 def test_top_k_is_padded_where_the_vocabulary_ends() -> None:

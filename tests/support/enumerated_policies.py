@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch_cores
+from numpy.typing import NDArray
 from scipy import stats
 from tiny_models import STOP, make_qwen3
 from torch_cores import run, tokens_of
@@ -28,6 +29,7 @@ PROMPT = np.array([4, 0, 7], np.int32)
 LENGTH = 4
 """Most tokens in a response."""
 
+Doubles = NDArray[np.float64]
 Distribution = dict[tuple[int, ...], float]
 
 
@@ -37,6 +39,8 @@ class Case:
 
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     drift: float = 0.3
     """0: the same policy as the drafts'; 1: an unrelated one."""
 
@@ -75,6 +79,8 @@ def request(case: Case, name: str, seed: int, *, top_k: int = 0, **fields: Any) 
         max_tokens=LENGTH,
         temperature=case.temperature,
         top_p=case.top_p,
+        top_k=case.top_k,
+        min_p=case.min_p,
         stop_tokens=(STOP,),
         top_k_logprobs=top_k,
         seed=seed,
@@ -98,6 +104,20 @@ def sample(
     return [text_of(chunks) for chunks in run(core, requests).values()]
 
 
+def truncated(chances: Doubles, top_k: int, top_p: float, min_p: float) -> Doubles:
+    """`[V]` probabilities after top-k, top-p and min-p, each rescaled: a plain second version."""
+    out = chances / chances.sum()
+    if top_k:
+        out = np.where(out >= np.sort(out)[-min(top_k, len(out))], out, 0)
+        out /= out.sum()
+    if top_p < 1:
+        order = np.argsort(-out, kind="stable")
+        before = np.cumsum(out[order]) - out[order]
+        out[order[before >= top_p]] = 0
+    out[out < min_p * out.max()] = 0
+    return out / out.sum()
+
+
 def enumerate_distribution(model: torch.nn.Module, case: Case) -> Distribution:
     """Probability of every response: ends with STOP, or has LENGTH tokens."""
     distribution: Distribution = {}
@@ -109,11 +129,9 @@ def enumerate_distribution(model: torch.nn.Module, case: Case) -> Distribution:
             logits = model(ids).logits[:, -1].double() / case.temperature
         grown: Distribution = {}
         for text, row in zip(texts, torch.softmax(logits, -1).numpy(), strict=True):
-            order = np.argsort(-row)
-            before = np.cumsum(row[order]) - row[order]
-            kept = order[before < case.top_p]
-            for token in kept:
-                mass = frontier[text] * row[token] / row[kept].sum()
+            chances = truncated(row, case.top_k, case.top_p, case.min_p)
+            for token in np.flatnonzero(chances):
+                mass = frontier[text] * chances[token]
                 ended = token == STOP or len(text) + 1 == LENGTH
                 (distribution if ended else grown)[(*text, int(token))] = mass
         frontier = grown

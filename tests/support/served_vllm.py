@@ -40,7 +40,7 @@ PROMPT = np.array([1, 2, 3], np.int32)
 DEADLINE = 120.0
 WAYS: list[dict[str, float]] = [
     {"temperature": 0.7, "top_p": 1.0},
-    {"temperature": 1.4, "top_p": 0.8},
+    {"temperature": 1.4, "top_k": 6, "top_p": 0.85, "min_p": 0.1},
 ]
 
 
@@ -101,8 +101,8 @@ def serving(
 
 def ask(name: str = "r", **changes: Any) -> GenerateRequest:
     fields: dict[str, Any] = {
-        "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k_logprobs": 4, "seed": None,
-        "stop_tokens": (),
+        "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "top_k_logprobs": 4,
+        "seed": None, "stop_tokens": (),
     }  # fmt: skip
     sampling = {key: changes.pop(key, value) for key, value in fields.items()}
     request: dict[str, Any] = {"cache_key": "", "prompt_tokens": PROMPT} | changes
@@ -143,15 +143,25 @@ def kept_of(chunks: list[TokenChunk], part: slice = slice(None)) -> KeptTokens:
 
 @torch.no_grad()
 def reference(
-    model: Any, tokens: np.ndarray, *, temperature: float = 1.0, top_p: float = 1.0
+    model: Any,
+    tokens: np.ndarray,
+    *,
+    temperature: float = 1.0,
+    top_k: float = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> torch.Tensor:
     """`[..., T, V]` log-probabilities of the token after each position, by a plain HF forward."""
     logits = model(torch.from_numpy(tokens.astype(np.int64))).logits.double() / temperature
+    if top_k:
+        edge = logits.topk(int(top_k), -1).values[..., -1:]
+        logits = logits.masked_fill(logits < edge, -torch.inf)
     if top_p < 1.0:
         ordered, order = logits.softmax(-1).sort(-1, descending=True)
         out = ordered.cumsum(-1) - ordered >= top_p
         logits = logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf)
-    return logits.log_softmax(-1)
+    best = logits.softmax(-1).amax(-1, keepdim=True)
+    return logits.masked_fill(logits.softmax(-1) < min_p * best, -torch.inf).log_softmax(-1)
 
 
 def drawn(model: Any, prompt: np.ndarray, tokens: np.ndarray, **how: float) -> np.ndarray:

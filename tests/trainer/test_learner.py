@@ -26,7 +26,7 @@ ModelPath = Callable[[str], str]
 
 
 def _learner(path: str, **settings: Any) -> Learner:
-    arguments = {k: settings.pop(k) for k in ("temperature", "top_p") if k in settings}
+    arguments = {k: settings.pop(k) for k in ("temperature", "truncation") if k in settings}
     values = {"dtype": "float64", "learning_rate": 1e-3, "device": "cpu"} | settings
     return Learner(TrainerConfig.model_validate(values), path, group_size=4, seed=1, **arguments)
 

@@ -7,14 +7,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from enumerated_policies import truncated
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from engine.protocol import SamplingParams
+from engine.sampling import SamplingColumns, processed_logprobs
+from rollout.truncation import Truncation
 from trainer import policy as policy_module
 from trainer.errors import UnsupportedModelError
 from trainer.packing import Layout, packed_attention, split_by_tokens
-from trainer.policy import PackedBatch, Policy, nucleus
+from trainer.policy import PackedBatch, Policy
 
 CPU = torch.device("cpu")
 VOCAB = 32
@@ -70,33 +74,56 @@ def test_a_missing_model_is_named() -> None:
         Policy("/nowhere", dtype="float32", device=CPU)
 
 
-def test_top_p_is_the_renormalised_nucleus(model_path: Callable[[str], str]) -> None:
+@pytest.mark.parametrize(
+    "truncation",
+    [Truncation(top_p=0.6), Truncation(top_k=5), Truncation(min_p=0.3), Truncation(9, 0.8, 0.2)],
+    ids=str,
+)
+def test_a_truncated_distribution_is_renormalised_with_the_drawn_token(
+    model_path: Callable[[str], str], truncation: Truncation
+) -> None:
+    """The set is the reference's; a drawn token outside it is added."""
     pairs = _pairs(3)
     path = model_path("qwen3")
     batch = PackedBatch.of(pairs, CPU)
     logits = _plain_logits(path, pairs)
     with torch.no_grad():
-        got = Policy(path, dtype="float32", device=CPU, top_p=0.6).score(batch)
+        got = Policy(path, dtype="float32", device=CPU, truncation=truncation).score(batch)
     checked = 0
     for row, target, logprob, outside in zip(
-        logits, batch.targets, got.logprobs, got.outside, strict=True
+        logits, batch.targets.tolist(), got.logprobs, got.outside, strict=True
     ):
-        chances = torch.softmax(row, -1).tolist()
-        kept: set[int] = set()
-        for token in sorted(range(VOCAB), key=lambda t: -chances[t]):
-            kept.add(token)
-            if sum(chances[t] for t in kept) >= 0.6:
-                break
-        assert bool(outside) == (int(target) not in kept)
-        mass = sum(chances[t] for t in kept | {int(target)})
-        assert float(logprob) == pytest.approx(np.log(chances[int(target)] / mass), abs=1e-5)
-        checked += int(target) in kept
-    assert checked > 3
+        chances = torch.softmax(row.double(), -1).numpy()
+        settings = (truncation.top_k, truncation.top_p, truncation.min_p)
+        kept = truncated(chances, *settings) > 0
+        assert bool(outside) == (not kept[target])
+        checked += int(kept[target])
+        kept[target] = True
+        want = np.log(chances[target] / chances[kept].sum())
+        assert float(logprob) == pytest.approx(want, abs=1e-5)
+    assert 0 < checked < len(batch.targets)
 
 
-def test_nucleus_keeps_the_smallest_set() -> None:
-    logits = torch.tensor([[0.5, 0.2, 0.3], [1.0, 1e-9, 1e-9]]).log()
-    assert nucleus(logits, 0.7).tolist() == [[True, False, True], [True, False, False]]
+def test_engine_and_trainer_have_the_same_log_probabilities(
+    model_path: Callable[[str], str],
+) -> None:
+    """Token by token what the engine's function gives, for everything that it can draw."""
+    pairs = _pairs()
+    path = model_path("qwen3")
+    logits = _plain_logits(path, pairs).float()
+    batch = PackedBatch.of(pairs, CPU)
+    settings = {"temperature": 1.3, "top_k": 9, "top_p": 0.8, "min_p": 0.2}
+    params = SamplingParams(1, **settings)  # type: ignore[arg-type]
+    with torch.no_grad():
+        scores = Policy(
+            path, dtype="float32", device=CPU, temperature=1.3, truncation=params.truncation
+        ).score(batch)
+    engine = processed_logprobs(logits.clone(), SamplingColumns.of([params] * len(logits)))
+    drawn = engine.gather(1, batch.targets[:, None])[:, 0]
+    inside = ~scores.outside
+    assert inside.any()
+    assert (inside == drawn.isfinite()).all()
+    torch.testing.assert_close(scores.logprobs[inside], drawn[inside], atol=1e-5, rtol=0)
 
 
 def test_chunked_head_gives_the_same_gradient(

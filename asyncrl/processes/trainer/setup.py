@@ -82,7 +82,7 @@ def _load_learner(child: Child[TrainerMetrics]) -> Learner:
         group_size=config.scheduler.group_size,
         seed=config.run.seed,
         temperature=config.sampling.temperature,
-        top_p=config.sampling.top_p,
+        truncation=config.sampling.truncation,
         total_steps=config.run.steps,
     )
     if spec.resume_from is not None:

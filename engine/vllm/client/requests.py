@@ -38,6 +38,8 @@ def generation(request: GenerateRequest, seed: int, vocab_size: int) -> CoreRequ
         generated=len(prefix),
         cache_key=request.cache_key,
         draft=request.draft_tokens,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
     )
     params = _common(sampling, extra) | {
         "max_tokens": sampling.max_tokens - len(prefix),
@@ -49,9 +51,11 @@ def generation(request: GenerateRequest, seed: int, vocab_size: int) -> CoreRequ
 
 def scoring(request: ScoreRequest, seed: int, vocab_size: int) -> CoreRequest:
     """Score the tokens of a request. vLLM must draw one token as well, which is thrown away."""
-    count = len(request.tokens)
-    extra = RequestExtra(seed=seed, generated=count, scored=count)
-    params = _scoring(request.sampling, extra, vocab_size)
+    count, sampling = len(request.tokens), request.sampling
+    extra = RequestExtra(
+        seed=seed, generated=count, scored=count, top_k=sampling.top_k, min_p=sampling.min_p
+    )
+    params = _scoring(sampling, extra, vocab_size)
     return CoreRequest(_joined(request.prompt_tokens, request.tokens), params, _SCORE_PRIORITY)
 
 
@@ -61,7 +65,12 @@ def verification(
     """Score a request's kept tokens, and the tokens that were most probable in their place."""
     prefix, count = request.prefix_tokens, len(kept)
     extra = RequestExtra(
-        seed=seed, generated=len(prefix) + count, scored=count, known=kept.topk_ids
+        seed=seed,
+        generated=len(prefix) + count,
+        scored=count,
+        known=kept.topk_ids,
+        top_k=request.sampling.top_k,
+        min_p=request.sampling.min_p,
     )
     params = _scoring(request.sampling, extra, vocab_size)
     tokens = _joined(request.prompt_tokens, prefix, kept.tokens)

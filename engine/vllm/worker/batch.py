@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.protocol import SamplingParams
+from engine.sampling import SamplingColumns
 from engine.vllm.extras import RequestExtra
-from rollout.trajectory import FloatArray, IntArray
+from rollout.trajectory import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +25,8 @@ class Entry:
 
     extra: RequestExtra
     """What the generator's process sent along with it."""
-    temperature: float
-    top_p: float
+    sampling: SamplingParams
+    """How its tokens are drawn; only that part is set."""
     start: int
     """Where its response starts among its tokens: the length of the prompt proper."""
     context: IntArray
@@ -45,8 +47,13 @@ class Entry:
         context = np.array(request.prompt_token_ids, np.int32)
         return cls(
             extra=extra,
-            temperature=params.temperature,
-            top_p=params.top_p,
+            sampling=SamplingParams(
+                params.max_tokens,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=extra.top_k,
+                min_p=extra.min_p,
+            ),
             start=len(context) - extra.generated,
             context=context,
             limit=len(context) + params.max_tokens,
@@ -65,10 +72,8 @@ class Batch:
     runner: Any
     seed: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     """`[B]`"""
-    temperature: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))
-    """`[B]`"""
-    top_p: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))
-    """`[B]`"""
+    sampling: SamplingColumns = field(default_factory=lambda: SamplingColumns.unset(0))
+    """`[B]` rows."""
     start: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """`[B]` as `Entry.start`."""
     ids: list[str] = field(default_factory=list)
@@ -88,8 +93,7 @@ class Batch:
         self._entries = {name: entry for name, entry in self._entries.items() if name in alive}
         entries = [self.entry(name) for name in self.ids]
         self.seed = np.array([entry.extra.seed for entry in entries], np.uint64)
-        self.temperature = np.array([entry.temperature for entry in entries], np.float32)
-        self.top_p = np.array([entry.top_p for entry in entries], np.float32)
+        self.sampling = SamplingColumns.of([entry.sampling for entry in entries])
         self.start = np.array([entry.start for entry in entries], np.int64)
 
     def entry(self, request_id: str) -> Entry:

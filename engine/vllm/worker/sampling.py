@@ -57,7 +57,7 @@ class CoreSampler:
 
     def _plain(self, logits: torch.Tensor) -> Any:
         batch = self._batch
-        logprobs = processed_logprobs(logits.float(), batch.temperature, batch.top_p)
+        logprobs = processed_logprobs(logits.float(), batch.sampling)
         tokens = draw(logprobs, uniforms(batch.seed, batch.lengths() - batch.start))
         tokens.clamp_(min=0)  # -1 if not finite; its log-probability is NaN then
         return self._output(tokens.to(torch.int32)[:, None], self._listed(logprobs, tokens))
@@ -69,7 +69,7 @@ class CoreSampler:
         row = np.repeat(np.arange(len(counts)), counts)
         place = np.arange(len(row)) - starts[row]
         position = (batch.lengths() - batch.start)[row] + place
-        logprobs = processed_logprobs(logits.float(), batch.temperature[row], batch.top_p[row])
+        logprobs = processed_logprobs(logits.float(), batch.sampling.at(row))
         tokens = draw(logprobs, uniforms(batch.seed[row], position))
         tokens.clamp_(min=0)
         width = int(metadata.max_spec_len) + 1

@@ -1,7 +1,7 @@
 """Computes log-probabilities of given tokens inside vLLM's model runner, as they are sampled.
 
 vLLM computes `prompt_logprobs` one request after the other, for all of a prompt, from raw logits:
-it leaves out temperature and top-p (`GPUModelRunner._get_prompt_logprobs_dict`, 0.32.0).
+it leaves out temperature and truncation (`GPUModelRunner._get_prompt_logprobs_dict`, 0.32.0).
 `CoreScorer` replaces that method. It handles all requests of a step together, only the positions
 that were asked for, with the processed distribution, and adds one draw at each position from what
 lies outside the listed tokens (see `engine.protocol.Score.tail_ids`).
@@ -19,7 +19,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.sampling import MAX_LOGITS, Purpose, draw_outside, forked, processed_logprobs, uniforms
+from engine.sampling import (
+    MAX_LOGITS,
+    Purpose,
+    SamplingColumns,
+    draw_outside,
+    forked,
+    processed_logprobs,
+    uniforms,
+)
 from engine.vllm.extras import ScoreColumns
 from engine.vllm.worker.batch import Batch, Entry
 from rollout.trajectory import FloatArray, IntArray
@@ -127,8 +135,9 @@ class CoreScorer:
         entries = [part.entry for part in parts]
         logprobs = processed_logprobs(
             logits.float(),
-            np.repeat(np.array([entry.temperature for entry in entries], np.float32), counts),
-            np.repeat(np.array([entry.top_p for entry in entries], np.float32), counts),
+            SamplingColumns.of([entry.sampling for entry in entries]).at(
+                np.repeat(np.arange(len(entries)), counts)
+            ),
         )
         own = np.concatenate([_scored_tokens(part) for part in parts])
         asked = np.concatenate([own[:, None], _named(parts)], axis=1)

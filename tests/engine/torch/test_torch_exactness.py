@@ -1,11 +1,13 @@
 """With drafting, the torch engine samples from the model's distribution: chi-square over sequences.
 
 Every response of at most four tokens is a cell of the enumerated distribution. A case fails when
-its p-value is below 1e-4; with the 11 comparisons here a correct engine would fail one run in 900
+its p-value is below 1e-4; with the 12 comparisons here a correct engine would fail one run in 830
 if seeds were random. They are fixed, so a run either always passes or always fails.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,12 +32,23 @@ pytestmark = pytest.mark.slow
 SAMPLES = 12_000
 FALSE_ALARM = 1e-4
 
+EVERY_TRUNCATION = Case(temperature=1.3, top_k=6, top_p=0.85, min_p=0.3)
+MUTANTS = {
+    "no top-k": replace(EVERY_TRUNCATION, top_k=0),
+    "a larger top-k": replace(EVERY_TRUNCATION, top_k=7),
+    "no min-p": replace(EVERY_TRUNCATION, min_p=0.0),
+    "no top-p": replace(EVERY_TRUNCATION, top_p=1.0),
+    "top-p without rescaling": replace(EVERY_TRUNCATION, top_p=0.8),
+}
+"""What a wrong engine would sample from; the comparison must detect each."""
+
 CASES = {
     "cache": Case(),
     "cache, cold": Case(temperature=0.6),
     "cache, hot": Case(temperature=1.5),
     "cache, top-p": Case(top_p=0.7),
     "cache, hot and top-p": Case(temperature=1.3, top_p=0.9),
+    "cache, top-k, top-p and min-p": EVERY_TRUNCATION,
     "unrelated policy": Case(drift=1.0),
 }
 
@@ -43,7 +56,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("name", "trees"),
     [(name, False) for name in CASES]
-    + [(name, True) for name in ("cache", "cache, top-p", "unrelated policy")],
+    + [(name, True) for name in ("cache", "cache, top-k, top-p and min-p", "unrelated policy")],
 )
 def test_drafts_of_another_policy_do_not_change_the_distribution(
     tiny_qwen3: str, name: str, trees: bool
@@ -64,6 +77,9 @@ def test_drafts_of_another_policy_do_not_change_the_distribution(
     assert drafted.tokens.drafted > SAMPLES / 2
     assert 0 < drafted.tokens.accepted < drafted.tokens.drafted
     assert p_value(generated, distribution) > FALSE_ALARM
+    if case == EVERY_TRUNCATION:
+        for mutant in MUTANTS.values():
+            assert p_value(generated, enumerate_distribution(new, mutant)) < FALSE_ALARM / 1000
 
 
 @pytest.mark.parametrize("kind", [RandomTrees, CorruptTrees])

@@ -2,8 +2,8 @@
 
 An old policy generates responses. The current policy, which has drifted away, verifies and resumes
 them. Over fresh old responses and fresh seeds, the results must follow the current policy's
-distribution, which is enumerated. A comparison fails when its p-value is below 1e-4; with the 6
-here that must pass, a correct engine would fail one run in 1,600 if seeds were random. They are
+distribution, which is enumerated. A comparison fails when its p-value is below 1e-4; with the 7
+here that must pass, a correct engine would fail one run in 1,400 if seeds were random. They are
 fixed: a run always passes or always fails.
 """
 
@@ -62,6 +62,7 @@ class Reuse:
 REUSES = {
     "three of ten known": Reuse(Case(drift=0.15)),
     "hot and top-p": Reuse(Case(temperature=1.3, top_p=0.85, drift=0.15)),
+    "all of top-k known": Reuse(Case(temperature=1.3, top_k=3, min_p=0.2, drift=0.15)),
     "unrelated policy": Reuse(Case(drift=1.0)),
     "cut off, with trees of the cache": Reuse(Case(drift=0.15), max_kept=2, drafts="cache"),
     "among ordinary requests, with random trees": Reuse(Case(drift=0.15), drafts="random", every=2),
@@ -113,6 +114,11 @@ def test_verified_and_resumed_responses_follow_the_current_policy(
     assert verified > SAMPLES / 10
     assert verified < sum(map(len, texts)) / reuse.every
     assert p_value(generated, enumerate_distribution(new, reuse.case)) > FALSE_ALARM
+    if reuse.case.top_k:
+        wrong = enumerate_distribution(new, replace(reuse.case, top_k=4))
+        assert p_value(generated, wrong) < FALSE_ALARM / 1000
+        assert all((kept.topk_ids == kept.tokens[:, None]).any(axis=1).all() for kept in texts)
+        assert verified > 0.6 * sum(map(len, texts)), "nothing lies outside the stored tokens"
 
 
 def test_lenient_responses_do_not_and_the_test_detects_it(tiny_qwen3: str) -> None:

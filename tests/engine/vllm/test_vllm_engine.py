@@ -63,6 +63,9 @@ def test_drafting_leaves_the_sampled_distribution_as_it_is(served: Served) -> No
         p = chi_square(got, enumerated(served.new, 4, **how))
         print(f"{how}: p = {p:.3g}; drafted {drafted}, accepted {accepted}")
         assert p > ALARM, how
+        for wrong in ({"top_k": 0}, {"min_p": 0.0}, {"top_p": 0.8}) if "top_k" in how else ():
+            mutant = enumerated(served.new, 4, **(how | wrong))
+            assert chi_square(got, mutant) < ALARM / 1000, wrong
     marked = sum(int((c.provenance == Provenance.DRAFTED).sum()) for r in responses for c in r)
     # Drafts accepted beyond the limit are cut off.
     assert 0.5 * accepted < marked <= accepted

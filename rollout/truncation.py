@@ -1,0 +1,55 @@
+"""Which tokens sampling may draw: the settings of top-k, top-p and min-p, and what they mean.
+
+The policy is the model's distribution after these operations, in this order:
+
+    temperature   logits / temperature
+    top_k         the k most probable tokens, and all that are as probable as the k-th
+    top_p         of what is left, rescaled: the smallest set of most probable tokens whose mass
+                  reaches top_p; of equally probable tokens the lower id comes first
+    min_p         of what is left: tokens at least min_p times as probable as the most probable one
+    rescaling     so that the probabilities that are left sum to 1
+
+It is the order of Hugging Face's `generate`. vLLM's own sampler applies min_p before top_k. Since
+the ratio to the most probable token does not change by leaving tokens out, that differs only where
+top_p and min_p are both set: top_p is then a share of what min_p has left. Our vLLM engine does not
+use vLLM's sampler. Ties at the edge of top_k are kept by both.
+
+`rollout.sampled_set` computes the set, for engines and trainer alike. The set depends on the
+distribution alone, never on the token that was drawn, so whatever is exact for a distribution is
+exact for its truncation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """The settings of one distribution; the defaults leave everything in."""
+
+    top_k: int = 0
+    """Most tokens, ties aside; 0: all."""
+    top_p: float = 1.0
+    """Mass of the nucleus, in (0, 1]."""
+    min_p: float = 0.0
+    """Smallest ratio to the most probable token, in [0, 1]."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it can leave a token out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def refusal(self) -> str | None:
+        """What is wrong with the settings, as a sentence's end; None if nothing is."""
+        if self.top_k < 0:
+            return f"top_k={self.top_k} must be at least 1, or 0 to sample from all tokens"
+        if not 0 < self.top_p <= 1:
+            return f"top_p={self.top_p} must be in (0, 1]"
+        if not 0 <= self.min_p <= 1:
+            return f"min_p={self.min_p} must be from 0 to 1"
+        return None
+
+
+EVERYTHING = Truncation()
+"""Leaves every token in."""
