@@ -157,6 +157,11 @@ def p_value(responses: Sequence[tuple[int, ...]], distribution: Distribution) ->
     return float(stats.chisquare([observed[c] for c in cells], [expected[c] for c in cells]).pvalue)
 
 
+def is_detected(responses: Sequence[tuple[int, ...]], wrong: Distribution) -> bool:
+    """Whether responses are clearly not of a distribution: impossible there, or p below 1e-7."""
+    return not set(responses) <= set(wrong) or p_value(responses, wrong) < 1e-7
+
+
 def total_variation(responses: Sequence[tuple[int, ...]], distribution: Distribution) -> float:
     """Total variation between the frequencies of responses and their distribution."""
     counts = Counter(responses)

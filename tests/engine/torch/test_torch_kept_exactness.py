@@ -18,6 +18,7 @@ from enumerated_policies import (
     Case,
     core_of,
     enumerate_distribution,
+    is_detected,
     p_value,
     policies,
     request,
@@ -116,9 +117,8 @@ def test_verified_and_resumed_responses_follow_the_current_policy(
     assert p_value(generated, enumerate_distribution(new, reuse.case)) > FALSE_ALARM
     if reuse.case.top_k:
         wrong = enumerate_distribution(new, replace(reuse.case, top_k=4))
-        assert p_value(generated, wrong) < FALSE_ALARM / 1000
+        assert is_detected(generated, wrong)
         assert all((kept.topk_ids == kept.tokens[:, None]).any(axis=1).all() for kept in texts)
-        assert verified > 0.6 * sum(map(len, texts)), "nothing lies outside the stored tokens"
 
 
 def test_lenient_responses_do_not_and_the_test_detects_it(tiny_qwen3: str) -> None:
