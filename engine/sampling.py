@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.protocol import SamplingParams
-from rollout.sampled_set import inside
+from rollout.sampled_set import left_out
 from rollout.trajectory import FloatArray, IntArray
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -145,6 +145,8 @@ def processed_logprobs(logits: torch.Tensor, columns: SamplingColumns) -> torch.
         logits = logits.div_(torch.from_numpy(columns.temperature).to(logits.device)[:, None])
     logprobs = torch.log_softmax(logits, dim=-1)
     cut = np.flatnonzero(columns.truncated)
+    if len(cut) == len(logprobs):
+        return _truncated(logprobs, columns)
     if len(cut):
         rows = torch.from_numpy(cut).to(logits.device)
         logprobs[rows] = _truncated(logprobs[rows], columns.at(cut))
@@ -152,11 +154,12 @@ def processed_logprobs(logits: torch.Tensor, columns: SamplingColumns) -> torch.
 
 
 def _truncated(logprobs: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+    """Truncate and rescale; overwrites `logprobs`."""
     top_k, top_p, min_p = (
         torch.from_numpy(column).to(logprobs.device)
         for column in (columns.top_k, columns.top_p, columns.min_p)
     )
-    kept = logprobs.masked_fill_(~inside(logprobs, top_k, top_p, min_p), float("-inf"))
+    kept = logprobs.masked_fill_(left_out(logprobs, top_k, top_p, min_p), float("-inf"))
     return kept.sub_(torch.logsumexp(kept, dim=-1, keepdim=True))
 
 

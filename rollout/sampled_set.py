@@ -9,12 +9,12 @@ import torch
 from rollout.truncation import Truncation
 
 
-def inside(
+def left_out(
     logprobs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """`[N, V]` bool: the tokens that may be drawn. At least one token of each row is.
+    """`[N, V]` bool: the tokens that may not be drawn, never all of a row.
 
-    Operations that no row asks for cost nothing; only top_p sorts.
+    An operation that no row asks for costs nothing; only top_p sorts.
 
     Args:
         logprobs: `[N, V]` normalised, after temperature.
@@ -22,25 +22,27 @@ def inside(
         top_p: `[N]` float32; 1: off.
         min_p: `[N]` float32; 0: off.
     """
-    kept = torch.ones_like(logprobs, dtype=torch.bool)
+    out: torch.Tensor | None = None
     largest = min(int(top_k.max()), logprobs.shape[-1])
     if largest > 0:
-        kept = _top_k(logprobs, top_k, largest)
+        out = _beyond_top_k(logprobs, top_k, largest)
     if bool((top_p < 1).any()):
         left = logprobs
-        if largest > 0:
-            left = logprobs.masked_fill(~kept, -math.inf)
+        if out is not None:
+            left = logprobs.masked_fill(out, -math.inf)
             left = left - torch.logsumexp(left, dim=-1, keepdim=True)
-        kept &= _nucleus(left, top_p)
+        beyond = _beyond_nucleus(left, top_p)
+        out = beyond if out is None else out.logical_or_(beyond)
     if bool((min_p > 0).any()):
-        kept &= logprobs >= logprobs.amax(dim=-1, keepdim=True) + min_p.log()[:, None]
-    return kept
+        rare = logprobs < logprobs.amax(dim=-1, keepdim=True) + min_p.log()[:, None]
+        out = rare if out is None else out.logical_or_(rare)
+    return torch.zeros_like(logprobs, dtype=torch.bool) if out is None else out
 
 
-def inside_one(logprobs: torch.Tensor, truncation: Truncation) -> torch.Tensor:
-    """`[N, V]` bool: as `inside`, with the same settings for every row."""
+def left_out_by(truncation: Truncation, logprobs: torch.Tensor) -> torch.Tensor:
+    """`[N, V]` bool: as `left_out`, with the same settings for every row."""
     n, device = len(logprobs), logprobs.device
-    return inside(
+    return left_out(
         logprobs,
         torch.full((n,), truncation.top_k, dtype=torch.int64, device=device),
         torch.full((n,), truncation.top_p, dtype=torch.float32, device=device),
@@ -48,17 +50,17 @@ def inside_one(logprobs: torch.Tensor, truncation: Truncation) -> torch.Tensor:
     )
 
 
-def _top_k(logprobs: torch.Tensor, top_k: torch.Tensor, largest: int) -> torch.Tensor:
+def _beyond_top_k(logprobs: torch.Tensor, top_k: torch.Tensor, largest: int) -> torch.Tensor:
     best = torch.topk(logprobs, largest, dim=-1).values
     edge = best.gather(-1, top_k.clamp(1, largest)[:, None] - 1)
-    return logprobs >= edge.masked_fill((top_k == 0)[:, None], -math.inf)
+    return logprobs < edge.masked_fill((top_k == 0)[:, None], -math.inf)
 
 
-def _nucleus(logprobs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """The smallest set of most probable tokens that reaches `mass`; all where it is 1."""
+def _beyond_nucleus(logprobs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """All but the smallest set of most probable tokens that reaches `mass`; none where it is 1."""
     ordered, index = torch.sort(logprobs, dim=-1, descending=True, stable=True)
-    probs = ordered.exp()
-    before = torch.cumsum(probs, dim=-1, dtype=torch.float64) - probs
-    # Without the second term, rounding would leave out unlikely tokens of a row without top-p.
-    kept = (before < mass[:, None]) | (mass >= 1)[:, None]
-    return torch.zeros_like(kept).scatter(-1, index, kept)
+    probs = ordered.exp_()
+    before = torch.cumsum(probs, dim=-1, dtype=torch.float64).sub_(probs)
+    # By rounding, the tokens before an unlikely one may reach 1 without it.
+    beyond = before >= mass.masked_fill(mass >= 1, math.inf)[:, None]
+    return torch.empty_like(beyond).scatter_(-1, index, beyond)

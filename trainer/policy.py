@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rollout.sampled_set import inside_one
+from rollout.sampled_set import left_out_by
 from rollout.trajectory import IntArray
 from rollout.truncation import EVERYTHING, Truncation
 from trainer.cpu_layers import speed_up
@@ -181,10 +181,10 @@ class Policy:
             logits = logits / self.temperature
         outside = torch.zeros_like(targets, dtype=torch.bool)
         if self.truncation.is_active:
-            kept = inside_one(torch.log_softmax(logits.detach(), -1), self.truncation)
-            outside = ~kept.gather(-1, targets[:, None])[:, 0]
-            kept.scatter_(-1, targets[:, None], value=True)
-            logits = logits.masked_fill(~kept, -torch.inf)
+            left_out = left_out_by(self.truncation, torch.log_softmax(logits.detach(), -1))
+            outside = left_out.gather(-1, targets[:, None])[:, 0]
+            left_out.scatter_(-1, targets[:, None], value=False)
+            logits = logits.masked_fill(left_out, -torch.inf)
         logprobs = torch.log_softmax(logits, -1)
         with torch.no_grad():
             entropy = torch.special.entr(logprobs.exp()).sum(-1)
