@@ -40,7 +40,7 @@ PROMPT = np.array([1, 2, 3], np.int32)
 DEADLINE = 120.0
 WAYS: list[dict[str, float]] = [
     {"temperature": 0.7, "top_p": 1.0},
-    {"temperature": 1.4, "top_k": 6, "top_p": 0.85, "min_p": 0.1},
+    {"temperature": 1.4, "top_k": 6, "top_p": 0.85, "min_p": 0.25},
 ]
 
 
