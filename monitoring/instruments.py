@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -30,6 +30,8 @@ class MetricSpec:
     """A label in addition to `process`."""
     values: tuple[str, ...] | None = None
     """What the label may be; None with a label: any value (keep them few)."""
+    second_label: str | None = None
+    """A label in addition to `label`, of any value."""
     buckets: tuple[float, ...] = SECONDS
     """Upper bounds of a histogram's buckets, in its unit."""
     value: Callable[[Any], float | None] | None = None
@@ -76,23 +78,25 @@ class Total:
 
 
 class By(Generic[T]):
-    """One metric per value of a label."""
+    """One metric per value of a label, or per pair of values of two labels."""
 
-    def __init__(self, spec: MetricSpec, make: Callable[[str], T]) -> None:
+    def __init__(self, spec: MetricSpec, make: Callable[..., T]) -> None:
         self._spec = spec
         self._make = make
-        self._made: dict[str, T] = {value: make(value) for value in spec.values or ()}
+        self._made: dict[tuple[str, ...], T] = {
+            (value,): make(value) for value in spec.values or ()
+        }
 
-    def of(self, value: str) -> T:
-        """The metric with this label value. Raises ValueError for a value not declared."""
-        if value not in self._made:
+    def of(self, value: str, *second: str) -> T:
+        """The metric with this label value, or these two. Raises ValueError if not declared."""
+        if (value, *second) not in self._made:
             if self._spec.values is not None:
                 known = ", ".join(self._spec.values)
                 raise ValueError(
                     f"{self._spec.name}: {self._spec.label}={value!r} is none of {known}"
                 )
-            self._made[value] = self._make(value)
-        return self._made[value]
+            self._made[value, *second] = self._make(value, *second)
+        return self._made[value, *second]
 
 
 def new_registry() -> CollectorRegistry:
@@ -113,7 +117,7 @@ def build(spec: MetricSpec, registry: CollectorRegistry, process: str) -> Any:
     Raises:
         ValueError: the registry already has a metric of this name.
     """
-    labels: Sequence[str] = ("process",) if spec.label is None else ("process", spec.label)
+    labels = ["process", *(name for name in (spec.label, spec.second_label) if name is not None)]
     family: Counter | Gauge | Histogram
     if spec.kind == "counter":
         family = Counter(spec.name, spec.help, labels, registry=registry)

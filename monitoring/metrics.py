@@ -80,6 +80,11 @@ class ControllerMetrics(ProcessMetrics):
         "Standard deviation of the rewards of the last step's samples.",
         lambda step: step.learning.reward_std,
     )
+    reward_terms: By[Gauge] = gauge(
+        "asyncrl_reward_term_mean",
+        "Mean of what a reward function returned for the last step's samples, without its weight.",
+        label="function",
+    )
     staleness_mean: Gauge = _step_gauge(
         "asyncrl_staleness_mean_steps",
         "Mean age of the last step's tokens, in steps between drawing and training.",
@@ -145,6 +150,9 @@ class ControllerMetrics(ProcessMetrics):
     def publish(self, step: StepMetrics) -> None:
         """Set the gauges of a step; one whose value is None keeps its last."""
         self.set_gauges(step)
+        for function, mean in step.rewards.items():
+            if mean is not None:
+                self.reward_terms.of(function).set(mean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +222,15 @@ class GeneratorMetrics(ProcessMetrics):
     rewards_waiting: Gauge = gauge(
         "asyncrl_rewards_waiting_samples", "Samples whose reward is not computed yet."
     )
-    rewards_failed: Total = counter(
-        "asyncrl_rewards_failed_total", "Reward calls that raised or took too long."
+    rewards_failed: By[Total] = counter(
+        "asyncrl_reward_failures_total",
+        "Reward calls that gave no reward, by function and reason.",
+        label="function",
+        second_label="reason",
+    )
+    rewards_retried: Total = counter(
+        "asyncrl_reward_retries_total",
+        "Reward calls that were repeated because their process had died.",
     )
     reward_time: Histogram = histogram(
         "asyncrl_reward_seconds", "One reward call, queueing included."

@@ -39,7 +39,9 @@ def max_delivery_bytes(*, tokens: int, topk: int) -> int:
     return tokens * (_TOKEN_BYTES + 8 * topk) + _HEAD_BYTES
 
 
-def encode_trajectory(trajectory: Trajectory, *, reward: float, step: int) -> TrajectoryDelivery:
+def encode_trajectory(
+    trajectory: Trajectory, *, reward: float, step: int, terms: tuple[float, ...] = ()
+) -> TrajectoryDelivery:
     """The message that delivers a trajectory to the trainer for this step."""
     return TrajectoryDelivery(
         step=step,
@@ -55,6 +57,7 @@ def encode_trajectory(trajectory: Trajectory, *, reward: float, step: int) -> Tr
         segments=trajectory.segments,
         finish_reason=trajectory.finish_reason,
         reward=reward,
+        terms=terms,
     )
 
 

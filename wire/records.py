@@ -84,6 +84,44 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the weights that the engine samples from."""
 
 
+class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong in reward functions. Counts of several processes add."""
+
+    failed: dict[str, dict[str, Count]] = {}
+    """Calls that gave no reward, by function and reason."""
+    retried: Count = 0
+    """Calls that were repeated because their process had died."""
+    largest: dict[str, float] = {}
+    """By function, the largest absolute value of those that are suspiciously large."""
+
+    def __add__(self, other: Self) -> Self:
+        """Both together; of `largest` the larger value."""
+        failed = {function: dict(reasons) for function, reasons in self.failed.items()}
+        for function, reasons in other.failed.items():
+            counts = failed.setdefault(function, {})
+            for reason, count in reasons.items():
+                counts[reason] = counts.get(reason, 0) + count
+        # Sorted, so that the order in which failures happen does not show in metrics.jsonl.
+        failed = {function: dict(sorted(failed[function].items())) for function in sorted(failed)}
+        largest = dict(self.largest)
+        for function, value in other.largest.items():
+            largest[function] = max(value, largest.get(function, value))
+        return type(self)(failed=failed, retried=self.retried + other.retried, largest=largest)
+
+    @property
+    def failures(self) -> int:
+        """All calls that gave no reward."""
+        return sum(sum(reasons.values()) for reasons in self.failed.values())
+
+    def describe_failures(self) -> str:
+        """The failures by function and reason, for people: `score: 3 raised, 1 timeout`."""
+        return "; ".join(
+            f"{function}: "
+            + ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in reasons.items())
+            for function, reasons in self.failed.items()
+        )
+
+
 class LearningMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Rewards of the samples trained on, and the update made from them."""
 
@@ -250,6 +288,12 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """Of all generators, since the run began."""
     idle: IdleShares = IdleShares()
     times: TrainerTimes = TrainerTimes()
+    rewards: dict[str, Measured] = {}
+    """Mean of what each reward function returned for the samples trained on, without weights and
+    without samples whose reward failed, by the function's label (`RewardConfig.labels`)."""
+    reward_failures: dict[str, dict[str, int]] = {}
+    """Reward calls that gave no reward, by function and reason, since the run began. Evaluation
+    is included."""
 
 
 class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,3 +336,5 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """Held-out accuracy after training, 0 to 1; None where it was not measured."""
     evaluation_samples: int = 0
     """Held-out samples behind each accuracy."""
+    reward_failures: dict[str, dict[str, int]] = {}
+    """As in `StepMetrics`."""

@@ -22,6 +22,7 @@ from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.lane import Lane
 from asyncrl.rewards.loading import check_name
 from asyncrl.rewards.values import ABSURD
+from wire.records import RewardCounts
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,8 @@ class RewardPool:
         self._numbers = itertools.count()
         self.scored = 0
         """Calls answered with a reward."""
-        self.failures: Counter[tuple[str, str]] = Counter()
-        """Calls that failed by the function's label and the reason, those counted as zero too."""
-        self.largest: dict[str, float] = {}
-        """By function's label, the largest absolute value above `values.ABSURD` so far."""
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self._largest: dict[str, float] = {}
 
     @property
     def running(self) -> int:
@@ -66,14 +65,12 @@ class RewardPool:
         return len(self._queue.waiting) + sum(lane.sent for lane in self._lanes) - self.running
 
     @property
-    def failed(self) -> int:
-        """Calls that failed, including those counted as zero."""
-        return self.failures.total()
-
-    @property
-    def retried(self) -> int:
-        """Calls that were repeated because their process had died."""
-        return self._queue.retried
+    def counts(self) -> RewardCounts:
+        """What went wrong so far, failures counted as zero included."""
+        failed: dict[str, dict[str, int]] = {}
+        for (function, reason), count in self._failures.items():
+            failed.setdefault(function, {})[reason] = count
+        return RewardCounts(failed=failed, retried=self._queue.retried, largest=dict(self._largest))
 
     async def start(self) -> None:
         """Check the names and start every worker.
@@ -115,7 +112,7 @@ class RewardPool:
         try:
             reward = await self._call(prompt, response, example, described(example_id, response))
         except RewardFailed as error:
-            self.failures[error.function, error.reason] += 1
+            self._failures[error.function, error.reason] += 1
             if self._config.on_error == "stop":
                 raise
             log.warning("counted as 0 (rewards.on_error: zero): %s", error)
@@ -163,14 +160,14 @@ class RewardPool:
     def _note_magnitude(self, reward: Reward) -> None:
         for label, value in zip(self._labels, reward.terms, strict=False):
             size = abs(value)
-            if size > ABSURD and size > self.largest.get(label, 0.0):
-                if label not in self.largest:
+            if size > ABSURD and size > self._largest.get(label, 0.0):
+                if label not in self._largest:
                     log.warning(
                         "reward %r returned %g; rewards this large dominate every advantage",
                         label,
                         value,
                     )
-                self.largest[label] = size
+                self._largest[label] = size
 
 
 def _not_running() -> RewardError:

@@ -16,6 +16,7 @@ from asyncrl.run import warnings
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.generation_totals import GenerationTotals
 from asyncrl.run.group_totals import RunGroups, in_flight
+from asyncrl.run.reward_totals import RewardTotals
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics
 from monitoring.metrics_log import MetricsLog
@@ -25,6 +26,7 @@ from scheduler.view import SchedulerView
 from wire.messages.from_trainer import StepFinished
 from wire.records import (
     IdleShares,
+    RewardCounts,
     RunResult,
     StalenessMetrics,
     StepMetrics,
@@ -98,6 +100,8 @@ class Progress:
         self._step = len(earlier)
         self.stopping = False
         self._warnings = _StepWarnings(config, self.say)
+        before = RewardCounts(failed=earlier[-1].reward_failures if earlier else {})
+        self._reward_totals = RewardTotals(config, self.say, before)
         for warning in warnings.at_start(config):
             self.say(warning)
 
@@ -143,6 +147,7 @@ class Progress:
         self._trained_seconds = time.monotonic() - self._totals.began
         self._count()
         self._trained_tokens = self._totals.tokens
+        self._reward_totals.summarize()
         self._phase = "training is over"
 
     def step_finished(self, message: StepFinished) -> None:
@@ -184,14 +189,17 @@ class Progress:
                 trainer=times.wait_seconds / seconds,
             ),
             times=times,
+            rewards=self._reward_totals.named(message.reward_terms),
+            reward_failures=self._reward_totals.counts.failed,
             **msgspec.structs.asdict(message.metrics),
         )
 
     def _count(self) -> None:
         """Add up the last report of every generator."""
         if self._fleet is not None:
-            reports = (worker.generator_report for worker in self._fleet.everyone())
+            reports = [worker.generator_report for worker in self._fleet.everyone()]
             self._totals.update(report.engine for report in reports if report is not None)
+            self._reward_totals.update(report.rewards for report in reports if report is not None)
 
     # ---------------------------------------------------------------- what is shown
 
@@ -291,4 +299,5 @@ class Progress:
             accuracy_before=None if before is None else before.value,
             accuracy_after=None if after is None else after.value,
             evaluation_samples=0 if before is None else before.samples,
+            reward_failures=self._reward_totals.counts.failed,
         )

@@ -44,6 +44,7 @@ from wire.frames import decode_trajectory
 from wire.messages import data
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
+from wire.records import RewardCounts
 from wire.weights.layout import WeightManifest
 from wire.weights.writer import WeightPublisher
 
@@ -125,7 +126,8 @@ class FakeLine:
 class SlowRewards:
     """Take a few turns of the event loop, so that updates find samples without a reward."""
 
-    waiting = running = failed = 0
+    waiting = running = 0
+    counts = RewardCounts()
 
     async def score(
         self, _prompt: str, text: str, _example: Any, *, example_id: str = ""

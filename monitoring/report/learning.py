@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from monitoring.report.data import RunData
@@ -21,6 +21,7 @@ from monitoring.report.plots import (
 from monitoring.report.sections import section
 from monitoring.report.series import smooth, ticks, wilson
 from monitoring.wording import percent
+from wire.records import Measured, RewardCounts, StepMetrics
 
 _RIGHT = 28
 
@@ -31,7 +32,8 @@ def learning(data: RunData) -> Markup:
         "Learning",
         "The reward is that of the samples that each step trained on. Accuracy is measured on "
         "held-out prompts, sampled as in training.",
-        element("div", _reward(data), _evaluation(data), class_="grid"),
+        _failures(data),
+        element("div", _reward(data), _terms(data), _evaluation(data), class_="grid"),
     )
 
 
@@ -49,6 +51,42 @@ def _reward(data: RunData) -> Markup:
         note="Mean over each step's samples (thin) and its moving average (bold).",
         y_label="reward",
     )
+
+
+def _terms(data: RunData) -> Markup | None:
+    """What each reward function returned, if there are several."""
+    names = list({name: None for step in data.steps for name in step.rewards})
+    if len(names) < 2:
+        return None
+    return line_plot(
+        "Reward by function",
+        data.step_numbers(),
+        [
+            Series(name, data.column(_term(name)), f"c{1 + index % 6}")
+            for index, name in enumerate(names)
+        ],
+        note="Mean over each step's samples of what each function returned, without its weight.",
+        y_label="value",
+    )
+
+
+def _term(name: str) -> Callable[[StepMetrics], Measured]:
+    return lambda step: step.rewards.get(name)
+
+
+def _failures(data: RunData) -> Markup | None:
+    """A sentence about rewards that failed; None if none did."""
+    failed = data.steps[-1].reward_failures if data.steps else {}
+    if data.result is not None:
+        failed = data.result.reward_failures
+    counts = RewardCounts(failed=failed)
+    if not counts.failures:
+        return None
+    text = (
+        f"{counts.failures} rewards failed and counted as 0 (rewards.on_error: zero): "
+        f"{counts.describe_failures()}."
+    )
+    return element("p", text, class_="note")
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from monitoring.timeline import Timeline
 from rollout.trajectory import Provenance, SampleId
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
-from wire.records import EngineStats
+from wire.records import EngineStats, RewardCounts
 from wire.weights.layout import WeightManifest
 
 SAMPLE = SampleId(group=5, sample=1)
@@ -131,7 +131,8 @@ class FakeEngine:
 class FakeRewards:
     """The reward is the number of tokens. `gate` holds all rewards back while it is cleared."""
 
-    waiting = running = failed = 0
+    waiting = running = 0
+    counts = RewardCounts()
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -145,7 +146,7 @@ class FakeRewards:
         await self.gate.wait()
         if self.error is not None:
             raise self.error
-        return Reward(float(len(text.split())))
+        return Reward(float(len(text.split())), (float(len(text.split())), 0.5))
 
 
 class FakeLine:

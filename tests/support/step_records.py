@@ -19,6 +19,10 @@ def full_step() -> StepMetrics:
         for field in msgspec.structs.fields(kind):
             if field.name == "algorithm":
                 values[field.name] = {"one_signal": 0.5, "not_measured": None}
+            elif field.name == "rewards":
+                values[field.name] = {"format": next(counter), "score": next(counter)}
+            elif field.name == "reward_failures":
+                values[field.name] = {"score": {"raised": next(counter)}}
             elif isinstance(field.default, msgspec.Struct):
                 values[field.name] = filled(type(field.default))
             elif field.default_factory is dict:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from step_records import full_step
 
-from wire.records import StepMetrics, TokenCounts, TrainerTimes
+from wire.records import RewardCounts, StepMetrics, TokenCounts, TrainerTimes
 
 counts = st.builds(
     TokenCounts,
@@ -22,6 +22,17 @@ def test_counts_add_and_subtract_field_by_field(a: TokenCounts, b: TokenCounts) 
         assert getattr(a + b, name) == getattr(a, name) + getattr(b, name)
     assert a + b - b == a
     assert sum([a, b], start=TokenCounts()) == b + a
+
+
+def test_reward_counts_add_and_describe_themselves() -> None:
+    a = RewardCounts(failed={"f": {"raised": 1}}, retried=2, largest={"f": 2e6})
+    b = RewardCounts(failed={"f": {"raised": 2, "not_finite": 1}, "g": {"died": 1}}, retried=1)
+    both = a + b
+    assert both == b + a
+    assert both.failed == {"f": {"raised": 3, "not_finite": 1}, "g": {"died": 1}}
+    assert (both.retried, both.largest, both.failures) == (3, {"f": 2e6}, 5)
+    assert both.describe_failures() == "f: 1 not finite, 3 raised; g: 1 died"
+    assert a.failed == {"f": {"raised": 1}}
 
 
 def test_the_wire_and_the_file_carry_a_step_alike() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from rollout.trajectory import FinishReason, SampleId, Segment
+from wire.decoding import Finite
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -37,6 +38,9 @@ class TrajectoryDelivery(Message, frozen=True):
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
     reward: float
+    terms: tuple[Finite, ...] = ()
+    """What each reward function returned, without its weight; empty if the reward failed and
+    counts as 0. Only reported; `reward` is what is trained on."""
 
 
 class Received(Message, frozen=True):

@@ -8,7 +8,7 @@ import msgspec
 
 from rollout.trajectory import FinishReason, SampleId
 from wire.decoding import Count, Finite
-from wire.records import EngineStats
+from wire.records import EngineStats, RewardCounts
 
 
 class Message(msgspec.Struct, frozen=True, tag=lambda name: f"generator.{name}"):
@@ -78,8 +78,8 @@ class GeneratorReport(Message, frozen=True):
     """Finished samples that it holds."""
     rewards_waiting: Count
     """Samples whose reward is not computed yet."""
-    rewards_failed: Count
-    """Reward calls that raised or took too long, since its start."""
+    rewards: RewardCounts = RewardCounts()
+    """Of its reward workers, since its start."""
 
 
 class Failure(Message, frozen=True):

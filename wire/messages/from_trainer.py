@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from wire.decoding import Finite
 from wire.records import LearnerMetrics, TrainerTimes
 from wire.weights.layout import WeightManifest
 
@@ -32,6 +33,9 @@ class StepFinished(Message, frozen=True):
     manifest: WeightManifest
     metrics: LearnerMetrics
     times: TrainerTimes
+    reward_terms: tuple[Finite, ...] = ()
+    """Mean of what each reward function returned, over the samples that it scored; empty if it
+    scored none."""
 
 
 class CheckpointWritten(Message, frozen=True):

@@ -82,7 +82,9 @@ class Deliveries:
                 await self._send(held, reward, command.step)
 
     async def _send(self, held: HeldSample, reward: Reward, step: int) -> None:
-        delivery = encode_trajectory(held.trajectory, reward=reward.value, step=step)
+        delivery = encode_trajectory(
+            held.trajectory, reward=reward.value, step=step, terms=reward.terms
+        )
         self._unacknowledged[held.trajectory.id] = (delivery, time.monotonic())
         self.newest_step = max(self.newest_step, step)
         if self._lenient_reuse is not None:

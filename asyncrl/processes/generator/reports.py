@@ -75,7 +75,7 @@ class GeneratorReports:
             engine=msgspec.structs.replace(stats, tokens=stats.tokens + self._generator.tokens),
             held=held,
             rewards_waiting=self._generator.rewards.pending,
-            rewards_failed=self._generator.rewards.failed,
+            rewards=self._generator.rewards.counts,
         )
         self._measure(report, samples_held=held + unacknowledged)
         if self._log is not None:
@@ -98,4 +98,7 @@ class GeneratorReports:
         metrics.policy_version.set(engine.policy_version)
         metrics.samples_held.set(samples_held)
         metrics.rewards_waiting.set(report.rewards_waiting)
-        metrics.rewards_failed.follow(report.rewards_failed)
+        metrics.rewards_retried.follow(report.rewards.retried)
+        for function, reasons in report.rewards.failed.items():
+            for reason, count in reasons.items():
+                metrics.rewards_failed.of(function, reason).follow(count)

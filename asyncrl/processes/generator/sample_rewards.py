@@ -10,6 +10,7 @@ from asyncrl.rewards.pool import RewardPool
 from monitoring.metrics import GeneratorMetrics
 from rollout.trajectory import Trajectory
 from wire.messages.to_generator import PromptPayload
+from wire.records import RewardCounts
 
 
 class SampleRewards:
@@ -35,9 +36,9 @@ class SampleRewards:
         return self._pool.waiting + self._pool.running
 
     @property
-    def failed(self) -> int:
-        """Rewards that failed, those counted as zero included."""
-        return self._pool.failed
+    def counts(self) -> RewardCounts:
+        """What went wrong so far, failures counted as zero included."""
+        return self._pool.counts
 
     def start(self, prompt: PromptPayload, trajectory: Trajectory) -> asyncio.Task[Reward]:
         """Start to compute a reward. Awaiting the task raises AsyncrlError if that fails."""

@@ -25,6 +25,8 @@ class WholeGroup(NamedTuple):
     """`[group_size]`"""
     generators: list[str]
     """The process that delivered each sample."""
+    terms: list[tuple[float, ...]]
+    """What each reward function returned for each sample; empty for a failed reward."""
 
 
 class _Arrival(NamedTuple):
@@ -95,6 +97,7 @@ class GroupQueue:
                     [decode_trajectory(arrival.delivery) for arrival in ordered],
                     np.array([arrival.delivery.reward for arrival in ordered], np.float32),
                     [arrival.generator for arrival in ordered],
+                    [arrival.delivery.terms for arrival in ordered],
                 )
         return None
 

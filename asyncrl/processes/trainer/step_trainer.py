@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class StepTrainer:
         self.done: set[int] = set()
         """Groups of this step whose gradients are accumulated."""
         self._samples = 0
+        self._terms: list[tuple[float, ...]] = []
         self._to_log: list[WholeGroup] = []
         self._train_seconds = 0.0
         self._waited: defaultdict[str, float] = defaultdict(float)
@@ -77,6 +79,7 @@ class StepTrainer:
             await asyncio.to_thread(self._learner.add_group, group.trajectories, group.rewards)
         self.done.add(group.group)
         self._samples += len(group.trajectories)
+        self._terms += [terms for terms in group.terms if terms]
         if self._sample_log is not None:
             self._to_log.append(group)
         self._count_training(time.monotonic() - began)
@@ -111,7 +114,8 @@ class StepTrainer:
             wait_first_seconds=self._waited["first group"],
             wait_last_seconds=self._waited["last group"],
         )
-        finished = StepFinished(step, groups, manifest, metrics, times)
+        terms = tuple(math.fsum(values) / len(values) for values in zip(*self._terms, strict=True))
+        finished = StepFinished(step, groups, manifest, metrics, times, terms)
         self._measure(finished)
         self._start_step()
         return finished

@@ -181,7 +181,7 @@ def test_a_busy_worker_that_is_killed_is_replaced_and_its_call_repeated(
             responses = ["", " kill", "", " kill=SIGSEGV", ""]
             rewards = await asyncio.gather(*(pool.score("", one, row) for one in responses))
             assert [reward.value for reward in rewards] == [1.0] * 5
-            assert (pool.retried, pool.failed, pool.scored) == (2, 0, 5)
+            assert (pool.counts.retried, pool.counts.failures, pool.scored) == (2, 0, 5)
 
     asyncio.run(check())
 
@@ -202,7 +202,7 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(tmp_path: Path
         async with running({"name": f"{file}:score"}) as pool:
             # Its first repetition finds a process that is killed while it starts.
             assert (await pool.score("", "", {})).value == 1.0
-            assert pool.retried == 1
+            assert pool.counts.retried == 1
 
     asyncio.run(check())
 
@@ -226,7 +226,7 @@ def test_a_call_whose_processes_all_die_is_that_samples_failure(
                 assert "'q-7' (attempt 2 of 2)" in message
             else:
                 assert values[3] == (0.0, ())
-            assert pool.failures == {("score", "died"): 1}
+            assert pool.counts.failed == {"score": {"died": 1}}
 
     asyncio.run(check())
 

@@ -117,9 +117,9 @@ def test_failures_are_counted_and_absurd_values_warned_about_once(
         async with running({"name": f"{file}:score"}, on_error="zero") as pool:
             for response in ("1e39", "two", "-2e6", "5e6", "3e6", "1"):
                 await pool.score("", response, {}, example_id="q-1")
-            assert pool.failures == {("score", "not_finite"): 1, ("score", "raised"): 1}
-            assert (pool.failed, pool.scored) == (2, 4)
-            assert pool.largest == {"score": 5e6}
+            assert pool.counts.failed == {"score": {"not_finite": 1, "raised": 1}}
+            assert (pool.counts.failures, pool.scored) == (2, 4)
+            assert pool.counts.largest == {"score": 5e6}
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(check())

@@ -77,7 +77,7 @@ def test_the_sum_is_weighted(source: Path) -> None:
                 await pool.score("1+2=?", "1+2=3:3", {"answer": "3"})
             ).value == 1.0 + 0.5 - 0.25 * 14
             assert (await pool.score("1+2=?", "x:3", {"answer": "3"})).value == 1.0 - 0.25 * 6
-            assert (pool.scored, pool.failed, pool.waiting, pool.running) == (2, 0, 0, 0)
+            assert (pool.scored, pool.counts.failures, pool.waiting, pool.running) == (2, 0, 0, 0)
 
     asyncio.run(check())
 
@@ -118,7 +118,7 @@ def test_a_hanging_reward_is_killed_with_its_children_and_replaced(
             for pid in (tmp_path / "pids").read_text().split():
                 await until_gone(int(pid))
             assert (await pool.score("", "ok", example)).value == 2.0
-            assert (pool.failed, pool.scored) == (1, 1)
+            assert (pool.counts.failures, pool.scored) == (1, 1)
 
     asyncio.run(check())
 
@@ -186,7 +186,7 @@ def test_on_error_zero_counts_and_continues(source: Path, caplog: pytest.LogCapt
     async def check() -> None:
         async with running({"name": f"{source}:by_response"}, on_error="zero") as pool:
             assert (await pool.score("", "raise", {})).value == 0.0
-            assert (pool.failed, pool.scored) == (1, 0)
+            assert (pool.counts.failures, pool.scored) == (1, 0)
 
     asyncio.run(check())
     assert "counted as 0" in caplog.text
@@ -221,7 +221,7 @@ def test_what_waits_behind_a_call_that_hangs_is_scored_by_the_next_process(
             assert isinstance(values[2], RewardTimeout)
             scored = [one.value for one in values if isinstance(one, Reward)]
             assert scored == [1, 2, 4, 5]
-            assert (pool.running, pool.waiting, pool.scored, pool.failed) == (0, 0, 5, 1)
+            assert (pool.running, pool.waiting, pool.scored, pool.counts.failures) == (0, 0, 5, 1)
 
     asyncio.run(check())
 

@@ -28,6 +28,7 @@ from wire.records import (
     EngineStats,
     GroupTotals,
     LearnerMetrics,
+    RewardCounts,
     StalenessMetrics,
     StepGroups,
     StepMetrics,
@@ -62,24 +63,34 @@ class Generators:
     def generators(self) -> list[Any]:
         return self.workers[:1]
 
-    def report(self, index: int, tokens: TokenCounts, busy_seconds: float = 0.0) -> None:
-        stats = EngineStats(tokens=tokens, busy_seconds=busy_seconds)
+    def report(
+        self,
+        index: int,
+        tokens: TokenCounts | None = None,
+        busy_seconds: float = 0.0,
+        rewards: RewardCounts | None = None,
+    ) -> None:
+        stats = EngineStats(tokens=tokens or TokenCounts(), busy_seconds=busy_seconds)
         self.workers[index].generator_report = GeneratorReport(
-            f"generator-{index}", engine=stats, held=0, rewards_waiting=0, rewards_failed=0
+            f"generator-{index}",
+            engine=stats,
+            held=0,
+            rewards_waiting=0,
+            rewards=rewards or RewardCounts(),
         )
 
 
 class Watched:
     """A Progress and everything that can be seen of it."""
 
-    def __init__(self, path: Path, earlier: list[StepMetrics]) -> None:
+    def __init__(self, path: Path, earlier: list[StepMetrics], **sections: Any) -> None:
         self.path = path
         self.registry: CollectorRegistry = new_registry()
         self.said = io.StringIO()
         view = LiveView(MonitoringConfig(live="plain"), 3, "run", Console(file=self.said, width=80))
         self.log = MetricsLog(path)
         self.progress = Progress(
-            RunConfig.model_validate({"scheduler": {"group_size": GROUP_SIZE}}),
+            RunConfig.model_validate({"scheduler": {"group_size": GROUP_SIZE}, **sections}),
             view=view,
             log=self.log,
             metrics=ControllerMetrics.register(self.registry, "controller"),
@@ -196,6 +207,37 @@ def test_the_record_names_the_groups_trained_on_and_those_that_failed(watched: W
     groups = read_metrics(watched.path)[-1].groups
     assert groups.trained == trained
     assert groups.failed == (first, first + per_step - 1)
+
+
+def test_terms_and_failures_of_rewards_reach_every_record(tmp_path: Path) -> None:
+    earlier = [StepMetrics(step=0, time=1.0, reward_failures={"format": {"raised": 2}})]
+    functions = [{"name": "format", "args": {"pattern": "x"}}, {"name": "my.py:score"}]
+    watched = Watched(
+        tmp_path / "metrics.jsonl", earlier, rewards={"functions": functions, "on_error": "zero"}
+    )
+    watched.begin(1)
+    failed = {"format": {"raised": 1, "timeout": 3}, "score": {"died": 1}}
+    watched.fleet.report(0, rewards=RewardCounts(failed=failed, largest={"score": 2e7}))
+    watched.fleet.report(1, rewards=RewardCounts(failed={"score": {"died": 4}}))  # a lost one
+    for _ in range(2):
+        watched.progress.show(watched.fleet, None)
+    manifest = WeightManifest(2, "/nowhere", 0, ())
+    watched.progress.step_finished(
+        StepFinished(1, (0,), manifest, sent(), TrainerTimes(), (0.25, -3.0))
+    )
+    watched.progress.training_ends()
+    watched.log.close()
+    step = read_metrics(watched.path)[-1]
+    assert step.rewards == {"format": 0.25, "score": -3.0}
+    assert step.reward_failures == {"format": {"raised": 3, "timeout": 3}, "score": {"died": 5}}
+    result = watched.progress.result(None, None, total_seconds=1.0)
+    assert result.reward_failures == step.reward_failures
+    assert watched.gauge("asyncrl_reward_term_mean", function="score") == -3.0
+    said = " ".join(watched.said.getvalue().split())
+    assert said.count("reward 'format' gave no reward (timeout)") == 1
+    assert said.count("reward 'score' gave no reward (died)") == 1
+    assert said.count("reward 'score' returned 2e+07 (absolute value)") == 1
+    assert "11 rewards failed and counted as 0: format: 3 raised, 3 timeout; score: 5 died" in said
 
 
 def test_a_mismatch_on_fresh_tokens_is_said_once(watched: Watched) -> None:

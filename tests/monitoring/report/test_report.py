@@ -132,6 +132,22 @@ def test_only_a_run_without_stale_or_lenient_tokens_is_called_on_policy(tmp_path
     assert "by version only: lenient reuse is not on-policy" in read
 
 
+def test_rewards_are_shown_by_function_and_failures_are_counted(tmp_path):
+    lines = [
+        msgspec.json.encode(
+            StepMetrics(step=step, time=1.0 + step, rewards={"format": 0.5, "math_verify": 0.25})
+        )
+        for step in range(3)
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    read = written_with(tmp_path, reward_failures={"math_verify": {"timeout": 3}})
+    assert "Reward by function" in read
+    assert "math_verify" in read
+    assert "3 rewards failed and counted as 0" in read
+    assert "math_verify: 3 timeout" in read
+    assert "failed and counted" not in written_with(tmp_path)
+
+
 def test_slots_and_causes_are_told_apart(tmp_path):
     """Of each 64 slots of a step: 60 verify for a tenth of it, then 57 to 1 are due, and so on."""
     run = make_run(tmp_path / "r", steps=4)

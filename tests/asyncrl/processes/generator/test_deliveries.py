@@ -24,7 +24,9 @@ def test_a_delivery_waits_for_the_reward_and_a_slot_does_not():
         assert await harness.delivered() == []
         harness.rewards.gate.set()
         await settle()
-        assert [delivery.reward for delivery in harness.data.sent] == [2.0]
+        assert [(delivery.reward, delivery.terms) for delivery in harness.data.sent] == [
+            (2.0, (2.0, 0.5))
+        ]
         assert harness.rewards.asked == ["3 4"]
 
     play(scenario)

@@ -22,14 +22,19 @@ def test_a_whole_group_is_handed_out_once_in_the_order_of_its_samples() -> None:
     queue = GroupQueue(3)
     for sample in (2, 0, 1):
         assert queue.take(0, allowed=None) is None
-        assert queue.add(delivery(7, sample, reward=sample), generator="g0", next_step=0)
-    group, trajectories, rewards, generators = queue.take(0, allowed=None) or pytest.fail(
+        assert queue.add(
+            delivery_of(SampleId(7, sample), reward=sample, terms=(float(sample), 0.5)),
+            generator="g0",
+            next_step=0,
+        )
+    group, trajectories, rewards, generators, terms = queue.take(0, allowed=None) or pytest.fail(
         "no group"
     )
     assert group == 7
     assert [t.id.sample for t in trajectories] == [0, 1, 2]
     assert rewards.tolist() == [0, 1, 2]
     assert generators == ["g0"] * 3
+    assert terms == [(0.0, 0.5), (1.0, 0.5), (2.0, 0.5)]
     assert queue.take(0, allowed=None) is None
     assert not queue.add(delivery(7, 1), generator="g0", next_step=0), (
         "a late duplicate of a taken group"

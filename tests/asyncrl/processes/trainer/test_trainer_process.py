@@ -180,6 +180,24 @@ def test_a_repeatable_run_accumulates_groups_in_order(tmp_path: Path) -> None:
     assert harness.learner.groups == [[0, 1], [2, 3], [5], []]
 
 
+def test_the_terms_of_a_steps_rewards_are_averaged_over_the_samples_that_have_them(
+    tmp_path: Path,
+) -> None:
+    async def scenario(harness: TrainerHarness) -> None:
+        terms = ((0.5, 1.0), (), (1.0, 0.0), (0.0, 0.5))  # the second reward failed
+        for index, each in enumerate(terms):
+            sample = SampleId(index // GROUP_SIZE, index % GROUP_SIZE)
+            harness.hub.inbox.put_nowait(("g0", delivery_of(sample, terms=each)))
+        harness.control.inbox.put_nowait(to_trainer.StepPlan(0, (0, 1)))
+        harness.deliver(2, step=1)
+        harness.control.inbox.put_nowait(to_trainer.StepPlan(1, (2,)))
+        first, second = await harness.sent(from_trainer.StepFinished, 2)
+        assert first.reward_terms == (0.5, 0.5)
+        assert second.reward_terms == ()
+
+    play(tmp_path, scenario)
+
+
 def test_checkpoints_are_written_when_due_and_once_per_version(tmp_path: Path) -> None:
     async def scenario(harness: TrainerHarness) -> None:
         for step in range(2):
