@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress as ProgressBar
 
 from asyncrl.config import RunConfig, load_config
@@ -105,6 +106,12 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
             async with asyncio.TaskGroup() as group:
                 for index in range(total):
                     group.create_task(evaluate(index))
+        if rewards.counts.failures:
+            console.print(
+                f"[yellow]{rewards.counts.failures} rewards failed and counted as 0: "
+                f"{escape(rewards.counts.describe_failures())}[/]",
+                soft_wrap=True,
+            )
     except BaseExceptionGroup as group:
         raise first_error(group) from group
     finally:

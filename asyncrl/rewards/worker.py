@@ -10,9 +10,11 @@ replaced in a fraction of a second.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -22,6 +24,9 @@ from asyncrl.errors import RewardError
 from asyncrl.rewards import protocol
 from asyncrl.rewards.scoring import LoadedTerm, finish, last_lines, score
 from asyncrl.rewards.supervisor import supervise
+
+_OOM_SCORE_ADJUSTMENT = 500
+"""Of -1000 to 1000; processes that the functions start inherit it."""
 
 
 class Streams:
@@ -60,6 +65,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk
     stay_on_helper_cores()
     supervise(parent, status, max_processes)
+    _be_the_first_to_run_out_of_memory()
     streams = Streams()
     setup = streams.read()
     if not isinstance(setup, protocol.Setup):
@@ -83,6 +89,12 @@ def main() -> None:
         return
     while isinstance(message := streams.read(), protocol.Call):
         streams.send(finish(score(message, terms, streams.send)))
+
+
+def _be_the_first_to_run_out_of_memory() -> None:
+    """Have the kernel kill reward functions for memory before the engine or the trainer."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJUSTMENT))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ def start(how, pids):
 def score(prompt, response, row):
     if response == "pid":
         return os.getpid()
+    if response == "oom":
+        return int(open("/proc/self/oom_score_adj").read())
     how, _, after = response.partition(" ")
     if how in ("fork", "setsid", "daemon", "stubborn"):
         start(how, row["pids"])
@@ -182,6 +184,15 @@ def test_a_busy_worker_that_is_killed_is_replaced_and_its_call_repeated(
             rewards = await asyncio.gather(*(pool.score("", one, row) for one in responses))
             assert [reward.value for reward in rewards] == [1.0] * 5
             assert (pool.counts.retried, pool.counts.failures, pool.scored) == (2, 0, 5)
+
+    asyncio.run(check())
+
+
+def test_the_kernel_kills_a_reward_function_for_memory_before_the_engine(source: Path) -> None:
+    async def check() -> None:
+        async with running({"name": f"{source}:score"}) as pool:
+            mine = int(Path("/proc/self/oom_score_adj").read_text())
+            assert (await pool.score("", "oom", {})).value > mine
 
     asyncio.run(check())
 
