@@ -189,9 +189,10 @@ def test_a_busy_worker_that_is_killed_is_replaced_and_its_call_repeated(
 
 
 def test_the_kernel_kills_a_reward_function_for_memory_before_the_engine(source: Path) -> None:
+    mine = int(Path("/proc/self/oom_score_adj").read_text())
+
     async def check() -> None:
         async with running({"name": f"{source}:score"}) as pool:
-            mine = int(Path("/proc/self/oom_score_adj").read_text())
             assert (await pool.score("", "oom", {})).value > mine
 
     asyncio.run(check())
