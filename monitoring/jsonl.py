@@ -2,13 +2,17 @@
 
 A writer hands each batch of whole lines to the operating system in one call, so a process killed
 with SIGKILL leaves at most one incomplete line, at the end. Opening the file for writing removes
-that line; readers ignore it. Numbers that JSON lacks (nan, infinities) are written as null.
+that line; readers ignore it. A full disk delays lines and does not end the writer's process.
+Numbers that JSON lacks (nan, infinities) are written as null.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import numbers
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -16,6 +20,8 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from monitoring.errors import RecordError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -67,6 +73,79 @@ class JsonlWriter:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class RetryingJsonlWriter:
+    """As `JsonlWriter`, for records whose loss is worse than a delay.
+
+    A disk that is full or cannot be written to does not end the process that keeps records: lines
+    that could not be written stay in memory, up to `keep_bytes`, and are written before the next
+    ones. It is logged once when that begins and once when it ends.
+    """
+
+    def __init__(self, path: Path, *, keep_bytes: int = 1 << 24) -> None:
+        self.path = path
+        self.dropped = 0
+        """Lines that were given up because `keep_bytes` of them waited already."""
+        self._keep_bytes = keep_bytes
+        self._encoder = msgspec.json.Encoder(enc_hook=_plain_number)
+        self._file: FileIO | None = None
+        self._waiting = bytearray()
+        self._failing = False
+        self._closed = False
+        self._write()
+
+    def append(self, records: Iterable[object]) -> None:
+        """Write one line per record and hand them to the operating system.
+
+        Raises:
+            ValueError: the writer was closed.
+        """
+        if self._closed:
+            raise ValueError(f"{self.path} was closed")
+        for record in records:
+            line = self._encoder.encode(record) + b"\n"
+            if len(self._waiting) + len(line) > self._keep_bytes and self._failing:
+                self.dropped += 1
+            else:
+                self._waiting += line
+        self._write()
+
+    def close(self) -> None:
+        """Close the file. Idempotent. Lines that cannot be written even now are logged."""
+        if self._closed:
+            return
+        self._write()
+        self._closed = True
+        lost = self._waiting.count(b"\n") + self.dropped
+        if lost:
+            logger.warning("%d lines of %s could not be written", lost, self.path)
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _write(self) -> None:
+        """Write what waits, as far as possible."""
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                _remove_incomplete_line(self.path)
+                self._file = self.path.open("ab", buffering=0)
+            while self._waiting:
+                # A part of a line that is written now is completed by the next attempt.
+                del self._waiting[: self._file.write(self._waiting) or 0]
+        except OSError as error:
+            if not self._failing:
+                logger.warning(
+                    "cannot write %s: %s. Its lines are kept in memory and written when possible",
+                    self.path,
+                    error.strerror,
+                )
+            self._failing = True
+        else:
+            if self._failing:
+                logger.warning("%s is written again; %d lines are lost", self.path, self.dropped)
+            self._failing = False
 
 
 def _remove_incomplete_line(path: Path) -> None:

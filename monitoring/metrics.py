@@ -267,6 +267,12 @@ class TrainerMetrics(ProcessMetrics):
     )
     weights_size: Gauge = gauge("asyncrl_weights_bytes", "Size of one version of the weights.")
     checkpoint_time: Histogram = histogram("asyncrl_checkpoint_seconds", "Writing one checkpoint.")
+    checkpoints_failed: By[Total] = counter(
+        "asyncrl_checkpoints_failed_total",
+        "Checkpoints that the disk did not take, by cause; training continues.",
+        label="cause",
+        values=("disk_full", "quota", "read_only", "io_error"),
+    )
     loss: Gauge = _learner_gauge(
         "asyncrl_loss", "Loss of the last step.", lambda step: step.learning.loss
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from monitoring.jsonl import JsonlWriter, read_jsonl
+from monitoring.jsonl import RetryingJsonlWriter, read_jsonl
 from wire.records import StepMetrics
 
 
@@ -22,7 +22,7 @@ class MetricsLog:
     """Appends a line per step to `path`."""
 
     def __init__(self, path: Path) -> None:
-        self._writer = JsonlWriter(path)
+        self._writer = RetryingJsonlWriter(path)
 
     def append(self, step: StepMetrics) -> None:
         """Write one step's record."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from monitoring.jsonl import JsonlWriter, read_jsonl
+from monitoring.jsonl import RetryingJsonlWriter, read_jsonl
 
 PIECE_SECONDS = 0.25
 """Shortest piece written while the use of slots keeps changing."""
@@ -77,7 +77,7 @@ class SlotLog:
     def __init__(
         self, path: Path | None, observe: Callable[[SlotPiece], None] | None = None
     ) -> None:
-        self._writer = None if path is None else JsonlWriter(path)
+        self._writer = None if path is None else RetryingJsonlWriter(path)
         self._observe = observe
         self._piece: SlotPiece | None = None
 

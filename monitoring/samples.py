@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from monitoring.jsonl import JsonlWriter, read_jsonl
+from monitoring.jsonl import RetryingJsonlWriter, read_jsonl
 
 TokenProvenance = Literal["sampled", "drafted", "verified"]
 """Where a token came from: the names of `rollout.trajectory.Provenance` in lower case."""
@@ -76,7 +76,7 @@ class SampleLog:
     """Appends trajectories to `path`."""
 
     def __init__(self, path: Path) -> None:
-        self._writer = JsonlWriter(path)
+        self._writer = RetryingJsonlWriter(path)
 
     def append(self, *records: SampleRecord) -> None:
         """Write the records and hand them to the operating system.

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from monitoring.jsonl import JsonlWriter
+from monitoring.jsonl import RetryingJsonlWriter
 from monitoring.spans import Span, SpanKind, continues, join
 
 
@@ -73,7 +73,7 @@ class Timeline:
         self._merge_gap = merge_gap
         self._observe = observe
         self._lock = threading.RLock()
-        self._writer = None if path is None else JsonlWriter(path)
+        self._writer = None if path is None else RetryingJsonlWriter(path)
         self._buffer: list[Span] = []
         self._open: dict[int, tuple[str, float, dict[str, Any]]] = {}
         self._opened = 0

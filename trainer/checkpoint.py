@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from trainer.checkpoint_files import remove_remains, set_aside, verified
 from trainer.checkpoint_manifest import check_settings, write_manifest
+from trainer.disk import check_space, unwritable
 from trainer.errors import CheckpointError
 from trainer.optimizer_state import load_state, save_state
 
@@ -62,24 +63,26 @@ def write(directory: Path, contents: Contents) -> None:
     the run.
 
     Raises:
-        CheckpointError: it could not be written; nothing of it is left, and no other is removed.
+        CheckpointUnwritable: the disk does not take it; nothing of it is left, and no other is
+            removed.
     """
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.writing")
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        remove_remains(directory.parent)
-        temporary.mkdir()
-        _fill(temporary, contents)
-        for path in [*temporary.rglob("*"), temporary]:
-            _sync(path)
-        if directory.exists():
-            set_aside(directory.parent, newer_than=contents.policy_version - 1)
-        temporary.rename(directory)
-        _sync(directory.parent)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write the checkpoint {directory}: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    needed = _bytes_of(contents)
+    with unwritable(directory, needed):
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            remove_remains(directory.parent)
+            check_space(directory.parent, needed)
+            temporary.mkdir()
+            _fill(temporary, contents)
+            for path in [*temporary.rglob("*"), temporary]:
+                _sync(path)
+            if directory.exists():
+                set_aside(directory.parent, newer_than=contents.policy_version - 1)
+            temporary.rename(directory)
+            _sync(directory.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def read(directory: Path, model: PreTrainedModel, settings: dict[str, Any]) -> Loaded:
@@ -110,6 +113,18 @@ def _fill(directory: Path, contents: Contents) -> None:
     _copy_tokenizer(contents.model_path, directory / "model")
     save_state(directory / "optimizer", contents.optimizer)
     write_manifest(directory, policy_version=contents.policy_version, settings=contents.settings)
+
+
+def _bytes_of(contents: Contents) -> int:
+    """Size of the tensors of a checkpoint; its other files are small."""
+    weights = {tensor.data_ptr(): tensor for tensor in contents.model.state_dict().values()}
+    optimizer = [
+        value
+        for state in contents.optimizer.get("state", {}).values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return sum(tensor.nbytes for tensor in [*weights.values(), *optimizer])
 
 
 def _copy_tokenizer(model_path: str, target: Path) -> None:

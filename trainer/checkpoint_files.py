@@ -68,6 +68,15 @@ def choose(checkpoints: Path, step: int | None = None) -> ResumePoint:
     return ResumePoint()
 
 
+def newest_complete(checkpoints: Path) -> int | None:
+    """Step of the newest checkpoint that has all its files, by their sizes; None without one.
+
+    Quick, for messages and to count: contents are not read.
+    """
+    steps = sorted(_found(checkpoints).items(), reverse=True)
+    return next((step for step, directory in steps if has_its_files(directory)), None)
+
+
 def verified(directory: Path) -> Manifest:
     """Read a whole checkpoint once and return its manifest.
 

@@ -4,7 +4,8 @@ TrainerError
 ├── UnsupportedModelError  the trainer cannot load or train this model
 ├── BatchError             a group was refused (size, tokens, version, twice): nothing accumulated
 ├── NonFiniteError         a loss or gradient is not finite: the weights are untouched
-└── CheckpointError        a checkpoint cannot be written, read or resumed from
+└── CheckpointError        a checkpoint cannot be read or resumed from
+    └── CheckpointUnwritable  it cannot be written: the disk is full, read-only, or at fault
 
 `BatchError` and `NonFiniteError` name the group or the step.
 """
@@ -30,3 +31,18 @@ class NonFiniteError(TrainerError):
 
 class CheckpointError(TrainerError):
     """A checkpoint could not be written, read or resumed from; the message names the file."""
+
+
+class CheckpointUnwritable(CheckpointError):  # noqa: N818 - says what is the case
+    """The disk does not take a checkpoint now; nothing of it is left.
+
+    Args:
+        message: with the path, and the bytes needed and free.
+        cause: one of `CAUSES`.
+    """
+
+    CAUSES = ("disk_full", "quota", "read_only", "io_error")
+
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause

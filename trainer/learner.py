@@ -204,7 +204,7 @@ class Learner:
         again. Older checkpoints in the same folder are removed, `keep_checkpoints` stay.
 
         Raises:
-            CheckpointError: it could not be written; those that exist are untouched.
+            CheckpointUnwritable: the disk does not take it; those that exist are untouched.
         """
         checkpoint.write(
             directory,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -15,6 +17,8 @@ from asyncrl.cores import HELPER_CORES, divide_machine, stay_on
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
 from asyncrl.processes.spec import ChildKeys, ChildSpec
+
+logger = logging.getLogger(__name__)
 
 _LOG_TAIL_BYTES = 16_384
 
@@ -105,7 +109,7 @@ class LocalLauncher:
         if self._plan is not None:
             stay_on(self._plan.helpers)
             environment[HELPER_CORES] = ",".join(map(str, self._plan.helpers))
-        with log.open("ab") as output:
+        with _open_log(log) as output:
             process = subprocess.Popen(
                 [
                     sys.executable,
@@ -133,3 +137,12 @@ def hand_over(keys: ChildKeys, process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None  # noqa: S101
     with contextlib.suppress(BrokenPipeError), process.stdin:  # it may have ended already
         process.stdin.write(msgspec.msgpack.encode(keys))
+
+
+def _open_log(path: Path) -> BinaryIO:
+    """The log file; where the disk does not take one, the output is dropped and that is logged."""
+    try:
+        return path.open("ab")
+    except OSError as error:
+        logger.warning("no log of this process: %s", error)
+        return Path(os.devnull).open("ab")

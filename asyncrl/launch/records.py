@@ -18,6 +18,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -33,7 +34,7 @@ from asyncrl.launch.identity import (
     with_variable,
 )
 from monitoring.errors import RecordError
-from monitoring.jsonl import JsonlWriter, read_jsonl
+from monitoring.jsonl import RetryingJsonlWriter, read_jsonl
 
 MARK_VARIABLE = "ASYNCRL_CONTROLLER_MARK"
 """The environment variable that every process of a run inherits."""
@@ -73,7 +74,7 @@ class ProcessRecords:
         """Record a child that was just started; does nothing if it has already ended."""
         process = identity_of(pid)
         if process is not None:
-            with JsonlWriter(self._path) as writer:
+            with closing(RetryingJsonlWriter(self._path)) as writer:
                 writer.append([ProcessRecord(name, process, self.mark)])
 
     def kill_all(self) -> None:

@@ -39,12 +39,14 @@ An error in a loop goes to `Waiter.fail`, which raises it in the phase that wait
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import RunFailed
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.evaluation.round import Accuracy
+from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.inbox import Inbox, Message
@@ -56,10 +58,11 @@ from asyncrl.run.watchdog import Watchdog
 from asyncrl.tasks.prompts import Task
 from scheduler import events
 from wire import Hub
-from wire.messages import control, to_generator
+from wire.messages import control, from_trainer, to_generator
 
 WATCH_SECONDS = 0.2
 SHOW_SECONDS = 0.25
+LAST_MESSAGES_SECONDS = 0.5
 
 
 class Controller:
@@ -88,6 +91,7 @@ class Controller:
         self._training = Training(
             config, requests, fleet=fleet, progress=progress, waiter=self._waiter
         )
+        self._checkpoints = CheckpointRecord(directory.path / "checkpoints", progress.say)
         self._inbox = Inbox(
             directory,
             fleet,
@@ -95,6 +99,7 @@ class Controller:
             evaluation=self._evaluation,
             progress=progress,
             waiter=self._waiter,
+            checkpoints=self._checkpoints,
         )
         self._watchdog = Watchdog(
             fleet, training=self._training, evaluation=self._evaluation, progress=progress
@@ -132,6 +137,18 @@ class Controller:
         finally:
             for loop in loops:
                 loop.cancel()
+
+    async def unsaved(self) -> str | None:
+        """After all processes have ended: why the last state is not saved; None if it is."""
+        if self._checkpoints.missing(self._training.trained_steps) is None:
+            return None
+        with contextlib.suppress(TimeoutError):  # what the trainer said last is there already
+            async with asyncio.timeout(LAST_MESSAGES_SECONDS):
+                while True:
+                    _, message = await self._hub.receive()
+                    if isinstance(message, from_trainer.CheckpointFailed):
+                        self._checkpoints.failed(message)
+        return self._checkpoints.missing(self._training.trained_steps)
 
     async def stop(self) -> None:
         """Finish the current step, then end the run."""

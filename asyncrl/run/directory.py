@@ -172,11 +172,18 @@ class RunDirectory:
         )
 
     def write_state(self) -> None:
-        """Replace run.json by `state`."""
-        write_atomically(self.path / "run.json", msgspec.json.encode(self.state).decode())
+        """Replace run.json by `state`.
+
+        A disk that does not take it does not end the run: it is logged, and the next call tries
+        again.
+        """
+        try:
+            write_atomically(self.path / "run.json", msgspec.json.encode(self.state).decode())
+        except OSError as error:
+            logger.warning("cannot write %s: %s", self.path / "run.json", error.strerror)
 
     def write_result(self, result: RunResult) -> None:
-        """Write result.json."""
+        """Write result.json. Raises OSError."""
         text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
         write_atomically(self.path / "result.json", text + "\n")
 

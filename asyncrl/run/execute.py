@@ -16,7 +16,7 @@ from functools import partial
 from rich.console import Console
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import AsyncrlError, Interrupted, UserError, WaitTimeout
+from asyncrl.errors import AsyncrlError, Interrupted, RunFailed, UserError, WaitTimeout
 from asyncrl.launch import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.shared_memory import remove_stale_files
@@ -30,7 +30,7 @@ from asyncrl.run.interrupts import Interrupts
 from asyncrl.run.prepare import Prepared
 from asyncrl.run.progress import Progress
 from asyncrl.run.resuming import rewind
-from monitoring.errors import MonitoringError
+from monitoring.errors import MonitoringError, ReportError
 from monitoring.exporter import exporter_for
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics, new_registry
@@ -99,8 +99,17 @@ def execute(
         finally:
             # Also for a run that failed: the report shows how far it came.
             if wants_report:
-                with contextlib.suppress(MonitoringError):
-                    write_report(directory.path)
+                _write_report(directory, console)
+
+
+def _write_report(directory: RunDirectory, console: Console) -> None:
+    """Write report.html; say why not where it cannot be written."""
+    try:
+        write_report(directory.path)
+    except ReportError:
+        return  # the folder was removed, or holds nothing yet
+    except (MonitoringError, OSError) as error:
+        console.print(f"no report: {error}", highlight=False, soft_wrap=True, markup=False)
 
 
 async def _run(
@@ -167,11 +176,12 @@ async def _run(
             except WaitTimeout as error:
                 console.print(f"[yellow]{error}[/]")
             _end_escaped(records, console)
+            unsaved = await controller.unsaved()
             _clean_up(runtime)
-            state.ended = ended
+            state.ended = "failed" if unsaved and ended == "done" else ended
             directory.write_state()
     result = progress.result(before, after, total_seconds=time.monotonic() - began)
-    directory.write_result(result)
+    _write_result(directory, result, unsaved)
     return result
 
 
@@ -185,6 +195,17 @@ def _clean_up(runtime: RuntimeDirectory) -> None:
     """Remove the run's sockets and files in shared memory; its processes have ended."""
     runtime.close()
     remove_stale_files()
+
+
+def _write_result(directory: RunDirectory, result: RunResult, unsaved: str | None) -> None:
+    """Write result.json, then raise RunFailed if it or the run's last state is not on the disk."""
+    lost = [] if unsaved is None else [unsaved]
+    try:
+        directory.write_result(result)
+    except OSError as error:
+        lost.insert(0, f"{directory.path / 'result.json'} cannot be written: {error.strerror}")
+    if lost:
+        raise RunFailed(". ".join(lost))
 
 
 def _end_escaped(records: ProcessRecords, console: Console) -> None:

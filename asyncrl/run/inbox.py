@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.errors import UserError
 from asyncrl.evaluation.fleet import FleetEvaluation
+from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet, Worker
 from asyncrl.run.progress import Progress
@@ -37,6 +38,7 @@ class Inbox:
         evaluation: FleetEvaluation,
         progress: Progress,
         waiter: Waiter,
+        checkpoints: CheckpointRecord,
     ) -> None:
         self._directory = directory
         self._fleet = fleet
@@ -44,6 +46,7 @@ class Inbox:
         self._evaluation = evaluation
         self._progress = progress
         self._waiter = waiter
+        self._checkpoints = checkpoints
         self._of_generators: _Handlers = {
             from_generator.GeneratorReady: self._generator_ready,
             from_generator.SampleFinished: self._sample_finished,
@@ -59,6 +62,7 @@ class Inbox:
             from_trainer.TrainerReady: self._trainer_ready,
             from_trainer.StepFinished: self._step_finished,
             from_trainer.CheckpointWritten: self._checkpoint_written,
+            from_trainer.CheckpointFailed: self._checkpoint_failed,
             from_trainer.TrainerReport: self._trainer_report,
             from_trainer.PeerCutOff: self._peer_cut_off,
             from_trainer.Failure: self._failure,
@@ -153,6 +157,12 @@ class Inbox:
         self, worker: Worker, message: from_trainer.CheckpointWritten
     ) -> None:
         logger.info("%s wrote checkpoint %d: %s", worker.name, message.policy_version, message.path)
+        self._checkpoints.written(message)
+
+    async def _checkpoint_failed(
+        self, _worker: Worker, message: from_trainer.CheckpointFailed
+    ) -> None:
+        self._checkpoints.failed(message)
 
     async def _trainer_report(self, worker: Worker, message: from_trainer.TrainerReport) -> None:
         worker.trainer_report = message

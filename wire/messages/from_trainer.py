@@ -45,6 +45,18 @@ class CheckpointWritten(Message, frozen=True):
     path: str
 
 
+class CheckpointFailed(Message, frozen=True):
+    """The disk did not take a checkpoint. Training continues."""
+
+    policy_version: int
+    cause: str
+    """One of `trainer.errors.CheckpointUnwritable.CAUSES`."""
+    reason: str
+    """With its path, and the bytes needed and free."""
+    retry_version: int
+    """The trainer tries again at this policy version, or when it ends."""
+
+
 class TrainerReport(Message, frozen=True):
     """Sent once a second, so it also shows that the process is alive."""
 

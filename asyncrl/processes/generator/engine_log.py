@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from monitoring.jsonl import JsonlWriter
+from monitoring.jsonl import RetryingJsonlWriter
 from wire.messages.from_generator import GeneratorReport
 from wire.records import EngineStats
 
@@ -33,7 +33,7 @@ class EngineLog:
     """Writes the lines. Used by one event loop."""
 
     def __init__(self, path: Path) -> None:
-        self._writer = JsonlWriter(path)
+        self._writer = RetryingJsonlWriter(path)
         self._lengths: list[int] = []
 
     def add_length(self, length: int) -> None:

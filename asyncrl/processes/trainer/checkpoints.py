@@ -1,4 +1,4 @@
-"""Writes the trainer's checkpoints."""
+"""Writes the trainer's checkpoints, and tries again when the disk does not take one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from pathlib import Path
 
 from asyncrl.processes.trainer.step_trainer import TrainerRecords
 from monitoring.spans import SpanKind
+from trainer.checkpoint_files import path_of
+from trainer.errors import CheckpointUnwritable
 from trainer.learner import Learner
-from wire.messages.from_trainer import CheckpointWritten
+from wire.messages.from_trainer import CheckpointFailed, CheckpointWritten
 
 
 class Checkpoints:
     """Saves the learner to `DIRECTORY/step-NNNNNN`, each version at most once.
+
+    If the disk does not take a checkpoint, training continues. Another is tried after 1, 2, 4, ...
+    steps, at most `every` apart, and whenever one is due.
 
     Args:
         learner: at the version that it was loaded or resumed from, which is not saved again.
@@ -32,22 +37,32 @@ class Checkpoints:
         self._timeline = records.timeline
         self._sample_log = records.samples
         self._saved_version = learner.policy_version
+        self._failures = 0
+        self._retry_at: int | None = None
 
-    async def save_if_due(self) -> CheckpointWritten | None:
-        """Save every so many steps; None if the present version is not due."""
-        return None if self._learner.policy_version % self._every else await self.save()
+    async def save_if_due(self) -> CheckpointWritten | CheckpointFailed | None:
+        """Save every so many steps, or try again; None if the present version is not due."""
+        version = self._learner.policy_version
+        is_retry = self._retry_at is not None and version >= self._retry_at
+        return await self.save() if is_retry or version % self._every == 0 else None
 
-    async def save(self) -> CheckpointWritten | None:
-        """Save the present version; None if it is saved already. Raises CheckpointError."""
+    async def save(self) -> CheckpointWritten | CheckpointFailed | None:
+        """Save the present version; None if it is saved already."""
         version = self._learner.policy_version
         if version == self._saved_version:
             return None
         if self._sample_log is not None:
             await self._sample_log.written()  # a resumed run does not train these steps again
-        path = self._directory / f"step-{version:06d}"
+        path = path_of(self._directory, version)
         began = time.monotonic()
-        with self._timeline.span(SpanKind.SAVING, version=version):
-            await asyncio.to_thread(self._learner.save, path)
+        try:
+            with self._timeline.span(SpanKind.SAVING, version=version):
+                await asyncio.to_thread(self._learner.save, path)
+        except CheckpointUnwritable as error:
+            self._failures += 1
+            self._retry_at = version + min(2 ** (self._failures - 1), self._every)
+            self._metrics.checkpoints_failed.of(error.cause).inc()
+            return CheckpointFailed(version, error.cause, str(error), self._retry_at)
         self._metrics.checkpoint_time.observe(time.monotonic() - began)
-        self._saved_version = version
+        self._saved_version, self._failures, self._retry_at = version, 0, None
         return CheckpointWritten(version, str(path))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from asyncrl_runs import CommandLine, call, until
+from small_disks import small_disk
 from whole_checkpoints import truncate
 
 from asyncrl.config import load_config
@@ -227,6 +228,22 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
     assert [step.step for step in command_line.metrics()] == list(range(steps + 2))
     log = (command_line.folder / "logs" / "generator-0.log").read_text()
     assert "tokens of an earlier process" in log
+
+
+def test_a_run_on_a_disk_that_takes_no_checkpoint_trains_to_its_end_and_says_so(
+    command_line: CommandLine, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        command_line.runs = disk.path
+        done = command_line.run(trainer__checkpoint_every=1)
+        said = " ".join(done.stdout.split())
+        assert done.returncode == 1, done.stdout
+        assert "step-000001 cannot be written: No space left on device (" in said
+        assert said.count("Training continues") == 1
+        assert "the last state of the run, after step 3, is not saved" in said
+        assert command_line.result().steps == 3
+        assert [step.step for step in command_line.metrics()] == [0, 1, 2]
+        assert json.loads((command_line.folder / "run.json").read_text())["ended"] == "failed"
 
 
 def test_a_closed_terminal_ends_the_run_in_order(command_line: CommandLine) -> None:

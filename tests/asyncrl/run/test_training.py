@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import RunFailed, UserError
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.evaluation.round import Accuracy
+from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory, read_state
 from asyncrl.run.inbox import Inbox
 from asyncrl.run.sample_requests import SampleRequests
@@ -64,6 +65,7 @@ class Run:
             evaluation=self.evaluation,
             progress=self.progress,
             waiter=self.waiter,
+            checkpoints=CheckpointRecord(self.directory.path / "checkpoints", self.progress.say),
         )
 
     async def hear(self, name: str, message: Any) -> list[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from monitoring.metrics import TrainerMetrics, new_registry
 from monitoring.timeline import Timeline
 from monitoring.trained_samples import read_trained_samples
 from rollout.trajectory import SampleId, Trajectory
+from trainer.errors import CheckpointUnwritable
 from wire.messages import data, from_trainer, to_trainer
 from wire.refusals import Refusals
 from wire.weights.writer import WeightPublisher
@@ -39,6 +40,8 @@ class FakeLearner:
         self.policy_version = 0
         self.groups: list[list[int]] = [[]]
         self.saved: list[Path] = []
+        self.attempts: list[int] = []
+        self.disk_is_full: Callable[[int], bool] = lambda _: False
         self.added = threading.Event()
         self.logged_at_save = 0
 
@@ -56,6 +59,9 @@ class FakeLearner:
         return [("w", torch.zeros(3))]
 
     def save(self, directory: Path) -> None:
+        self.attempts.append(self.policy_version)
+        if self.disk_is_full(self.policy_version):
+            raise CheckpointUnwritable(f"{directory} cannot be written", "disk_full")
         self.saved.append(directory)
         self.logged_at_save = len(list(read_trained_samples(directory.parent / "samples")))
 
@@ -83,12 +89,17 @@ class FakeHub:
 
 
 class TrainerHarness:
-    """A trainer process of two groups a step among fakes. It saves every second step."""
+    """A trainer process of two groups a step among fakes. It saves every `every` steps."""
 
     running: asyncio.Task[None]
 
     def __init__(
-        self, directory: Path, publisher: WeightPublisher, *, in_order: bool = False
+        self,
+        directory: Path,
+        publisher: WeightPublisher,
+        *,
+        every: int = 2,
+        in_order: bool = False,
     ) -> None:
         self.learner, self.control, self.hub = FakeLearner(), FakeLine(), FakeHub()
         self.registry = new_registry()
@@ -103,7 +114,7 @@ class TrainerHarness:
         self.process = TrainerProcess(
             StepTrainer(learner, publisher, records),
             GroupQueue(GROUP_SIZE),
-            Checkpoints(learner, directory, every=2, records=records),
+            Checkpoints(learner, directory, every=every, records=records),
             control,
             hub,
             records,
@@ -126,13 +137,18 @@ class TrainerHarness:
 
 
 def play(
-    directory: Path, scenario: Any, *, checkpoint: bool = False, in_order: bool = False
+    directory: Path,
+    scenario: Any,
+    *,
+    checkpoint: bool = False,
+    every: int = 2,
+    in_order: bool = False,
 ) -> TrainerHarness:
     """Run a scenario; shut down afterwards."""
 
     async def run() -> TrainerHarness:
         with WeightPublisher(directory, "run") as publisher:
-            harness = TrainerHarness(directory, publisher, in_order=in_order)
+            harness = TrainerHarness(directory, publisher, every=every, in_order=in_order)
             async with asyncio.timeout(20):
                 harness.running = asyncio.create_task(harness.process.run(metrics_port=None))
                 try:
@@ -218,6 +234,26 @@ def test_a_shutdown_with_checkpoint_saves_a_version_that_is_not_due(tmp_path: Pa
 
     assert play(tmp_path, scenario).learner.saved == []
     assert play(tmp_path, scenario, checkpoint=True).learner.saved == [tmp_path / "step-000001"]
+
+
+def test_training_continues_on_a_full_disk_and_checkpoints_are_tried_again(
+    tmp_path: Path,
+) -> None:
+    async def scenario(harness: TrainerHarness) -> None:
+        harness.learner.disk_is_full = lambda version: version != 12
+        for step in range(13):
+            harness.deliver(step, step=step)
+            harness.control.inbox.put_nowait(to_trainer.StepPlan(step, (step,)))
+        await harness.sent(from_trainer.StepFinished, 13)
+
+    harness = play(tmp_path, scenario, checkpoint=True, every=4)
+    # Due at 4; then after 1, 2, 4 and at most 4 steps, and when due.
+    assert harness.learner.attempts == [4, 5, 7, 8, 12, 13]
+    assert harness.learner.saved == [tmp_path / "step-000012"]
+    failed = [one for one in harness.control.sent if isinstance(one, from_trainer.CheckpointFailed)]
+    assert [one.retry_version for one in failed] == [5, 7, 11, 12, 14]
+    assert failed[-1].policy_version == 13, "the last state, at the end"
+    assert isinstance(harness.control.sent[-1], from_trainer.Goodbye)
 
 
 def test_a_group_that_is_reported_as_failed_after_its_gradient_ends_the_run(

@@ -1,0 +1,56 @@
+"""What became of the trainer's checkpoints, for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.checkpoint_files import newest_complete
+from wire.messages.from_trainer import CheckpointFailed, CheckpointWritten
+
+
+class CheckpointRecord:
+    """Says once when checkpoints begin to fail, for each cause, and once when they succeed again.
+
+    Args:
+        directory: of all checkpoints of the run.
+        say: shows a sentence to the user.
+    """
+
+    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
+        self._directory = directory
+        self._say = say
+        self._failed: CheckpointFailed | None = None
+
+    def written(self, message: CheckpointWritten) -> None:
+        """The trainer wrote a checkpoint."""
+        if self._failed is not None:
+            self._say(f"checkpoints are written again: {message.path}")
+        self._failed = None
+
+    def failed(self, message: CheckpointFailed) -> None:
+        """The disk did not take a checkpoint."""
+        if self._failed is None or self._failed.cause != message.cause:
+            self._say(
+                f"{message.reason}. Training continues; the next attempt is after step "
+                f"{message.retry_version}, the newest checkpoint is {self._newest()}"
+            )
+        self._failed = message
+
+    def missing(self, steps: int) -> str | None:
+        """Why the state after `steps` steps is not saved; None if it is, or there is none."""
+        newest = newest_complete(self._directory)
+        if steps == 0 or (newest is not None and newest >= steps):
+            return None
+        why = "the trainer ended without saving it; see logs/trainer.log"
+        if self._failed is not None:
+            why = self._failed.reason
+        return (
+            f"the last state of the run, after step {steps}, is not saved: {why}. The newest "
+            f"checkpoint is {self._newest()}; once checkpoints can be written, continue from there "
+            "with --resume"
+        )
+
+    def _newest(self) -> str:
+        newest = newest_complete(self._directory)
+        return "none" if newest is None else f"that of step {newest}"

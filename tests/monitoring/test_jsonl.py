@@ -1,0 +1,75 @@
+"""Records on a disk that is full: kept, written later, and never torn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+from small_disks import SmallDisk, small_disk
+
+from monitoring.jsonl import RetryingJsonlWriter, read_jsonl
+
+
+class Line(msgspec.Struct):
+    number: int
+    text: str = "x" * 1000
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path / "disk", "64k") as mounted:
+        yield mounted
+
+
+def numbers(path: Path) -> list[int]:
+    return [line.number for line in read_jsonl(path, Line)]
+
+
+def test_lines_that_a_full_disk_did_not_take_are_written_when_there_is_room(
+    disk: SmallDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = disk.path / "metrics.jsonl"
+    with closing(RetryingJsonlWriter(path)) as writer:
+        writer.append([Line(0)])
+        disk.fill(leave=2_500)
+        with caplog.at_level(logging.WARNING):
+            for number in range(1, 30):
+                writer.append([Line(number)])
+        whole = numbers(path)
+        assert 1 <= len(whole) < 30
+        assert len(caplog.records) == 1
+        assert f"cannot write {path}: No space left" in caplog.text
+        disk.free()
+        writer.append([Line(30)])
+        assert numbers(path) == list(range(31))
+        assert "is written again; 0 lines are lost" in caplog.text
+    assert len(caplog.records) == 2
+
+
+def test_a_writer_keeps_a_bounded_number_of_lines_and_says_what_is_lost(
+    disk: SmallDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = disk.path / "metrics.jsonl"
+    disk.fill(leave=0)
+    writer = RetryingJsonlWriter(path, keep_bytes=5_000)
+    for number in range(20):
+        writer.append([Line(number)])
+    assert writer.dropped == 16
+    writer.close()
+    assert "20 lines of" in caplog.text
+    with pytest.raises(ValueError, match="was closed"):
+        writer.append([Line(0)])
+
+
+def test_a_file_that_cannot_be_opened_yet_is_opened_later(disk: SmallDisk) -> None:
+    path = disk.path / "timeline" / "trainer.jsonl"
+    disk.remount("ro")
+    with closing(RetryingJsonlWriter(path)) as writer:
+        writer.append([Line(0)])
+        disk.remount("rw")
+        writer.append([Line(1)])
+    assert numbers(path) == [0, 1]
