@@ -144,7 +144,7 @@ class RetryingJsonlWriter:
             self._failing = True
         else:
             if self._failing:
-                logger.warning("%s is written again; %d lines are lost", self.path, self.dropped)
+                logger.warning("%s can be written now; %d lines are lost", self.path, self.dropped)
             self._failing = False
 
 

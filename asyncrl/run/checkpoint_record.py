@@ -25,7 +25,7 @@ class CheckpointRecord:
     def written(self, message: CheckpointWritten) -> None:
         """The trainer wrote a checkpoint."""
         if self._failed is not None:
-            self._say(f"checkpoints are written again: {message.path}")
+            self._say(f"checkpoints can be written now: {message.path}")
         self._failed = None
 
     def failed(self, message: CheckpointFailed) -> None:

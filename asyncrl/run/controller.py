@@ -39,7 +39,6 @@ An error in a loop goes to `Waiter.fail`, which raises it in the phase that wait
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 
 from asyncrl.config import RunConfig
@@ -62,7 +61,7 @@ from wire.messages import control, from_trainer, to_generator
 
 WATCH_SECONDS = 0.2
 SHOW_SECONDS = 0.25
-LAST_MESSAGES_SECONDS = 0.5
+LAST_MESSAGE_SECONDS = 0.2
 
 
 class Controller:
@@ -142,13 +141,17 @@ class Controller:
         """After all processes have ended: why the last state is not saved; None if it is."""
         if self._checkpoints.missing(self._training.trained_steps) is None:
             return None
-        with contextlib.suppress(TimeoutError):  # what the trainer said last is there already
-            async with asyncio.timeout(LAST_MESSAGES_SECONDS):
-                while True:
-                    _, message = await self._hub.receive()
-                    if isinstance(message, from_trainer.CheckpointFailed):
-                        self._checkpoints.failed(message)
+        while (message := await self._message_within(LAST_MESSAGE_SECONDS)) is not None:
+            if isinstance(message, from_trainer.CheckpointFailed):
+                self._checkpoints.failed(message)
         return self._checkpoints.missing(self._training.trained_steps)
+
+    async def _message_within(self, seconds: float) -> Message | None:
+        try:
+            async with asyncio.timeout(seconds):
+                return (await self._hub.receive())[1]
+        except TimeoutError:
+            return None
 
     async def stop(self) -> None:
         """Finish the current step, then end the run."""

@@ -46,7 +46,7 @@ def test_lines_that_a_full_disk_did_not_take_are_written_when_there_is_room(
         disk.free()
         writer.append([Line(30)])
         assert numbers(path) == list(range(31))
-        assert "is written again; 0 lines are lost" in caplog.text
+        assert "can be written now; 0 lines are lost" in caplog.text
     assert len(caplog.records) == 2
 
 

@@ -29,7 +29,7 @@ def test_each_cause_is_said_once_and_so_is_the_end(tmp_path: Path) -> None:
     record.failed(failed(5, "read_only"))
     assert len(said) == 2
     record.written(CheckpointWritten(6, "step-000006"))
-    assert said[2] == "checkpoints are written again: step-000006"
+    assert said[2] == "checkpoints can be written now: step-000006"
 
 
 def test_the_last_state_is_missing_unless_it_is_on_the_disk(tmp_path: Path) -> None:
