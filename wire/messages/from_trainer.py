@@ -84,5 +84,12 @@ class Goodbye(Message, frozen=True):
 
 
 FromTrainer = (
-    TrainerReady | StepFinished | CheckpointWritten | TrainerReport | PeerCutOff | Failure | Goodbye
+    TrainerReady
+    | StepFinished
+    | CheckpointWritten
+    | CheckpointFailed
+    | TrainerReport
+    | PeerCutOff
+    | Failure
+    | Goodbye
 )

@@ -233,7 +233,7 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
 def test_a_run_on_a_disk_that_takes_no_checkpoint_trains_to_its_end_and_says_so(
     command_line: CommandLine, tmp_path: Path
 ) -> None:
-    with small_disk(tmp_path / "disk", "2m") as disk:
+    with small_disk(tmp_path / "disk", "900k") as disk:
         command_line.runs = disk.path
         done = command_line.run(trainer__checkpoint_every=1)
         said = " ".join(done.stdout.split())
