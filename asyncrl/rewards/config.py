@@ -52,7 +52,7 @@ class RewardConfig(BaseModel):
     on_error: Literal["stop", "zero"] = "stop"
     """What happens when a function raises, hangs, returns no finite number or loses its process
     `max_attempts` times. `stop`: the run ends with its error. `zero`: the response gets the reward
-    0; the failure is logged and counted by function and reason."""
+    0; failures are counted by function and reason, and the first ones logged."""
 
     @property
     def labels(self) -> tuple[str, ...]:

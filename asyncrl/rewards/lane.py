@@ -239,7 +239,7 @@ class Lane:
         if self._abandoned:
             self._return_sent()
             return
-        log.warning("the process of a reward worker %s", lost)
+        log.warning("the process of a reward worker %s", str(lost).partition("\n")[0])
         victims = self._computed()
         if lost.too_many and len(victims) == 1:
             (culprit,) = victims

@@ -26,6 +26,9 @@ from wire.records import RewardCounts
 
 log = logging.getLogger(__name__)
 
+_LOGGED_FAILURES = 10
+"""Failures of each function and reason that are logged one by one."""
+
 
 class RewardPool:
     """Scores responses in `config.workers` processes. Used from one asyncio event loop.
@@ -115,7 +118,7 @@ class RewardPool:
             self._failures[error.function, error.reason] += 1
             if self._config.on_error == "stop":
                 raise
-            log.warning("counted as 0 (rewards.on_error: zero): %s", error)
+            self._log_failure(error)
             return Reward(0.0)
         self.scored += 1
         self._note_magnitude(reward)
@@ -156,6 +159,12 @@ class RewardPool:
             for lane in self._lanes:
                 lane.abandon(pending)
             raise
+
+    def _log_failure(self, error: RewardFailed) -> None:
+        """Log the first failures of a kind, then the 2^n-th: each may have a long traceback."""
+        count = self._failures[error.function, error.reason]
+        if count <= _LOGGED_FAILURES or count.bit_count() == 1:
+            log.warning("counted as 0 (rewards.on_error: zero), number %d: %s", count, error)
 
     def _note_magnitude(self, reward: Reward) -> None:
         for label, value in zip(self._labels, reward.terms, strict=False):

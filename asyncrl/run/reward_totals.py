@@ -41,8 +41,8 @@ class RewardTotals:
                     self._tell(
                         (function, reason),
                         f"WARNING: reward {function!r} gave no reward ({_words(reason)}); that "
-                        "counts as 0 (rewards.on_error: zero). The generators' logs have each "
-                        "case; metrics.jsonl and result.json count them in reward_failures",
+                        "counts as 0 (rewards.on_error: zero). The generators' logs show the "
+                        "first cases; reward_failures in metrics.jsonl counts them",
                     )
         for function, value in self._now.largest.items():
             self._tell(

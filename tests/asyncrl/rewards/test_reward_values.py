@@ -120,8 +120,11 @@ def test_failures_are_counted_and_absurd_values_warned_about_once(
             assert pool.counts.failed == {"score": {"not_finite": 1, "raised": 1}}
             assert (pool.counts.failures, pool.scored) == (2, 4)
             assert pool.counts.largest == {"score": 5e6}
+            await asyncio.gather(*(pool.score("", "two", {}) for _ in range(99)))
+            assert pool.counts.failed["score"]["raised"] == 100
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(check())
     assert caplog.text.count("dominate every advantage") == 1
+    assert caplog.text.count("could not convert string to float: 'two'") == 10 + 3
     assert "mine.py:score' failed for the response '1e39' to example 'q-1'" in caplog.text

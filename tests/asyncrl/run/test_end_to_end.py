@@ -220,7 +220,8 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
     assert stopped.returncode == 0, stopped.stdout
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
-    assert "continue with --resume" in output
+    assert "continue with: asyncrl run" in output
+    assert "--resume" in output
     steps = command_line.steps()
     assert (command_line.folder / "checkpoints" / f"step-{steps:06d}").is_dir()
     done = command_line.run("--resume", run__steps=steps + 2)
