@@ -41,6 +41,7 @@ _OUT_OF_BOUNDS = (
     "less_than",
     "less_than_equal",
     "finite_number",
+    "string_pattern_mismatch",
 )
 
 _Location = tuple[int | str, ...]
@@ -100,7 +101,9 @@ def _explain(detail: ErrorDetails, model: type[BaseModel]) -> str:
 
 def _reworded(message: str) -> str:
     bare = message.removeprefix("Value error, ")
-    return bare.replace("Input should be ", "must be ", 1)
+    for before, after in (("Input should be ", "must be "), ("String should ", "must ")):
+        bare = bare.replace(before, after, 1)
+    return bare
 
 
 def _path(location: _Location) -> str:

@@ -30,6 +30,7 @@ from asyncrl.run.interrupts import Interrupts
 from asyncrl.run.prepare import Prepared
 from asyncrl.run.progress import Progress
 from asyncrl.run.resuming import rewind
+from asyncrl.suggestions import shortened
 from monitoring.errors import MonitoringError, ReportError
 from monitoring.exporter import exporter_for
 from monitoring.live import LiveView
@@ -73,13 +74,19 @@ def execute(
         if exporter is not None:
             closing.callback(exporter.close)
             console.print(f"metrics: {exporter.url}", highlight=False)
-        directory = RunDirectory.create(
-            config,
-            resume=resume,
-            clean=clean,
-            resume_from=resume_from,
-            say=partial(console.print, highlight=False),
-        )
+        try:
+            directory = RunDirectory.create(
+                config,
+                resume=resume,
+                clean=clean,
+                resume_from=resume_from,
+                say=partial(console.print, highlight=False),
+            )
+        except OSError as error:
+            raise UserError(
+                f"run.directory: the run's folder {shortened(str(config.directory))} cannot be "
+                f"written: {error.strerror}"
+            ) from error
         closing.callback(directory.close)
         metrics = ControllerMetrics.register(registry, process="controller")
         wants_report = True

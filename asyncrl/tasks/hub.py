@@ -43,9 +43,9 @@ def unusable() -> str | None:
         return None
     os.environ["HF_HUB_OFFLINE"] = "1"
     if "huggingface_hub" in sys.modules:  # which has read the variable already
-        import huggingface_hub
+        from huggingface_hub import constants
 
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        constants.HF_HUB_OFFLINE = True
     return f"{endpoint} cannot be reached ({problem})"
 
 
@@ -59,9 +59,12 @@ def cached_model(name: str) -> Path | None:
 
 def not_found(name: str, setting: str, kind: str, reason: str) -> str:
     """The message for an id that is no local path and not in the cache, without the hub."""
+    hint = near(Path(name))
+    if not hint.startswith(" Did"):  # what an id looks like is rarely meant as a folder
+        hint = ""
     return (
         f"{setting}: {name!r} is neither a local {kind} (looked from {Path.cwd()}) nor in the "
-        f"hub's cache, and the hub cannot be used: {reason}.{near(Path(name))}"
+        f"hub's cache, and the hub cannot be used: {reason}.{hint}"
     )
 
 

@@ -55,6 +55,7 @@ def mistakes(*overrides: str, values: dict[str, Any] | None = None) -> list[str]
         ("rewards.functions=[{name: format, weight: true}]", "functions[0].weight: must be a num"),
         ("engine.kind=[" + "x," * 5000 + "]", "engine.kind: must be 'torch', 'vllm' or 'sglang'"),
         ("run.name=" + "x" * 100_000, "run.name: "),
+        ("run.name=a/b", "(given: 'a/b'). Name of the run and of its folder: letters, digits"),
         ("x" * 100_000 + "=1", "there is no such key. Known: "),
     ],
 )

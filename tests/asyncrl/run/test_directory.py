@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from asyncrl_runs import until
+from rich.console import Console
 from whole_checkpoints import write_whole
 
 from asyncrl.config import RunConfig, parse_config
@@ -20,7 +21,10 @@ from asyncrl.processes import shared_memory
 from asyncrl.run import failed_starts
 from asyncrl.run.control import ask
 from asyncrl.run.directory import RunDirectory, find_run, is_alive
+from asyncrl.run.execute import execute
+from asyncrl.run.prepare import Prepared
 from asyncrl.run.resuming import checkpoint_settings
+from asyncrl.tasks.prompts import LoadedTask
 from wire.messages.control import StatusRequest
 
 
@@ -220,3 +224,12 @@ def test_a_request_to_a_run_that_ended_says_how_it_ended(
         UserError, match=rf"is not active: .*{words}.*--resume.*asyncrl report mine"
     ):
         ask(made.path, StatusRequest())
+
+
+@pytest.mark.parametrize("place", ["/dev/null/x", "/proc/no-such-folder", "x" * 300])
+def test_a_folder_that_cannot_be_written_is_named_with_its_key(place: str) -> None:
+    values = {"run": {"directory": place}, "monitoring": {"metrics": False}}
+    task = LoadedTask(train=[], evaluation=[], stop_tokens=(), tokenizer=None)
+    prepared = Prepared(parse_config(values, source="test"), "unused", task)
+    with pytest.raises(UserError, match=f"^run.directory: the run's folder {place[:90]}.*cannot"):
+        execute(prepared, resume=False, clean=False, console=Console(quiet=True))

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants, file_download
 
 from asyncrl.errors import DataError, ModelError
 from asyncrl.tasks import hub
@@ -26,7 +26,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.unusable.cache_clear()
     yield
     hub.unusable.cache_clear()
@@ -96,8 +96,8 @@ def test_a_cached_model_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
     (snapshot / "config.json").write_text("{}")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.file_download, "HF_HUB_CACHE", str(tmp_path), raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(file_download, "HF_HUB_CACHE", str(tmp_path), raising=False)
     with pytest.raises(ModelError, match="has no tokenizer"):
         resolve_model(ModelConfig(path="me/mine"), None)
     builtin_tokenizer().save_pretrained(snapshot)
