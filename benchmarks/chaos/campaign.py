@@ -1,0 +1,157 @@
+"""Kills processes of one run at random moments, one after the other, and measures each recovery."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.launch.identity import ProcessIdentity, identity_of, send
+from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
+from benchmarks.chaos.victims import CONTROLLER, Victim, find
+from monitoring.errors import RecordError
+from monitoring.group_account import GroupAccount, read_account
+from monitoring.spans import SpanKind, read_timelines
+from wire.records import StepMetrics
+
+STEPS_AFTER = 3
+"""Steps that must be finished after a kill before the next one: those that it can have delayed."""
+MOST_SECONDS_BETWEEN = 2.0
+"""The next kill follows after a uniformly drawn time up to this."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One process killed."""
+
+    victim: str
+    step: int
+    """Steps trained before it."""
+    seconds_to_next_step: float
+    """The longest time without a finished step, from the kill to STEPS_AFTER finished steps."""
+    engine_start_seconds: float
+    """From the start of the first process that was started in consequence, the controller
+    included, until the last of them was ready; 0 if none was started."""
+
+    @property
+    def seconds_beyond_start(self) -> float:
+        """Of `seconds_to_next_step`: what was not the start of processes."""
+        return max(0.0, self.seconds_to_next_step - self.engine_start_seconds)
+
+
+@dataclass
+class Outcome:
+    """What came of one run in which processes were killed."""
+
+    run: str
+    kills: list[Kill] = field(default_factory=list)
+    failure: str | None = None
+    """Why a kill was not survived; None if all were."""
+    exit_code: int | None = None
+    """Of the controller that ended the run in order."""
+    account: GroupAccount = field(default_factory=lambda: GroupAccount(0, (), (), ()))
+    steps: list[StepMetrics] = field(default_factory=list)
+    leftovers: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def staleness_max(self) -> int:
+        """The oldest token that was trained on, in optimizer steps."""
+        return max((step.staleness.max for step in self.steps), default=0)
+
+    def slowest(self) -> float | None:
+        """Largest `seconds_to_next_step`."""
+        return max((kill.seconds_to_next_step for kill in self.kills), default=None)
+
+    def median(self) -> float | None:
+        """Median `seconds_to_next_step`."""
+        seconds = [kill.seconds_to_next_step for kill in self.kills]
+        return statistics.median(seconds) if seconds else None
+
+
+def kill_one_after_the_other(
+    setup: Setup, name: str, victims: Sequence[Victim], *, seed: int
+) -> Outcome:
+    """Carry out a run in which these processes are killed in this order.
+
+    Args:
+        setup: of the run.
+        name: of the run.
+        victims: the type of each process to kill.
+        seed: of the moments.
+    """
+    # Enough steps that the run is still training after the last kill.
+    run = LiveRun(setup, name, steps=100 * (len(victims) + 1))
+    outcome = Outcome(name)
+    moments = random.Random(seed)
+    try:
+        run.start()
+        run.until(lambda: run.last_step_at() > 0, "its first step")
+        run.note_sockets()
+        for victim in victims:
+            time.sleep(moments.uniform(0, MOST_SECONDS_BETWEEN))
+            outcome.kills.append(_kill(run, victim))
+        outcome.exit_code = run.end()
+    except ChaosError as error:
+        outcome.failure = str(error)
+    finally:
+        run.abandon()
+    try:
+        outcome.account, outcome.steps = read_account(run.path), run.records()
+    except (OSError, RecordError) as error:
+        outcome.failure = outcome.failure or f"{name} has no records: {error}"
+    outcome.leftovers = run.leftovers()
+    return outcome
+
+
+def _kill(run: LiveRun, victim: Victim) -> Kill:
+    """Kill one process and wait until the run has recovered. Raises ChaosError if it does not."""
+    run.until(lambda: find(run, victim) is not None, f"a process of type {victim.name}")
+    process = find(run, victim)
+    if process is None:
+        raise run.error(f"lost its {victim.name} before it was killed")
+    step = len(run.records())
+    killed_at = time.time()
+    if victim is CONTROLLER:
+        run.kill()
+        run.start("--resume")
+    else:
+        send(process, signal.SIGKILL)
+    ends = [killed_at]
+    for _ in range(STEPS_AFTER):
+        last = ends[-1]
+        run.until(lambda last=last: run.last_step_at() > last, f"a step after the {victim.name}")  # type: ignore[misc]
+        ends.append(run.last_step_at())
+    run.note_sockets()
+    return Kill(
+        victim.name,
+        step,
+        seconds_to_next_step=max(after - before for before, after in itertools.pairwise(ends)),
+        engine_start_seconds=_start_seconds(run, killed_at),
+    )
+
+
+def _start_seconds(run: LiveRun, since: float) -> float:
+    """From the start of the first process since then until the last one was ready."""
+    timelines = read_timelines(run.path / "timeline")
+    controller = identity_of(run.controller)
+    begun = [] if controller is None else [_unix_start(controller)]
+    ready = []
+    for record in run.children():
+        started = _unix_start(record.process)
+        begun.append(started)
+        spans = timelines.get(record.name, ())
+        starting = (s for s in spans if s.kind == SpanKind.STARTING and s.start >= started)
+        if started >= since and (span := next(starting, None)) is not None:
+            ready.append(span.end)
+    return max(ready) - min(one for one in begun if one >= since) if ready else 0.0
+
+
+def _unix_start(process: ProcessIdentity) -> float:
+    """When a process was started, as Unix time."""
+    since_boot = process.started / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot

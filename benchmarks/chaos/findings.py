@@ -1,0 +1,140 @@
+"""What the runs with kills show, against a run that was left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.chaos.campaign import STEPS_AFTER, Outcome
+from benchmarks.chaos.lengths import FALSE_ALARM, lengths_of, p_value
+from benchmarks.chaos.victims import VICTIMS
+from wire.records import StepMetrics
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A run with kills against the run left alone, over the steps that both have."""
+
+    same_groups: bool
+    """Whether each step trained on the same groups."""
+    length_p_value: float
+    """Of the hypothesis that the lengths trained on have one distribution."""
+
+    @property
+    def same_lengths(self) -> bool:
+        """Whether the test finds no difference; it errs with probability FALSE_ALARM at most."""
+        return self.length_p_value >= FALSE_ALARM
+
+
+def compare(outcome: Outcome, alone: Sequence[StepMetrics]) -> Comparison | None:
+    """The comparison; None where a run has no step."""
+    both = min(len(outcome.steps), len(alone))
+    if not both:
+        return None
+    same = [one.groups.trained for one in outcome.steps[:both]] == [
+        one.groups.trained for one in alone[:both]
+    ]
+    return Comparison(same, p_value(lengths_of(outcome.steps[:both]), lengths_of(alone[:both])))
+
+
+@dataclass
+class Findings:
+    """All runs of the benchmark."""
+
+    wanted: int
+    """Kills of each type that were to be made."""
+    outcomes: dict[str, Outcome]
+    """By type of process."""
+    alone: list[StepMetrics]
+    """The steps of the run left alone."""
+
+    def ratios(self) -> dict[str, float]:
+        """One number per name, over all types."""
+        outcomes = list(self.outcomes.values())
+        kills = [kill for outcome in outcomes for kill in outcome.kills]
+        compared = [compare(outcome, self.alone) for outcome in outcomes]
+        return {
+            "kills": len(kills),
+            "not_recovered": self.wanted * len(outcomes) - len(kills),
+            "groups_lost": sum(len(outcome.account.lost) for outcome in outcomes),
+            "groups_twice": sum(len(outcome.account.twice) for outcome in outcomes),
+            "groups_failed": sum(len(outcome.account.failed) for outcome in outcomes),
+            "seconds_to_next_step_max": max((k.seconds_to_next_step for k in kills), default=0.0),
+            "engine_start_seconds_max": max((k.engine_start_seconds for k in kills), default=0.0),
+            "seconds_beyond_start_max": max((k.seconds_beyond_start for k in kills), default=0.0),
+            "staleness_max": max((outcome.staleness_max for outcome in outcomes), default=0),
+            "runs_with_other_groups": sum(one is None or not one.same_groups for one in compared),
+            "runs_with_other_lengths": sum(one is None or not one.same_lengths for one in compared),
+            "leftovers": sum(sum(outcome.leftovers.values()) for outcome in outcomes),
+        }
+
+    def raw(self) -> dict[str, Any]:
+        """All numbers, by type of process."""
+        return {
+            "wanted_kills_by_type": self.wanted,
+            "steps_after_a_kill": STEPS_AFTER,
+            "length_test_false_alarm": FALSE_ALARM,
+            "by_type": {name: self._raw_of(outcome) for name, outcome in self.outcomes.items()},
+        }
+
+    def _raw_of(self, outcome: Outcome) -> dict[str, Any]:
+        comparison = compare(outcome, self.alone)
+        return {
+            "kills": [dataclasses.asdict(kill) for kill in outcome.kills],
+            "failure": outcome.failure,
+            "exit_code": outcome.exit_code,
+            "steps": len(outcome.steps),
+            "groups_trained": outcome.account.trained,
+            "groups_failed": len(outcome.account.failed),
+            "groups_lost": len(outcome.account.lost),
+            "groups_twice": len(outcome.account.twice),
+            "staleness_max": outcome.staleness_max,
+            "leftovers": outcome.leftovers,
+            "same_groups": None if comparison is None else comparison.same_groups,
+            "length_p_value": None if comparison is None else comparison.length_p_value,
+        }
+
+    @property
+    def failed(self) -> bool:
+        """Whether something that must hold does not."""
+        ratios = self.ratios()
+        zeros = (
+            *("not_recovered", "groups_lost", "groups_twice", "staleness_max", "leftovers"),
+            *("runs_with_other_groups", "runs_with_other_lengths"),
+        )
+        return any(ratios[name] for name in zeros)
+
+    def table(self) -> Table:
+        """One line per type."""
+        table = Table(title=f"{self.wanted} random SIGKILLs of each type of process")
+        for column in (
+            *("killed", "kills", "recovered", "next step, s", "max", "starts, max"),
+            *("groups lost", "twice", "failed", "same ids", "lengths, p", "staleness", "left over"),
+        ):
+            table.add_column(column, justify="left" if column == "killed" else "right")
+        for name, outcome in self.outcomes.items():
+            comparison = compare(outcome, self.alone)
+            account = outcome.account
+            starts = max((kill.engine_start_seconds for kill in outcome.kills), default=None)
+            table.add_row(
+                VICTIMS[name].about if name in VICTIMS else name,
+                str(self.wanted),
+                str(len(outcome.kills)),
+                _seconds(outcome.median()),
+                _seconds(outcome.slowest()),
+                _seconds(starts),
+                *(str(len(groups)) for groups in (account.lost, account.twice, account.failed)),
+                "-" if comparison is None else ("yes" if comparison.same_groups else "NO"),
+                "-" if comparison is None else f"{comparison.length_p_value:.2f}",
+                str(outcome.staleness_max),
+                str(sum(outcome.leftovers.values())),
+            )
+        return table
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

@@ -1,0 +1,121 @@
+"""Kill processes of real runs at random moments: does a run lose, repeat or change anything?
+
+    python -m benchmarks.chaos [--quick] [--json FILE]
+
+For each type of process one run of `examples/arithmetic.yaml` (embedded torch, `on_update: verify`
+with run-ahead, `max_off_policy_steps: 0`) is started with the command line, as a user does. Again
+and again, at a random moment, one process of the type is killed with SIGKILL, and the run has to
+finish three more steps before the next kill. The controller is killed too; then `asyncrl run
+--resume` follows at once. At the end the run is stopped in order. A further run with the same seed
+is left alone. Then, from the files of the runs alone:
+
+groups lost, twice    by `monitoring.group_account`, over all steps, resumes included
+seconds to next step  longest time without a finished step, among the three that follow a kill;
+                      also how much of it processes took to start
+same ids              each step trained on the same groups as in the run left alone
+lengths, p            Kolmogorov-Smirnov test of the response lengths trained on against those of
+                      the run left alone, for the same steps; a run is called different below
+                      p = 0.001, the probability of a false alarm
+staleness             of the oldest token trained on, in optimizer steps
+left over             processes, folders of sockets and shared files after the end of the run
+
+The learning rate is a tenth of the example's, so that the policies of two runs stay close enough
+for their lengths to be compared; verification still rejects tokens. Exit code 1 if a kill was not
+survived, a group was lost or trained on twice, or anything else that must hold does not.
+
+--quick: 20 kills of each type, about 20 minutes on two quiet cores. In full 60, and vLLM's engine
+core where vLLM is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.chaos.campaign import kill_one_after_the_other
+from benchmarks.chaos.findings import Findings
+from benchmarks.chaos.live_run import Setup, carry_out
+from benchmarks.chaos.victims import CONTROLLER, ENGINE_CORE, GENERATOR, REWARD, TRAINER, VICTIMS
+from benchmarks.report import write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "examples" / "arithmetic.yaml"
+SETTINGS = (
+    *("scheduler.group_size=4", "scheduler.groups_per_step=4", "engine.slots=24"),
+    *("trainer.learning_rate=2e-5", "trainer.checkpoint_every=5", "evaluation.prompts=4"),
+    *("launcher.max_restarts=1000", "monitoring.live=plain"),
+)
+PRINTED_WIDTH = 150
+"""Characters per line if the output goes to a file."""
+MOST_STEPS_ALONE = 400
+"""The run left alone has at most this many steps."""
+
+
+def measure(setup: Setup, victims: Sequence[str], kills: int, seed: int) -> Findings:
+    """All runs with kills, then one left alone. Raises ChaosError if that one fails."""
+    outcomes = {}
+    for number, name in enumerate(victims):
+        victim = VICTIMS[name]
+        engine = f"engine.kind={victim.engine}"
+        own = Setup(setup.config, setup.folder, (*setup.settings, engine), setup.timeout_seconds)
+        outcomes[name] = kill_one_after_the_other(own, name, [victim] * kills, seed=seed + number)
+        print(
+            f"{name}: {len(outcomes[name].kills)} of {kills} recovered",
+            outcomes[name].failure or "",
+            flush=True,
+        )
+    most = max((len(outcome.steps) for outcome in outcomes.values()), default=0)
+    alone = carry_out(setup, "left-alone", min(MOST_STEPS_ALONE, max(1, most)))
+    return Findings(kills, outcomes, alone.records())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print the table, write the file. Returns 1 if something that must hold does not."""
+    options = _options(arguments)
+    console = Console(width=None if sys.stdout.isatty() else PRINTED_WIDTH)
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(options.keep or made)
+        folder.mkdir(parents=True, exist_ok=True)
+        setup = Setup(CONFIG, folder, SETTINGS)
+        findings = measure(setup, options.types, options.kills, options.seed)
+    console.print(findings.table())
+    if options.json:
+        raw = {"load_before": load, "load_after": os.getloadavg()[0], **findings.raw()}
+        write_json(options.json, "chaos", raw, findings.ratios())
+    return 1 if findings.failed else 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="20 kills of each type, no vLLM")
+    parser.add_argument("--kills", type=int, help="of each type, instead of 20 or 60")
+    parser.add_argument("--types", metavar="A,B", help=f"only these: {', '.join(VICTIMS)}")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep the runs in this folder")
+    options = parser.parse_args(arguments)
+    options.kills = options.kills or (20 if options.quick else 60)
+    options.types = options.types.split(",") if options.types else _types(quick=options.quick)
+    unknown = [name for name in options.types if name not in VICTIMS]
+    if unknown:
+        parser.error(f"no type {unknown[0]!r}; the types are {', '.join(VICTIMS)}")
+    return options
+
+
+def _types(*, quick: bool) -> list[str]:
+    """The types of processes to kill unless the user chooses."""
+    types = [GENERATOR, TRAINER, REWARD, CONTROLLER]
+    if not quick and importlib.util.find_spec("vllm") is not None:
+        types.append(ENGINE_CORE)
+    return [one.name for one in types]

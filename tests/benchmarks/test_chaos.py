@@ -1,0 +1,116 @@
+"""A run survives the death of its processes, and the benchmark sees it if one does not."""
+
+from __future__ import annotations
+
+import runpy
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from asyncrl_runs import OWN
+
+from benchmarks.chaos.campaign import Kill, Outcome, kill_one_after_the_other
+from benchmarks.chaos.findings import Findings, compare
+from benchmarks.chaos.lengths import p_value
+from benchmarks.chaos.live_run import Setup
+from benchmarks.chaos.main import SETTINGS
+from benchmarks.chaos.victims import CONTROLLER, GENERATOR, REWARD
+from monitoring.group_account import account_of
+from wire.records import BatchMetrics, StalenessMetrics, StepGroups, StepMetrics
+
+
+@pytest.mark.slow
+def test_a_run_survives_generator_reward_worker_and_controller(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    runpy.run_path(str(OWN / "make_model.py"))["make"](model)
+    own = (f"model.path={model}", "engine.slots=16")
+    setup = Setup(OWN / "run.yaml", tmp_path, (*SETTINGS, *own))
+    outcome = kill_one_after_the_other(setup, "run", [GENERATOR, REWARD, CONTROLLER], seed=1)
+    assert outcome.failure is None
+    assert [kill.victim for kill in outcome.kills] == ["generator", "reward", "controller"]
+    assert outcome.exit_code == 0
+    assert outcome.account.is_exact
+    assert not outcome.account.failed
+    assert outcome.account.trained == 4 * len(outcome.steps)
+    assert [step.step for step in outcome.steps] == list(range(len(outcome.steps)))
+    assert outcome.staleness_max == 0
+    assert outcome.leftovers == {"processes": 0, "sockets": 0, "shared_memory": 0}
+    assert outcome.kills[0].engine_start_seconds > 0
+
+
+def counted(lengths: np.ndarray) -> Counter[int]:
+    return Counter(lengths.tolist())
+
+
+def test_lengths_of_one_distribution_are_rarely_called_different() -> None:
+    """At 5%; 400 pairs give more than 32 false alarms with a probability below 0.5%."""
+    random = np.random.default_rng(5)
+    alarms = sum(
+        p_value(counted(random.geometric(0.05, 300)), counted(random.geometric(0.05, 500))) < 0.05
+        for _ in range(400)
+    )
+    assert alarms <= 32
+
+
+def test_other_lengths_are_found() -> None:
+    random = np.random.default_rng(5)
+    longer = counted(random.geometric(0.04, 2000))
+    assert p_value(counted(random.geometric(0.05, 2000)), longer) < 1e-6
+    assert p_value(longer, longer) == 1.0
+    with pytest.raises(ValueError, match="no sample"):
+        p_value(longer, Counter())
+
+
+def steps(groups: list[tuple[int, ...]], *, length: int = 3) -> list[StepMetrics]:
+    batch = BatchMetrics(response_lengths={length: 500})
+    return [
+        StepMetrics(step=i, time=1.0, groups=StepGroups(trained=trained), batch=batch)
+        for i, trained in enumerate(groups)
+    ]
+
+
+def outcome_of(records: list[StepMetrics], **more: object) -> Outcome:
+    kill = Kill("generator", 1, seconds_to_next_step=9.0, engine_start_seconds=8.0)
+    values: dict[str, object] = {
+        "kills": [kill], "account": account_of(records, 2), "steps": records, "leftovers": {}
+    }  # fmt: skip
+    return Outcome("generator", **{**values, **more})  # type: ignore[arg-type]
+
+
+ALONE = steps([(0, 1), (2, 3), (4, 5)])
+
+
+def test_a_run_that_lost_nothing_passes() -> None:
+    findings = Findings(1, {"generator": outcome_of(ALONE[:2])}, ALONE)
+    ratios = findings.ratios()
+    assert not findings.failed
+    assert (ratios["groups_lost"], ratios["groups_twice"]) == (0, 0)
+    assert ratios["seconds_to_next_step_max"] == 9.0
+    assert ratios["seconds_beyond_start_max"] == 1.0
+    assert findings.raw()["by_type"]["generator"]["same_groups"]
+    assert findings.table().row_count == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "what"),
+    [
+        (outcome_of(steps([(0, 1), (3,)])), "groups_lost"),
+        (outcome_of(steps([(0, 1), (1, 2, 3)])), "groups_twice"),
+        (outcome_of(steps([(0, 1), (3, 2)])), "runs_with_other_groups"),
+        (outcome_of(steps([(0, 1), (2, 3)], length=4)), "runs_with_other_lengths"),
+        (outcome_of(ALONE, kills=[], failure="it ended"), "not_recovered"),
+        (outcome_of(ALONE, leftovers={"processes": 1}), "leftovers"),
+        (outcome_of([]), "runs_with_other_groups"),
+    ],
+)
+def test_whatever_a_run_lost_fails_the_benchmark(outcome: Outcome, what: str) -> None:
+    findings = Findings(1, {"generator": outcome}, ALONE)
+    assert findings.failed
+    assert findings.ratios()[what] > 0
+
+
+def test_stale_tokens_fail_the_benchmark() -> None:
+    stale = [StepMetrics(step=0, time=1.0, staleness=StalenessMetrics(max=1))]
+    assert outcome_of(stale).staleness_max == 1
+    assert compare(outcome_of([]), ALONE) is None
