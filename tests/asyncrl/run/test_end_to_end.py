@@ -18,8 +18,8 @@ from small_disks import small_disk
 from whole_checkpoints import truncate
 
 from asyncrl.config import load_config
+from asyncrl.launch.identity import status_of
 from asyncrl.run.directory import RunDirectory, read_state
-from monitoring.group_account import read_account
 from monitoring.same_training import difference
 from monitoring.trained_samples import read_trained_samples
 from wire.records import StepMetrics
@@ -125,21 +125,6 @@ def test_verified_work_is_exactly_of_the_policy_that_trains_on_it(
     assert steps[-1].tokens.rejected > 0, "the policy hardly moved, so nothing was rejected"
 
 
-def test_a_killed_generator_is_replaced_and_nothing_is_lost(command_line: CommandLine) -> None:
-    process = command_line.start(run__steps=STEPS, scheduler__on_update="verify")
-    until(lambda: command_line.steps() >= 2, seconds=90, what="two steps")
-    victim = command_line.children("generator")[0]
-    os.kill(victim, signal.SIGKILL)
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, output
-    assert "generator-0 was killed by SIGKILL" in output
-    assert "started generator-0.1 in place of generator-0" in output
-    assert [step.step for step in command_line.metrics()] == list(range(STEPS))
-    account = read_account(command_line.folder)
-    assert account.is_exact
-    assert account.trained == 4 * STEPS
-
-
 def test_a_killed_trainer_ends_the_run_with_its_last_words(command_line: CommandLine) -> None:
     process = command_line.start(run__steps=STEPS)
     until(lambda: command_line.steps() >= 2, seconds=90, what="two steps")
@@ -204,6 +189,9 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
     process = command_line.start(run__steps=500)
     until(lambda: command_line.steps() >= 2, seconds=90, what="two steps")
     asyncrl = [sys.executable, "-m", "asyncrl"]
+    for suspended in (*command_line.children("generator"), *command_line.children("trainer")):
+        suspend_and_continue(suspended)
+    suspend_and_continue(process.pid)
     status = call([*asyncrl, "status", str(command_line.folder), "--json"])
     assert status.returncode == 0, status.stdout
     shown: dict[str, Any] = json.loads(status.stdout)
@@ -245,6 +233,16 @@ def test_a_run_on_a_disk_that_takes_no_checkpoint_trains_to_its_end_and_says_so(
         assert command_line.result().steps == 3
         assert [step.step for step in command_line.metrics()] == [0, 1, 2]
         assert json.loads((command_line.folder / "run.json").read_text())["ended"] == "failed"
+
+
+def suspend_and_continue(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    until(
+        lambda: (status := status_of(pid)) is not None and status.is_stopped,
+        seconds=10,
+        what="a process to be suspended",
+    )
+    os.kill(pid, signal.SIGCONT)
 
 
 def test_a_closed_terminal_ends_the_run_in_order(command_line: CommandLine) -> None:
