@@ -74,7 +74,7 @@ def load_function(kind: FunctionKind, name: str, args: Mapping[str, Any]) -> Cal
     module = _module(kind, name, source)
     function = getattr(module, attribute, None)
     if function is None:
-        public = [n for n in dir(module) if not n.startswith("_")]
+        public = [n for n, _ in inspect.getmembers(module, callable) if not n.startswith("_")]
         raise kind.error(
             f"{kind.noun} {name!r}: {source} has no {attribute!r}.{nearest(attribute, public)}"
         )

@@ -106,11 +106,10 @@ class _Reading:
 
     def finish(self, path: str, setting: str) -> list[Question]:
         """The questions. Raises DataError if there are none; warns about those left out."""
-        listed = "; ".join(f"{bad.where}: {shortened(bad.reason)}" for bad in self.bad)
         if not self.questions and self.bad:
             raise DataError(
                 f"{setting}: no example of {path} can be used; {self.bad_count:,} were left out "
-                f"(task.on_bad_row: skip): {listed}"
+                f"(task.on_bad_row: skip), the first at {self.bad[0].where}: {self.bad[0].reason}"
             )
         if not self.questions:
             none = f"task.map left out all {self.left_out:,}" if self.left_out else "there are no"
@@ -120,6 +119,7 @@ class _Reading:
                 "task.map %r left out %d examples of %s", self.config.map, self.left_out, path
             )
         if self.bad:
+            listed = "; ".join(f"{bad.where}: {shortened(bad.reason)}" for bad in self.bad)
             ids = "the values of task.id_field" if self.config.id_field else "their row numbers"
             log.warning(
                 "left out %d of %d examples of %s (task.on_bad_row: skip): %s%s. The ids of the "

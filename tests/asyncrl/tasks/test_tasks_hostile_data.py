@@ -74,7 +74,9 @@ def test_a_bad_line_is_refused_with_its_place_or_left_out(
 def test_only_bad_rows_are_an_error_also_if_they_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_bytes(b"oops\n" * 5)
-    with pytest.raises(DataError, match=r"q\.jsonl can be used; 5 were left out .*q\.jsonl:1: not"):
+    with pytest.raises(
+        DataError, match=r"can be used; 5 were left out .*, the first at .*q\.jsonl:1: not"
+    ):
         load(path, on_bad_row="skip")
     with pytest.raises(DataError) as caught:
         load(path)
