@@ -37,6 +37,11 @@ _RETRY_SECONDS = 1.0
 """Time between two starts of a process that could not be started, while other lanes work."""
 _MAX_LOST_BEFORE_BEGIN = 3
 """Processes that may die with a call in their input before that counts as an attempt."""
+_SUSPENDED_SECONDS = 1.0
+"""A wait that ends this much too late means that this process, and perhaps the worker, was
+suspended."""
+_MAX_FORGOTTEN_WAITS = 3
+"""In a row: an event loop that is late again and again is busy."""
 _CANCEL_SECONDS = 1.0
 """Time for a worker of async functions to cancel a call that is overdue by itself."""
 
@@ -59,6 +64,7 @@ class Lane:
         self._began: dict[int, float] = {}
         self._term: dict[int, int] = {}
         self._heard = 0.0
+        self._forgotten_waits = 0
         self._limit = 1
         self._slowest = 0.0
         self._ready = False
@@ -161,16 +167,29 @@ class Lane:
 
         `None` waits without limit; `feed` sets one when it sends a call.
         """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             async with asyncio.timeout(seconds) as patience:
                 self._patience = patience if seconds is None else None
                 messages = await self._worker.receive()
         except TimeoutError:
+            now = loop.time()
+            late = now - (patience.when() or now)
+            if late > _SUSPENDED_SECONDS and self._forgotten_waits < _MAX_FORGOTTEN_WAITS:
+                self._forget_wait(now - began)
             return []
         finally:
             self._patience = None
-        self._heard = time.monotonic()
+        self._heard, self._forgotten_waits = time.monotonic(), 0
         return messages
+
+    def _forget_wait(self, seconds: float) -> None:
+        """Give every call the time of a wait again: nobody knows when in it the worker ran."""
+        self._forgotten_waits += 1
+        self._heard += seconds
+        for number in self._began:
+            self._began[number] += seconds
 
     def _is_overdue(self) -> bool:
         return bool(self._sent) and self._seconds_left() <= 0

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,10 @@ def start(how, pids):
 def score(prompt, response, row):
     if response == "pid":
         return os.getpid()
+    if response == "wait":
+        open(row["began"], "w").close()
+        while not os.path.exists(row["go"]):
+            time.sleep(0.01)
     if response == "oom":
         return int(open("/proc/self/oom_score_adj").read())
     how, _, after = response.partition(" ")
@@ -215,6 +220,27 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(tmp_path: Path
             # Its first repetition finds a process that is killed while it starts.
             assert (await pool.score("", "", {})).value == 1.0
             assert pool.counts.retried == 1
+
+    asyncio.run(check())
+
+
+def test_a_suspended_machine_makes_no_call_overdue(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        began, go = tmp_path / "began", tmp_path / "go"
+        async with running({"name": f"{source}:score"}, timeout_seconds=60) as pool:
+            row = {"began": str(began), "go": str(go)}
+            call = asyncio.create_task(pool.score("", "wait", row))
+            while not began.exists():  # noqa: ASYNC110 - another process's file
+                await asyncio.sleep(0.01)
+            clock = time.monotonic
+            monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000)
+            for _ in range(20):  # the loop's timers are due now
+                await asyncio.sleep(0.01)
+            assert not call.done()
+            go.touch()
+            assert (await call).value == 1.0
 
     asyncio.run(check())
 
