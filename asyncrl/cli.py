@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.errors import AsyncrlError, Interrupted, UserError
 from asyncrl.package_guard import refuse_foreign_packages
 from asyncrl.run.advice import DEFAULT_RUNS, resume_command
 from asyncrl.simulation.command import simulate
@@ -233,6 +233,13 @@ def _print_result(
 
 def main() -> None:
     """Run the command line; an expected error becomes one paragraph and an exit code."""
+    try:
+        _main()
+    except KeyboardInterrupt:  # before a run handles signals itself, or after it
+        sys.exit(Interrupted.exit_code)
+
+
+def _main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     sys.path.insert(0, str(Path.cwd()))  # so that `my_rewards:function` is found
     from engine.errors import EngineError

@@ -21,7 +21,7 @@ from wire.records import StepMetrics
 
 STEPS_AFTER = 3
 """Steps that must be finished after a kill before the next one: those that it can have delayed."""
-MOST_SECONDS_BETWEEN = 2.0
+MAX_SECONDS_BETWEEN = 2.0
 """The next kill follows after a uniformly drawn time up to this."""
 
 
@@ -93,7 +93,7 @@ def kill_one_after_the_other(
         run.until(lambda: run.last_step_at() > 0, "its first step")
         run.note_sockets()
         for victim in victims:
-            time.sleep(moments.uniform(0, MOST_SECONDS_BETWEEN))
+            time.sleep(moments.uniform(0, MAX_SECONDS_BETWEEN))
             outcome.kills.append(_kill(run, victim))
         outcome.exit_code = run.end()
     except ChaosError as error:

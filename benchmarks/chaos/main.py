@@ -54,7 +54,7 @@ SETTINGS = (
 )
 PRINTED_WIDTH = 150
 """Characters per line if the output goes to a file."""
-MOST_STEPS_ALONE = 400
+MAX_STEPS_ALONE = 400
 """The run left alone has at most this many steps."""
 
 
@@ -72,7 +72,7 @@ def measure(setup: Setup, victims: Sequence[str], kills: int, seed: int) -> Find
             flush=True,
         )
     most = max((len(outcome.steps) for outcome in outcomes.values()), default=0)
-    alone = carry_out(setup, "left-alone", min(MOST_STEPS_ALONE, max(1, most)))
+    alone = carry_out(setup, "left-alone", min(MAX_STEPS_ALONE, max(1, most)))
     return Findings(kills, outcomes, alone.records())
 
 

@@ -124,3 +124,16 @@ def test_the_third_signal_does_not_wait() -> None:
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
     assert process.returncode == Interrupted.exit_code
+
+
+def test_ctrl_c_before_a_run_begins_ends_the_command_without_a_traceback() -> None:
+    program = (
+        "import os, signal, time, asyncrl.cli as cli\n"
+        "def prepare(): os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
+        "cli.refuse_foreign_packages = prepare\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (Interrupted.exit_code, "")
