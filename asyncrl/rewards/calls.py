@@ -148,12 +148,16 @@ class CallQueue:
             reason="died",
         )
 
-    def too_many_processes(self, pending: PendingCall, term: int, how: str) -> RewardFailed:
-        """The error of a call that started too many processes. Repeating it would do so again."""
-        return RewardFailed(
-            f"reward {self.name(term)!r}: its process {how}. It was scoring {pending.description}",
-            function=self.label(term),
-            reason="too_many_processes",
+    def too_many_processes(self, pending: PendingCall, terms: dict[int, int], how: str) -> None:
+        """Fail a call that started too many processes: repeating it would do so again."""
+        term = terms.get(pending.number, 0)
+        pending.settle(
+            RewardFailed(
+                f"reward {self.name(term)!r}: its process {how}. It was scoring "
+                f"{pending.description}",
+                function=self.label(term),
+                reason="too_many_processes",
+            )
         )
 
     def overdue(self, pending: PendingCall, term: int) -> RewardTimeout:

@@ -217,8 +217,8 @@ class Lane:
             return
         self._forget(pending.number)
         if isinstance(message, Scored):
-            pending.settle(Reward(message.value, message.terms))
             self._slowest = max(self._slowest, message.seconds)
+            pending.settle(Reward(message.value, message.terms))
         elif isinstance(message, Failed):
             pending.settle(self._queue.failed(pending, message))
         if not self._sent:
@@ -247,8 +247,7 @@ class Lane:
             self._forget(pending.number)
         self._return_sent()
         if len(computed) == 1:
-            (culprit,) = computed
-            culprit.settle(self._queue.overdue(culprit, terms.get(culprit.number, 0)))
+            computed[0].settle(self._queue.overdue(computed[0], terms.get(computed[0].number, 0)))
         else:  # one of them blocks the worker
             self._queue.repeat_alone(computed)
         await self._worker.kill()
@@ -261,9 +260,7 @@ class Lane:
         log.warning("the process of a reward worker %s", str(lost).partition("\n")[0])
         victims = self._computed()
         if lost.too_many and len(victims) == 1:
-            (culprit,) = victims
-            term = self._term.get(culprit.number, 0)
-            culprit.settle(self._queue.too_many_processes(culprit, term, str(lost)))
+            self._queue.too_many_processes(victims[0], self._term, str(lost))
             self._return_sent()
         else:
             self._put_back(str(lost))
