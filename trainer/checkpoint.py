@@ -7,6 +7,7 @@ the manifest, `trainer.checkpoint_files` finds them.
 checkpoints/step-000012/
   model/            a Hugging Face directory: weights, configuration, tokenizer files
   optimizer/        optimizer state and random states: safetensors and JSON
+  steps.jsonl       what the trainer knows of the steps since the checkpoint before
   manifest.json     format, policy version (also the data cursor: steps trained), settings, and
                     size and digest of every other file; last
 ```
@@ -18,19 +19,22 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from trainer.checkpoint_files import remove_remains, set_aside, verified
+from trainer.checkpoint_files import STEPS, remove_remains, set_aside, verified
 from trainer.checkpoint_manifest import check_settings, write_manifest
 from trainer.disk import check_space, unwritable
 from trainer.errors import CheckpointError
 from trainer.optimizer_state import load_state, save_state
+from wire.records import TrainedStep
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5")
 
@@ -46,6 +50,8 @@ class Contents:
     policy_version: int
     settings: dict[str, Any]
     """Every setting that shapes the run, as JSON types."""
+    steps: Sequence[TrainedStep] = ()
+    """The steps since the checkpoint before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,8 @@ def _fill(directory: Path, contents: Contents) -> None:
     contents.model.save_pretrained(directory / "model")
     _copy_tokenizer(contents.model_path, directory / "model")
     save_state(directory / "optimizer", contents.optimizer)
+    lines = [msgspec.json.encode(step) + b"\n" for step in contents.steps]
+    (directory / STEPS).write_bytes(b"".join(lines))
     write_manifest(directory, policy_version=contents.policy_version, settings=contents.settings)
 
 

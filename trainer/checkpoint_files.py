@@ -15,11 +15,16 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from monitoring.errors import RecordError
+from monitoring.jsonl import read_jsonl
 from trainer.checkpoint_manifest import Manifest, has_its_files, read_manifest, verify_files
 from trainer.errors import CheckpointError
+from wire.records import TrainedStep
 
 _NAME = re.compile(r"step-(\d{6,})")
 _ASIDE = "set-aside"
+STEPS = "steps.jsonl"
+"""In a checkpoint: a `TrainedStep` for each step since the checkpoint before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,20 @@ def newest_complete(checkpoints: Path) -> int | None:
     """
     steps = sorted(_found(checkpoints).items(), reverse=True)
     return next((step for step, directory in steps if has_its_files(directory)), None)
+
+
+def steps_of(directory: Path) -> list[TrainedStep]:
+    """The steps that a verified checkpoint was written after, since the one before.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    try:
+        return read_jsonl(directory / STEPS, TrainedStep)
+    except FileNotFoundError:
+        return []
+    except (OSError, RecordError) as error:
+        raise CheckpointError(f"{directory / STEPS} cannot be read: {error}") from error
 
 
 def verified(directory: Path) -> Manifest:

@@ -40,7 +40,7 @@ from trainer.optimizer import learning_rate, make_adamw, scale_and_clip
 from trainer.packing import split_by_tokens
 from trainer.policy import PackedBatch, Policy
 from trainer.totals import StepTotals
-from wire.records import LearnerMetrics
+from wire.records import LearnerMetrics, TrainedStep
 
 
 class Learner:
@@ -197,11 +197,12 @@ class Learner:
                 seen.add(id(tensor))
                 yield name, tensor.detach()
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, steps: Sequence[TrainedStep] = ()) -> None:
         """Write a checkpoint of this version to `directory`, whole or not at all.
 
         Groups added since the last step are not part of it; after `restore` they must be added
-        again. Older checkpoints in the same folder are removed, `keep_checkpoints` stay.
+        again. Older checkpoints in the same folder are removed, `keep_checkpoints` stay. `steps` is
+        what is known of the steps since the last checkpoint.
 
         Raises:
             CheckpointUnwritable: the disk does not take it; those that exist are untouched.
@@ -214,6 +215,7 @@ class Learner:
                 model_path=self._model_path,
                 policy_version=self._version,
                 settings=self._settings,
+                steps=steps,
             ),
         )
         checkpoint_files.prune(directory.parent, self._config.keep_checkpoints, written=directory)

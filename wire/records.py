@@ -242,11 +242,29 @@ class TrainerTimes(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class TrainedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trainer knows of an optimizer step.
+
+    A checkpoint holds those of the steps since the one before, so that a resumed run can record
+    steps whose record a killed controller had not written.
+    """
+
+    step: int
+    """Index of the step, from 0."""
+    time: float
+    """Unix time of its end, in seconds."""
+    groups: tuple[int, ...]
+    """The groups that it trained on."""
+    metrics: LearnerMetrics
+    times: TrainerTimes
+
+
 class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
     """Share of time in which processes did nothing, 0 to 1."""
 
-    generator: float = 0.0
-    """By the engines' own clocks over the last seconds, mean over generators."""
+    generator: Measured = 0.0
+    """By the engines' own clocks over the last seconds, mean over generators. None: lost with a
+    killed controller."""
     trainer: float = 0.0
     """Waiting share of the step."""
 
@@ -280,10 +298,12 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """Training time so far, that before a resume included."""
     step_seconds: float = 0.0
     """Time since the previous step ended."""
-    tokens_per_second: float = 0.0
-    """Response tokens generated per second over the last seconds, all generators together."""
-    engine_busy_seconds: float = 0.0
-    """Time inside engine steps, all generators together, since this process began to train."""
+    tokens_per_second: Measured = 0.0
+    """Response tokens generated per second over the last seconds, all generators together. None:
+    lost with a killed controller."""
+    engine_busy_seconds: Measured = 0.0
+    """Time inside engine steps, all generators together, since this process began to train. None:
+    lost with a killed controller."""
     tokens: TokenCounts = TokenCounts()
     """Of all generators, since the run began."""
     idle: IdleShares = IdleShares()

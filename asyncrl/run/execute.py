@@ -235,7 +235,9 @@ def _open_progress(
     config: RunConfig, directory: RunDirectory, console: Console, metrics: ControllerMetrics
 ) -> Iterator[Progress]:
     """The run's progress, after the steps before its resume point."""
-    for sentence in rewind(directory.path, directory.resume_point):
+    for sentence in rewind(
+        directory.path, directory.resume_point, groups_per_step=config.scheduler.groups_per_step
+    ):
         console.print(sentence, highlight=False, soft_wrap=True)
     path = directory.path / "metrics.jsonl"
     earlier = read_metrics(path)

@@ -10,6 +10,16 @@ from wire.messages.from_trainer import StepFinished
 from wire.records import GroupTotals, StepGroups, StepMetrics
 
 
+def groups_of_step(step: int, trained: Sequence[int], per_step: int) -> StepGroups:
+    """What became of each group of a step; those that were not trained on had failed."""
+    every = range(step * per_step, (step + 1) * per_step)
+    known = set(trained)
+    return StepGroups(
+        trained=tuple(sorted(known)),
+        failed=tuple(group for group in every if group not in known),
+    )
+
+
 class RunGroups:
     """Counts what became of a run's groups.
 
@@ -26,13 +36,8 @@ class RunGroups:
         self._per_step = per_step
 
     def of_step(self, finished: StepFinished) -> StepGroups:
-        """What became of each group of a step; those that were not trained on had failed."""
-        trained = set(finished.groups)
-        every = range(finished.step * self._per_step, (finished.step + 1) * self._per_step)
-        return StepGroups(
-            trained=tuple(sorted(trained)),
-            failed=tuple(group for group in every if group not in trained),
-        )
+        """What became of each group of a step."""
+        return groups_of_step(finished.step, finished.groups, self._per_step)
 
     def settled(self, snapshot: SchedulerView | None) -> GroupTotals:
         """The groups settled by the whole run; before training those of earlier processes."""

@@ -16,11 +16,13 @@ import msgspec
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.run.atomic_files import write_atomically
+from asyncrl.run.lost_records import add_lost
 from monitoring.metrics_log import read_metrics
 from monitoring.samples import read_samples
-from trainer.checkpoint_files import ResumePoint, choose, set_aside
+from trainer.checkpoint_files import ResumePoint, choose, set_aside, steps_of
 from trainer.checkpoint_manifest import check_settings, settings_of
 from trainer.errors import CheckpointError
+from wire.records import StepMetrics, TrainedStep
 
 
 def find_resume_point(path: Path, config: RunConfig, step: int | None) -> ResumePoint:
@@ -50,16 +52,18 @@ def checkpoint_settings(config: RunConfig) -> dict[str, Any]:
     )
 
 
-def rewind(path: Path, point: ResumePoint) -> list[str]:
+def rewind(path: Path, point: ResumePoint, *, groups_per_step: int) -> list[str]:
     """Bring the checkpoints and records of the run at `path` to the resume point.
 
-    Newer checkpoints are moved aside, with a copy of the records that go with them.
+    Newer checkpoints are moved aside, with a copy of the records that go with them. Records that a
+    killed controller did not write are taken from the checkpoint.
 
     Returns:
         What the user should know, a sentence each.
 
     Raises:
         OSError: a file could not be moved or written.
+        UserError: the checkpoint's records cannot be read.
     """
     start = "its first step" if point.directory is None else point.directory.name
     said = [f"{fault}; resuming from {start} instead" for fault in point.faults]
@@ -71,14 +75,31 @@ def rewind(path: Path, point: ResumePoint) -> list[str]:
             if records.exists():
                 shutil.copyfile(records, aside / records.name)
         said.append(f"{moved}: kept in {aside}, as this run continues after step {point.step}")
+    recorded: list[StepMetrics] = []
     if metrics.exists():
         if not metrics.read_bytes().endswith(b"\n") and metrics.stat().st_size:
             said.append(f"the last line of {metrics} was incomplete and is dropped")
-        steps = [one for one in read_metrics(metrics) if one.step < point.step]
+        recorded = [one for one in read_metrics(metrics) if one.step < point.step]
+    steps = add_lost(recorded, _trained(point), groups_per_step=groups_per_step)
+    if metrics.exists() or steps:
         _write_lines(metrics, steps)
+    lost = sorted({one.step for one in steps} - {one.step for one in recorded})
+    if lost:
+        listed = ", ".join(map(str, lost))
+        said.append(f"{metrics} lacked the records of steps that were saved, now added: {listed}")
     if samples.exists():
         _write_lines(samples, [one for one in read_samples(samples) if one.step < point.step])
     return said
+
+
+def _trained(point: ResumePoint) -> list[TrainedStep]:
+    """What the trainer knew of the last steps before the resume point."""
+    if point.directory is None:
+        return []
+    try:
+        return [one for one in steps_of(point.directory) if one.step < point.step]
+    except CheckpointError as error:
+        raise UserError(str(error)) from error
 
 
 def _write_lines(path: Path, records: Sequence[msgspec.Struct]) -> None:

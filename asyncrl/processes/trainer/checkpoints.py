@@ -11,7 +11,8 @@ from monitoring.spans import SpanKind
 from trainer.checkpoint_files import path_of
 from trainer.errors import CheckpointUnwritable
 from trainer.learner import Learner
-from wire.messages.from_trainer import CheckpointFailed, CheckpointWritten
+from wire.messages.from_trainer import CheckpointFailed, CheckpointWritten, StepFinished
+from wire.records import TrainedStep
 
 
 class Checkpoints:
@@ -39,6 +40,19 @@ class Checkpoints:
         self._saved_version = learner.policy_version
         self._failures = 0
         self._retry_at: int | None = None
+        self._unsaved: list[TrainedStep] = []
+
+    def finished(self, step: StepFinished) -> None:
+        """Note a step, which the next checkpoint will hold."""
+        self._unsaved.append(
+            TrainedStep(
+                step=step.step,
+                time=time.time(),
+                groups=step.groups,
+                metrics=step.metrics,
+                times=step.times,
+            )
+        )
 
     async def save_if_due(self) -> CheckpointWritten | CheckpointFailed | None:
         """Save every so many steps, or try again; None if the present version is not due."""
@@ -57,7 +71,7 @@ class Checkpoints:
         began = time.monotonic()
         try:
             with self._timeline.span(SpanKind.SAVING, version=version):
-                await asyncio.to_thread(self._learner.save, path)
+                await asyncio.to_thread(self._learner.save, path, self._unsaved)
         except CheckpointUnwritable as error:
             self._failures += 1
             self._retry_at = version + min(2 ** (self._failures - 1), self._every)
@@ -65,4 +79,5 @@ class Checkpoints:
             return CheckpointFailed(version, error.cause, str(error), self._retry_at)
         self._metrics.checkpoint_time.observe(time.monotonic() - began)
         self._saved_version, self._failures, self._retry_at = version, 0, None
+        self._unsaved = []
         return CheckpointWritten(version, str(path))

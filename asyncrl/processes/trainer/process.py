@@ -163,6 +163,7 @@ class TrainerProcess:
         finished = await self._steps.finish_step()
         self._plans.pop(finished.step, None)
         self._queue.forget_before(self._steps.step)
+        self._checkpoints.finished(finished)
         await self._control.send(finished)
         await self._send_if_any(await self._checkpoints.save_if_due())
 

@@ -172,9 +172,8 @@ def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpo
     assert not list(left)
     kept = int(saved[-1].name.removeprefix("step-"))
     steps = [step.step for step in command_line.metrics()]
-    # The trainer may have saved a step that the killed controller did not record.
-    unrecorded = set(range(len(before), kept))
-    assert [s for s in range(STEPS + 2) if s not in unrecorded] == steps
+    # Also a step that the trainer had saved and the killed controller had not recorded.
+    assert steps == list(range(STEPS + 2))
     assert command_line.metrics()[: min(kept, len(before))] == before[:kept]
     assert command_line.result().steps == STEPS + 2
     logged = [

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from step_records import full_step
 from whole_checkpoints import truncate, write_whole
 
 from asyncrl.config import RunConfig, parse_config
@@ -13,7 +14,16 @@ from asyncrl.errors import UserError
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.resuming import checkpoint_settings, rewind
 from monitoring.metrics_log import read_metrics
-from wire.records import StepMetrics
+from monitoring.report.write import write_report
+from trainer.checkpoint_manifest import write_manifest
+from wire.records import (
+    IdleShares,
+    LearnerMetrics,
+    StepGroups,
+    StepMetrics,
+    TrainedStep,
+    TrainerTimes,
+)
 
 WEIGHTS = Path("model") / "model.safetensors"
 
@@ -40,7 +50,7 @@ def resume(path: Path, step: int | None = None, **sections: object) -> list[str]
     config = config_in(path, **sections)
     opened = RunDirectory.create(config, resume=True, clean=False, resume_from=step)
     try:
-        return rewind(opened.path, opened.resume_point)
+        return rewind(opened.path, opened.resume_point, groups_per_step=2)
     finally:
         opened.close()
 
@@ -123,3 +133,43 @@ def test_a_run_without_a_checkpoint_starts_at_its_first_step(tmp_path: Path) -> 
     folder = ended_run(tmp_path)
     assert resume(tmp_path) == []
     assert recorded(folder) == []
+
+
+def test_a_line_that_a_killed_controller_did_not_write_is_added_from_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    folder = ended_run(tmp_path, steps=3)
+    path = folder / "checkpoints" / "step-000005"
+    path.mkdir()
+    known = full_step()
+    steps = [
+        TrainedStep(
+            step=at,
+            time=1.5 + at,
+            groups=(2 * at,),
+            metrics=LearnerMetrics(learning=known.learning, batch=known.batch),
+            times=TrainerTimes(train_seconds=0.25, wait_seconds=0.5),
+        )
+        for at in range(1, 5)
+    ]
+    lines = [msgspec.json.encode(one) + b"\n" for one in steps]
+    (path / "steps.jsonl").write_bytes(b"".join(lines))
+    settings = checkpoint_settings(config_in(tmp_path))
+    write_manifest(path, policy_version=5, settings=settings)
+    before = read_metrics(folder / "metrics.jsonl")
+    (said,) = resume(tmp_path)
+    assert said.endswith("now added: 3, 4")
+    after = read_metrics(folder / "metrics.jsonl")
+    assert after[:3] == before, "what the controller wrote stays as it is"
+    assert [one.step for one in after] == [0, 1, 2, 3, 4]
+    third, fourth = after[3:]
+    assert third.learning == known.learning
+    assert third.groups == StepGroups(trained=(6,), failed=(7,))
+    assert (third.time, third.step_seconds, third.wall_seconds) == (4.5, 1.5, 1.5)
+    assert (fourth.step_seconds, fourth.wall_seconds) == (1.0, 2.5)
+    assert third.idle == IdleShares(generator=None, trainer=0.5 / 1.5)
+    assert third.tokens_per_second is None
+    (folder / "metrics.jsonl").unlink()
+    resume(tmp_path)
+    assert recorded(folder) == [1, 2, 3, 4]
+    assert write_report(folder).exists()

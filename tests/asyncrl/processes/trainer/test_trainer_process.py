@@ -27,6 +27,7 @@ from monitoring.trained_samples import read_trained_samples
 from rollout.trajectory import SampleId, Trajectory
 from trainer.errors import CheckpointUnwritable
 from wire.messages import data, from_trainer, to_trainer
+from wire.records import TrainedStep
 from wire.refusals import Refusals
 from wire.weights.writer import WeightPublisher
 
@@ -40,6 +41,7 @@ class FakeLearner:
         self.policy_version = 0
         self.groups: list[list[int]] = [[]]
         self.saved: list[Path] = []
+        self.saved_steps: list[list[int]] = []
         self.attempts: list[int] = []
         self.disk_is_full: Callable[[int], bool] = lambda _: False
         self.added = threading.Event()
@@ -58,11 +60,12 @@ class FakeLearner:
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [("w", torch.zeros(3))]
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, steps: Sequence[TrainedStep]) -> None:
         self.attempts.append(self.policy_version)
         if self.disk_is_full(self.policy_version):
             raise CheckpointUnwritable(f"{directory} cannot be written", "disk_full")
         self.saved.append(directory)
+        self.saved_steps.append([one.step for one in steps])
         self.logged_at_save = len(list(read_trained_samples(directory.parent / "samples")))
 
 
@@ -250,6 +253,7 @@ def test_training_continues_on_a_full_disk_and_checkpoints_are_tried_again(
     # Due at 4; then after 1, 2, 4 and at most 4 steps, and when due.
     assert harness.learner.attempts == [4, 5, 7, 8, 12, 13]
     assert harness.learner.saved == [tmp_path / "step-000012"]
+    assert harness.learner.saved_steps == [list(range(12))], "those of failed attempts too"
     failed = [one for one in harness.control.sent if isinstance(one, from_trainer.CheckpointFailed)]
     assert [one.retry_version for one in failed] == [5, 7, 11, 12, 14]
     assert failed[-1].policy_version == 13, "the last state, at the end"

@@ -1,0 +1,49 @@
+"""Lines of metrics.jsonl that a killed controller did not write, from the trainer's checkpoint.
+
+The trainer saves a step before the controller has recorded it if the controller is killed in
+between. So a checkpoint holds what the trainer knows of its steps (`wire.records.TrainedStep`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from asyncrl.run.group_totals import groups_of_step
+from wire.records import IdleShares, StepMetrics, TokenCounts, TrainedStep
+
+
+def add_lost(
+    recorded: Iterable[StepMetrics], trained: Iterable[TrainedStep], *, groups_per_step: int
+) -> list[StepMetrics]:
+    """The recorded steps, with a record of each trained step that is missing among them.
+
+    Totals that only the controller knows (`tokens`, `reward_failures`) are those of the record
+    before; other numbers that only it knows are None.
+    """
+    steps = {one.step: one for one in recorded}
+    for one in sorted(trained, key=lambda one: one.step):
+        if one.step not in steps:
+            steps[one.step] = _record(one, steps.get(one.step - 1), groups_per_step)
+    return [steps[step] for step in sorted(steps)]
+
+
+def _record(one: TrainedStep, before: StepMetrics | None, groups_per_step: int) -> StepMetrics:
+    worked = one.times.train_seconds + one.times.publish_seconds + one.times.wait_seconds
+    seconds = worked if before is None else max(1e-9, one.time - before.time)
+    times = one.times.within(seconds)
+    return StepMetrics(
+        step=one.step,
+        time=one.time,
+        groups=groups_of_step(one.step, one.groups, groups_per_step),
+        wall_seconds=seconds + (0.0 if before is None else before.wall_seconds),
+        step_seconds=seconds,
+        tokens_per_second=None,
+        engine_busy_seconds=None,
+        tokens=TokenCounts() if before is None else before.tokens,
+        idle=IdleShares(generator=None, trainer=min(1.0, times.wait_seconds / max(1e-9, seconds))),
+        times=times,
+        reward_failures={} if before is None else before.reward_failures,
+        **msgspec.structs.asdict(one.metrics),
+    )
