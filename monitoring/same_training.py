@@ -35,12 +35,13 @@ TIMES = frozenset(
         "tokens",
         "idle",
         "times",
+        "reward_failures",
     }
 )
 """Fields of `StepMetrics` that depend on the clock.
 
-`tokens` is one of them: generators report their counters twice a second, and how much is drafted
-follows measured step times.
+`tokens` and `reward_failures` are among them: generators report their counters twice a second, and
+how much is drafted follows measured step times.
 """
 
 

@@ -36,6 +36,7 @@ def test_all_that_the_learner_measures_is_compared() -> None:
     assert set(msgspec.json.decode(without_times(steps()[0]))) == {
         "step",
         "groups",
+        "rewards",
         *LearnerMetrics.__struct_fields__,
     }
 
