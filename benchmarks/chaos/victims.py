@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.launch.identity import ProcessIdentity, identity_of, is_running
+from asyncrl.launch.identity import (
+    ProcessIdentity,
+    identity_of,
+    is_running,
+    session_members,
+)
 from benchmarks.chaos.live_run import LiveRun
 
 
@@ -32,9 +39,11 @@ def find(run: LiveRun, victim: Victim) -> ProcessIdentity | None:
     """A living process of this type; None while there is none."""
     if victim is CONTROLLER:
         return identity_of(run.controller)
-    if victim in (REWARD, ENGINE_CORE):
-        wanted = b"asyncrl.rewards.worker" if victim is REWARD else b"EngineCore"
-        return next((one for one in run.descendants() if wanted in command_of(one.pid)), None)
+    if victim is REWARD:
+        return _with_command(run.descendants(), b"asyncrl.rewards.worker")
+    if victim is ENGINE_CORE:  # it overwrites its environment, but is in its generator's session
+        leaders = {record.process.pid for record in run.children()}
+        return _with_command(session_members(leaders), b"EngineCore")
     alive = [
         record.process
         for record in run.children()
@@ -43,9 +52,10 @@ def find(run: LiveRun, victim: Victim) -> ProcessIdentity | None:
     return alive[-1] if alive else None
 
 
-def command_of(pid: int) -> bytes:
-    """The command line of a process, which may be a title that it has given itself."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+def _with_command(processes: Iterable[ProcessIdentity], text: bytes) -> ProcessIdentity | None:
+    """The first of these whose command line, or the title it has given itself, has this text."""
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            if text in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                return process
+    return None
