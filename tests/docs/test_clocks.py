@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("asyncrl", "engine", "trainer", "scheduler", "cache", "monitoring", "wire", "rollout")
 RECORDS = {
     "asyncrl/processes/generator/engine_log.py": "when a record of the engine was made",
+    "asyncrl/processes/trainer/checkpoints.py": "when a step ended, for its record",
     "asyncrl/run/failed_starts.py": "the name of a folder",
     "asyncrl/run/progress.py": "when a step ended and the run began, for people",
     "monitoring/report/write.py": "when the report was written",

@@ -50,7 +50,8 @@ def fields_of(kind: type[msgspec.Struct], *whole: str) -> list[str]:
     """Dotted names of a record's numbers; fields in `whole` are not taken apart."""
     names = []
     for field in msgspec.structs.fields(kind):
-        if field.name not in whole and issubclass(field.type, msgspec.Struct):
+        is_record = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
+        if field.name not in whole and is_record:
             names += [f"{field.name}.{name}" for name in field.type.__struct_fields__]
         else:
             names.append(field.name)
