@@ -1,0 +1,201 @@
+"""Attackers: threads that send hostile frames to every socket of a run.
+
+    peers      to the controller, the trainer and the user's socket, with valid keys of names that
+               no process has, and with names of processes whose pass they do not have
+    strangers  to the same sockets: another key, no encryption, and bytes that are no ZeroMQ
+    http       to the metrics port of every process
+
+A thread waits when its target is far behind, so that frames do not pile up in its queues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import zmq
+
+from asyncrl.run.control import control_key_file
+from benchmarks.hostile.frames import Frames
+from benchmarks.hostile.run import Run
+from benchmarks.hostile.victim import CONTROLLER
+from wire import RunKey
+from wire.keys import LineKeys
+
+PER_CONNECTION = 250
+"""Frames of one peer: more than twice of what it takes to be cut off."""
+BACKLOG = 20_000
+"""Frames that a process may be behind before its attackers wait for it."""
+_STILL_SECONDS = 3.0
+"""Frames that are not counted for this long were lost with a connection that was closed."""
+
+_HTTP = (
+    b"",
+    b"GET /metrics HTTP/1.1\r\n",
+    b"POST / HTTP/9\r\nContent-Length: 9999999999\r\n",
+)
+"""How requests begin."""
+_GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One hub of the run."""
+
+    hub: str
+    process: str
+    """That the hub belongs to."""
+    key: RunKey
+
+
+class Pace:
+    """How many frames a process has been sent and has refused."""
+
+    def __init__(self, refused: Callable[[], int]) -> None:
+        self._refused = refused
+        self._started = refused()
+        self._lock = threading.Lock()
+        self._sent = self._lost = 0
+
+    def add(self, frames: int) -> None:
+        """Count frames that were sent; wait if the process is far behind."""
+        with self._lock:
+            self._sent += frames
+        self.settle(BACKLOG)
+
+    def settle(self, backlog: int) -> None:
+        """Wait until at most this many frames are neither refused nor lost."""
+        counted, since = -1, time.monotonic()
+        while True:
+            now = self._refused() - self._started
+            if self._sent - self._lost - now <= backlog:
+                return
+            if now != counted:
+                counted, since = now, time.monotonic()
+            elif time.monotonic() - since > _STILL_SECONDS:
+                self._lost = self._sent - now
+            time.sleep(0.2)
+
+
+class Attack:
+    """Sends frames to all sockets of a live run.
+
+    Args:
+        run: with at least one step done.
+        seed: of the frames.
+    """
+
+    def __init__(self, run: Run, seed: int) -> None:
+        self._run = run
+        self._seed = seed
+        self._ended = threading.Event()
+        user = RunKey.read(control_key_file(run.folder))
+        self._targets = (
+            Target("control", CONTROLLER, run.key),
+            Target("data", "trainer", run.key),
+            Target("user", CONTROLLER, user),
+        )
+        self._paces = {name: Pace(self._counter(name)) for name in (CONTROLLER, "trainer")}
+        self._names = itertools.count()
+        self.sent: Counter[str] = Counter()
+        """Frames by way."""
+
+    def _counter(self, process: str) -> Callable[[], int]:
+        return lambda: sum(self._run.refused()[process].values())
+
+    def send(self, frames: int) -> None:
+        """Send this many frames; returns when the run has taken them in."""
+        shares = {"control": 0.45, "data": 0.4, "user": 0.1}
+        strangers, http = frames // 50, frames // 100
+        with ThreadPoolExecutor(8) as threads:
+            jobs = [
+                threads.submit(self._peers, target, int(frames * shares[target.hub]))
+                for target in self._targets
+            ]
+            jobs.append(threads.submit(self._strangers, strangers))
+            jobs.append(threads.submit(self._http, http))
+            for job in jobs:
+                job.result()
+        rest = frames - sum(self.sent.values())
+        if rest > 0:
+            self._peers(self._targets[0], rest)
+        for pace in self._paces.values():
+            pace.settle(0)
+
+    def _peers(self, target: Target, count: int) -> None:
+        """Connect again and again under new names, and send a few hundred frames each time."""
+        frames = Frames(hash((self._seed, target.hub)))
+        address, left = self._run.address(target.hub), count
+        while left > 0:
+            index = next(self._names)
+            keys = target.key.line(target.hub, f"generator-{1000 + index}")
+            if index % 7 == 0:  # the name of a process, with the pass of another name
+                keys = LineKeys("", keys.hub, b"generator-0" + keys.identity[-16:])
+            size = min(left, PER_CONNECTION)
+            with _peer(address, keys) as peer:
+                for _ in range(size):
+                    peer.send_multipart(frames.parts())
+            left -= size
+            self.sent[target.hub] += size
+            self._paces[target.process].add(size)
+
+    def _strangers(self, count: int) -> None:
+        """Connections that fail before a frame is read."""
+        frames, choose = Frames(self._seed + 1), random.Random(self._seed)
+        addresses = [self._run.address(target.hub) for target in self._targets]
+        for index in range(count):
+            address = addresses[index % len(addresses)]
+            if index % 50 == 0:
+                self._wrong_key(address, frames, encrypted=index % 100 == 0)
+            else:
+                with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as raw:
+                    raw.settimeout(10)
+                    raw.connect(address.removeprefix("ipc://"))
+                    raw.sendall(choose.choice((b"", _GREETING)) + frames.nonsense())
+            self.sent["strangers"] += 1
+
+    @staticmethod
+    def _wrong_key(address: str, frames: Frames, *, encrypted: bool) -> None:
+        keys = RunKey.new().line("control", "generator-0")
+        with _peer(address, keys, encrypted=encrypted, linger=0) as peer:
+            peer.send_multipart(frames.parts())
+            time.sleep(0.02)
+
+    def _http(self, count: int) -> None:
+        """Bytes that are no request, and requests for nothing."""
+        frames, ports = Frames(self._seed + 2), list(self._run.ports().values())
+        for index in range(count):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", ports[index % len(ports)]), 10) as raw,
+            ):
+                raw.sendall(_HTTP[index % 3] + frames.nonsense() + b"\r\n\r\n")
+                raw.shutdown(socket.SHUT_WR)
+                raw.recv(1 << 16)
+            self.sent["http"] += 1
+
+
+@contextlib.contextmanager
+def _peer(
+    address: str, keys: LineKeys, *, encrypted: bool = True, linger: int = 20_000
+) -> Iterator[zmq.Socket[bytes]]:
+    peer = zmq.Context.instance().socket(zmq.DEALER)
+    peer.setsockopt(zmq.IDENTITY, keys.identity)
+    if encrypted:
+        peer.curve_serverkey = keys.hub
+        peer.curve_publickey, peer.curve_secretkey = zmq.curve_keypair()
+    peer.setsockopt(zmq.LINGER, linger)
+    peer.setsockopt(zmq.SNDTIMEO, 30_000)
+    peer.connect(address)
+    try:
+        yield peer
+    finally:
+        peer.close()

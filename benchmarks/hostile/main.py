@@ -1,0 +1,168 @@
+"""10^6 hostile frames over all sockets of a live run, and a run that was left alone.
+
+    python -m benchmarks.hostile [--quick] [--frames N] [--json FILE]
+
+A repeatable run (`run.repeatable`) in processes of its own is attacked over every socket that it
+has (`benchmarks.hostile.attack`), by peers that know the run's key and by strangers, while its own
+controller adds nonsense to its messages. Then it is stopped, and a second run with the same
+settings and as many steps is left alone. Four numbers say what the attack did:
+
+    frames             sent, all of them while the run was training
+    processes_ended    processes of the run that ended during the attack
+    memory_growth_mb   growth of all processes' memory from before the attack to after it, less that
+                       of the run that was left alone in as many steps
+    training_changed   0 if the records of all steps, times aside, and the weights at the end are
+                       the same bytes in both runs
+
+--quick: 10^6 frames, a few minutes on two quiet cores. In full: 10^7.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.hostile.attack import Attack
+from benchmarks.hostile.run import ROOT, Run, RunError
+from benchmarks.report import write_json
+from monitoring.same_training import difference
+
+CONFIG = ROOT / "examples" / "your_own" / "run.yaml"
+WARM = 20
+"""Steps before memory is measured and the attack begins."""
+GARBAGE = 5
+"""Frames of nonsense that the controller adds to each of its messages."""
+_START_SECONDS = 300.0
+_RUN_SECONDS = 3600.0
+SETTINGS = (
+    "run.repeatable=true",
+    "scheduler.on_update=keep",
+    "scheduler.groups_per_step=16",
+    "evaluation.prompts=4",
+    "launcher.generators=2",
+)
+
+
+@dataclass
+class Findings:
+    """What the attack did."""
+
+    frames: int = 0
+    processes_ended: int = 0
+    memory_growth_mb: float = 0.0
+    training_changed: int = 0
+    difference: str = ""
+    """Between the two runs; empty if there is none."""
+    steps: int = 0
+    seconds: float = 0.0
+    """Of the attack."""
+    status_failed: int = 0
+    """Whether `asyncrl status` was left without an answer after the attack."""
+    sent: dict[str, int] = field(default_factory=dict)
+    """By way."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """By reason, as counted by the run."""
+    memory_mb: dict[str, list[float]] = field(default_factory=dict)
+    """Of each run after `WARM` steps and at the end."""
+
+    @property
+    def held(self) -> bool:
+        """Whether the promise of docs/reliability.md was kept."""
+        ended = self.processes_ended or self.training_changed or self.status_failed
+        return not ended and self.memory_growth_mb <= 20
+
+
+def measure(frames: int, folder: Path, *, settings: Sequence[str] = SETTINGS) -> Findings:
+    """Both runs. Raises RunError if one of them fails."""
+    model = folder / "model"
+    runpy.run_path(str(CONFIG.parent / "make_model.py"))["make"](model)
+    settings = [*settings, f"model.path={model}"]
+    found = Findings(frames=frames)
+    attacked = _attacked(found, folder, settings)
+    alone = _alone(found, folder, settings)
+    apart = difference(attacked, alone)
+    found.difference, found.training_changed = apart or "", int(apart is not None)
+    growth = {name: after - before for name, (before, after) in found.memory_mb.items()}
+    found.memory_growth_mb = growth["attacked"] - growth["alone"]
+    return found
+
+
+def _attacked(found: Findings, folder: Path, settings: Sequence[str]) -> Path:
+    endless = [*settings, "run.steps=1000000"]
+    with Run(CONFIG, folder, "attacked", endless, garbage=GARBAGE) as run:
+        run.wait_for(lambda: run.steps >= WARM, seconds=_START_SECONDS, what=f"{WARM} steps")
+        before, processes = run.memory_mb(), run.processes()
+        refused_before = sum(run.refused().values(), Counter())
+        attack, began = Attack(run, seed=1), time.monotonic()
+        attack.send(found.frames)
+        found.seconds = time.monotonic() - began
+        found.processes_ended = len(processes - run.processes())
+        found.status_failed = int(not run.answers())
+        found.refused = dict(sum(run.refused().values(), Counter()) - refused_before)
+        found.sent = dict(attack.sent)
+        found.memory_mb["attacked"] = [before, run.memory_mb()]
+        run.stop(_START_SECONDS)
+        found.steps = run.steps
+        return run.folder
+
+
+def _alone(found: Findings, folder: Path, settings: Sequence[str]) -> Path:
+    with Run(CONFIG, folder, "alone", [*settings, f"run.steps={found.steps}"]) as run:
+        run.wait_for(lambda: run.steps >= WARM, seconds=_START_SECONDS, what=f"{WARM} steps")
+        before = after = run.memory_mb()
+
+        def ended() -> bool:
+            nonlocal after
+            if run.steps < found.steps:
+                after = run.memory_mb()
+            return run.process.poll() is not None
+
+        run.wait_for(ended, seconds=_RUN_SECONDS, what="its end")
+        run.finish(_START_SECONDS)
+        found.memory_mb["alone"] = [before, after]
+        return run.folder
+
+
+def show(found: Findings) -> None:
+    """Print the numbers."""
+    print(f"{'frames':<20}{found.frames:>12,}   in {found.seconds:.0f} s")
+    print(f"{'processes ended':<20}{found.processes_ended:>12}   (0)")
+    print(f"{'memory growth, MB':<20}{found.memory_growth_mb:>12.1f}   (at most 20)")
+    print(f"{'training changed':<20}{found.training_changed:>12}   (0)  {found.difference}")
+    print(f"steps compared: {found.steps}; status answered: {not found.status_failed}")
+    print("sent:    " + ", ".join(f"{way} {n:,}" for way, n in sorted(found.sent.items())))
+    print("refused: " + ", ".join(f"{why} {n:,}" for why, n in sorted(found.refused.items())))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Attack a run; 0 if everything that docs/reliability.md promises held."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--quick", action="store_true", help="10^6 frames instead of 10^7")
+    parser.add_argument("--frames", type=int, default=None, metavar="N", help="number of frames")
+    parser.add_argument("--json", metavar="FILE", default=None, help="write the numbers as JSON")
+    args = parser.parse_args(arguments)
+    frames = args.frames or (10**6 if args.quick else 10**7)
+    with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+        try:
+            found = measure(frames, Path(folder))
+        except RunError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    show(found)
+    if args.json:
+        ratios = {
+            "frames": found.frames,
+            "processes_ended": found.processes_ended,
+            "memory_growth_mb": round(found.memory_growth_mb, 1),
+            "training_changed": found.training_changed,
+        }
+        write_json(args.json, "hostile", vars(found), ratios)
+    return 0 if found.held else 1

@@ -1,0 +1,162 @@
+"""One run as a child process of the benchmark: its sockets, processes, memory and counters."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from asyncrl.run.control import ask
+from asyncrl.run.directory import read_state
+from benchmarks.hostile.victim import CONTROLLER, Order
+from monitoring.metrics_log import read_metrics
+from wire import RunKey
+from wire.messages import control
+
+ROOT = Path(__file__).parents[2]
+_REFUSED = re.compile(r'asyncrl_frames_refused_total\{.*reason="(\w+)".*\} (\S+)')
+
+
+class RunError(Exception):
+    """A run failed or did not get on. The message quotes the end of its output."""
+
+
+class Run:
+    """`asyncrl run` as a child process; killed at the end if it is still there.
+
+    Args:
+        config: file of the run's configuration.
+        folder: where the run's folder is made, as `folder/name`.
+        name: of the run.
+        settings: as after `--set`.
+        garbage: frames of nonsense that the controller adds to each of its messages.
+    """
+
+    def __init__(
+        self, config: Path, folder: Path, name: str, settings: Sequence[str], *, garbage: int = 0
+    ) -> None:
+        self.key = RunKey.new()
+        self.folder = folder / name
+        self._log = folder / f"{name}.log"
+        own = [f"run.name={name}", f"run.directory={folder}", "monitoring.live=off"]
+        order = Order(str(config), [*settings, *own], self.key.secret, garbage)
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.hostile.victim"],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(order))
+        self.process.stdin.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(30)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps recorded so far."""
+        return len(read_metrics(self.folder / "metrics.jsonl"))
+
+    def address(self, hub: str) -> str:
+        """The address of one of the run's sockets."""
+        state = read_state(self.folder)
+        if state is None:
+            raise RunError(f"{self.folder} has no run.json")
+        return state.control_address.rpartition("/")[0] + f"/{hub}"
+
+    def ports(self) -> dict[str, int]:
+        """The metrics port of each process."""
+        state = read_state(self.folder)
+        own = re.search(r"http://127\.0\.0\.1:(\d+)/metrics", self.output())
+        if state is None or own is None:
+            raise RunError(f"{self.folder.name} serves no metrics: {self.output()[-2000:]}")
+        return {CONTROLLER: int(own[1]), **state.metrics_ports}
+
+    def refused(self) -> dict[str, Counter[str]]:
+        """Refused frames so far, by process and reason."""
+        found = {}
+        for process, port in self.ports().items():
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+                lines = reply.read().decode().splitlines()
+            pairs = (match.groups() for line in lines if (match := _REFUSED.match(line)))
+            found[process] = Counter({reason: int(float(count)) for reason, count in pairs})
+        return found
+
+    def processes(self) -> set[int]:
+        """Ids of the controller and of its children."""
+        return {self.process.pid, *_descendants(self.process.pid)}
+
+    def memory_mb(self) -> float:
+        """Proportional set size of all processes, in MB. A page that k share counts as 1/k."""
+        return sum(_pss_bytes(pid) for pid in self.processes()) / 1e6
+
+    def answers(self) -> bool:
+        """Whether the controller answers `asyncrl status`."""
+        return isinstance(ask(self.folder, control.StatusRequest()), control.StatusReply)
+
+    def stop(self, seconds: float) -> None:
+        """Have it finish its step and end. Raises RunError."""
+        ask(self.folder, control.StopRequest())
+        self.finish(seconds)
+
+    def finish(self, seconds: float) -> None:
+        """Wait for its end. Raises RunError if it fails or takes longer."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired as error:
+            raise RunError(f"{self.folder.name} did not end: {self.output()[-2000:]}") from error
+        if code:
+            raise RunError(f"{self.folder.name} ended with {code}: {self.output()[-4000:]}")
+
+    def wait_for(self, condition: Callable[[], bool], *, seconds: float, what: str) -> None:
+        """Wait for a condition. Raises RunError if the run ends first, or after this long."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.process.poll() is not None:
+                raise RunError(f"{self.folder.name} ended before {what}: {self.output()[-4000:]}")
+            if time.monotonic() > deadline:
+                raise RunError(f"waited {seconds:.0f} s for {what}: {self.output()[-2000:]}")
+            time.sleep(0.1)
+
+    def output(self) -> str:
+        """What it has printed."""
+        return self._log.read_text(errors="replace")
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield int(child)
+                yield from _descendants(int(child))
+
+
+def _pss_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
