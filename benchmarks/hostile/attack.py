@@ -63,12 +63,15 @@ class Pace:
         self._refused = refused
         self._started = refused()
         self._lock = threading.Lock()
-        self._sent = self._lost = 0
+        self._sent = self._lost = self._looked = 0
 
     def add(self, frames: int) -> None:
         """Count frames that were sent; wait if the process is far behind."""
         with self._lock:
             self._sent += frames
+            if self._sent - self._looked < BACKLOG // 4:
+                return
+            self._looked = self._sent
         self.settle(BACKLOG)
 
     def settle(self, backlog: int) -> None:
@@ -109,7 +112,7 @@ class Attack:
         """Frames by way."""
 
     def _counter(self, process: str) -> Callable[[], int]:
-        return lambda: sum(self._run.refused()[process].values())
+        return lambda: sum(self._run.refused_by(process).values())
 
     def send(self, frames: int) -> None:
         """Send this many frames; returns when the run has taken them in."""

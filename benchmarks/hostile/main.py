@@ -24,7 +24,6 @@ import runpy
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,15 +78,23 @@ class Findings:
         return not ended and self.memory_growth_mb <= 20
 
 
-def measure(frames: int, folder: Path, *, settings: Sequence[str] = SETTINGS) -> Findings:
-    """Both runs. Raises RunError if one of them fails."""
+def measure(frames: int, folder: Path, *, alone: Sequence[str] = ()) -> Findings:
+    """Both runs.
+
+    Args:
+        frames: to send.
+        folder: for the model and the runs.
+        alone: more settings of the run that is left alone, which must not change what it trains on.
+
+    Raises:
+        RunError: a run failed or did not get on.
+    """
     model = folder / "model"
     runpy.run_path(str(CONFIG.parent / "make_model.py"))["make"](model)
-    settings = [*settings, f"model.path={model}"]
+    settings = [*SETTINGS, f"model.path={model}"]
     found = Findings(frames=frames)
     attacked = _attacked(found, folder, settings)
-    alone = _alone(found, folder, settings)
-    apart = difference(attacked, alone)
+    apart = difference(attacked, _alone(found, folder, [*settings, *alone]))
     found.difference, found.training_changed = apart or "", int(apart is not None)
     growth = {name: after - before for name, (before, after) in found.memory_mb.items()}
     found.memory_growth_mb = growth["attacked"] - growth["alone"]
@@ -99,13 +106,13 @@ def _attacked(found: Findings, folder: Path, settings: Sequence[str]) -> Path:
     with Run(CONFIG, folder, "attacked", endless, garbage=GARBAGE) as run:
         run.wait_for(lambda: run.steps >= WARM, seconds=_START_SECONDS, what=f"{WARM} steps")
         before, processes = run.memory_mb(), run.processes()
-        refused_before = sum(run.refused().values(), Counter())
+        refused_before = run.refused()
         attack, began = Attack(run, seed=1), time.monotonic()
         attack.send(found.frames)
         found.seconds = time.monotonic() - began
         found.processes_ended = len(processes - run.processes())
         found.status_failed = int(not run.answers())
-        found.refused = dict(sum(run.refused().values(), Counter()) - refused_before)
+        found.refused = dict(run.refused() - refused_before)
         found.sent = dict(attack.sent)
         found.memory_mb["attacked"] = [before, run.memory_mb()]
         run.stop(_START_SECONDS)

@@ -48,7 +48,7 @@ class Run:
         self.key = RunKey.new()
         self.folder = folder / name
         self._log = folder / f"{name}.log"
-        own = [f"run.name={name}", f"run.directory={folder}", "monitoring.live=off"]
+        own = [f"run.name={name}", f"run.directory={folder}", "monitoring.live=plain"]
         order = Order(str(config), [*settings, *own], self.key.secret, garbage)
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -95,15 +95,17 @@ class Run:
             raise RunError(f"{self.folder.name} serves no metrics: {self.output()[-2000:]}")
         return {CONTROLLER: int(own[1]), **state.metrics_ports}
 
-    def refused(self) -> dict[str, Counter[str]]:
-        """Refused frames so far, by process and reason."""
-        found = {}
-        for process, port in self.ports().items():
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
-                lines = reply.read().decode().splitlines()
-            pairs = (match.groups() for line in lines if (match := _REFUSED.match(line)))
-            found[process] = Counter({reason: int(float(count)) for reason, count in pairs})
-        return found
+    def refused(self) -> Counter[str]:
+        """Frames that all processes have refused so far, by reason."""
+        return sum((self.refused_by(process) for process in self.ports()), Counter())
+
+    def refused_by(self, process: str) -> Counter[str]:
+        """Frames that a process has refused so far, by reason."""
+        url = f"http://127.0.0.1:{self.ports()[process]}/metrics"
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            lines = reply.read().decode().splitlines()
+        pairs = (match.groups() for line in lines if (match := _REFUSED.match(line)))
+        return Counter({reason: int(float(count)) for reason, count in pairs})
 
     def processes(self) -> set[int]:
         """Ids of the controller and of its children."""

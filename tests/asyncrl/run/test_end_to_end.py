@@ -20,7 +20,6 @@ from whole_checkpoints import truncate
 from asyncrl.config import load_config
 from asyncrl.launch.identity import status_of
 from asyncrl.run.directory import RunDirectory, read_state
-from monitoring.same_training import difference
 from monitoring.trained_samples import read_trained_samples
 from wire.records import StepMetrics
 
@@ -92,21 +91,6 @@ def test_every_mode_keeps_its_bound_and_uses_it(
     fresh = [step.mismatch.fresh_abs_mean for step in steps]
     assert any(value is not None for value in fresh)
     assert max(value or 0.0 for value in fresh) < 1e-4, "engine and trainer disagree"
-
-
-def test_a_repeatable_run_repeats_bit_for_bit(command_line: CommandLine) -> None:
-    """Although the second one has two generators, so that other samples share its batches."""
-    settings = {
-        "run__repeatable": "true", "scheduler__on_update": "keep", "run__steps": 6,
-        "scheduler__groups_per_step": 8, "trainer__checkpoint_every": 3,
-    }  # fmt: skip
-    done = command_line.run(**settings)
-    assert done.returncode == 0, done.stdout
-    first = command_line.folder.rename(command_line.runs / "first")
-    again = command_line.run(**settings, launcher__generators=2)
-    assert again.returncode == 0, again.stdout
-    assert len(command_line.metrics()) == 6
-    assert difference(first, command_line.folder) is None
 
 
 def test_verified_work_is_exactly_of_the_policy_that_trains_on_it(

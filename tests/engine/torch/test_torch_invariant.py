@@ -32,10 +32,13 @@ def numbers_of(chunks: dict[str, list[TokenChunk]]) -> Numbers:
     }
 
 
+TRUNCATIONS: list[dict[str, float]] = [{}, {"top_p": 0.9}, {}, {"top_k": 5, "min_p": 0.05}]
+
+
 def requests() -> list[GenerateRequest]:
-    """Requests of several lengths and temperatures; a third of them with top-p."""
+    """Requests of several lengths and temperatures; half of them truncate the distribution."""
     return [
-        replace(r, sampling=replace(r.sampling, top_p=0.9 if i % 3 == 1 else 1.0, max_tokens=40))
+        replace(r, sampling=replace(r.sampling, max_tokens=40, **TRUNCATIONS[i % 4]))
         for i, r in enumerate(mixed_requests(12))
     ]
 
