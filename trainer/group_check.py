@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.trajectory import Trajectory
+from rollout.trajectory import Provenance, Trajectory
 from trainer.errors import BatchError
+
+_ROUNDING = 1e-3
+"""How far above 0 rounding may take a log-probability, in nats."""
 
 
 def check_group(
@@ -46,25 +49,55 @@ def check_group(
     if not np.isfinite(rewards).all():
         raise BatchError(f"group {group}: rewards must be finite, got {rewards.tolist()}")
     for trajectory in trajectories:
-        _check_trajectory(trajectory, vocab_size, policy_version)
+        check_trajectory(trajectory, vocab_size, policy_version)
     return group
 
 
-def _check_trajectory(trajectory: Trajectory, vocab_size: int, version: int) -> None:
-    """Raises BatchError, naming the sample."""
+def check_trajectory(trajectory: Trajectory, vocab_size: int, version: int) -> None:
+    """Refuse a trajectory that cannot be trained on.
+
+    Args:
+        trajectory: its arrays have the shapes that its type says.
+        vocab_size: of the model.
+        version: the trainer's.
+
+    Raises:
+        BatchError: names the sample, and what is wrong with it.
+    """
+    name = f"trajectory {trajectory.id}"
     if not len(trajectory.prompt_tokens) or not len(trajectory.tokens):
-        raise BatchError(f"trajectory {trajectory.id}: an empty prompt or response")
+        raise BatchError(f"{name}: an empty prompt or response")
     for tokens in (trajectory.prompt_tokens, trajectory.tokens):
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             raise BatchError(
-                f"trajectory {trajectory.id}: token ids must lie in [0, {vocab_size}), "
+                f"{name}: token ids must lie in [0, {vocab_size}), "
                 f"got {tokens.min()} to {tokens.max()}: is the engine serving another model?"
             )
     if not np.isfinite(trajectory.behaviour_logprobs).all():
-        raise BatchError(f"trajectory {trajectory.id}: behaviour log-probabilities not finite")
-    newest = max(segment.policy_version for segment in trajectory.segments)
+        raise BatchError(f"{name}: behaviour log-probabilities not finite")
+    highest = trajectory.behaviour_logprobs.max()
+    if highest > _ROUNDING:
+        raise BatchError(f"{name}: a behaviour log-probability of {highest:.3g} is above 0")
+    if trajectory.provenance.max() > max(Provenance):
+        raise BatchError(f"{name}: {trajectory.provenance.max()} is no provenance of a token")
+    _check_segments(trajectory, name)
+    newest = trajectory.segments[-1].policy_version
     if newest > version:
         raise BatchError(
-            f"trajectory {trajectory.id}: drawn under version {newest}, "
+            f"{name}: drawn under version {newest}, "
             f"but the trainer is at {version}: was an old checkpoint restored?"
         )
+
+
+def _check_segments(trajectory: Trajectory, name: str) -> None:
+    """Segments cover the response without gaps, and versions do not fall."""
+    end, version = 0, trajectory.oldest_version
+    for segment in trajectory.segments:
+        if segment.start != end or segment.end <= end or segment.policy_version < version:
+            raise BatchError(
+                f"{name}: segments must cover the response in order, with versions that do not "
+                f"fall, but after token {end} of version {version} comes {segment}"
+            )
+        end, version = segment.end, segment.policy_version
+    if end != len(trajectory.tokens):
+        raise BatchError(f"{name}: segments cover {end} of {len(trajectory.tokens)} tokens")

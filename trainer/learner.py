@@ -35,7 +35,7 @@ from trainer.algorithms.factory import make
 from trainer.checkpoint_manifest import settings_of
 from trainer.config import TrainerConfig
 from trainer.errors import BatchError, CheckpointError, NonFiniteError, TrainerError
-from trainer.group_check import check_group
+from trainer.group_check import check_group, check_trajectory
 from trainer.optimizer import learning_rate, make_adamw, scale_and_clip
 from trainer.packing import split_by_tokens
 from trainer.policy import PackedBatch, Policy
@@ -124,6 +124,10 @@ class Learner:
         """The model being trained, with transformers' parameter names."""
         model: torch.nn.Module = self._policy.model
         return model
+
+    def check_trajectory(self, trajectory: Trajectory) -> None:
+        """Refuse a trajectory that cannot be trained on now. Raises BatchError."""
+        check_trajectory(trajectory, self._policy.vocab_size, self._version)
 
     def add_group(self, trajectories: Sequence[Trajectory], rewards: FloatArray) -> None:
         """Run forward and backward for a complete group, adding to the step's gradient sums.

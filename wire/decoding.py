@@ -52,6 +52,8 @@ class Reason(StrEnum):
     """It is no message of its socket: an unknown tag, a missing field, a wrong type or range."""
     IMPOSSIBLE_EVENT = "impossible_event"
     """It decodes, but no state of the run allows what it says."""
+    TRAJECTORY = "trajectory"
+    """A trajectory that was not ordered, is not what was reported, or cannot be trained on."""
     CUT_OFF = "cut_off"
     """It was dropped undecoded, since too many frames of its sender were refused before."""
 

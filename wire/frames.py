@@ -6,6 +6,9 @@ uint8 for provenance. This module owns that layout; every sender and receiver ca
 
 from __future__ import annotations
 
+import hashlib
+
+import msgspec
 import numpy as np
 
 from rollout.trajectory import FloatArray, IntArray, Trajectory
@@ -59,6 +62,18 @@ def encode_trajectory(
         reward=reward,
         terms=terms,
     )
+
+
+def digest_of(delivery: TrajectoryDelivery) -> bytes:
+    """16 bytes that stand for the trajectory in a delivery, whatever its step and reward (BLAKE2b)."""
+    d = delivery
+    head = (d.sample, d.prompt_id, d.topk, d.segments, d.finish_reason)
+    arrays = (d.prompt_tokens, d.tokens, d.behaviour_logprobs, d.topk_ids, d.topk_logprobs)
+    hashed = hashlib.blake2b(digest_size=16)
+    hashed.update(msgspec.msgpack.encode((head, [len(array) for array in arrays])))
+    for array in (*arrays, d.provenance):
+        hashed.update(array)
+    return hashed.digest()
 
 
 def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:

@@ -7,14 +7,24 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from wire.decoding import FrameRefused, Reason
 
 logger = logging.getLogger(__name__)
 
-MAX_REFUSED = 100
-"""Frames of one sender that may be refused within WINDOW_SECONDS before it is cut off."""
-WINDOW_SECONDS = 10.0
+
+class Limit(NamedTuple):
+    """When a sender is cut off."""
+
+    frames: int
+    """Refused frames that are allowed within the window."""
+    seconds: float
+    """The window."""
+
+
+LIMIT = Limit(100, 10.0)
+"""Of a socket that is not told otherwise."""
 MAX_SENDERS = 1024
 """Senders that are remembered. With more names than this in use, the one whose last frame is the
 oldest is forgotten, so the memory for names is bounded however many an attacker invents."""
@@ -39,6 +49,7 @@ class Refusals:
     Args:
         count: called with the reason of each refused frame.
         on_cut_off: called once for each sender that is cut off, with its name and why.
+        limit: when a sender is cut off.
         clock: seconds of a monotonic clock.
     """
 
@@ -46,10 +57,12 @@ class Refusals:
         self,
         count: Callable[[Reason], None] = lambda _: None,
         on_cut_off: Callable[[str, str], None] = lambda *_: None,
+        limit: Limit = LIMIT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.count = count
         self.on_cut_off = on_cut_off
+        self._limit = limit
         self._clock = clock
         self._senders: OrderedDict[str, _Sender] = OrderedDict()
         self._last_log = float("-inf")
@@ -70,14 +83,14 @@ class Refusals:
         self.note(sender, error)
         now = self._clock()
         known = self._remembered(sender, now)
-        if now - known.since > WINDOW_SECONDS:
+        if now - known.since > self._limit.seconds:
             known.since, known.refused = now, 0
         known.refused += 1
-        if known.refused > MAX_REFUSED and not known.cut_off:
+        if known.refused > self._limit.frames and not known.cut_off:
             known.cut_off = True
             why = (
-                f"sent {known.refused} frames within {WINDOW_SECONDS:.0f} s that were refused, "
-                f"the last one because: {error}"
+                f"sent {known.refused} frames within {self._limit.seconds:.0f} s that were "
+                f"refused, the last one because: {error}"
             )
             logger.error("%r is cut off: it %s", sender, why)
             self.on_cut_off(sender, why)

@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.progress import Progress
+from asyncrl.run.sample_reports import SampleReports
 from asyncrl.run.sample_requests import SampleRequests
 from rollout.trajectory import SampleId
 from scheduler import commands
@@ -17,9 +18,16 @@ class CommandExecutor:
     """Sends the messages that a command of the scheduler stands for."""
 
     def __init__(
-        self, requests: SampleRequests, fleet: Fleet, progress: Progress, *, rebuild_kv: bool
+        self,
+        requests: SampleRequests,
+        reports: SampleReports,
+        fleet: Fleet,
+        progress: Progress,
+        *,
+        rebuild_kv: bool,
     ) -> None:
         self._requests = requests
+        self._reports = reports
         self._fleet = fleet
         self._progress = progress
         self._rebuild_kv = rebuild_kv
@@ -62,6 +70,8 @@ class CommandExecutor:
         for generator, sample in command.samples:
             by_generator.setdefault(generator, []).append(sample)
         for generator, samples in by_generator.items():
+            expected = self._reports.expectation(command.step, generator, samples)
+            await self._fleet.send(self._fleet.trainer.name, expected)
             message = to_generator.Deliver(command.step, tuple(samples))
             await self._fleet.send(generator, message)
 

@@ -64,6 +64,7 @@ class Inbox:
             from_trainer.CheckpointWritten: self._checkpoint_written,
             from_trainer.CheckpointFailed: self._checkpoint_failed,
             from_trainer.TrainerReport: self._trainer_report,
+            from_trainer.DeliveryRefused: self._delivery_refused,
             from_trainer.PeerCutOff: self._peer_cut_off,
             from_trainer.Failure: self._failure,
             from_trainer.Goodbye: self._goodbye,
@@ -112,10 +113,7 @@ class Inbox:
     async def _sample_finished(
         self, worker: Worker, message: from_generator.SampleFinished
     ) -> None:
-        event = events.SampleFinished(
-            worker.name, message.sample, message.length, message.oldest_version
-        )
-        await self._training.apply(event)
+        await self._training.sample_finished(worker.name, message)
 
     async def _sample_failed(self, worker: Worker, message: from_generator.SampleFailed) -> None:
         if message.user_error:
@@ -151,7 +149,7 @@ class Inbox:
         worker.weights, worker.policy_version = message.manifest, version
         await self._training.apply(events.WeightsPublished(version))
         self._progress.step_finished(message)
-        await self._training.apply(events.StepFinished(message.step, message.groups))
+        await self._training.step_finished(message)
 
     async def _checkpoint_written(
         self, worker: Worker, message: from_trainer.CheckpointWritten
@@ -166,6 +164,12 @@ class Inbox:
 
     async def _trainer_report(self, worker: Worker, message: from_trainer.TrainerReport) -> None:
         worker.trainer_report = message
+
+    async def _delivery_refused(
+        self, worker: Worker, message: from_trainer.DeliveryRefused
+    ) -> None:
+        reason = f"{worker.name} refused its delivery: {message.reason}"
+        await self._training.apply(events.SampleFailed(message.generator, message.sample, reason))
 
     async def _peer_cut_off(self, worker: Worker, message: from_trainer.PeerCutOff) -> None:
         self._fleet.cut_off(message.generator, f"{message.reason} (noticed by {worker.name})")

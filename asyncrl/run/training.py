@@ -11,12 +11,15 @@ from asyncrl.errors import RunFailed
 from asyncrl.run.commands import CommandExecutor
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.progress import Progress
+from asyncrl.run.sample_reports import SampleReports
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.waiting import Waiter
 from scheduler import events
 from scheduler.commands import RunOutcome
-from scheduler.errors import SenderOutOfStep
+from scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from scheduler.scheduler import Scheduler
+from wire.messages.from_generator import SampleFinished
+from wire.messages.from_trainer import StepFinished
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +47,13 @@ class Training:
         self._waiter = waiter
         self._scheduler: Scheduler | None = None
         self._deciding = asyncio.Lock()
+        self._reports = SampleReports()
         self._executor = CommandExecutor(
-            requests, fleet, progress, rebuild_kv=config.scheduler.on_update == "recompute"
+            requests,
+            self._reports,
+            fleet,
+            progress,
+            rebuild_kv=config.scheduler.on_update == "recompute",
         )
 
     @property
@@ -100,6 +108,26 @@ class Training:
         self._progress.training_ends()
         if finished.outcome is RunOutcome.FAILED:
             raise RunFailed(finished.reason)
+
+    async def sample_finished(self, generator: str, report: SampleFinished) -> None:
+        """A generator holds a finished sample. Raises as `apply`."""
+        if self._scheduler is None:
+            return
+        self._reports.add(generator, report)
+        try:
+            await self.apply(
+                events.SampleFinished(
+                    generator, report.sample, report.length, report.oldest_version
+                )
+            )
+        except ImpossibleEvent:
+            self._reports.drop(generator, report.sample)
+            raise
+
+    async def step_finished(self, report: StepFinished) -> None:
+        """The trainer took a step. Raises as `apply`."""
+        await self.apply(events.StepFinished(report.step, report.groups))
+        self._reports.forget_before((report.step + 1) * self._config.scheduler.groups_per_step)
 
     async def apply(self, event: events.Event) -> None:
         """Give the scheduler an event and carry out what it decides.

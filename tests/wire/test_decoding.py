@@ -28,7 +28,7 @@ DECODERS = [FrameDecoder(union, max_bytes=1 << 16) for union in UNIONS.values()]
 MESSAGES = [
     msgspec.msgpack.encode(message)
     for message in (
-        from_generator.SampleFinished("g", SampleId(1, 2), 3, 4, "stop"),
+        from_generator.SampleFinished("g", SampleId(1, 2), 3, 4, "stop", b""),
         from_generator.SampleFailed("g", SampleId(1, 2), "the reason", user_error=False),
         to_generator.Generate(
             SampleId(1, 2), to_generator.PromptPayload("p", b"\0" * 4, {"a": [1, {"b": None}]}), 7

@@ -15,7 +15,7 @@ from hostile_frames import CORPUS, raw_peer
 from wire import Hub, Line, RunKey, RuntimeDirectory
 from wire.decoding import Reason
 from wire.messages import from_generator, to_generator
-from wire.refusals import MAX_REFUSED, Refusals
+from wire.refusals import LIMIT, Refusals
 
 GOODBYE = from_generator.Goodbye("g")
 
@@ -86,12 +86,12 @@ def test_a_peer_that_keeps_sending_nonsense_is_no_longer_decoded(runtime: Runtim
     async def talk() -> None:
         ends = Ends(runtime)
         with raw_peer(ends.address, HOSTILE) as peer:
-            for _ in range(5 * MAX_REFUSED):
+            for _ in range(5 * LIMIT.frames):
                 await peer.send(b"\xff")
-            while sum(ends.refused.values()) < 5 * MAX_REFUSED:
+            while sum(ends.refused.values()) < 5 * LIMIT.frames:
                 await ends.still_talk()
         assert ends.cut_off == ["hostile"]
-        assert ends.refused[Reason.CUT_OFF] == 4 * MAX_REFUSED - 1
+        assert ends.refused[Reason.CUT_OFF] == 4 * LIMIT.frames - 1
         ends.close()
 
     asyncio.run(talk())
@@ -145,10 +145,10 @@ def test_a_flood_of_nonsense_leaves_turns_for_other_tasks(runtime: RuntimeDirect
                 await asyncio.sleep(0)
 
         with raw_peer(ends.address, HOSTILE) as peer:
-            for _ in range(20 * MAX_REFUSED):
+            for _ in range(20 * LIMIT.frames):
                 await peer.send(b"\xff")
             other = asyncio.create_task(count_turns())
-            while sum(ends.refused.values()) < 20 * MAX_REFUSED:
+            while sum(ends.refused.values()) < 20 * LIMIT.frames:
                 await ends.still_talk()
             other.cancel()
         assert turns > 20

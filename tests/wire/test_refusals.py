@@ -6,7 +6,7 @@ import pytest
 from fake_clock import FakeClock
 
 from wire.decoding import FrameRefused, Reason
-from wire.refusals import MAX_REFUSED, MAX_SENDERS, WINDOW_SECONDS, Refusals
+from wire.refusals import LIMIT, MAX_SENDERS, Refusals
 
 NONSENSE = FrameRefused(Reason.MALFORMED, "it is no MessagePack")
 
@@ -19,13 +19,13 @@ class Noted:
         self.counted: list[Reason] = []
         self.cut_off: list[tuple[str, str]] = []
         self.refusals = Refusals(
-            self.counted.append, lambda *who: self.cut_off.append(who), self.clock
+            self.counted.append, lambda *who: self.cut_off.append(who), clock=self.clock
         )
 
 
 def test_a_peer_that_keeps_sending_nonsense_is_cut_off_once() -> None:
     noted = Noted()
-    for _ in range(MAX_REFUSED):
+    for _ in range(LIMIT.frames):
         noted.refusals.refuse("g", NONSENSE)
     assert not noted.refusals.is_cut_off("g")
     for _ in range(3):
@@ -38,15 +38,15 @@ def test_a_peer_that_keeps_sending_nonsense_is_cut_off_once() -> None:
     assert why == (
         "sent 101 frames within 10 s that were refused, the last one because: it is no MessagePack"
     )
-    assert noted.counted == [Reason.MALFORMED] * (MAX_REFUSED + 3) + [Reason.CUT_OFF]
+    assert noted.counted == [Reason.MALFORMED] * (LIMIT.frames + 3) + [Reason.CUT_OFF]
 
 
 def test_a_few_refused_frames_now_and_then_are_forgiven() -> None:
     noted = Noted()
     for _ in range(10):
-        for _ in range(MAX_REFUSED // 2):
+        for _ in range(LIMIT.frames // 2):
             noted.refusals.refuse("g", NONSENSE)
-        noted.clock.now += WINDOW_SECONDS + 1
+        noted.clock.now += LIMIT.seconds + 1
     assert not noted.refusals.is_cut_off("g")
 
 

@@ -36,6 +36,8 @@ class SampleFinished(Message, frozen=True):
     oldest_version: int
     """Lowest policy version among its segments."""
     finish_reason: FinishReason
+    digest: bytes
+    """`wire.frames.digest_of` its contents; the trainer accepts these contents only."""
 
 
 class SampleFailed(Message, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from rollout.trajectory import SampleId
 from wire.decoding import Finite
 from wire.records import LearnerMetrics, TrainerTimes
 from wire.weights.layout import WeightManifest
@@ -65,6 +66,14 @@ class TrainerReport(Message, frozen=True):
     busy_seconds: float
 
 
+class DeliveryRefused(Message, frozen=True):
+    """A sample that was ordered came in another form than reported, or cannot be trained on."""
+
+    generator: str
+    sample: SampleId
+    reason: str
+
+
 class PeerCutOff(Message, frozen=True):
     """A generator sent so many frames that were refused that the trainer reads no more of it."""
 
@@ -89,6 +98,7 @@ FromTrainer = (
     | CheckpointWritten
     | CheckpointFailed
     | TrainerReport
+    | DeliveryRefused
     | PeerCutOff
     | Failure
     | Goodbye

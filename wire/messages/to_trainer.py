@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from rollout.trajectory import SampleId
+
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of this direction."""
@@ -16,6 +18,30 @@ class StepPlan(Message, frozen=True):
     groups: tuple[int, ...]
 
 
+class ExpectedSample(msgspec.Struct, frozen=True):
+    """A finished sample as its generator reported it."""
+
+    sample: SampleId
+    length: int
+    """Response tokens."""
+    oldest_version: int
+    """Lowest policy version among its segments."""
+    digest: bytes
+    """`wire.frames.digest_of` its contents."""
+
+
+class Expect(Message, frozen=True):
+    """Samples that a generator is told to deliver; the trainer accepts no others.
+
+    It is sent before the generator is told.
+    """
+
+    step: int
+    """The step that trains on them."""
+    generator: str
+    samples: tuple[ExpectedSample, ...]
+
+
 class Shutdown(Message, frozen=True):
     """End the process; answer with `Goodbye`."""
 
@@ -23,4 +49,4 @@ class Shutdown(Message, frozen=True):
     """Write a checkpoint first."""
 
 
-ToTrainer = StepPlan | Shutdown
+ToTrainer = StepPlan | Expect | Shutdown

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.processes.generator.controller_line import ControllerLine
@@ -57,6 +58,11 @@ class Deliveries:
     def unacknowledged(self) -> int:
         """Samples that were delivered and not acknowledged yet."""
         return len(self._unacknowledged)
+
+    def discard(self, samples: Sequence[SampleId]) -> None:
+        """Send these samples no more."""
+        for sample in samples:
+            self._unacknowledged.pop(sample, None)
 
     async def deliver(self, command: to_generator.Deliver) -> None:
         """Send samples of one group once all their rewards are computed.

@@ -134,6 +134,7 @@ class GeneratorProcess:
                 self._tasks.start(self.deliveries.deliver(command))
             case to_generator.Discard():
                 self.samples.discard(command.samples)
+                self.deliveries.discard(command.samples)
             case to_generator.Pause():
                 await self._pause()
             case to_generator.Resume():

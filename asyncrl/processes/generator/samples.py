@@ -12,6 +12,7 @@ from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.reports import GeneratorReports
 from engine.errors import RequestError
 from rollout.trajectory import SampleId
+from wire.frames import digest_of, encode_trajectory
 from wire.messages import from_generator, to_generator
 
 
@@ -124,6 +125,7 @@ class Samples:
                     length=len(trajectory.tokens),
                     oldest_version=trajectory.oldest_version,
                     finish_reason=trajectory.finish_reason,
+                    digest=digest_of(encode_trajectory(trajectory, reward=0.0, step=0)),
                 )
             )
         finally:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.trajectory import FloatArray, Trajectory
+from rollout.trajectory import FloatArray, SampleId, Trajectory
 from wire.frames import decode_trajectory
 from wire.messages.data import TrajectoryDelivery
 
@@ -51,25 +51,28 @@ class GroupQueue:
         partial = sum(len(samples) for samples in self._partial.values())
         return partial + self.group_size * sum(len(groups) for groups in self._whole.values())
 
+    def knows(self, sample: SampleId, *, step: int, next_step: int) -> bool:
+        """Whether a sample of this step was queued before, or its step is past."""
+        group = sample.group
+        return (
+            step < next_step
+            or group in self._taken.get(step, ())
+            or group in self._whole.get(step, ())
+            or sample.sample in self._partial.get(group, ())
+        )
+
     def add(self, delivery: TrajectoryDelivery, *, generator: str, next_step: int) -> bool:
         """Queue a delivery; False if it is a duplicate or its step is past.
 
         Raises:
-            ValueError: its arrays differ in length, or its sample index is outside the group.
+            ValueError: its sample index is outside the group.
         """
         group, sample = delivery.sample.group, delivery.sample.sample
         if not 0 <= sample < self.group_size:
             raise ValueError(f"sample {sample} is outside a group of {self.group_size}")
-        known = (
-            delivery.step < next_step
-            or group in self._taken.get(delivery.step, ())
-            or group in self._whole.get(delivery.step, ())
-            or sample in self._partial.get(group, ())
-        )
-        if known:
+        if self.knows(delivery.sample, step=delivery.step, next_step=next_step):
             self.duplicates += 1
             return False
-        decode_trajectory(delivery)
         samples = self._partial.setdefault(group, {})
         samples[sample] = _Arrival(generator, delivery)
         if len(samples) == self.group_size:

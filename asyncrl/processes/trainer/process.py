@@ -1,6 +1,7 @@
 """The trainer process: trajectories in, optimizer steps and new weights out.
 
-intake      consumes: deliveries of generators. produces: acknowledgements, whole groups.
+intake      consumes: deliveries of generators, orders of the controller.
+            produces: acknowledgements, whole groups, refusals. (`intake`)
             waits for: generators. bounded by: the scheduler's admission of steps.
 commands    consumes: commands of the controller. produces: step plans, the request to end.
             waits for: the controller. bounded by: the number of steps.
@@ -20,14 +21,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 
 import msgspec
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
+from asyncrl.processes.trainer.intake import DeliveryNotKept, Intake
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
 from wire import Hub, Line, Unreachable
+from wire.decoding import FrameRefused, Reason
 from wire.messages import data, from_trainer, to_trainer
 
 REPORT_SECONDS = 0.5
@@ -39,6 +43,7 @@ class TrainerProcess:
     Args:
         steps: trains.
         queue: gathers trajectories.
+        intake: fills the queue with what was ordered.
         checkpoints: saves.
         control: the line to the controller.
         generators: receives deliveries.
@@ -52,6 +57,7 @@ class TrainerProcess:
         self,
         steps: StepTrainer,
         queue: GroupQueue,
+        intake: Intake,
         checkpoints: Checkpoints,
         control: Line[to_trainer.ToTrainer],
         generators: Hub[data.FromGeneratorData],
@@ -62,6 +68,7 @@ class TrainerProcess:
     ) -> None:
         self._steps = steps
         self._queue = queue
+        self._intake = intake
         self._checkpoints = checkpoints
         self._control = control
         self._generators = generators
@@ -101,17 +108,29 @@ class TrainerProcess:
     async def _receive_deliveries(self) -> None:
         while True:
             peer, delivery = await self._generators.receive()
-            try:
-                self._queue.add(delivery, generator=peer, next_step=self._steps.step)
-            except ValueError as error:
-                # Only a defect of the generator can cause this, so the run ends.
-                raise AsyncrlError(
-                    f"trajectory {delivery.sample} of {peer} cannot be trained on: {error}"
-                ) from error
+            await self._take_in(peer, delivery)
+
+    async def _take_in(self, peer: str, delivery: data.TrajectoryDelivery) -> None:
+        """Keep and acknowledge a delivery, let it wait for its order, or refuse it."""
+        try:
+            kept = self._intake.receive(
+                peer, delivery, next_step=self._steps.step, now=time.monotonic()
+            )
+        except DeliveryNotKept as error:
+            self._refuse(peer, error)
+            if error.was_ordered:  # the run waits for it, and must hear that it does not come
+                await self._control.send(
+                    from_trainer.DeliveryRefused(peer, delivery.sample, str(error))
+                )
+            return
+        if kept:
             # A generator that has died needs no answer: its replacement sends the sample again.
             with contextlib.suppress(Unreachable):
                 await self._generators.send(peer, data.Received(delivery.sample))
             self._changed.set()
+
+    def _refuse(self, peer: str, error: DeliveryNotKept) -> None:
+        self._generators.refusals.refuse(peer, FrameRefused(Reason.TRAJECTORY, str(error)))
 
     def _note_cut_off(self, generator: str, why: str) -> None:
         self._cut_off.append(from_trainer.PeerCutOff(generator, why))
@@ -122,6 +141,9 @@ class TrainerProcess:
                 case to_trainer.StepPlan(step=step, groups=groups):
                     if step >= self._steps.step:
                         self._plans[step] = frozenset(groups)
+                case to_trainer.Expect() as order:
+                    for peer, delivery in self._intake.expect(order, next_step=self._steps.step):
+                        await self._take_in(peer, delivery)
                 case to_trainer.Shutdown() as shutdown:
                     self._shutdown = shutdown
             self._changed.set()
@@ -163,7 +185,11 @@ class TrainerProcess:
         finished = await self._steps.finish_step()
         self._plans.pop(finished.step, None)
         self._queue.forget_before(self._steps.step)
+<<<<<<< HEAD
         self._checkpoints.finished(finished)
+=======
+        self._intake.forget_before(self._steps.step)
+>>>>>>> 1ccc737 (The trainer keeps a trajectory only if it was ordered, as it was reported)
         await self._control.send(finished)
         await self._send_if_any(await self._checkpoints.save_if_due())
 
@@ -180,6 +206,8 @@ class TrainerProcess:
             await self._control.send(
                 from_trainer.TrainerReport(self._steps.step, queued, self._steps.busy_seconds)
             )
+            for peer, error in self._intake.overdue(time.monotonic()):
+                self._refuse(peer, error)
             while self._cut_off:
                 await self._control.send(self._cut_off.pop())
             await asyncio.sleep(REPORT_SECONDS)

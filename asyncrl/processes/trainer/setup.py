@@ -8,6 +8,7 @@ from asyncrl.processes.shared_memory import weights_id
 from asyncrl.processes.spec import ChildSpec, TrainerKeys
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
+from asyncrl.processes.trainer.intake import Intake
 from asyncrl.processes.trainer.process import TrainerProcess
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
@@ -16,6 +17,7 @@ from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
 from monitoring.trained_samples import truncate
+from scheduler.admission import Admission
 from trainer.checkpoint_files import path_of
 from trainer.errors import BatchError, NonFiniteError, TrainerError
 from trainer.learner import Learner, resolve_device
@@ -23,9 +25,13 @@ from wire import Hub
 from wire.errors import PublishError, WireError
 from wire.frames import max_delivery_bytes
 from wire.messages import data, from_trainer, to_trainer
-from wire.refusals import Refusals
+from wire.refusals import Limit, Refusals
 from wire.weights.layout import SHARED_MEMORY
 from wire.weights.writer import WeightPublisher
+
+_LIMIT = Limit(10, 600.0)
+"""A generator sends a sample again every few seconds until it is acknowledged. One that keeps
+sending what is refused must be replaced, or the run would wait for its sample forever."""
 
 
 async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
@@ -36,7 +42,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             spec.data_address,
             keys.data,
             data.FromGeneratorData,
-            Refusals(child.metrics.count_refused),
+            Refusals(child.metrics.count_refused, limit=_LIMIT),
             max_bytes=max_delivery_bytes(
                 tokens=config.engine.max_model_len, topk=config.engine.top_k_logprobs
             ),
@@ -50,9 +56,18 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         records = TrainerRecords(child.metrics, child.timeline, _sample_log(child))
         if records.samples is not None:
             child.closing.push_async_callback(records.samples.close)
+        queue = GroupQueue(config.scheduler.group_size)
+        in_flight = Admission.of(config.scheduler).max_groups_in_flight
+        intake = Intake(
+            queue,
+            learner.check_trajectory,
+            max_early=in_flight * config.scheduler.group_size,
+            functions=len(config.rewards.functions),
+        )
         process = TrainerProcess(
             StepTrainer(learner, publisher, records),
-            GroupQueue(config.scheduler.group_size),
+            queue,
+            intake,
             Checkpoints(
                 learner,
                 child.directory / "checkpoints",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from asyncrl_runs import CommandLine, call, until
+from hostile_frames import attack_without_a_key
 from small_disks import small_disk
 from whole_checkpoints import truncate
 
@@ -184,6 +186,14 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
         url = f"http://127.0.0.1:{about['metrics_port']}/metrics"
         with urllib.request.urlopen(url, timeout=5) as reply:
             assert "asyncrl_policy_version" in reply.read().decode()
+    state = read_state(command_line.folder)
+    assert state is not None
+    attack_without_a_key(Path(state.control_address.removeprefix("ipc://")).parent)
+    url = f"http://127.0.0.1:{shown['processes']['trainer']['metrics_port']}/metrics"
+    with urllib.request.urlopen(url, timeout=5) as reply:
+        refused = re.search(r'reason="unauthenticated"} ([\d.]+)', reply.read().decode())
+    assert refused is not None
+    assert float(refused[1]) > 0, "the attack was not noticed"
     in_use = command_line.run()
     assert in_use.returncode == 2
     assert "is active" in " ".join(in_use.stdout.split())
@@ -198,6 +208,8 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
     done = command_line.run("--resume", run__steps=steps + 2)
     assert done.returncode == 0, done.stdout
     assert [step.step for step in command_line.metrics()] == list(range(steps + 2))
+    assert read_account(command_line.folder).is_exact
+    assert max(step.learning.reward_mean for step in command_line.metrics()) <= 1.0
     log = (command_line.folder / "logs" / "generator-0.log").read_text()
     assert "tokens of an earlier process" in log
 

@@ -32,12 +32,18 @@ from wire.messages import to_trainer as tt
 from wire.records import EngineStats
 
 G = "generator-0"
+DIGEST = b"d" * 16
 IMPOSSIBLE = Reason.IMPOSSIBLE_EVENT
 
 
 def step_finished(version: int) -> ft.StepFinished:
     numbers: Any = None  # nothing here reads them
     return ft.StepFinished(0, (0,), weights(version), numbers, numbers)
+
+
+def expected(*samples: SampleId) -> tt.Expect:
+    reported = (tt.ExpectedSample(sample, 5, 0, DIGEST) for sample in samples)
+    return tt.Expect(0, G, tuple(reported))
 
 
 class Run:
@@ -95,9 +101,9 @@ def test_one_step_from_the_first_request_to_the_end(tmp_path: Path) -> None:
         assert [(name, message.sample) for name, message in started] == [(G, s) for s in samples]
         assert len({message.seed for _, message in started}) == 2
         for sample in samples:
-            finished = fg.SampleFinished(G, sample, 5, 0, "stop")
+            finished = fg.SampleFinished(G, sample, 5, 0, "stop", DIGEST)
             sent = await run.hear(G, finished)
-        assert sent == [(G, tg.Deliver(0, samples))]
+        assert sent == [("trainer", expected(*samples)), (G, tg.Deliver(0, samples))]
         assert await run.hear(G, fg.SampleDelivered(G, samples[0])) == []
         sent = await run.hear(G, fg.SampleDelivered(G, samples[1]))
         assert sent == [("trainer", tt.StepPlan(0, (0,)))]
@@ -169,8 +175,8 @@ NEVER_ISSUED, OURS = SampleId(9, 0), SampleId(0, 0)
 @pytest.mark.parametrize(
     "message",
     [
-        fg.SampleFinished(G, NEVER_ISSUED, 5, 0, "stop"),
-        fg.SampleFinished(G, SampleId(0, 7), 5, 0, "stop"),
+        fg.SampleFinished(G, NEVER_ISSUED, 5, 0, "stop", DIGEST),
+        fg.SampleFinished(G, SampleId(0, 7), 5, 0, "stop", DIGEST),
         fg.SampleFailed(G, NEVER_ISSUED, "no reason", user_error=False),
         fg.SampleDelivered(G, NEVER_ISSUED),
         fg.SampleDelivered(G, OURS),
@@ -189,8 +195,9 @@ def test_an_impossible_event_is_refused_and_the_run_continues(tmp_path: Path, me
         assert await run.hear(G, message) == []
         assert refused == ([] if isinstance(message, fg.EvaluationSample) else [IMPOSSIBLE])
         for sample in (OURS, SampleId(0, 1)):
-            sent = await run.hear(G, fg.SampleFinished(G, sample, 5, 0, "stop"))
-        assert sent == [(G, tg.Deliver(0, (OURS, SampleId(0, 1))))]
+            sent = await run.hear(G, fg.SampleFinished(G, sample, 5, 0, "stop", DIGEST))
+        samples = (OURS, SampleId(0, 1))
+        assert sent == [("trainer", expected(*samples)), (G, tg.Deliver(0, samples))]
         assert not training.done()
         training.cancel()
 
@@ -200,7 +207,7 @@ def test_an_impossible_event_is_refused_and_the_run_continues(tmp_path: Path, me
 @pytest.mark.parametrize(
     ("sender", "message", "reason"),
     [
-        (G, fg.SampleFinished(G, OURS, 5, 7, "stop"), "tokens of policy version 7"),
+        (G, fg.SampleFinished(G, OURS, 5, 7, "stop", DIGEST), "tokens of policy version 7"),
         (G, fg.WeightsInstalled(G, 7), "installed policy version 7, which was never published"),
         ("trainer", step_finished(1), "step 0 cannot have been trained yet"),
     ],
@@ -216,6 +223,24 @@ def test_a_process_that_contradicts_the_run_is_killed(
         assert worker.name == sender
         assert reason in cause
         assert not training.done()
+        training.cancel()
+
+    asyncio.run(check())
+
+
+def test_a_refused_delivery_fails_its_group_with_the_reason(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = Run(tmp_path, on_update="keep")
+        training = await run.begin()
+        for sample in (OURS, SampleId(0, 1)):
+            await run.hear(G, fg.SampleFinished(G, sample, 5, 0, "stop", DIGEST))
+        refused = ft.DeliveryRefused(G, OURS, "bad")
+        sent = await run.hear("trainer", refused)
+        assert sent == [(G, tg.Discard((OURS, SampleId(0, 1))))]
+        assert run.progress.said == [
+            "group 0 is not trained on: sample 0.0 of generator-0: trainer refused its delivery: bad"
+        ]
+        assert await run.hear("trainer", refused) == [], "a generator may send it again"
         training.cancel()
 
     asyncio.run(check())

@@ -6,6 +6,7 @@ from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, ve
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.processes.generator import deliveries
+from wire.frames import digest_of
 from wire.messages import data
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
@@ -74,6 +75,25 @@ def test_a_delivery_is_sent_again_until_it_is_acknowledged(monkeypatch):
         harness.data.inbox.put_nowait(data.Received(SAMPLE))
         await settle()
         assert fg.SampleDelivered("g0", SAMPLE) in harness.control.sent
+        assert not harness.process.deliveries.unacknowledged
+
+    play(scenario)
+
+
+def test_a_delivery_that_is_discarded_is_not_sent_again(monkeypatch):
+    """The trainer refused it, and the controller gave its group up."""
+    monkeypatch.setattr(deliveries, "RESEND_SECONDS", 0.01)
+
+    async def scenario(harness: GeneratorHarness) -> None:
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        harness.engine.feed("train-5.1", [3, 4], 1, end="stop")
+        await settle()
+        (finished,) = [m for m in harness.control.sent if isinstance(m, fg.SampleFinished)]
+        await harness.send(tg.Deliver(2, (SAMPLE,)))
+        await harness.data.wait_until_sent(1)
+        assert digest_of(harness.data.sent[0]) == finished.digest
+        await harness.send(tg.Discard((SAMPLE,)))
+        await settle()
         assert not harness.process.deliveries.unacknowledged
 
     play(scenario)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from deliveries_of import delivery_of
+from deliveries_of import delivery_of, order_of
 from generator_harness import FakeLine
 from step_records import full_step
 
@@ -18,6 +19,7 @@ from asyncrl.config import RunSection
 from asyncrl.errors import AsyncrlError, first_error
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
+from asyncrl.processes.trainer.intake import Intake
 from asyncrl.processes.trainer.process import TrainerProcess
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
@@ -26,6 +28,7 @@ from monitoring.timeline import Timeline
 from monitoring.trained_samples import read_trained_samples
 from rollout.trajectory import SampleId, Trajectory
 from trainer.errors import CheckpointUnwritable
+from trainer.group_check import check_trajectory
 from wire.messages import data, from_trainer, to_trainer
 from wire.records import TrainedStep
 from wire.refusals import Refusals
@@ -46,6 +49,9 @@ class FakeLearner:
         self.disk_is_full: Callable[[int], bool] = lambda _: False
         self.added = threading.Event()
         self.logged_at_save = 0
+
+    def check_trajectory(self, trajectory: Trajectory) -> None:
+        check_trajectory(trajectory, 1000, self.policy_version)
 
     def add_group(self, trajectories: Sequence[Trajectory], _rewards: Any) -> None:
         assert len(trajectories) == GROUP_SIZE
@@ -114,9 +120,11 @@ class TrainerHarness:
         learner: Any = self.learner
         control: Any = self.control
         hub: Any = self.hub
+        queue = GroupQueue(GROUP_SIZE)
         self.process = TrainerProcess(
             StepTrainer(learner, publisher, records),
-            GroupQueue(GROUP_SIZE),
+            queue,
+            Intake(queue, self.learner.check_trajectory, max_early=8, functions=2),
             Checkpoints(learner, directory, every=every, records=records),
             control,
             hub,
@@ -126,9 +134,12 @@ class TrainerHarness:
         )
 
     def deliver(self, group: int, *, step: int) -> None:
-        """Queue a whole group."""
-        for sample in range(GROUP_SIZE):
-            self.hub.inbox.put_nowait(("g0", delivery_of(SampleId(group, sample), step=step)))
+        """Order a whole group and queue it."""
+        samples = [SampleId(group, sample) for sample in range(GROUP_SIZE)]
+        deliveries = [delivery_of(sample, step=step, version=0) for sample in samples]
+        self.control.inbox.put_nowait(order_of("g0", *deliveries))
+        for delivery in deliveries:
+            self.hub.inbox.put_nowait(("g0", delivery))
 
     async def sent(self, kind: type[Any], count: int) -> list[Any]:
         """Wait until the controller was sent this many messages of a kind."""
@@ -276,15 +287,24 @@ def test_a_group_that_is_reported_as_failed_after_its_gradient_ends_the_run(
     assert "[0]" in str(error)
 
 
-def test_a_delivery_that_cannot_be_trained_on_ends_the_run(tmp_path: Path) -> None:
+def test_a_delivery_that_is_refused_is_reported_and_the_others_are_trained_on(
+    tmp_path: Path,
+) -> None:
     async def scenario(harness: TrainerHarness) -> None:
-        outside_the_group = SampleId(0, GROUP_SIZE)
-        harness.hub.inbox.put_nowait(("g0", delivery_of(outside_the_group)))
-        await asyncio.wait([harness.running])
+        ordered = delivery_of(SampleId(0, 0))
+        forged = msgspec.structs.replace(ordered, tokens=ordered.tokens[::-1])
+        harness.control.inbox.put_nowait(order_of("g0", ordered))
+        for peer, delivery in (("g1", ordered), ("g0", forged)):
+            harness.hub.inbox.put_nowait((peer, delivery))
+        (refused,) = await harness.sent(from_trainer.DeliveryRefused, 1)
+        assert (refused.generator, refused.sample) == ("g0", SampleId(0, 0))
+        harness.deliver(1, step=0)
+        harness.control.inbox.put_nowait(to_trainer.StepPlan(0, (1,)))
+        await harness.sent(from_trainer.StepFinished, 1)
 
-    with pytest.raises(BaseExceptionGroup) as caught:
-        play(tmp_path, scenario)
-    assert "0.2 of g0 cannot be trained on" in str(first_error(caught.value))
+    harness = play(tmp_path, scenario)
+    assert harness.learner.groups == [[1], []]
+    assert harness.hub.acknowledged == [SampleId(1, 0), SampleId(1, 1)]
 
 
 def test_each_trained_sample_is_logged_once_and_before_its_checkpoint(tmp_path: Path) -> None:
@@ -305,7 +325,7 @@ def test_each_trained_sample_is_logged_once_and_before_its_checkpoint(tmp_path: 
     last = records[-1]
     assert (last.prompt, last.response) == ("bc", "d?b")
     assert (last.prompt_tokens, last.response_tokens) == ([1, 2], [3, 4, 1])
-    assert (last.sampled, last.generator, last.segments[0].policy_version) == (3, "g0", 1)
+    assert (last.sampled, last.generator, last.segments[0].policy_version) == (3, "g0", 0)
 
 
 def test_a_sample_log_without_a_disk_ends_nothing(tmp_path: Path) -> None:
