@@ -189,8 +189,8 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
     state = read_state(command_line.folder)
     assert state is not None
     attack_without_a_key(Path(state.control_address.removeprefix("ipc://")).parent)
-    url = f"http://127.0.0.1:{shown['processes']['trainer']['metrics_port']}/metrics"
-    with urllib.request.urlopen(url, timeout=5) as reply:
+    port = shown["processes"]["trainer"]["metrics_port"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
         refused = re.search(r'reason="unauthenticated"} ([\d.]+)', reply.read().decode())
     assert refused is not None
     assert float(refused[1]) > 0, "the attack was not noticed"

@@ -238,7 +238,7 @@ def test_a_refused_delivery_fails_its_group_with_the_reason(tmp_path: Path) -> N
         sent = await run.hear("trainer", refused)
         assert sent == [(G, tg.Discard((OURS, SampleId(0, 1))))]
         assert run.progress.said == [
-            "group 0 is not trained on: sample 0.0 of generator-0: trainer refused its delivery: bad"
+            f"group 0 is not trained on: sample 0.0 of {G}: trainer refused its delivery: bad"
         ]
         assert await run.hear("trainer", refused) == [], "a generator may send it again"
         training.cancel()
