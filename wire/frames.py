@@ -65,7 +65,7 @@ def encode_trajectory(
 
 
 def digest_of(delivery: TrajectoryDelivery) -> bytes:
-    """16 bytes that stand for the trajectory in a delivery, whatever its step and reward (BLAKE2b)."""
+    """16 bytes that stand for the trajectory in a delivery, not its step and rewards (BLAKE2b)."""
     d = delivery
     head = (d.sample, d.prompt_id, d.topk, d.segments, d.finish_reason)
     arrays = (d.prompt_tokens, d.tokens, d.behaviour_logprobs, d.topk_ids, d.topk_logprobs)

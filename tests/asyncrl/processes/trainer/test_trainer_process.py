@@ -217,7 +217,9 @@ def test_the_terms_of_a_steps_rewards_are_averaged_over_the_samples_that_have_th
         terms = ((0.5, 1.0), (), (1.0, 0.0), (0.0, 0.5))  # the second reward failed
         for index, each in enumerate(terms):
             sample = SampleId(index // GROUP_SIZE, index % GROUP_SIZE)
-            harness.hub.inbox.put_nowait(("g0", delivery_of(sample, terms=each)))
+            delivery = delivery_of(sample, terms=each)
+            harness.control.inbox.put_nowait(order_of("g0", delivery))
+            harness.hub.inbox.put_nowait(("g0", delivery))
         harness.control.inbox.put_nowait(to_trainer.StepPlan(0, (0, 1)))
         harness.deliver(2, step=1)
         harness.control.inbox.put_nowait(to_trainer.StepPlan(1, (2,)))
