@@ -185,11 +185,8 @@ class TrainerProcess:
         finished = await self._steps.finish_step()
         self._plans.pop(finished.step, None)
         self._queue.forget_before(self._steps.step)
-<<<<<<< HEAD
         self._checkpoints.finished(finished)
-=======
         self._intake.forget_before(self._steps.step)
->>>>>>> 1ccc737 (The trainer keeps a trajectory only if it was ordered, as it was reported)
         await self._control.send(finished)
         await self._send_if_any(await self._checkpoints.save_if_due())
 

@@ -208,7 +208,6 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
     done = command_line.run("--resume", run__steps=steps + 2)
     assert done.returncode == 0, done.stdout
     assert [step.step for step in command_line.metrics()] == list(range(steps + 2))
-    assert read_account(command_line.folder).is_exact
     assert max(step.learning.reward_mean for step in command_line.metrics()) <= 1.0
     log = (command_line.folder / "logs" / "generator-0.log").read_text()
     assert "tokens of an earlier process" in log
