@@ -124,7 +124,7 @@ class TrainerHarness:
         self.process = TrainerProcess(
             StepTrainer(learner, publisher, records),
             queue,
-            Intake(queue, self.learner.check_trajectory, max_early=8, functions=2),
+            Intake(queue, self.learner.check_trajectory, max_early=64, functions=2),
             Checkpoints(learner, directory, every=every, records=records),
             control,
             hub,
