@@ -58,8 +58,8 @@ _DELIVERY = data.TrajectoryDelivery(
 _WEIGHTS = WeightManifest(9, "forged", 0, ())
 _FORGED: list[msgspec.Struct] = [
     from_generator.GeneratorReady("generator-0", 1 << 30, 7),
-    from_generator.SampleFinished("generator-0", _SAMPLE, 3, 0, "stop"),
-    from_generator.SampleFinished("generator-0", SampleId(-1, 1 << 40), 1, -5, "stop"),
+    from_generator.SampleFinished("generator-0", _SAMPLE, 3, 0, "stop", b"d" * 16),
+    from_generator.SampleFinished("generator-0", SampleId(-1, 1 << 40), 1, -5, "stop", b""),
     from_generator.SampleFailed("generator-0", _SAMPLE, "the run must end", True),
     from_generator.SampleDelivered("generator-0", _SAMPLE),
     from_generator.EvaluationSample("generator-0", 0, 0, 1e30, 0),
