@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -12,12 +12,18 @@ from engine.vllm.config import VllmConfig
 from rollout.truncation import Truncation
 from wire.limits import MAX_THREADS, MAX_TOKENS
 
+if TYPE_CHECKING:
+    from engine.stopping import StopRule
+
 EngineKind = Literal["torch", "vllm", "sglang"]
 DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 
 MAX_TOP_K_LOGPROBS = 64
 """Largest K: its log-probabilities travel with every token."""
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class SamplingConfig(BaseModel):
@@ -36,6 +42,9 @@ class SamplingConfig(BaseModel):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Only tokens at least this many times as probable as the most probable one are sampled from,
     after `top_p` was applied. 0 samples from all tokens."""
+    stop: tuple[StopString, ...] = Field(default=(), max_length=16)
+    """Texts that end a response: it ends with the token that completes the first of them. That
+    token is part of the response, is trained on, and its text is handed to the rewards."""
     max_tokens: int = Field(default=256, ge=1, le=MAX_TOKENS)
     """Largest number of tokens in a response."""
 
@@ -50,9 +59,14 @@ class SamplingConfig(BaseModel):
         return 0 if value is None else value
 
     def params(
-        self, *, stop_tokens: tuple[int, ...], top_k_logprobs: int, seed: int | None
+        self,
+        *,
+        stop_tokens: tuple[int, ...],
+        stop_rule: StopRule | None,
+        top_k_logprobs: int,
+        seed: int | None,
     ) -> SamplingParams:
-        """Sampling parameters of one request with these settings."""
+        """Sampling parameters of one request with these settings; `stop_rule` is that of `stop`."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -60,6 +74,7 @@ class SamplingConfig(BaseModel):
             top_k=self.top_k,
             min_p=self.min_p,
             stop_tokens=stop_tokens,
+            stop_rule=stop_rule,
             top_k_logprobs=top_k_logprobs,
             seed=seed,
         )

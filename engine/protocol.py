@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from rollout.trajectory import (
 from rollout.truncation import Truncation
 from wire.records import EngineStats
 from wire.weights.layout import WeightManifest
+
+if TYPE_CHECKING:  # it needs numba, which the controller does without
+    from engine.stopping import StopRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class SamplingParams:
     `rollout.truncation` says in which order these are applied."""
     stop_tokens: tuple[int, ...] = ()
     """Drawing one of these ends the response. It is part of the response."""
+    stop_rule: StopRule | None = None
+    """Completing a stop string ends the response; the token that completes it is part of it."""
     top_k_logprobs: int = 8
     """K: how many of the most probable tokens are reported per position."""
     seed: int | None = None
@@ -57,7 +62,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Continue `prompt_tokens + prefix_tokens` until a stop token or the limit."""
+    """Continue `prompt_tokens + prefix_tokens` until a stop token, a stop string or the limit."""
 
     request_id: str
     cache_key: str

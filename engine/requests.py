@@ -45,6 +45,12 @@ class Limits:
                 f"request {name!r}: its prefix of {prefix} tokens leaves nothing to generate in "
                 f"max_tokens={sampling.max_tokens}"
             )
+        rule = sampling.stop_rule
+        if rule is not None and rule.follow(rule.start, request.prefix_tokens)[0] is not None:
+            raise RequestError(
+                f"request {name!r}: its prefix contains a stop string {rule.strings}, so it has "
+                "ended already"
+            )
         if request.kept is not None:
             self._check_kept(name, request.kept, sampling.max_tokens - prefix)
 

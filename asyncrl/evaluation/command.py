@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +20,8 @@ from asyncrl.run.sample_requests import sample_seed
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
-from asyncrl.tasks.prompts import Prompt, Task
+from asyncrl.tasks.prompts import Task
+from asyncrl.tasks.token_bytes import stop_rule
 from engine.errors import EngineError
 from engine.factory import create_engine
 from engine.protocol import Engine, GenerateRequest
@@ -86,6 +88,12 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
     total = min(config.evaluation.prompts, len(task.evaluation)) * config.evaluation.samples
     current = EvaluationRound(0, total, threshold=config.evaluation.threshold)
     slots = asyncio.Semaphore(2 * config.engine.slots)
+    sampling = config.sampling.params(
+        stop_tokens=task.stop_tokens,
+        stop_rule=stop_rule(task.tokenizer, config.sampling.stop),
+        top_k_logprobs=0,
+        seed=None,
+    )
     try:
         await rewards.start()
         await engine.start()
@@ -95,7 +103,14 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
             async def evaluate(index: int) -> None:
                 prompt = task.evaluation[index // config.evaluation.samples]
                 async with slots:
-                    text = await _respond(config, task, engine, prompt, index)
+                    seed = sample_seed(config.run.seed, "evaluation", 1, index)
+                    request = GenerateRequest(
+                        request_id=f"eval-{index}",
+                        cache_key="",
+                        prompt_tokens=prompt.tokens,
+                        sampling=replace(sampling, seed=seed),
+                    )
+                    text = await _respond(engine, request, task)
                     question = str(prompt.example.get("prompt", ""))
                     reward = await rewards.score(
                         question, text, prompt.example, example_id=prompt.prompt_id
@@ -120,19 +135,7 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
     return current.accuracy()
 
 
-async def _respond(
-    config: RunConfig, task: Task, engine: Engine, prompt: Prompt, index: int
-) -> str:
-    request = GenerateRequest(
-        request_id=f"eval-{index}",
-        cache_key="",
-        prompt_tokens=prompt.tokens,
-        sampling=config.sampling.params(
-            stop_tokens=task.stop_tokens,
-            top_k_logprobs=0,
-            seed=sample_seed(config.run.seed, "evaluation", 1, index),
-        ),
-    )
+async def _respond(engine: Engine, request: GenerateRequest, task: Task) -> str:
     tokens: list[int] = []
     async for chunk in engine.generate(request):
         tokens.extend(chunk.tokens.tolist())

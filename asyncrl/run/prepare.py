@@ -41,6 +41,10 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
         model_path = resolve_model(config.model, bar)
     task = load_task(config.task, model_path, config.run.seed)
     _check_prompts(config, task)
+    if config.sampling.stop:
+        from asyncrl.tasks.token_bytes import token_bytes  # imports numba, which takes a second
+
+        token_bytes(task.tokenizer)
     return Prepared(config, model_path, task)
 
 

@@ -89,6 +89,7 @@ def _fewer_outside(config: RunConfig) -> str:
     """What the user can still change so that fewer tokens lie outside the stored ones."""
     top_p = config.sampling.top_p
     mass = "set sampling.top_p below 1" if top_p == 1 else f"lower sampling.top_p (it is {top_p:g})"
+    mass += f", or sampling.top_k to at most {MAX_TOP_K_LOGPROBS}"
     if config.engine.top_k_logprobs >= MAX_TOP_K_LOGPROBS:
         return f"{mass}; engine.top_k_logprobs is at its limit"
     return f"set engine.top_k_logprobs to {MAX_TOP_K_LOGPROBS}, or {mass}"

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.stopping import StopRule
+
 Text = tuple[int, ...]
 """Response tokens."""
 Doubles = NDArray[np.float64]
@@ -31,6 +33,15 @@ class ResponseSpace:
     """The stop token."""
     vocabulary: int
     """Number of token ids."""
+    strings: StopRule | None = None
+    """Ends a response as well."""
+
+    def ends(self, text: Text) -> bool:
+        """Whether a text is a whole response."""
+        stopped = self.strings is not None and (
+            self.strings.follow(self.strings.start, np.array(text, np.int64))[0] is not None
+        )
+        return stopped or text[-1:] == (self.stop,) or len(text) == self.max_tokens
 
 
 class ResponseDistributions:
@@ -85,8 +96,9 @@ class ResponseDistributions:
         for text, row in self.next_token(policy, prompt).items():  # shorter texts come first
             for token in np.flatnonzero(row):
                 longer = (*text, int(token))
-                ended = token == self.space.stop or len(longer) == self.space.max_tokens
-                (finished if ended else mass)[longer] = mass.get(text, 0.0) * float(row[token])
+                (finished if self.space.ends(longer) else mass)[longer] = mass.get(
+                    text, 0.0
+                ) * float(row[token])
         assert abs(sum(finished.values()) - 1) < 1e-9
         return finished
 
@@ -96,7 +108,7 @@ class ResponseDistributions:
         mass: dict[Text, float] = {(): 1.0}
         for text, row in mine.items():
             for token in np.flatnonzero(row):
-                if token != self.space.stop:
+                if not self.space.ends((*text, int(token))):
                     mass[(*text, int(token))] = mass.get(text, 0.0) * float(row[token])
         total = sum(
             mass.get(t, 0.0) * 0.5 * float(np.abs(row - other[t]).sum()) for t, row in mine.items()
@@ -104,12 +116,13 @@ class ResponseDistributions:
         return total / sum(mass.get(t, 0.0) for t in mine)
 
     def _unfinished_texts(self, size: int) -> list[Text]:
-        """Every text of this many tokens without a stop token."""
+        """Every text of this many tokens that has not ended."""
         if not size:
             return [()]
         alphabet = [t for t in range(self.space.vocabulary) if t != self.space.stop]
         grid = np.stack(np.meshgrid(*[alphabet] * size, indexing="ij"), -1)
-        return [tuple(map(int, row)) for row in np.reshape(grid, (-1, size))]
+        texts = [tuple(map(int, row)) for row in np.reshape(grid, (-1, size))]
+        return [text for text in texts if not self.space.ends(text)]
 
     @torch.no_grad()
     def _forward(

@@ -61,13 +61,13 @@ def _measure(name: str, engine: str, samples: int, seed: int) -> dict[str, Any]:
     """Run one mode and test what it promises."""
     from benchmarks.exactness_loop.distributions import ResponseDistributions
     from benchmarks.exactness_loop.engines import run
-    from benchmarks.exactness_loop.modes import MODES, PROMPTS, SPACE, make_policies, settings_of
+    from benchmarks.exactness_loop.modes import MODES, PROMPTS, make_policies, settings_of
     from benchmarks.exactness_loop.statements import ALARM, TOLERANCE, check, rewards_match
 
     mode, began = MODES[name], time.perf_counter()
     policies = make_policies(mode.learning)
     outcome = asyncio.run(run(engine, mode, settings_of(mode, samples, seed), policies))
-    found = check(mode, outcome.delivered, ResponseDistributions(policies, PROMPTS, SPACE))
+    found = check(mode, outcome.delivered, ResponseDistributions(policies, PROMPTS, mode.space))
     fine = (
         found.p_value >= ALARM
         and found.worst_logprob <= TOLERANCE[engine]

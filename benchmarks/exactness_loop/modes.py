@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,9 +11,12 @@ from benchmarks.exactness_loop.distributions import ResponseSpace
 from benchmarks.exactness_loop.harness import LoopSettings
 from benchmarks.tiny_models import random_qwen3
 from engine.protocol import SamplingParams
+from engine.stopping import StopRule
 from scheduler.config import SchedulerConfig
 
 SPACE = ResponseSpace(max_tokens=8, stop=2, vocabulary=4)
+STRINGS = replace(SPACE, strings=StopRule.of(["abbabb", "bbbb"], [b"ab", b"b", b"", b"a"]))
+"""With stop strings that three to six tokens complete."""
 PROMPTS = ((1, 0, 1), (1, 1), (0, 0, 0, 1))
 _SEED, _DRIFT = 18, 0.2
 
@@ -37,6 +40,7 @@ class Mode:
     """See `LoopSettings`."""
     turns_per_step: int = 4
     """Turns of the event loop that a step of the torch engine takes; see `engines.slow_down`."""
+    space: ResponseSpace = SPACE
 
 
 _ON_POLICY: dict[str, Any] = {"group_size": 16, "groups_per_step": 9}
@@ -44,6 +48,9 @@ _ONE_STEP_OFF = _ON_POLICY | {"max_off_policy_steps": 1}
 MODES: dict[str, Mode] = {
     "verify, 1 ahead": Mode(_ON_POLICY | {"max_runahead_groups": 9}),
     "verify, 3 ahead": Mode(_ON_POLICY | {"max_runahead_groups": 27}),
+    "verify, stop strings": Mode(
+        _ON_POLICY | {"max_runahead_groups": 9}, install_delay=2, turns_per_step=8, space=STRINGS
+    ),
     "verify, no drafts": Mode(_ON_POLICY | {"max_runahead_groups": 9}, max_draft_tokens=0),
     "learning rate 0": Mode(
         _ON_POLICY | {"max_runahead_groups": 9},
@@ -80,7 +87,12 @@ def settings_of(mode: Mode, samples: int, seed: int) -> LoopSettings:
     return LoopSettings(
         config,
         steps,
-        SamplingParams(SPACE.max_tokens, stop_tokens=(SPACE.stop,), top_k_logprobs=mode.top_k),
+        SamplingParams(
+            mode.space.max_tokens,
+            stop_tokens=(mode.space.stop,),
+            stop_rule=mode.space.strings,
+            top_k_logprobs=mode.top_k,
+        ),
         publish_delays=mode.publish_delays,
         install_delay=mode.install_delay,
         seed=seed,

@@ -106,7 +106,10 @@ async def _passes(config: Any, task: Any, model: str, cache: Any) -> tuple[list[
     engine_config = config.engine.model_copy(update={"threads": 1})
     engine = create_engine(engine_config, model, cache_config=cache, seed=0)
     sampling = config.sampling.params(
-        stop_tokens=task.stop_tokens, top_k_logprobs=config.engine.top_k_logprobs, seed=None
+        stop_tokens=task.stop_tokens,
+        stop_rule=None,
+        top_k_logprobs=config.engine.top_k_logprobs,
+        seed=None,
     )
 
     async def generate(sample: SampleId, kept: Any) -> TrajectoryBuilder:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.stopping import cut_rows
 from engine.torch.draws import Draws
 from engine.torch.rows import Rows
 from rollout.acceptance import AcceptedPaths
@@ -27,11 +28,11 @@ class Paths:
     """`[n]` at most how many of those are accepted drafts or kept tokens; the next one is a free
     draw."""
     stopped: NDArray[np.bool_]
-    """`[n]` whether the last one is a stop token."""
+    """`[n]` whether the last one is a stop token or completes a stop string."""
 
 
 def choose(rows: Rows, draws: Draws, walks: AcceptedPaths | None) -> Paths:
-    """Choose each row's path, cut after its first stop token and at its limit.
+    """Choose each row's path, cut after its first stop token or string and at its limit.
 
     Args:
         rows: before this step's tokens are appended.
@@ -39,7 +40,11 @@ def choose(rows: Rows, draws: Draws, walks: AcceptedPaths | None) -> Paths:
         walks: of the decoding rows, which come first; None: nothing was drafted.
     """
     if walks is None and not len(draws.judged):
-        return _one_each(rows, draws)
+        paths = _one_each(rows, draws)
+        if rows.with_stop_rule:
+            everyone = np.arange(rows.n)
+            _follow_strings(rows, everyone, paths.step, draws.tokens, paths.kept, paths.stopped)
+        return paths
     accepted = draws.accepted.copy()
     if walks is not None:
         accepted[: len(walks.accepted)] = walks.accepted
@@ -53,10 +58,28 @@ def choose(rows: Rows, draws: Draws, walks: AcceptedPaths | None) -> Paths:
     first_stop = np.full(rows.n, np.iinfo(np.int32).max - 1, np.int32)
     np.minimum.at(first_stop, row[stops], step[stops].astype(np.int32))
     kept = np.minimum(np.minimum(counts, first_stop + 1), rows.left()).astype(np.int32)
+    stopped = first_stop < kept
+    if rows.with_stop_rule:
+        _follow_strings(rows, row, step, draws.tokens[chosen], kept, stopped)
     if (kept < counts).any():
         inside = step < kept[row]
         chosen, step = chosen[inside], step[inside]
-    return Paths(chosen, step, kept, accepted, first_stop < kept)
+    return Paths(chosen, step, kept, accepted, stopped)
+
+
+def _follow_strings(
+    rows: Rows,
+    row: NDArray[np.int64],
+    step: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    kept: IntArray,
+    stopped: NDArray[np.bool_],
+) -> None:
+    """Advance the rows' stop rules over their new tokens; cut `kept` where one is completed."""
+    of_row = [request.sampling.stop_rule for request in rows.requests]
+    for rule in {id(rule): rule for rule in of_row if rule is not None}.values():
+        mine = np.array([other is rule for other in of_row])
+        cut_rows(rule.table, rule.classes, mine, rows.stop_state, row, step, tokens, kept, stopped)
 
 
 def _one_each(rows: Rows, draws: Draws) -> Paths:

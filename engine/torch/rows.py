@@ -53,6 +53,10 @@ class Rows(RowArrays):
         self.sampling = SamplingColumns.unset(slots)
         self.stops = np.full((slots, 1), -1, np.int64)
         """`[S, stops]` stop tokens, padded with -1."""
+        self.stop_state = np.zeros(slots, np.int32)
+        """`[S]` of the request's stop rule, after the context."""
+        self.with_stop_rule = 0
+        """Rows whose requests have a stop rule."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._row_of
@@ -82,6 +86,10 @@ class Rows(RowArrays):
         self.seed[row] = seed
         self.sampling.set(row, sampling)
         self._set_stops(row, sampling.stop_tokens)
+        rule = sampling.stop_rule
+        if rule is not None:
+            _, self.stop_state[row] = rule.follow(rule.start, request.prefix_tokens)
+            self.with_stop_rule += 1
         kept = _NO_TOKENS if request.kept is None else request.kept.tokens
         # Kept tokens lie after the context, where they are scored. They do not belong to it yet.
         self.tokens[row, start + prefix : start + prefix + len(kept)] = kept
@@ -100,6 +108,7 @@ class Rows(RowArrays):
         if not 0 <= row < self.n:
             raise EngineError(f"row {row} released twice")
         last = self.n - 1
+        self.with_stop_rule -= self.requests[row].sampling.stop_rule is not None
         del self._row_of[self.requests[row].request_id]
         moved = self.requests.pop()
         self.n = last

@@ -72,6 +72,10 @@ def test_overrides_reach_any_depth(tmp_path: Path) -> None:
         ),
         ("sampling: {max_tokens: 4000}", [], r"sampling.max_tokens \(4000\) leaves no room"),
         ("run: {log_samples: parquet}", [], r"run.log_samples: parquet is not written.*jsonl"),
+        ('sampling: {stop: ["a", ""]}', [], r"sampling.stop\[1\]: must have at least 1 character"),
+        ("sampling: {stop: a}", [], r"sampling.stop: must be a list"),
+        ("sampling: {top_k: -1}", [], r"sampling.top_k: .*greater than or equal to 0"),
+        ("sampling: {min_p: 1.5}", [], r"sampling.min_p: .*less than or equal to 1"),
         ("- a list", [], r"must be a mapping"),
         ("run: [", [], r"not valid YAML"),
         ("", ["engine.kind"], r"write it as key.path=value"),
@@ -83,6 +87,10 @@ def test_what_is_wrong_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(write(tmp_path, text), overrides)
+
+
+def test_no_top_k_may_be_written_as_null(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "sampling: {top_k: null}")).sampling.top_k == 0
 
 
 def test_off_may_be_written_without_quotes(tmp_path: Path) -> None:

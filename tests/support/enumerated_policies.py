@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch_cores import run, tokens_of
 
 from engine.drafting.source import DraftSource
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from engine.stopping import StopRule
 from engine.torch.core import DecodeCore
 from engine.torch.model import SlotModel
 from rollout.trajectory import IntArray
@@ -30,6 +32,11 @@ LENGTH = 4
 """Most tokens in a response."""
 
 Doubles = NDArray[np.float64]
+PIECES = [b"a", b"b", b"ab", b"ba", b"", b"b\xc3", b"\xa9a", b"aa", b"\xa9", b""]
+"""The text of each token; 5, 6 and 8 have halves of é. STOP has none."""
+STRINGS = ("bab", "éa")
+"""Stop strings that one token, two or three complete, with text after them or without."""
+
 Distribution = dict[tuple[int, ...], float]
 
 
@@ -41,6 +48,8 @@ class Case:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Stop strings over PIECES."""
     drift: float = 0.3
     """0: the same policy as the drafts'; 1: an unrelated one."""
 
@@ -82,10 +91,17 @@ def request(case: Case, name: str, seed: int, *, top_k: int = 0, **fields: Any) 
         top_k=case.top_k,
         min_p=case.min_p,
         stop_tokens=(STOP,),
+        stop_rule=rule_of(case.stop),
         top_k_logprobs=top_k,
         seed=seed,
     )
     return GenerateRequest(name, "p", PROMPT, sampling, **fields)
+
+
+@cache
+def rule_of(stop: tuple[str, ...]) -> StopRule | None:
+    """One rule for all requests, as in a run."""
+    return StopRule.of(stop, PIECES) if stop else None
 
 
 def text_of(chunks: Sequence[TokenChunk]) -> tuple[int, ...]:
@@ -132,7 +148,9 @@ def enumerate_distribution(model: torch.nn.Module, case: Case) -> Distribution:
             chances = truncated(row, case.top_k, case.top_p, case.min_p)
             for token in np.flatnonzero(chances):
                 mass = frontier[text] * chances[token]
+                spelled = b"".join(PIECES[t] for t in (*text, token)).decode("utf-8", "replace")
                 ended = token == STOP or len(text) + 1 == LENGTH
+                ended |= any(string in spelled for string in case.stop)
                 (distribution if ended else grown)[(*text, int(token))] = mass
         frontier = grown
     assert abs(sum(distribution.values()) - 1) < 1e-9

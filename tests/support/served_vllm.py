@@ -103,6 +103,7 @@ def ask(name: str = "r", **changes: Any) -> GenerateRequest:
     fields: dict[str, Any] = {
         "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
         "top_k_logprobs": 4, "seed": None, "stop_tokens": (),
+        "stop_rule": None,
     }  # fmt: skip
     sampling = {key: changes.pop(key, value) for key, value in fields.items()}
     request: dict[str, Any] = {"cache_key": "", "prompt_tokens": PROMPT} | changes

@@ -23,6 +23,7 @@ from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.processes.shared_memory import exchange_directory
 from asyncrl.processes.spec import ChildSpec, GeneratorKeys
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.tasks.token_bytes import stop_rule
 from cache.place import CachePlace
 from engine.errors import EngineError, EngineStartError, RequestError
 from engine.factory import create_engine
@@ -64,6 +65,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
         closing.callback(recorder.close)
         sampling = config.sampling.params(
             stop_tokens=spec.stop_tokens,
+            stop_rule=stop_rule(tokenizer, config.sampling.stop),
             top_k_logprobs=config.engine.top_k_logprobs,
             seed=None,
         )

@@ -80,7 +80,7 @@ class Generation:
                     return
         builder = ChunkBuilder(name, sampling.top_k_logprobs)
         submitted = generation(request, seed, self._limits.vocab_size)
-        async with aclosing(self._streams.steps(name, submitted, reader)) as parts:
+        async with aclosing(self._streams.steps(name, submitted, reader, request)) as parts:
             async for steps in parts:
                 for chunk in builder.chunks(steps):
                     yield chunk

@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from engine.errors import EngineError
-from engine.protocol import TokenChunk
+from engine.protocol import GenerateRequest, TokenChunk
+from engine.stopping import StopRule
 from rollout.trajectory import ByteArray, FinishReason, FloatArray, IntArray, Provenance
 
 
@@ -34,12 +35,48 @@ class Step:
     """`[n, 1 + K']`"""
     policy_version: int
     finish_reason: FinishReason | None = None
+    stopped: bool = False
+    """A stop string was completed by its last token; what followed in this step was cut off."""
     accepted: int | None = None
     """In the last step: drafts accepted in all steps, including those cut off at the end."""
     scored_ids: IntArray | None = None
     """`[n, C]` for n scored tokens; columns as in `engine.vllm.extras.ScoreColumns`."""
     scored_logprobs: FloatArray | None = None
     """`[n, C]`"""
+
+
+@dataclass(slots=True)
+class StopWatch:
+    """Follows the stop rule of one request over its steps. vLLM knows nothing of stop strings."""
+
+    rule: StopRule
+    state: int
+    """After what the response resumes from."""
+    ended: bool = False
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> StopWatch | None:
+        """For a request that continues after its prefix; None if it has no stop strings."""
+        rule = request.sampling.stop_rule
+        if rule is None:
+            return None
+        return cls(rule, rule.follow(rule.start, request.prefix_tokens)[1])
+
+    def cut(self, step: Step) -> Step:
+        """The step up to the token that completes a stop string; all of it if none does."""
+        count, self.state = self.rule.follow(self.state, step.tokens)
+        if count is None:
+            return step
+        self.ended = True
+        return replace(
+            step,
+            tokens=step.tokens[:count],
+            logprob_ids=step.logprob_ids[:count],
+            logprobs=step.logprobs[:count],
+            finish_reason="stop",
+            stopped=count < len(step.tokens),
+            accepted=None,
+        )
 
 
 @dataclass(slots=True)
@@ -51,6 +88,8 @@ class StepQueue:
     """
 
     wake_at: int
+    watch: StopWatch | None = None
+    """Ends the response where a stop string is complete; later steps are dropped."""
     _steps: deque[Step] = field(default_factory=deque)
     _waiting: int = 0
     _error: BaseException | None = None
@@ -61,6 +100,10 @@ class StepQueue:
 
     def push(self, step: Step) -> None:
         """Add a step."""
+        if self.watch is not None:
+            if self.watch.ended:
+                return  # drawn before vLLM was told that the response has ended
+            step = self.watch.cut(step)
         first, self.started = not self.started, True
         self._steps.append(step)
         self._waiting += len(step.tokens)
@@ -148,7 +191,8 @@ class ChunkBuilder:
     def _provenance(self, step: Step) -> ByteArray:
         n = len(step.tokens)
         out = np.full(n, Provenance.DRAFTED, np.uint8)
-        drafted = max(n - 1, 0)
+        # A step that was cut short ends inside its accepted drafts.
+        drafted = n if step.stopped else max(n - 1, 0)
         if step.accepted is not None:
             drafted = min(step.accepted - self._accepted, n)
         out[drafted:] = Provenance.SAMPLED

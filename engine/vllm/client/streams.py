@@ -8,8 +8,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from engine.errors import EngineError
+from engine.protocol import GenerateRequest
 from engine.vllm.client.core import Core, CoreRequest
-from engine.vllm.client.steps import AbortedError, Step, StepQueue
+from engine.vllm.client.steps import AbortedError, Step, StepQueue, StopWatch
 
 
 @dataclass(slots=True)
@@ -63,9 +64,20 @@ class Streams:
         return len(self._open)
 
     async def steps(
-        self, name: str, request: CoreRequest, reader: Reader
+        self,
+        name: str,
+        request: CoreRequest,
+        reader: Reader,
+        continued: GenerateRequest | None = None,
     ) -> AsyncGenerator[list[Step], None]:
         """Steps of one request until its end; ends early when it is interrupted or closed.
+
+        Args:
+            name: of the request, for errors.
+            request: as vLLM takes it.
+            reader: gets the steps.
+            continued: the request whose tokens are drawn, for its stop strings; None: it only
+                scores.
 
         Raises:
             EngineError: vLLM failed, or lost the request `name`.
@@ -73,7 +85,7 @@ class Streams:
         process = self._core.process
         if reader.interrupted:
             return
-        stream = reader.stream = self._new()
+        stream = reader.stream = self._new(continued)
         try:
             await self._core.submit(stream.request_id, stream.queue, request)
             while True:
@@ -83,7 +95,7 @@ class Streams:
                     if not stream.restart:
                         return
                     del self._open[stream.request_id]
-                    stream = reader.stream = self._new()
+                    stream = reader.stream = self._new(continued)
                     await self._core.submit(stream.request_id, stream.queue, request)
                     continue
                 yield steps
@@ -110,8 +122,9 @@ class Streams:
                         return step
         return None
 
-    def _new(self) -> _Stream:
-        stream = _Stream(f"r{next(self._numbers)}", StepQueue(self._chunk_tokens))
+    def _new(self, continued: GenerateRequest | None) -> _Stream:
+        watch = None if continued is None else StopWatch.of(continued)
+        stream = _Stream(f"r{next(self._numbers)}", StepQueue(self._chunk_tokens, watch))
         self._open[stream.request_id] = stream
         return stream
 

@@ -120,8 +120,13 @@ def _accept(
 
 def _end(request: GenerateRequest, tokens: IntArray) -> tuple[int, FinishReason | None]:
     """Where the response ends within `tokens`, and why; all of them and None if it continues."""
-    stops = np.flatnonzero(np.isin(tokens, request.sampling.stop_tokens))
-    if len(stops):
-        return int(stops[0]) + 1, "stop"
+    ends = (np.flatnonzero(np.isin(tokens, request.sampling.stop_tokens)) + 1).tolist()[:1]
+    rule = request.sampling.stop_rule
+    if rule is not None:
+        _, state = rule.follow(rule.start, request.prefix_tokens)
+        count, _ = rule.follow(state, tokens)
+        ends += [] if count is None else [count]
+    if ends:
+        return min(ends), "stop"
     generated = len(request.prefix_tokens) + len(tokens)
     return len(tokens), "length" if generated >= request.sampling.max_tokens else None

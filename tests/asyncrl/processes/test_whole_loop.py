@@ -5,8 +5,8 @@ alternates between two fixed policies and publishes in the middle of rollouts. S
 `benchmarks.exactness_loop.main` for the statements and `benchmarks.exactness_loop.harness` for the
 loop.
 
-A statement fails below p = 1e-6. With some 30 p-values here a correct loop would fail one run in
-30,000 if seeds were random. They are fixed, and drafts do not depend on the clock. Wrong loops must
+A statement fails below p = 1e-6. With some 36 p-values here a correct loop would fail one run in
+25,000 if seeds were random. They are fixed, and drafts do not depend on the clock. Wrong loops must
 have a p-value below 1e-6 too (1e-4 for the smallest bias).
 """
 
@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from benchmarks.exactness_loop import engines, statements
-from benchmarks.exactness_loop.distributions import ResponseDistributions
+from benchmarks.exactness_loop.distributions import ResponseDistributions, ResponseSpace
 from benchmarks.exactness_loop.harness import Delivered, Outcome
 from benchmarks.exactness_loop.modes import MODES, PROMPTS, SPACE, make_policies, settings_of
 from benchmarks.exactness_loop.statements import ALARM, TOLERANCE, Finding
@@ -34,9 +34,9 @@ SAMPLES = 4000
 
 
 @cache
-def known(learning: bool) -> tuple[list[Any], ResponseDistributions]:
+def known(learning: bool, space: ResponseSpace = SPACE) -> tuple[list[Any], ResponseDistributions]:
     policies = make_policies(learning)
-    return policies, ResponseDistributions(policies, PROMPTS, SPACE)
+    return policies, ResponseDistributions(policies, PROMPTS, space)
 
 
 @cache
@@ -53,7 +53,7 @@ def play(name: str, samples: int = SAMPLES) -> Outcome:
 
 def check(name: str, delivered: list[Delivered]) -> Finding:
     mode = MODES[name]
-    finding = statements.check(mode, delivered, known(mode.learning)[1])
+    finding = statements.check(mode, delivered, known(mode.learning, mode.space)[1])
     for what, verdict in finding.verdicts.items():
         print(f"{name}, {what}: {verdict}")
     return finding
@@ -79,6 +79,21 @@ def test_whole_trajectories_follow_the_policy_that_trains_on_them(name: str) -> 
     learning = MODES[name].learning
     assert (outcome.rejected > SAMPLES / 2) == learning
     assert not learning or outcome.accepted > SAMPLES
+
+
+def test_stop_strings_end_samples_in_the_loop_as_in_the_enumeration() -> None:
+    """Generated ahead, interrupted, resumed within a string and verified; without it, detected."""
+    outcome = play("verify, stop strings", SAMPLES // 2)
+    finding = check("verify, stop strings", outcome.delivered)
+    assert finding.p_value > ALARM
+    assert finding.worst_logprob < TOLERANCE["torch"]
+    assert outcome.verified > SAMPLES / 2
+    assert outcome.cut > 20
+    tokens = [one.trajectory.tokens for one in outcome.delivered]
+    stopped = [one for one in tokens if one[-1] != SPACE.stop and len(one) < SPACE.max_tokens]
+    assert len(stopped) > len(tokens) / 5
+    plain = statements.check_responses(outcome.delivered, known(True)[1])
+    assert plain["lengths within each step"].p_value < ALARM
 
 
 @pytest.mark.parametrize("name", ["verify, k = 1", "keep, k = 1", "recompute, k = 1"])

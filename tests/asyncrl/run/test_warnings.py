@@ -34,10 +34,17 @@ def test_a_small_top_k_is_warned_about_once_enough_tokens_are_measured() -> None
     assert warning is not None
     assert "3.0% of the tokens lie outside the 8 most probable" in warning
     assert "within 23 tokens" in warning
-    assert warning.endswith("set engine.top_k_logprobs to 64, or set sampling.top_p below 1.")
+    assert warning.endswith(
+        "set engine.top_k_logprobs to 64, or set sampling.top_p below 1, "
+        "or sampling.top_k to at most 64."
+    )
     for engine, sampling, advice in (
-        ({"top_k_logprobs": 64}, {}, "set sampling.top_p below 1; engine.top_k_logprobs is at its"),
-        ({"top_k_logprobs": 64}, {"top_p": 0.9}, "lower sampling.top_p (it is 0.9); engine.top_k"),
+        (
+            {"top_k_logprobs": 64},
+            {},
+            "below 1, or sampling.top_k to at most 64; engine.top_k_logprobs is at its",
+        ),
+        ({"top_k_logprobs": 64}, {"top_p": 0.9}, "lower sampling.top_p (it is 0.9), or"),
         ({"top_k_logprobs": 32}, {"top_p": 0.9}, "set engine.top_k_logprobs to 64, or lower samp"),
     ):
         run = config(engine=engine, sampling=sampling)

@@ -1,7 +1,7 @@
 """With drafting, the torch engine samples from the model's distribution: chi-square over sequences.
 
 Every response of at most four tokens is a cell of the enumerated distribution. A case fails when
-its p-value is below 1e-4; with the 12 comparisons here a correct engine would fail one run in 830
+its p-value is below 1e-4; with the 13 comparisons here a correct engine would fail one run in 770
 if seeds were random. They are fixed, so a run either always passes or always fails.
 """
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from enumerated_policies import (
+    STRINGS,
     Case,
     core_of,
     enumerate_distribution,
@@ -41,7 +42,12 @@ MUTANTS = {
     "no top-p": replace(EVERY_TRUNCATION, top_p=1.0),
     "top-p without rescaling": replace(EVERY_TRUNCATION, top_p=0.8),
 }
-"""What a wrong engine would sample from; the comparison must detect each."""
+WRONG_STOPS = {
+    "none": Case(),
+    "only éa": Case(stop=STRINGS[1:]),
+    "one of the string's beginnings": Case(stop=("ba", "éa")),
+}
+"""What wrong engines would sample from; the comparison must detect each."""
 
 CASES = {
     "cache": Case(),
@@ -50,6 +56,7 @@ CASES = {
     "cache, top-p": Case(top_p=0.7),
     "cache, hot and top-p": Case(temperature=1.3, top_p=0.9),
     "cache, top-k, top-p and min-p": EVERY_TRUNCATION,
+    "cache, stop strings": Case(stop=STRINGS),
     "unrelated policy": Case(drift=1.0),
 }
 
@@ -57,7 +64,15 @@ CASES = {
 @pytest.mark.parametrize(
     ("name", "trees"),
     [(name, False) for name in CASES]
-    + [(name, True) for name in ("cache", "cache, top-k, top-p and min-p", "unrelated policy")],
+    + [
+        (name, True)
+        for name in (
+            "cache",
+            "cache, top-k, top-p and min-p",
+            "cache, stop strings",
+            "unrelated policy",
+        )
+    ],
 )
 def test_drafts_of_another_policy_do_not_change_the_distribution(
     tiny_qwen3: str, name: str, trees: bool
@@ -78,9 +93,9 @@ def test_drafts_of_another_policy_do_not_change_the_distribution(
     assert drafted.tokens.drafted > SAMPLES / 2
     assert 0 < drafted.tokens.accepted < drafted.tokens.drafted
     assert p_value(generated, distribution) > FALSE_ALARM
-    if case == EVERY_TRUNCATION:
-        for wrong, mutant in MUTANTS.items():
-            assert is_detected(generated, enumerate_distribution(new, mutant)), wrong
+    mutants = {EVERY_TRUNCATION: MUTANTS, CASES["cache, stop strings"]: WRONG_STOPS}
+    for wrong, mutant in mutants.get(case, {}).items():
+        assert is_detected(generated, enumerate_distribution(new, mutant)), wrong
 
 
 @pytest.mark.parametrize("kind", [RandomTrees, CorruptTrees])

@@ -2,8 +2,8 @@
 
 An old policy generates responses. The current policy, which has drifted away, verifies and resumes
 them. Over fresh old responses and fresh seeds, the results must follow the current policy's
-distribution, which is enumerated. A comparison fails when its p-value is below 1e-4; with the 7
-here that must pass, a correct engine would fail one run in 1,400 if seeds were random. They are
+distribution, which is enumerated. A comparison fails when its p-value is below 1e-4; with the 8
+here that must pass, a correct engine would fail one run in 1,200 if seeds were random. They are
 fixed: a run always passes or always fails.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from enumerated_policies import (
+    STRINGS,
     Case,
     core_of,
     enumerate_distribution,
@@ -58,12 +59,17 @@ class Reuse:
     drafts: str = "none"
     every: int = 1
     """Every such request has kept tokens; the others are ordinary ones in the same steps."""
+    drawn_with: Case | None = None
+    """How the old responses were sampled; None: as the new ones are."""
 
 
 REUSES = {
     "three of ten known": Reuse(Case(drift=0.15)),
     "hot and top-p": Reuse(Case(temperature=1.3, top_p=0.85, drift=0.15)),
     "all of top-k known": Reuse(Case(temperature=1.3, top_k=3, min_p=0.2, drift=0.15)),
+    "stop strings, in what is kept": Reuse(
+        Case(stop=STRINGS, drift=0.15), top_k=5, drawn_with=Case(drift=0.15), drafts="cache"
+    ),
     "unrelated policy": Reuse(Case(drift=1.0)),
     "cut off, with trees of the cache": Reuse(Case(drift=0.15), max_kept=2, drafts="cache"),
     "among ordinary requests, with random trees": Reuse(Case(drift=0.15), drafts="random", every=2),
@@ -72,7 +78,8 @@ REUSES = {
 
 def old_texts(model: SlotModel, reuse: Reuse, count: int) -> list[KeptTokens]:
     core = core_of(model, None, top_k=VOCAB, **WIDE)
-    asked = [request(reuse.case, f"{i}", i, top_k=reuse.top_k) for i in range(count)]
+    case = reuse.drawn_with or reuse.case
+    asked = [request(case, f"{i}", i, top_k=reuse.top_k) for i in range(count)]
     return [first(kept_of(chunks), reuse.max_kept) for chunks in run(core, asked).values()]
 
 

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from engine.errors import EngineError
-from engine.vllm.client.steps import AbortedError, ChunkBuilder, Step, StepQueue, most_probable
+from engine.protocol import GenerateRequest, SamplingParams
+from engine.stopping import StopRule
+from engine.vllm.client.steps import (
+    AbortedError,
+    ChunkBuilder,
+    Step,
+    StepQueue,
+    StopWatch,
+    most_probable,
+)
 from rollout.trajectory import Provenance
 
 
@@ -35,6 +44,21 @@ def test_the_last_step_may_end_within_its_drafts(accepted: int, last: list[int])
     (chunk,) = ChunkBuilder("r", 2).chunks(steps)
     assert chunk.provenance.tolist() == [0, 1, 1, 0, *last]
     assert Provenance.DRAFTED == 1
+
+
+def test_a_step_is_cut_where_a_stop_string_is_complete() -> None:
+    """The tokens are 0, 3, 6; the response resumes after a token that begins the string."""
+    rule = StopRule.of(["bcd"], [b"c", b"", b"", b"de", b"b", b"", b"x"])
+    params = SamplingParams(9, stop_rule=rule)
+    request = GenerateRequest("r", "", np.array([1]), params, np.array([4], np.int32))
+    queue = StepQueue(wake_at=100, watch=StopWatch.of(request))
+    for _ in range(2):  # the second step came before vLLM was told
+        queue.push(step(3))
+    (cut,) = asyncio.run(queue.take())
+    assert (cut.tokens.tolist(), cut.finish_reason) == ([0, 3], "stop")
+    (chunk,) = ChunkBuilder("r", 2).chunks([cut])
+    assert chunk.provenance.tolist() == [1, 1], "the free draw of the step was cut off"
+    assert len(chunk.logprobs) == len(chunk.topk_ids) == 2
 
 
 def test_top_k_is_padded_where_less_has_mass() -> None:
