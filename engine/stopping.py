@@ -69,10 +69,8 @@ class StopRule:
         if sum(map(len, patterns)) > MAX_BYTES:
             raise ValueError(f"stop strings have more than {MAX_BYTES} bytes together")
         columns = _after_tokens(_automaton(patterns), token_bytes)
-        table, classes = np.unique(columns, axis=1, return_inverse=True)
-        return cls(
-            tuple(strings), np.ascontiguousarray(table), classes.reshape(-1).astype(np.int32)
-        )
+        classes, examples = _classes(columns)
+        return cls(tuple(strings), np.ascontiguousarray(columns[:, examples]), classes)
 
     def follow(self, state: int, tokens: NDArray[np.integer]) -> tuple[int | None, int]:
         """Read tokens from a state.
@@ -132,6 +130,16 @@ def _after_tokens(table: NDArray[np.int16], token_bytes: Sequence[bytes]) -> NDA
     out = np.empty_like(states)
     out[:, longest_first] = states
     return out
+
+
+def _classes(columns: NDArray[np.int16]) -> tuple[IntArray, NDArray[np.int64]]:
+    """`[V]` class of each of V columns, equal where they are, and `[C]` a column of each class."""
+    classes = np.zeros(columns.shape[1], np.int64)
+    examples = np.zeros(1, np.int64)
+    for row in columns:
+        codes = classes * (len(columns) + 1) + row - ENDED
+        _, examples, classes = np.unique(codes, return_index=True, return_inverse=True)
+    return classes.astype(np.int32), examples
 
 
 @kernel
