@@ -10,7 +10,7 @@ from engine.protocol import SamplingParams
 from engine.torch.config import TorchConfig
 from engine.vllm.config import VllmConfig
 from rollout.truncation import Truncation
-from wire.limits import MAX_THREADS, MAX_TOKENS
+from wire.limits import MAX_STOP_BYTES, MAX_THREADS, MAX_TOKENS
 
 if TYPE_CHECKING:
     from engine.stopping import StopRule
@@ -23,7 +23,7 @@ MAX_TOP_K_LOGPROBS = 64
 """Largest K: its log-probabilities travel with every token."""
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=64)]
+StopString = Annotated[str, Field(min_length=1)]
 
 
 class SamplingConfig(BaseModel):
@@ -42,9 +42,10 @@ class SamplingConfig(BaseModel):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Only tokens at least this many times as probable as the most probable one are sampled from,
     after `top_p` was applied. 0 samples from all tokens."""
-    stop: tuple[StopString, ...] = Field(default=(), max_length=16)
+    stop: tuple[StopString, ...] = ()
     """Texts that end a response: it ends with the token that completes the first of them. That
-    token is part of the response, is trained on, and its text is handed to the rewards."""
+    token is part of the response, is trained on, and its text is handed to the rewards. At most
+    256 bytes together."""
     max_tokens: int = Field(default=256, ge=1, le=MAX_TOKENS)
     """Largest number of tokens in a response."""
 
@@ -52,6 +53,14 @@ class SamplingConfig(BaseModel):
     def truncation(self) -> Truncation:
         """Which tokens may be sampled at all; the trainer needs it too."""
         return Truncation(self.top_k, self.top_p, self.min_p)
+
+    @field_validator("stop")
+    @classmethod
+    def _short_enough(cls, strings: tuple[str, ...]) -> tuple[str, ...]:
+        size = len("".join(strings).encode())
+        if size > MAX_STOP_BYTES:
+            raise ValueError(f"has {size} bytes together, {MAX_STOP_BYTES} are possible")
+        return strings
 
     @field_validator("top_k", mode="before")
     @classmethod

@@ -29,11 +29,10 @@ from numpy.typing import NDArray
 
 from rollout.jit import Compiler
 from rollout.trajectory import IntArray
+from wire.limits import MAX_STOP_BYTES
 
 kernel = Compiler(Path(__file__).parent)
 
-MAX_BYTES = 1 << 10
-"""Most bytes of all stop strings together."""
 ENDED = -1
 """The state after a stop string."""
 
@@ -61,13 +60,13 @@ class StopRule:
             token_bytes: `[V]` what each token adds to the text.
 
         Raises:
-            ValueError: no string, an empty one, or more than MAX_BYTES bytes.
+            ValueError: no string, an empty one, or more than `MAX_STOP_BYTES` bytes.
         """
         patterns = [string.encode() for string in strings]
         if not patterns or not all(patterns):
             raise ValueError("stop strings must not be empty")
-        if sum(map(len, patterns)) > MAX_BYTES:
-            raise ValueError(f"stop strings have more than {MAX_BYTES} bytes together")
+        if sum(map(len, patterns)) > MAX_STOP_BYTES:
+            raise ValueError(f"stop strings have more than {MAX_STOP_BYTES} bytes together")
         columns = _after_tokens(_automaton(patterns), token_bytes)
         classes, examples = _classes(columns)
         return cls(tuple(strings), np.ascontiguousarray(columns[:, examples]), classes)

@@ -73,6 +73,7 @@ def test_overrides_reach_any_depth(tmp_path: Path) -> None:
         ("sampling: {max_tokens: 4000}", [], r"sampling.max_tokens \(4000\) leaves no room"),
         ("run: {log_samples: parquet}", [], r"run.log_samples: parquet is not written.*jsonl"),
         ('sampling: {stop: ["a", ""]}', [], r"sampling.stop\[1\]: must have at least 1 character"),
+        ("sampling: {stop: [" + 257 * "a" + "]}", [], r"sampling.stop: has 257 bytes together"),
         ("sampling: {stop: a}", [], r"sampling.stop: must be a list"),
         ("sampling: {top_k: -1}", [], r"sampling.top_k: .*greater than or equal to 0"),
         ("sampling: {min_p: 1.5}", [], r"sampling.min_p: .*less than or equal to 1"),

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.stopping import MAX_BYTES, StopRule
+from engine.stopping import StopRule
+from wire.limits import MAX_STOP_BYTES
 
 PIECES = ["a", "b", "ab", "ba", "aab", "", "é", "bé", "aabbaab", "x"]
 VOCABULARY = [piece.encode() for piece in PIECES] + [b"\xc3", b"\xa9", b"\xa9b"]
@@ -60,7 +61,7 @@ def test_tokens_of_a_large_vocabulary_share_few_classes() -> None:
     )
 
 
-@pytest.mark.parametrize("strings", [[], [""], ["a", ""], ["a" * (MAX_BYTES + 1)]])
+@pytest.mark.parametrize("strings", [[], [""], ["a", ""], ["a" * (MAX_STOP_BYTES + 1)]])
 def test_impossible_strings_are_refused(strings: list[str]) -> None:
     with pytest.raises(ValueError, match="stop strings"):
         StopRule.of(strings, VOCABULARY)
