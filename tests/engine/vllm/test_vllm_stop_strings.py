@@ -30,7 +30,7 @@ from rollout.trajectory import Provenance
 pytestmark = REAL_VLLM
 
 PIECES = [b"a", b"b", b"ab", b"ba", b"", b"b\xc3", b"\xa9a", b"aa"]
-STRINGS = ("babb", "bbaa", "éaa")
+STRINGS = ("bba", "éa")
 RULE = StopRule.of(STRINGS, PIECES)
 COUNT, MAX_TOKENS = 48, 60
 
@@ -42,7 +42,9 @@ def served(served_in_small_kv: Served) -> Served:
 
 
 def asked(name: str, i: int, **changes: object) -> GenerateRequest:
+    """Whatever it draws is among the 4 tokens that are stored, so verification keeps it."""
     settings = {"cache_key": "strings", "seed": i, "max_tokens": MAX_TOKENS, "stop_rule": RULE}
+    settings["top_k"] = 4
     return ask(f"{name}{i}", **(settings | changes))
 
 
@@ -84,14 +86,10 @@ def test_responses_end_at_their_strings_generated_resumed_and_verified(served: S
         np.testing.assert_array_equal(np.concatenate([half[i], tokens_of(rest[i])]), want)
         assert stopping[i][-1].finish_reason == rest[i][-1].finish_reason == reason
         drafted += int((provenance_of(stopping[i]) == Provenance.DRAFTED).sum())
-        # Tokens outside the 4 that are stored may be replaced, and the response with them.
-        same = int((provenance_of(kept[i]) == Provenance.VERIFIED).sum())
-        np.testing.assert_array_equal(tokens_of(kept[i])[:same], tokens_of(whole[i])[:same])
-        text = tokens_of(kept[i]).tolist()
-        assert end_of(text) in (None, len(text))
-        assert kept[i][-1].finish_reason == ("stop" if end_of(text) else "length")
+        np.testing.assert_array_equal(tokens_of(kept[i]), want)
+        assert (provenance_of(kept[i]) == Provenance.VERIFIED).all()
+        assert kept[i][-1].finish_reason == reason
     assert drafted > COUNT
-    assert any(end and provenance_of(c)[:end].all() for c, end in zip(kept, ends, strict=True))
     assert engine.stats().running + engine.stats().waiting == 0
 
 
