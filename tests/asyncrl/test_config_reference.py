@@ -50,7 +50,7 @@ def test_every_section_says_what_it_is(section: Section) -> None:
 
 def test_no_key_is_left_out() -> None:
     def keys(values: object, path: str) -> set[str]:
-        if isinstance(values, list) and isinstance(values[0], dict):
+        if isinstance(values, list) and values and isinstance(values[0], dict):
             return {path}.union(*(keys(value, f"{path}[]") for value in values))
         if isinstance(values, dict) and values:
             return set().union(*(keys(value, f"{path}.{name}") for name, value in values.items()))
