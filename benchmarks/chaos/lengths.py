@@ -10,7 +10,8 @@ from wire.records import StepMetrics
 
 FALSE_ALARM = 0.001
 """Probability, at most, of calling two equal distributions different. The test is conservative
-here: lengths are discrete, and both runs are drawn for the same prompts."""
+here: lengths are discrete, and both runs draw for the same prompts with the same seeds, so that
+most of their responses are alike."""
 
 
 def lengths_of(steps: Sequence[StepMetrics]) -> Counter[int]:

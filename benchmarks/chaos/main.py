@@ -15,7 +15,9 @@ seconds to next step  longest time without a finished step, among the three that
 same ids              each step trained on the same groups as in the run left alone
 lengths, p            Kolmogorov-Smirnov test of the response lengths trained on against those of
                       the run left alone, for the same steps; a run is called different below
-                      p = 0.001, the probability of a false alarm
+                      p = 0.001, the probability of a false alarm. Both have the same prompts and
+                      seeds, so most responses are alike and p is near 1 unless a kill changes
+                      what is trained on
 staleness             of the oldest token trained on, in optimizer steps
 left over             processes, folders of sockets and shared files after the end of the run
 
