@@ -24,7 +24,7 @@ Example:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Literal, TypeVar
 
@@ -132,6 +132,16 @@ class Trajectory:
             out[segment.start : segment.end] = segment.policy_version
         return out
 
+    def without_versions_after(self, version: int) -> Trajectory:
+        """The same tokens, now that the policies of later versions are gone.
+
+        If any token is of such a policy, all of them count as of an unknown one: they are verified
+        together in any case.
+        """
+        if self.segments[-1].policy_version <= version:
+            return self
+        return replace(self, segments=(Segment(UNKNOWN_VERSION, 0, len(self.tokens)),))
+
     def kept(self) -> KeptTokens:
         """All tokens as `KeptTokens`, to be verified under a newer policy."""
         return KeptTokens(self.tokens, self.behaviour_logprobs, self.topk_ids, self.topk_logprobs)
@@ -209,6 +219,11 @@ class TrajectoryBuilder:
         """`[L]` the tokens appended so far."""
         out: IntArray = np.concatenate([np.empty(0, np.int32), *self._tokens])
         return out
+
+    def forget_versions_after(self, version: int) -> None:
+        """As `Trajectory.without_versions_after`, in place."""
+        if self._segments and self._segments[-1].policy_version > version:
+            self._segments = [Segment(UNKNOWN_VERSION, 0, self._length)]
 
     def count(self, provenance: Provenance) -> int:
         """Number of tokens with this provenance."""

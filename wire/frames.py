@@ -43,9 +43,14 @@ def max_delivery_bytes(*, tokens: int, topk: int) -> int:
 
 
 def encode_trajectory(
-    trajectory: Trajectory, *, reward: float, step: int, terms: tuple[float, ...] = ()
+    trajectory: Trajectory,
+    *,
+    reward: float,
+    step: int,
+    terms: tuple[float, ...] = (),
+    lineage: int = 0,
 ) -> TrajectoryDelivery:
-    """The message that delivers a trajectory to the trainer for this step."""
+    """The message that delivers a trajectory to the trainer of this lineage for this step."""
     return TrajectoryDelivery(
         step=step,
         sample=trajectory.id,
@@ -61,6 +66,7 @@ def encode_trajectory(
         finish_reason=trajectory.finish_reason,
         reward=reward,
         terms=terms,
+        lineage=lineage,
     )
 
 

@@ -10,17 +10,26 @@ from pathlib import Path
 
 from wire.weights.layout import SHARED_MEMORY
 
-_KINDS = r"(?:weights-\d|exchange)"
+_KINDS = r"(?:trainer(?:\.\d+)?-weights-\d|exchange)"
 
 
-def weights_id(run_name: str, parent: int) -> str:
-    """The id in the names of a run's weight files; `parent` is the process that started the run."""
-    return f"{run_name}-{parent}"
+def weights_id(run_name: str, parent: int, trainer: str) -> str:
+    """The id in the names of a trainer's weight files.
+
+    Each trainer of a run has files of its own, so a late reader of a lost trainer's weights never
+    reads those of its replacement under the same policy version.
+
+    Args:
+        run_name: of the run.
+        parent: the process that started the run.
+        trainer: name of the trainer's process.
+    """
+    return f"{run_name}-{parent}-{trainer}"
 
 
 def exchange_directory(run_name: str, parent: int) -> Path:
     """Where a run's generators exchange rollouts; `parent` is the process that started the run."""
-    return SHARED_MEMORY / f"asyncrl-{weights_id(run_name, parent)}-exchange"
+    return SHARED_MEMORY / f"asyncrl-{run_name}-{parent}-exchange"
 
 
 def remove_stale_files() -> None:
@@ -39,10 +48,16 @@ def remove_files_of(run_name: str, parent: int) -> None:
 
     Unlike `remove_stale_files` it also removes them when another process has its id by now.
     """
-    name = re.escape(weights_id(run_name, parent))
+    name = re.escape(f"{run_name}-{parent}")
     for path in SHARED_MEMORY.glob("asyncrl-*"):
         if re.fullmatch(rf"asyncrl-{name}-{_KINDS}", path.name):
             _remove(path)
+
+
+def remove_weights(run_name: str, parent: int, trainer: str) -> None:
+    """Remove the weights of a trainer that has ended, once nothing reads them any more."""
+    for path in SHARED_MEMORY.glob(f"asyncrl-{weights_id(run_name, parent, trainer)}-weights-*"):
+        _remove(path)
 
 
 def _remove(path: Path) -> None:

@@ -34,6 +34,8 @@ class ChildSpec(msgspec.Struct, frozen=True):
     stop_tokens: tuple[int, ...] = ()
     resume_from: int | None = None
     """The trainer continues from the checkpoint after this many steps; None: from the model."""
+    lineage: int = 0
+    """How many trainers the run had before the one that is being started, or that is at work."""
     first: bool = True
     """False if it replaces a process that died."""
 

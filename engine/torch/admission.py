@@ -38,7 +38,7 @@ class Admission:
         self._unreported = unreported
         self._seeds = seeds
 
-    def admit(self, requests: Sequence[GenerateRequest], policy_version: int) -> NewRows:
+    def admit(self, requests: Sequence[GenerateRequest], installation: int) -> NewRows:
         """Give each request a row. There must be as many free slots."""
         fresh: list[list[GenerateRequest]] = [[r] for r in requests if r.kept is not None]
         groups: dict[bytes, list[GenerateRequest]] = {}
@@ -46,20 +46,20 @@ class Admission:
             if request.kept is None:
                 groups.setdefault(context_of(request).tobytes(), []).append(request)
         for group in groups.values():
-            sibling = self._sibling_row(context_of(group[0]), policy_version)
+            sibling = self._sibling_row(context_of(group[0]), installation)
             if sibling is None:
                 fresh.append(group)
                 continue
             for request in group:
-                row = self._take(request, policy_version)
+                row = self._take(request, installation)
                 length = int(self._rows.total[row]) - 1
                 self._cache.copy_row(sibling, row, length)
                 self._rows.kv_length[row] = length
         decoding = self._rows.n
         fresh.sort(key=lambda group: len(fed_context(group[0])))
-        leaders = [self._take(group[0], policy_version) for group in fresh]
+        leaders = [self._take(group[0], installation) for group in fresh]
         followers = [
-            (self._take(request, policy_version), leader)
+            (self._take(request, installation), leader)
             for leader, group in enumerate(fresh)
             for request in group[1:]
         ]
@@ -82,19 +82,19 @@ class Admission:
             self._drafter.move(moved, row)
             self._unreported.move(moved, row)
 
-    def _sibling_row(self, context: IntArray, policy_version: int) -> int | None:
+    def _sibling_row(self, context: IntArray, installation: int) -> int | None:
         """A running row that begins with this context, its KV from the current weights."""
         rows, n = self._rows, self._rows.n
         if not n or len(context) < 2:
             return None
-        fits = (rows.kv_version[:n] == policy_version) & (rows.total[:n] >= len(context))
+        fits = (rows.kv_installation[:n] == installation) & (rows.total[:n] >= len(context))
         fits &= rows.kv_length[:n] >= len(context) - 1
         fits &= (rows.tokens[:n, : len(context)] == context).all(axis=1)
         return int(fits.argmax()) if fits.any() else None
 
-    def _take(self, request: GenerateRequest, policy_version: int) -> int:
+    def _take(self, request: GenerateRequest, installation: int) -> int:
         seed = self._seeds.seed_of(request.sampling)
-        row = self._rows.take(request, seed=seed, policy_version=policy_version)
+        row = self._rows.take(request, seed=seed, installation=installation)
         self._drafter.begin(row)
         self._unreported.begin(row)
         return row

@@ -108,6 +108,8 @@ class DecodeCore:
         self._generated = self._drafted = self._accepted = self._steps = 0
         self._busy_seconds = 0.0
         self.policy_version = 0
+        self._installations = 0
+        """Of weights, counted: a version may come twice, from two trainers."""
 
     # Requests
 
@@ -190,6 +192,7 @@ class DecodeCore:
         self._weights.install(policy_version)
         chunks = self.flush()
         self.policy_version = policy_version
+        self._installations += 1
         self._drafter.advance(policy_version)
         return chunks
 
@@ -226,7 +229,7 @@ class DecodeCore:
             self._settings.max_prefill_tokens,
             MAX_LOGITS // self._model.vocab_size,
         )
-        new = self._admission.admit(requests, self.policy_version)
+        new = self._admission.admit(requests, self._installations)
         if not rows.n:
             self.check()
             return []

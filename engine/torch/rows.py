@@ -47,8 +47,8 @@ class Rows(RowArrays):
         """`[S]` most tokens of the context."""
         self.kv_length = np.zeros(slots, np.int32)
         """`[S]` tokens whose KV is in the slot."""
-        self.kv_version = np.zeros(slots, np.int64)
-        """`[S]` policy version under which the slot's KV was begun."""
+        self.kv_installation = np.zeros(slots, np.int64)
+        """`[S]` installation of weights under which the slot's KV was begun."""
         self.seed = np.zeros(slots, np.uint64)
         self.sampling = SamplingColumns.unset(slots)
         self.stops = np.full((slots, 1), -1, np.int64)
@@ -69,7 +69,7 @@ class Rows(RowArrays):
         """`[n]` tokens that each row may still generate."""
         return self.limit[: self.n] - self.total[: self.n]
 
-    def take(self, request: GenerateRequest, *, seed: int, policy_version: int) -> int:
+    def take(self, request: GenerateRequest, *, seed: int, installation: int) -> int:
         """Give the next row to a request. Raises EngineError when all are taken."""
         if self.n == self.slots:
             raise EngineError(f"no free slot for request {request.request_id!r}")
@@ -82,7 +82,7 @@ class Rows(RowArrays):
         self.prompt[row] = start
         self.limit[row] = start + sampling.max_tokens
         self.kv_length[row] = 0
-        self.kv_version[row] = policy_version
+        self.kv_installation[row] = installation
         self.seed[row] = seed
         self.sampling.set(row, sampling)
         self._set_stops(row, sampling.stop_tokens)

@@ -41,12 +41,16 @@ class TrajectoryDelivery(Message, frozen=True):
     terms: tuple[Finite, ...] = ()
     """What each reward function returned, without its weight; empty if the reward failed and
     counts as 0. Only reported; `reward` is what is trained on."""
+    lineage: int = 0
+    """Of the trainer that it is for; another one must not train on it."""
 
 
 class Received(Message, frozen=True):
     """The trainer holds this sample. Sent for repeated deliveries too."""
 
     sample: SampleId
+    lineage: int = 0
+    """Of this trainer."""
 
 
 FromGeneratorData = TrajectoryDelivery

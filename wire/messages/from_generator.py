@@ -71,6 +71,14 @@ class WeightsInstalled(Message, frozen=True):
     policy_version: int
 
 
+class Rewound(Message, frozen=True):
+    """The answer to `Rewind`."""
+
+    lineage: int
+    policy_version: int
+    """The version that it samples from; -1 if its weights are gone and it waits for others."""
+
+
 class GeneratorReport(Message, frozen=True):
     """What the generator has done and does now, twice a second; also its sign of life."""
 
@@ -102,6 +110,7 @@ FromGenerator = (
     | SampleDelivered
     | EvaluationSample
     | WeightsInstalled
+    | Rewound
     | GeneratorReport
     | Failure
     | Goodbye

@@ -62,6 +62,20 @@ class InstallWeights(Message, frozen=True):
     manifest: WeightManifest
     rebuild_kv: bool = False
     """Recompute the KV of running requests, so that none computed by older weights is used."""
+    lineage: int = 0
+    """Of the trainer that published them."""
+
+
+class Rewind(Message, frozen=True):
+    """Another trainer continues from an older version: the policies of later versions are gone.
+
+    Relabel their tokens, forget unacknowledged deliveries, generate nothing with weights that are
+    gone, and answer with `Rewound`.
+    """
+
+    policy_version: int
+    lineage: int
+    """How many trainers the run had before the new one."""
 
 
 class Deliver(Message, frozen=True):
@@ -69,6 +83,8 @@ class Deliver(Message, frozen=True):
 
     step: int
     samples: tuple[SampleId, ...]
+    lineage: int = 0
+    """Of the trainer that they are for."""
 
 
 class Discard(Message, frozen=True):
@@ -90,5 +106,5 @@ class Shutdown(Message, frozen=True):
 
 
 ToGenerator = (
-    Generate | Verify | Evaluate | InstallWeights | Deliver | Discard | Pause | Resume | Shutdown
+    Generate | Verify | Evaluate | InstallWeights | Rewind | Deliver | Discard | Pause | Resume | Shutdown
 )

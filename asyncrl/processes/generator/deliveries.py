@@ -51,6 +51,7 @@ class Deliveries:
         self._recorder = records.samples
         self._lenient_reuse = lenient_reuse
         self._unacknowledged: dict[SampleId, tuple[data.TrajectoryDelivery, float]] = {}
+        self._lineage = 0
         self.newest_step = -1
         """The newest step for which something was delivered; -1: none."""
 
@@ -64,32 +65,43 @@ class Deliveries:
         for sample in samples:
             self._unacknowledged.pop(sample, None)
 
+    def rewind(self, lineage: int) -> None:
+        """Another trainer has replaced a lost one: forget what was sent to that one."""
+        self._lineage, self.newest_step = lineage, -1
+        self._unacknowledged.clear()
+
     async def deliver(self, command: to_generator.Deliver) -> None:
         """Send samples of one group once all their rewards are computed.
 
-        If a sample cannot be delivered, the controller leaves its group out of the step.
+        If a sample cannot be delivered, the controller leaves its group out of the step. A command
+        from before a rewind is dropped, also while it waits for rewards: the sample stays here.
         """
         ready: list[tuple[HeldSample, Reward]] = []
         for sample in command.samples:
             held = self._held.get(sample)
-            if held is None:
-                await self._controller.report_failed_sample(
-                    sample, AsyncrlError("this generator does not hold it; was it discarded?")
-                )
-                return
             try:
+                if held is None:
+                    raise AsyncrlError("this generator does not hold it; was it discarded?")
                 ready.append((held, await held.reward))
             except AsyncrlError as error:
-                await self._controller.report_failed_sample(sample, error)
+                if command.lineage >= self._lineage:
+                    await self._controller.report_failed_sample(sample, error)
                 return
         for held, reward in ready:
+            sample = held.trajectory.id
             # A sample may have been discarded during the wait for the rewards.
-            if self._held.pop(held.trajectory.id, None) is held:
-                await self._send(held, reward, command.step)
+            if command.lineage >= self._lineage and self._held.get(sample) is held:
+                del self._held[sample]
+                await self._send(held, reward, command)
 
-    async def _send(self, held: HeldSample, reward: Reward, step: int) -> None:
+    async def _send(self, held: HeldSample, reward: Reward, command: to_generator.Deliver) -> None:
+        step = command.step
         delivery = encode_trajectory(
-            held.trajectory, reward=reward.value, step=step, terms=reward.terms
+            held.trajectory,
+            reward=reward.value,
+            step=step,
+            terms=reward.terms,
+            lineage=command.lineage,
         )
         self._unacknowledged[held.trajectory.id] = (delivery, time.monotonic())
         self.newest_step = max(self.newest_step, step)
@@ -106,7 +118,9 @@ class Deliveries:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESEND_SECONDS):
                     received = await self._trainer.receive()
-                    if self._unacknowledged.pop(received.sample, None) is not None:
+                    delivery, _ = self._unacknowledged.get(received.sample, (None, 0.0))
+                    if delivery is not None and delivery.lineage == received.lineage:
+                        del self._unacknowledged[received.sample]
                         await self._controller.send(
                             from_generator.SampleDelivered(
                                 self._controller.generator, received.sample

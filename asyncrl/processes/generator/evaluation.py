@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from asyncrl.processes.generator.background import BackgroundTasks
 from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.generator.generation import SampleGeneration, SampleGenerator
 from rollout.trajectory import SampleId
@@ -14,10 +17,27 @@ class Evaluation:
     def __init__(self, generator: SampleGenerator, controller: ControllerLine) -> None:
         self._generator = generator
         self._controller = controller
-        self.running = 0
-        """Held-out samples in generation or with a reward worker."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def evaluate(self, command: to_generator.Evaluate) -> None:
+    @property
+    def running(self) -> int:
+        """Held-out samples in generation or with a reward worker."""
+        return len(self._tasks)
+
+    def start(self, command: to_generator.Evaluate, tasks: BackgroundTasks) -> None:
+        """Generate one held-out sample and report its reward, concurrently."""
+        task = tasks.start(self._evaluate(command))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def abandon(self) -> None:
+        """Forget every held-out sample that is not reported."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _evaluate(self, command: to_generator.Evaluate) -> None:
         """Generate one held-out sample and report its reward.
 
         Raises:
@@ -25,14 +45,10 @@ class Evaluation:
             EngineError: the engine failed or cannot serve the sample.
         """
         sample = SampleId(group=command.round, sample=command.index)
-        self.running += 1
-        try:
-            held = await self._generator.generate(
-                SampleGeneration(sample, command.prompt, command.seed, purpose="eval")
-            )
-            reward = await held.reward
-        finally:
-            self.running -= 1
+        held = await self._generator.generate(
+            SampleGeneration(sample, command.prompt, command.seed, purpose="eval")
+        )
+        reward = await held.reward
         await self._controller.send(
             from_generator.EvaluationSample(
                 self._controller.generator,

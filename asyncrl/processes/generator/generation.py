@@ -43,6 +43,9 @@ from wire.records import TokenCounts
 _MAX_ENGINE_ABORTS = 8
 """How often an engine may end a sample without being asked to before that is an error."""
 
+_INTERRUPT_SECONDS = 60.0
+"""Longest wait for an engine to end interrupted requests."""
+
 
 class PendingVerification(NamedTuple):
     """A verification that begins with the next attempt."""
@@ -59,6 +62,11 @@ class HeldSample:
     prompt: PromptPayload
     reward: asyncio.Task[Reward]
     """Computed after the sample has left its slot; raises AsyncrlError."""
+
+    def without_versions_after(self, version: int) -> HeldSample:
+        """The same sample, now that the policies of later versions are gone."""
+        trajectory = self.trajectory.without_versions_after(version)
+        return self if trajectory is self.trajectory else replace(self, trajectory=trajectory)
 
 
 @dataclass(slots=True)
@@ -80,6 +88,8 @@ class SampleGeneration:
     """The sample as it was before this verification. Its reward holds if no token changes."""
     purpose: str = "train"
     """Prefix of the request ids."""
+    lineage: int = 0
+    """Of the trainer that it was last rewound for."""
     builder: TrajectoryBuilder = None  # type: ignore[assignment]  # set below
     """The tokens so far."""
     pending_verification: PendingVerification | None = None
@@ -148,11 +158,27 @@ class SampleGeneration:
             self.tokens_to_verify = self.builder.kept()
             self._clear_tokens()
 
+    def rewind(self, version: int, lineage: int, *, versions_gone: int) -> None:
+        """Between two attempts: the policies after this version are gone.
+
+        Its tokens stay, and so does its seed: it continues where it was, with random numbers of
+        places that it has not reached yet. What was verified under a policy that is gone is
+        verified again when it is due, with another seed.
+        """
+        self.builder.forget_versions_after(version)
+        if self.previously_held is not None:
+            self.previously_held = self.previously_held.without_versions_after(version)
+        self.pending_verification, self.min_version = None, -1
+        self.priority += versions_gone
+        self.lineage = lineage
+
     def next_request(self, sampling: SamplingParams) -> GenerateRequest:
         """The engine request of the next attempt, after the tokens that there are."""
         name = f"{self.purpose}-{self.sample}"
         if self.min_version >= 0:
             name += f"-v{self.min_version}"
+        if self.lineage:
+            name += f"-l{self.lineage}"
         if self.attempts:
             name += f"+{self.attempts}"
         self.attempts += 1
@@ -215,6 +241,9 @@ class SampleGenerator:
         self._attempts_allowed.set()
         self._engine_unpaused = asyncio.Event()
         self._engine_unpaused.set()
+        self._attempts = 0
+        self._no_attempt = asyncio.Event()
+        self._no_attempt.set()
         self.rewards = rewards
         self.tokens = TokenCounts()
         """What only the generator can count: `verified`, `rejected` and `outside_top_k`."""
@@ -226,6 +255,29 @@ class SampleGenerator:
     def allow_attempts(self) -> None:
         """Undo `hold_attempts`."""
         self._attempts_allowed.set()
+
+    async def attempts_ended(self) -> None:
+        """Wait until no attempt is running. Interrupt them all before.
+
+        Raises:
+            EngineError: the engine did not end its requests.
+        """
+        try:
+            async with asyncio.timeout(_INTERRUPT_SECONDS):
+                await self._no_attempt.wait()
+        except TimeoutError as error:
+            raise EngineError(
+                f"{self._attempts} interrupted requests did not end within {_INTERRUPT_SECONDS} s"
+            ) from error
+
+    async def _attempt_is_allowed(self, generation: SampleGeneration) -> None:
+        """Wait until the next attempt may begin."""
+        while True:
+            while not self._attempts_allowed.is_set():
+                await self._attempts_allowed.wait()
+            if not generation.awaits_verification or self._engine_unpaused.is_set():
+                return
+            await self._engine_unpaused.wait()
 
     def set_engine_paused(self, paused: bool) -> None:
         """Tell whether the engine is paused: a paused engine may be unable to verify."""
@@ -250,9 +302,7 @@ class SampleGenerator:
         engine_aborts = 0
         while True:
             generation.begin_pending_verification()
-            await self._attempts_allowed.wait()
-            if generation.awaits_verification:
-                await self._engine_unpaused.wait()
+            await self._attempt_is_allowed(generation)
             reason = await self._attempt(generation)
             engine_aborts += reason == "abort" and not generation.interrupting
             if engine_aborts > _MAX_ENGINE_ABORTS:
@@ -273,6 +323,8 @@ class SampleGenerator:
         generation.begin_pending_verification()  # one may have been requested during the waits
         request = generation.next_request(self._sampling)
         generation.request_id, generation.interrupting = request.request_id, False
+        self._attempts += 1
+        self._no_attempt.clear()
         try:
             async for chunk in self._engine.generate(request):
                 if len(chunk.tokens):
@@ -285,6 +337,9 @@ class SampleGenerator:
                     return chunk.finish_reason
         finally:
             generation.request_id, generation.has_slot = None, False
+            self._attempts -= 1
+            if not self._attempts:
+                self._no_attempt.set()
             if request.kept is not None:
                 self.tokens += generation.verification_counts()
         raise EngineError(

@@ -8,7 +8,8 @@ deliveries  consumes: rewards, acknowledgements. produces: trajectories for the 
             if they are not acknowledged. (`deliveries`)
             waits for: reward workers, the trainer. bounded by: the timeout of rewards,
             RESEND_SECONDS.
-weights     consumes: published weights. produces: an engine with a new version.
+weights     consumes: published weights, the news that policies are gone with their trainer.
+            produces: an engine with a new version, relabelled tokens.
             waits for: the engine's current step. (`weight_installs`)
 reports     consumes: counters. produces: `GeneratorReport`, metrics, the time line; preemption
             and deadlines. waits for: the clock. bounded by: REPORT_SECONDS.
@@ -127,9 +128,11 @@ class GeneratorProcess:
             case to_generator.Verify():
                 await self._verify(command)
             case to_generator.Evaluate():
-                self._tasks.start(self._evaluation.evaluate(command))
+                self._evaluation.start(command, self._tasks)
             case to_generator.InstallWeights():
                 self._tasks.start(self._installs.install(command))
+            case to_generator.Rewind():
+                await self._rewind(command)
             case to_generator.Deliver():
                 self._tasks.start(self.deliveries.deliver(command))
             case to_generator.Discard():
@@ -149,6 +152,13 @@ class GeneratorProcess:
             await self.samples.verify(sample, seed, command.min_version)
         await self._preemption.make_room()
         self._note()  # a verification may be over within the next engine step
+
+    async def _rewind(self, command: to_generator.Rewind) -> None:
+        """Nothing else is dispatched meanwhile: later commands are of the new lineage."""
+        self.deliveries.rewind(command.lineage)
+        await self._evaluation.abandon()
+        await self._installs.rewind(command)
+        self._note()
 
     async def _pause(self) -> None:
         self._paused_at = self._paused_at or time.monotonic()

@@ -11,7 +11,7 @@ from asyncrl.processes.generator.generation import HeldSample, SampleGeneration,
 from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.reports import GeneratorReports
 from engine.errors import RequestError
-from rollout.trajectory import SampleId
+from rollout.trajectory import SampleId, Trajectory
 from wire.frames import digest_of, encode_trajectory
 from wire.messages import from_generator, to_generator
 
@@ -41,6 +41,7 @@ class Samples:
         self._tasks = tasks
         self._lenient_reuse = lenient_reuse
         self._generating: dict[SampleId, tuple[SampleGeneration, asyncio.Task[None]]] = {}
+        self._lineage = 0
         self.held: dict[SampleId, HeldSample] = {}
         """Finished and not delivered, by id."""
 
@@ -60,10 +61,15 @@ class Samples:
         self._start(SampleGeneration(sample, prompt, command.seed, command.priority, tokens))
 
     async def verify(self, sample: SampleId, seed: int, min_version: int) -> None:
-        """Have the tokens of a sample verified, if any is older than `min_version`."""
+        """Have the tokens of a sample verified, if any is older than `min_version`.
+
+        A held sample that needs no verification is reported once more.
+        """
         held = self.held.get(sample)
         if held is not None:
-            if held.trajectory.oldest_version < min_version:
+            if held.trajectory.oldest_version >= min_version:
+                await self._report_finished(held.trajectory)
+            else:
                 del self.held[sample]
                 self._start(
                     SampleGeneration(
@@ -90,6 +96,22 @@ class Samples:
         for generation in self.in_generation:
             await self.interrupt(generation)
 
+    async def rewind(self, version: int, lineage: int, *, newest: int) -> None:
+        """The policies after this version are gone. No sample is resumed before `resume_all`.
+
+        Args:
+            version: the last one that is not gone.
+            lineage: of the trainer that continues from it.
+            newest: version of the engine's weights.
+        """
+        await self.interrupt_all()
+        await self._generator.attempts_ended()
+        for sample, held in self.held.items():
+            self.held[sample] = held.without_versions_after(version)
+        for generation in self.in_generation:
+            generation.rewind(version, lineage, versions_gone=newest - version)
+        self._lineage = lineage
+
     def resume_all(self) -> None:
         """Resume the samples from their tokens."""
         self._generator.allow_attempts()
@@ -102,7 +124,20 @@ class Samples:
                 task.cancel()
             self.held.pop(sample, None)
 
+    async def _report_finished(self, trajectory: Trajectory) -> None:
+        await self._controller.send(
+            from_generator.SampleFinished(
+                self._controller.generator,
+                trajectory.id,
+                length=len(trajectory.tokens),
+                oldest_version=trajectory.oldest_version,
+                finish_reason=trajectory.finish_reason,
+                digest=digest_of(encode_trajectory(trajectory, reward=0.0, step=0)),
+            )
+        )
+
     def _start(self, generation: SampleGeneration) -> None:
+        generation.lineage = self._lineage
         task = self._tasks.start(self._run(generation))
         self._generating[generation.sample] = generation, task
 
@@ -118,16 +153,7 @@ class Samples:
             trajectory = held.trajectory
             if generation.previously_held is None:
                 self._reports.count_finished(trajectory)
-            await self._controller.send(
-                from_generator.SampleFinished(
-                    self._controller.generator,
-                    sample,
-                    length=len(trajectory.tokens),
-                    oldest_version=trajectory.oldest_version,
-                    finish_reason=trajectory.finish_reason,
-                    digest=digest_of(encode_trajectory(trajectory, reward=0.0, step=0)),
-                )
-            )
+            await self._report_finished(trajectory)
         finally:
             if sample in self._generating and self._generating[sample][0] is generation:
                 del self._generating[sample]

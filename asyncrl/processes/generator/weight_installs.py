@@ -42,11 +42,16 @@ class WeightInstalls:
         self._metrics = metrics
         self._on_change = on_change
         self._lock = asyncio.Lock()
+        self._lineage = 0
+        self._are_gone = False
+        """The engine's weights are of a policy that is gone: nothing is generated with them."""
         self.installing: int | None = None
         """Policy version that is being swapped in now; None while none is."""
 
     async def install(self, command: to_generator.InstallWeights) -> None:
         """Swap to these weights and report the version installed afterwards.
+
+        Weights of a lost trainer are not installed after `rewind`, and not answered for.
 
         With `rebuild_kv` the KV of running samples is computed again under the new weights. If the
         trainer has published newer weights in place of these, the engine keeps its version; the
@@ -58,6 +63,8 @@ class WeightInstalls:
         started = time.monotonic()
         version = command.manifest.policy_version
         async with self._lock:
+            if command.lineage < self._lineage:
+                return  # of a trainer that is lost; the answer to `Rewind` is the answer
             try:
                 await self._engine.stage_weights(command.manifest)
                 self.installing = version
@@ -65,16 +72,42 @@ class WeightInstalls:
                 if command.rebuild_kv:
                     await self._samples.interrupt_all()
                 await self._engine.install_weights(version)
+                self._are_gone = False
             except WeightsSupersededError:
                 logger.info("weights of version %d were overwritten by newer ones", version)
             finally:
                 self.installing = None
-                self._samples.resume_all()
+                if not self._are_gone:
+                    self._samples.resume_all()
                 self._on_change()
+            installed = self._version()
         seconds = time.monotonic() - started
         self._metrics.weights_time.observe(seconds)
         await self._controller.send(
-            from_generator.WeightsInstalled(
-                self._controller.generator, self._engine.stats().policy_version
-            )
+            from_generator.WeightsInstalled(self._controller.generator, installed)
         )
+
+    async def rewind(self, command: to_generator.Rewind) -> None:
+        """The policies after a version are gone: relabel their tokens, and stop using their weights.
+
+        If the engine has such weights, every sample stops until other weights are installed; its KV
+        is then computed again.
+
+        Raises:
+            EngineError: the engine did not end its requests.
+        """
+        version, lineage = command.policy_version, command.lineage
+        async with self._lock:
+            self._lineage = lineage
+            newest = self._engine.stats().policy_version
+            if newest > version or self._are_gone:
+                self._are_gone = True
+                await self._samples.rewind(version, lineage, newest=newest)
+            installed = self._version()
+        await self._controller.send(
+            from_generator.Rewound(self._controller.generator, lineage, installed)
+        )
+
+    def _version(self) -> int:
+        """The version that samples are generated with; -1 while none is."""
+        return -1 if self._are_gone else self._engine.stats().policy_version

@@ -51,6 +51,7 @@ class TrainerProcess:
         groups_per_step: that a step has unless groups failed.
         in_order: whether groups are accumulated in the order of their numbers, so that the rounding
             of their sum repeats.
+        lineage: how many trainers the run had before; deliveries for one of those are not taken.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class TrainerProcess:
         *,
         groups_per_step: int,
         in_order: bool = False,
+        lineage: int = 0,
     ) -> None:
         self._steps = steps
         self._queue = queue
@@ -76,6 +78,7 @@ class TrainerProcess:
         self._timeline = records.timeline
         self._groups_per_step = groups_per_step
         self._in_order = in_order
+        self._lineage = lineage
         self._plans: dict[int, frozenset[int]] = {}
         self._changed = asyncio.Event()
         self._shutdown: to_trainer.Shutdown | None = None
@@ -108,7 +111,10 @@ class TrainerProcess:
     async def _receive_deliveries(self) -> None:
         while True:
             peer, delivery = await self._generators.receive()
-            await self._take_in(peer, delivery)
+            if delivery.lineage == self._lineage:
+                await self._take_in(peer, delivery)
+            else:
+                self._queue.duplicates += 1  # for a lost trainer: its tokens follow other policies
 
     async def _take_in(self, peer: str, delivery: data.TrajectoryDelivery) -> None:
         """Keep and acknowledge a delivery, let it wait for its order, or refuse it."""
@@ -126,7 +132,7 @@ class TrainerProcess:
         if kept:
             # A generator that has died needs no answer: its replacement sends the sample again.
             with contextlib.suppress(Unreachable):
-                await self._generators.send(peer, data.Received(delivery.sample))
+                await self._generators.send(peer, data.Received(delivery.sample, self._lineage))
             self._changed.set()
 
     def _refuse(self, peer: str, error: DeliveryNotKept) -> None:

@@ -48,7 +48,9 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             ),
         )
         child.closing.callback(generators.close)
-        publisher = WeightPublisher(SHARED_MEMORY, weights_id(config.run.name, spec.parent))
+        publisher = WeightPublisher(
+            SHARED_MEMORY, weights_id(config.run.name, spec.parent, spec.name)
+        )
         child.closing.callback(publisher.close)
         with child.timeline.span(SpanKind.STARTING):
             learner = _load_learner(child)
@@ -79,6 +81,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             records,
             groups_per_step=config.scheduler.groups_per_step,
             in_order=config.run.repeatable,
+            lineage=spec.lineage,
         )
         await process.run(metrics_port=child.metrics_port)
 

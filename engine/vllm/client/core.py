@@ -47,6 +47,7 @@ class Core:
         self._slots = slots
         self.policy_version = 0
         """Of the weights that are loaded."""
+        self._installations = 0
 
     async def attach(self) -> None:
         """Put our drawing, scoring and drafting into vLLM's worker."""
@@ -68,8 +69,11 @@ class Core:
         await vllm.llm.add_request(request_id, prompt, params, priority=request.priority)
 
     def _salt(self) -> str:
-        """Prefix KV is shared only among requests of the same salt, so of one policy version."""
-        return f"version {self.policy_version}"
+        """Prefix KV is shared only among requests of the same salt, so of the same weights.
+
+        A version alone does not say which weights: another trainer may train it again.
+        """
+        return f"version {self.policy_version}, installation {self._installations}"
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests; those already over are ignored."""
@@ -108,6 +112,7 @@ class Core:
         version = self.process.vllm.llm.update_weight_version(str(policy_version))
         await self.process.ask(version, "set its weight version")
         self.policy_version = policy_version
+        self._installations += 1
 
     async def save_cache(self) -> int:
         """Write the snapshot of the cache inside the core; returns its bytes."""

@@ -42,8 +42,8 @@ class Scoring:
         """Scores in the order asked. What new weights overtook is scored again."""
         scores = await _gather([self._score(request) for request in requests])
         while len({score.policy_version for score in scores}) > 1:
-            newest = max(score.policy_version for score in scores)
-            stale = [i for i, score in enumerate(scores) if score.policy_version < newest]
+            installed = self._core.policy_version  # not the highest: it may have fallen
+            stale = [i for i, score in enumerate(scores) if score.policy_version != installed]
             again = await _gather([self._score(requests[i]) for i in stale])
             for i, score in zip(stale, again, strict=True):
                 scores[i] = score

@@ -112,9 +112,9 @@ def test_forgetting_the_version_is_detected(
 ) -> None:
     sibling = Admission._sibling_row
 
-    def forgetful(self: Admission, context: np.ndarray, policy_version: int) -> int | None:
-        self._rows.kv_version[: self._rows.n] = policy_version
-        return sibling(self, context, policy_version)
+    def forgetful(self: Admission, context: np.ndarray, installation: int) -> int | None:
+        self._rows.kv_installation[: self._rows.n] = installation
+        return sibling(self, context, installation)
 
     monkeypatch.setattr(Admission, "_sibling_row", forgetful)
     bench = Bench(tiny_qwen3)
