@@ -109,7 +109,8 @@ class LauncherConfig(BaseModel):
     checkpoint_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
     """Additional time for the trainer to end, because it saves a checkpoint."""
     max_restarts: int = Field(default=3, ge=0, le=10_000)
-    """Most restarts of dead generators, counted over all generators together."""
+    """Most restarts of processes that died: generators and trainers, counted together. A restarted
+    trainer continues from the newest checkpoint (trainer.checkpoint_every)."""
 
 
 class RunConfig(BaseModel):

@@ -22,6 +22,7 @@ class MetricsLog:
     """Appends a line per step to `path`."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._writer = RetryingJsonlWriter(path)
 
     def append(self, step: StepMetrics) -> None:

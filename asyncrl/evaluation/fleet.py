@@ -8,7 +8,6 @@ from asyncrl.run.fleet import Fleet, Worker
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.waiting import Waiter
 from wire.messages.from_generator import EvaluationSample
-from wire.messages.to_generator import InstallWeights
 
 
 class FleetEvaluation:
@@ -30,7 +29,9 @@ class FleetEvaluation:
         """The round in progress."""
 
     async def measure(self, number: int) -> Accuracy | None:
-        """Sample every held-out prompt; None if the user stopped the run before the end.
+        """Sample every held-out prompt; None if it was not finished.
+
+        The user may stop the run before its end, or it is abandoned.
 
         Raises:
             WaitTimeout: no sample came back for `evaluation.timeout_seconds`.
@@ -43,7 +44,7 @@ class FleetEvaluation:
         for worker in self._fleet.generators():
             await self.fill(worker)
         await self._waiter.until(
-            lambda: current.complete or self._waiter.stop_requested,
+            lambda: current.complete or self._waiter.stop_requested or self.current is None,
             seconds=self._config.timeout_seconds,
             what=lambda: f"evaluation samples ({current.finished} of {total} came back)",
             progress=lambda: current.finished,
@@ -62,11 +63,16 @@ class FleetEvaluation:
             )
             await self._fleet.send(worker.name, request)
 
+    def abandon(self) -> None:
+        """End the round in progress without a result, as its policy is gone."""
+        self.current = None
+        self._waiter.notify()
+
     async def update(self, worker: Worker) -> None:
         """Send a generator the newest weights when its own are too old to be evaluated."""
-        weights = self._fleet.weights
-        if weights is not None and worker.policy_version < self._version:
-            await self._fleet.send(worker.name, InstallWeights(weights))
+        installation = self._fleet.installation()
+        if installation is not None and worker.policy_version < self._version:
+            await self._fleet.send(worker.name, installation)
 
     async def returned(self, worker: Worker, message: EvaluationSample) -> None:
         """A sample came back: count it, or request it again if its weights are too old."""

@@ -33,10 +33,13 @@ class CommandExecutor:
         self._rebuild_kv = rebuild_kv
         self.finished: commands.FinishRun | None = None
         """The scheduler's last command, once it has been given."""
+        self.lineage = 0
+        """Of the trainer that the scheduler was told of last."""
         self._handlers: dict[type, Callable[[Any], Awaitable[None]]] = {
             commands.StartSample: self._start_sample,
             commands.VerifySamples: self._verify_samples,
             commands.InstallWeights: self._install_weights,
+            commands.RewindGenerator: self._rewind_generator,
             commands.DeliverGroup: self._deliver_group,
             commands.DeclareStep: self._declare_step,
             commands.DiscardSamples: self._discard_samples,
@@ -55,15 +58,18 @@ class CommandExecutor:
         await self._fleet.send(command.generator, request)
 
     async def _verify_samples(self, command: commands.VerifySamples) -> None:
-        request = self._requests.verify(command.samples, command.min_version)
+        request = self._requests.verify(command.samples, command.min_version, lineage=self.lineage)
         await self._fleet.send(command.generator, request)
 
     async def _install_weights(self, command: commands.InstallWeights) -> None:
         # Send the newest weights: the version named may be overwritten already.
-        manifest = self._fleet.weights
-        if manifest is not None:
-            message = to_generator.InstallWeights(manifest, self._rebuild_kv)
+        message = self._fleet.installation(rebuild_kv=self._rebuild_kv)
+        if message is not None:
             await self._fleet.send(command.generator, message)
+
+    async def _rewind_generator(self, command: commands.RewindGenerator) -> None:
+        message = to_generator.Rewind(command.policy_version, command.lineage)
+        await self._fleet.send(command.generator, message)
 
     async def _deliver_group(self, command: commands.DeliverGroup) -> None:
         by_generator: dict[str, list[SampleId]] = {}
@@ -72,7 +78,7 @@ class CommandExecutor:
         for generator, samples in by_generator.items():
             expected = self._reports.expectation(command.step, generator, samples)
             await self._fleet.send(self._fleet.trainer.name, expected)
-            message = to_generator.Deliver(command.step, tuple(samples))
+            message = to_generator.Deliver(command.step, tuple(samples), self.lineage)
             await self._fleet.send(generator, message)
 
     async def _declare_step(self, command: commands.DeclareStep) -> None:

@@ -42,7 +42,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import RunFailed
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.evaluation.round import Accuracy
 from asyncrl.run.checkpoint_record import CheckpointRecord
@@ -51,13 +50,14 @@ from asyncrl.run.fleet import Fleet
 from asyncrl.run.inbox import Inbox, Message
 from asyncrl.run.progress import Progress
 from asyncrl.run.sample_requests import SampleRequests
+from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
 from asyncrl.run.waiting import Waiter
 from asyncrl.run.watchdog import Watchdog
 from asyncrl.tasks.prompts import Task
 from scheduler import events
 from wire import Hub
-from wire.messages import control, from_trainer, to_generator
+from wire.messages import control, from_trainer
 
 WATCH_SECONDS = 0.2
 SHOW_SECONDS = 0.25
@@ -91,6 +91,17 @@ class Controller:
             config, requests, fleet=fleet, progress=progress, waiter=self._waiter
         )
         self._checkpoints = CheckpointRecord(directory.path / "checkpoints", progress.say)
+        self._evaluations = 0
+        """Evaluations after training that were begun: one, unless steps were lost meanwhile."""
+        restarts = TrainerRestarts(
+            config,
+            directory,
+            fleet,
+            training=self._training,
+            evaluation=self._evaluation,
+            progress=progress,
+            waiter=self._waiter,
+        )
         self._inbox = Inbox(
             directory,
             fleet,
@@ -98,10 +109,11 @@ class Controller:
             evaluation=self._evaluation,
             progress=progress,
             waiter=self._waiter,
+            trainer_restarts=restarts,
             checkpoints=self._checkpoints,
         )
         self._watchdog = Watchdog(
-            fleet, training=self._training, evaluation=self._evaluation, progress=progress
+            fleet, restarts, training=self._training, evaluation=self._evaluation, progress=progress
         )
 
     @property
@@ -131,8 +143,12 @@ class Controller:
                 what=lambda: f"{self._fleet.unready()} to become ready",
             )
             before = await self._evaluate_before()
-            await self._training.run()
-            return before, await self._evaluate_after() if self.is_complete else None
+            while True:
+                await self._training.run()
+                after = await self._evaluate_after() if self.is_complete else None
+                if not self._training.is_running:
+                    return before, after
+                # Steps were lost with the trainer during the evaluation: train them again.
         finally:
             for loop in loops:
                 loop.cancel()
@@ -201,19 +217,29 @@ class Controller:
 
     async def _evaluate_after(self) -> Accuracy | None:
         """Bring every generator to the final weights and measure the accuracy."""
-        weights = self._fleet.weights
-        if weights is None:
-            raise RunFailed("the trainer never published weights; see logs/trainer.log")
-        version = weights.policy_version
-        for worker in self._fleet.generators():
-            if worker.policy_version < version:
-                await self._fleet.send(worker.name, to_generator.InstallWeights(weights))
+        version = self._training.trained_steps
+
+        def changed() -> bool:
+            return self._waiter.stop_requested or self._training.is_running
+
         await self._waiter.until(
-            lambda: all(worker.policy_version >= version for worker in self._fleet.generators()),
+            lambda: self._fleet.trainer.is_ready or changed(),
+            seconds=self._config.launcher.startup_seconds,
+            what=lambda: f"{self._fleet.trainer.name} to become ready",
+        )
+        installation = self._fleet.installation()
+        for worker in self._fleet.generators():
+            if installation is not None and worker.policy_version < version:
+                await self._fleet.send(worker.name, installation)
+        await self._waiter.until(
+            lambda: (
+                changed() or all(one.policy_version >= version for one in self._fleet.generators())
+            ),
             seconds=self._config.launcher.startup_seconds,
             what=lambda: f"the generators to install version {version}",
         )
-        accuracy = await self._evaluation.measure(1)
+        self._evaluations += 1
+        accuracy = None if changed() else await self._evaluation.measure(self._evaluations)
         if accuracy is not None:
             self._progress.evaluated("after", accuracy)
         return accuracy

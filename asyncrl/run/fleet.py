@@ -56,6 +56,8 @@ class Worker:
     """When the last report of a generator came (monotonic seconds)."""
     generator_report: from_generator.GeneratorReport | None = None
     trainer_report: from_trainer.TrainerReport | None = None
+    lineage: int = 0
+    """Of the trainer that it last rewound for, or that it was started with."""
 
     @property
     def state(self) -> str:
@@ -97,13 +99,16 @@ class Fleet:
         self._run_key = run_key
         self._hub = hub
         self._workers: dict[str, Worker] = {}
+        self._trainer = ""
+        self.lineage = 0
+        """How many trainers the run had before the present one."""
         self._restarts = 0
         self._ending = False
         self._last_check = time.monotonic()
 
     def start_all(self) -> None:
         """Start the trainer and the generators."""
-        self._start("trainer", "trainer")
+        self._trainer = self._start("trainer", "trainer").name
         for index in range(self._config.generators):
             self._start(f"generator-{index}", "generator")
 
@@ -115,9 +120,10 @@ class Fleet:
             threads=self._launcher.threads,
             process_index=len(self._workers) + 1,
             first=first,
+            lineage=self.lineage,
         )
         handle = self._launcher.start(spec, keys_of(self._run_key, name, role))
-        worker = Worker(name, role == "trainer", handle)
+        worker = Worker(name, role == "trainer", handle, lineage=self.lineage)
         self._workers[name] = worker
         return worker
 
@@ -132,18 +138,25 @@ class Fleet:
 
     @property
     def max_restarts(self) -> int:
-        """How many generators may be replaced in total."""
+        """How many processes may be replaced in total."""
         return self._config.max_restarts
 
     @property
     def trainer(self) -> Worker:
-        """The trainer."""
-        return self._workers["trainer"]
+        """The present trainer: the one that was started last."""
+        return self._workers[self._trainer]
 
     @property
     def weights(self) -> WeightManifest | None:
-        """The newest published weights; None before the trainer is ready."""
-        return self.trainer.weights
+        """The newest published weights; None while no trainer is ready."""
+        return None if self.trainer.is_gone else self.trainer.weights
+
+    def installation(self, *, rebuild_kv: bool = False) -> to_generator.InstallWeights | None:
+        """The command to install the newest weights; None while no trainer is ready."""
+        weights = self.weights
+        if weights is None:
+            return None
+        return to_generator.InstallWeights(weights, rebuild_kv, self.lineage)
 
     def generators(self) -> list[Worker]:
         """Generators that can take work now."""
@@ -237,6 +250,20 @@ class Fleet:
         self._restarts += 1
         base = lost.name.split(".")[0]
         return self._start(f"{base}.{self._restarts}", "generator", first=False).name
+
+    def restart_trainer(self, resume_from: int | None) -> str | None:
+        """Start a trainer in place of a lost one and return its name; None as for `restart`.
+
+        Args:
+            resume_from: the step of the checkpoint that it continues from; None: from the model.
+        """
+        if self._ending or self._restarts >= self._config.max_restarts:
+            return None
+        self._restarts += 1
+        self.lineage += 1
+        self._trainer_spec = msgspec.structs.replace(self._trainer_spec, resume_from=resume_from)
+        self._trainer = self._start(f"trainer.{self.lineage}", "trainer", first=False).name
+        return self._trainer
 
     def refuse(self, name: str, reason: Reason, text: str) -> None:
         """Refuse a message that was decoded; it counts like a frame that was not."""

@@ -32,8 +32,13 @@ class RunGroups:
     """
 
     def __init__(self, earlier: Sequence[StepMetrics], per_step: int) -> None:
+        self._first_step = earlier[-1].step + 1 if earlier else 0
         self._before = totals_of(earlier)
         self._per_step = per_step
+
+    def rewind(self, earlier: Sequence[StepMetrics]) -> None:
+        """These steps are left; the scheduler's ledger returned to the end of them."""
+        self._before = totals_of([one for one in earlier if one.step < self._first_step])
 
     def of_step(self, finished: StepFinished) -> StepGroups:
         """What became of each group of a step."""

@@ -13,6 +13,7 @@ from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet, Worker
 from asyncrl.run.progress import Progress
+from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
 from asyncrl.run.waiting import Waiter
 from scheduler import events
@@ -39,7 +40,9 @@ class Inbox:
         progress: Progress,
         waiter: Waiter,
         checkpoints: CheckpointRecord,
+        trainer_restarts: TrainerRestarts,
     ) -> None:
+        self._trainer_restarts = trainer_restarts
         self._directory = directory
         self._fleet = fleet
         self._training = training
@@ -54,6 +57,7 @@ class Inbox:
             from_generator.SampleDelivered: self._sample_delivered,
             from_generator.EvaluationSample: self._evaluation.returned,
             from_generator.WeightsInstalled: self._weights_installed,
+            from_generator.Rewound: self._rewound,
             from_generator.GeneratorReport: self._generator_report,
             from_generator.Failure: self._failure,
             from_generator.Goodbye: self._goodbye,
@@ -134,6 +138,13 @@ class Inbox:
         await self._training.apply(events.WeightsInstalled(worker.name, message.policy_version))
         await self._evaluation.fill(worker)
 
+    async def _rewound(self, worker: Worker, message: from_generator.Rewound) -> None:
+        worker.policy_version, worker.lineage = message.policy_version, message.lineage
+        await self._training.apply(
+            events.GeneratorRewound(worker.name, message.lineage, message.policy_version)
+        )
+        self._trainer_restarts.rewound()
+
     async def _generator_report(
         self, worker: Worker, message: from_generator.GeneratorReport
     ) -> None:
@@ -143,11 +154,16 @@ class Inbox:
     async def _trainer_ready(self, worker: Worker, message: from_trainer.TrainerReady) -> None:
         worker.ready(message.policy_version, 0, message.metrics_port)
         worker.weights = message.manifest
+        if worker is self._fleet.trainer:
+            await self._trainer_restarts.ready(worker)
 
     async def _step_finished(self, worker: Worker, message: from_trainer.StepFinished) -> None:
+        if self._fleet.trainer is not worker and self._fleet.trainer.is_ready:
+            return  # its replacement continues, perhaps from a checkpoint before this step
         version = message.manifest.policy_version
         worker.weights, worker.policy_version = message.manifest, version
         await self._training.apply(events.WeightsPublished(version))
+        self._training.trained_steps = version
         self._progress.step_finished(message)
         await self._training.step_finished(message)
 

@@ -169,6 +169,19 @@ class Progress:
         self._metrics.step_time.observe(step.step_seconds)
         self._metrics.policy_version.set(message.manifest.policy_version)
 
+    def close_log(self) -> None:
+        """Before metrics.jsonl is rewritten: write nothing until `rewound`."""
+        self._log.close()
+
+    def rewound(self, earlier: list[StepMetrics], step: int) -> None:
+        """The run returned to this step; `earlier` are the records of metrics.jsonl."""
+        self._log = MetricsLog(self._log.path)
+        self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
+        self._staleness = [one.staleness for one in earlier]
+        self._groups.rewind(earlier)
+        self._step = step
+        self._metrics.policy_version.set(step)
+
     def _record(self, message: StepFinished, now: float) -> StepMetrics:
         """The trainer's part of a step's record, completed."""
         seconds = max(1e-9, now - self._last_step_at)

@@ -15,7 +15,9 @@ class SampleRequests:
     """Makes the messages that ask a generator for samples.
 
     A request depends only on the run's seed and on what is asked for, so a sample that is requested
-    again (from another generator, after a loss) gets the same seed.
+    again from its first token (after a generator or the trainer was lost) gets the same seed: no
+    token that was drawn with it is left. A verification follows tokens that are left, so its seed
+    must be new: the same version may come again after a rewind, hence `lineage`.
     """
 
     def __init__(self, task: Task, seed: int) -> None:
@@ -36,9 +38,16 @@ class SampleRequests:
         prompt = self._task.train[self.prompt_index(sample.group)]
         return Generate(sample, _payload(prompt), self._sample_seed("training", sample), priority)
 
-    def verify(self, samples: Sequence[SampleId], min_version: int) -> Verify:
-        """Verify training samples, with seeds that differ for each version verified under."""
-        seeds = tuple(self._sample_seed("verify", sample, min_version) for sample in samples)
+    def verify(self, samples: Sequence[SampleId], min_version: int, *, lineage: int = 0) -> Verify:
+        """Verify training samples, with seeds that differ for each policy verified under.
+
+        Args:
+            samples: to verify.
+            min_version: lowest version that their tokens may have.
+            lineage: of the trainer: after a rewind, policies of the same versions come again.
+        """
+        policy = (min_version, f"lineage {lineage}") if lineage else (min_version,)
+        seeds = tuple(self._sample_seed("verify", sample, *policy) for sample in samples)
         return Verify(tuple(samples), seeds, min_version)
 
     def evaluate(self, round_number: int, index: int, *, prompt: int) -> Evaluate:

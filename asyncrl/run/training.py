@@ -46,6 +46,10 @@ class Training:
         self._progress = progress
         self._waiter = waiter
         self._scheduler: Scheduler | None = None
+        self.trained_steps = 0
+        """Optimizer steps of the whole run, those before a resume included."""
+        self._joined = False
+        """Whether the scheduler was told of a trainer."""
         self._deciding = asyncio.Lock()
         self._reports = SampleReports()
         self._executor = CommandExecutor(
@@ -67,11 +71,6 @@ class Training:
         return self._scheduler is not None and self._executor.finished is None
 
     @property
-    def trained_steps(self) -> int:
-        """Optimizer steps of the whole run, those before a resume included."""
-        return max(0, self._fleet.trainer.policy_version)
-
-    @property
     def is_complete(self) -> bool:
         """Whether every step of the run is trained."""
         return self.trained_steps >= self._config.run.steps
@@ -79,12 +78,36 @@ class Training:
     async def run(self) -> None:
         """Train until the last step, or until the user stops the run.
 
+        It may be called again if steps are lost with the trainer after it returned.
+
         Raises:
             RunFailed: the scheduler cannot continue.
             WaitTimeout: a generator did not report.
         """
         if self._waiter.stop_requested or self.is_complete:
             return
+        if self._scheduler is None:
+            if not await self._trainer_is_ready():
+                return
+            await self._begin()
+        while (finished := self._executor.finished) is None:
+            await self._waiter.next_change()
+        await self._fresh_reports()
+        self._progress.training_ends()
+        if finished.outcome is RunOutcome.FAILED:
+            raise RunFailed(finished.reason)
+
+    async def _trainer_is_ready(self) -> bool:
+        """Wait for a trainer, as one that was lost may be being replaced; False if stopped."""
+        await self._waiter.until(
+            lambda: self._fleet.trainer.is_ready or self._waiter.stop_requested,
+            seconds=self._config.launcher.startup_seconds,
+            what=lambda: f"{self._fleet.trainer.name} to become ready",
+        )
+        return self._fleet.trainer.is_ready
+
+    async def _begin(self) -> None:
+        """Make the scheduler and tell it of the processes."""
         first_step = self.trained_steps
         self._scheduler = Scheduler(
             self._config.scheduler,
@@ -94,7 +117,7 @@ class Training:
         )
         await self._fresh_reports()
         self._progress.training_begins(self._scheduler, first_step)
-        await self.apply(events.TrainerJoined(first_step))
+        await self._trainer_joins()
         for worker in self._fleet.generators():
             try:
                 await self.apply(
@@ -102,12 +125,22 @@ class Training:
                 )
             except SenderOutOfStep as error:
                 self._fleet.cut_off(worker.name, str(error))
-        while (finished := self._executor.finished) is None:
-            await self._waiter.next_change()
-        await self._fresh_reports()
-        self._progress.training_ends()
-        if finished.outcome is RunOutcome.FAILED:
-            raise RunFailed(finished.reason)
+
+    async def trainer_ready(self, version: int) -> None:
+        """A trainer of this version can take trajectories."""
+        self.trained_steps = version
+        if self._joined:
+            await self._trainer_joins()
+
+    async def trainer_lost(self) -> None:
+        """The trainer is gone; another one may become ready."""
+        if self._joined:
+            await self.apply(events.TrainerLost())
+
+    async def _trainer_joins(self) -> None:
+        """Tell the scheduler of a trainer that is ready; it may have to train steps again."""
+        self._joined = True
+        await self.apply(events.TrainerJoined(self.trained_steps, self._fleet.lineage))
 
     async def sample_finished(self, generator: str, report: SampleFinished) -> None:
         """A generator holds a finished sample. Raises as `apply`."""
@@ -144,6 +177,10 @@ class Training:
                 began = time.monotonic()
                 decided = self._scheduler.on_event(event)
                 self._progress.decided(type(event).__name__, time.monotonic() - began)
+                if isinstance(event, events.TrainerJoined):
+                    self._executor.lineage = event.lineage
+                if self._scheduler.state.finished is None:
+                    self._executor.finished = None  # steps were lost after the last one
                 for command in decided:
                     await self._executor.execute(command)
             except (ArithmeticError, LookupError, TypeError, ValueError) as error:

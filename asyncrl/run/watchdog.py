@@ -6,17 +6,25 @@ from asyncrl.errors import RunFailed
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.run.fleet import Fleet, Worker
 from asyncrl.run.progress import Progress
+from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
 from scheduler.events import GeneratorLost
 
 
 class Watchdog:
-    """Replaces generators that died. A run does not survive its trainer."""
+    """Replaces processes that died."""
 
     def __init__(
-        self, fleet: Fleet, *, training: Training, evaluation: FleetEvaluation, progress: Progress
+        self,
+        fleet: Fleet,
+        trainer_restarts: TrainerRestarts,
+        *,
+        training: Training,
+        evaluation: FleetEvaluation,
+        progress: Progress,
     ) -> None:
         self._fleet = fleet
+        self._trainer_restarts = trainer_restarts
         self._training = training
         self._evaluation = evaluation
         self._progress = progress
@@ -25,16 +33,16 @@ class Watchdog:
         """Deal with every process that died since the last check; whether there was one.
 
         Raises:
-            RunFailed: the trainer died, or the last generator that may be replaced.
+            RunFailed: the trainer died and cannot be replaced (`trainer_restarts`), or the last
+                generator that may be replaced died.
         """
         deaths = self._fleet.deaths()
         for worker, reason in deaths:
             self._progress.say(f"{worker.name} {reason}\n{worker.handle.log_tail()}")
             self._progress.died("trainer" if worker.is_trainer else "generator")
             if worker.is_trainer:
-                raise RunFailed(
-                    f"the trainer {reason}; its last words:\n{worker.handle.log_tail()}"
-                )
+                await self._trainer_restarts.replace(worker, reason)
+                continue
             await self._evaluation.lost(worker)
             await self._training.apply(GeneratorLost(worker.name))
             self._replace(worker, reason)

@@ -65,6 +65,9 @@ class LoopSettings:
     """Engine steps between a complete batch and its new weights; one is drawn for each step."""
     message_delays: tuple[int, ...] = (0, 1, 2)
     """Engine steps that a message of the generator takes; one is drawn for each message."""
+    lose_trainer_every: int = 0
+    """In each so many steps the trainer once trains other policies than it should, for about a step
+    or two, and is lost. Another one continues from the version before. 0: never."""
     install_delay: int = 0
     """Additional engine steps of the message that new weights are installed. So many steps samples
     continue under the new weights before their verification is requested."""
@@ -103,6 +106,8 @@ class Outcome:
     """Tokens of older versions that verification rejected."""
     accepted: int = 0
     """Drafted tokens that were accepted."""
+    rewinds: int = 0
+    """How often the trainer was lost."""
     cut: int = 0
     """Requests that were running when the installation of new weights was commanded, summed."""
 
@@ -197,7 +202,10 @@ class Harness:
         )
         self._received: dict[SampleId, Delivered] = {}
         self._work: asyncio.TaskGroup | None = None
-        self._last_arrival = self._reports = 0
+        self._last_arrival = self._reports = self._lineage = 0
+        self._doomed_after: int | None = None
+        """The trainer will be lost; later versions are other policies than they should be."""
+        self._lost_at: set[int] = set()
 
     async def run(self) -> Outcome:
         """Run until the scheduler ends the run. Raises the error of a part, or TimeoutError."""
@@ -259,6 +267,10 @@ class Harness:
                     self._tell(events.SampleDelivered(NAME, message.sample))
                 case fg.WeightsInstalled():
                     self._tell(events.WeightsInstalled(NAME, message.policy_version))
+                case fg.Rewound():
+                    self._tell(
+                        events.GeneratorRewound(NAME, message.lineage, message.policy_version)
+                    )
                 case fg.Goodbye():
                     return
                 case _:
@@ -278,15 +290,22 @@ class Harness:
                 seed = self._seed("training", sample)
                 self._send(tg.Generate(sample, prompt, seed, priority))
             case commands.VerifySamples(samples=samples, min_version=version):
-                seeds = tuple(self._seed("verify", sample, version) for sample in samples)
+                seeds = tuple(
+                    self._seed("verify", sample, version, self._lineage) for sample in samples
+                )
                 self._send(tg.Verify(samples, seeds, version))
             case commands.InstallWeights():
                 assert self._manifest is not None
                 self.outcome.cut += self._engine.stats().running
                 rebuild = self._settings.scheduler.on_update == "recompute"
-                self._send(tg.InstallWeights(self._manifest, rebuild))
+                self._send(tg.InstallWeights(self._manifest, rebuild, self._lineage))
+            case commands.RewindGenerator(policy_version=version, lineage=lineage):
+                self._send(tg.Rewind(version, lineage))
+            case commands.DiscardSamples(samples=samples):
+                self._send(tg.Discard(samples))
             case commands.DeliverGroup(step=step, samples=samples):
-                self._send(tg.Deliver(step, tuple(sample for _, sample in samples)))
+                ids = tuple(sample for _, sample in samples)
+                self._send(tg.Deliver(step, ids, self._lineage))
             case commands.DeclareStep(step=step, groups=groups):
                 assert self._work is not None
                 self._work.create_task(self._train(step, groups))
@@ -311,29 +330,57 @@ class Harness:
     # The trainer
 
     def _receive(self, message: data.TrajectoryDelivery) -> None:
+        if message.lineage != self._lineage:
+            return
         trajectory = decode_trajectory(message)
         index = trajectory.id.group % len(self._prompts)
         assert trajectory.id not in self._received
         assert message.prompt_id == f"p{index}"
         self._received[trajectory.id] = Delivered(message.step, index, trajectory, message.reward)
-        self._trainer_line.inbox.put_nowait(data.Received(trajectory.id))
+        self._trainer_line.inbox.put_nowait(data.Received(trajectory.id, self._lineage))
 
     async def _train(self, step: int, groups: tuple[int, ...]) -> None:
         """Take the trajectories of a step and publish the next version some engine steps later."""
         scheduler = self._settings.scheduler
         per_step = scheduler.groups_per_step
         assert groups == tuple(range(step * per_step, (step + 1) * per_step))
-        for group in groups:
-            for sample in range(scheduler.group_size):
-                one = self._received.pop(SampleId(group, sample))
-                assert one.step == step
-                self.outcome.delivered.append(one)
-        delay = int(self._rng.choice(self._settings.publish_delays))
-        await self._engine_steps(self._engine.stats().steps + delay)
+        taken = [
+            self._received.pop(SampleId(group, sample))
+            for group in groups
+            for sample in range(scheduler.group_size)
+        ]
+        assert {one.step for one in taken} == {step}
+        lineage, every = self._lineage, self._settings.lose_trainer_every
+        dooms = every and step % every == 1 and step not in self._lost_at
+        if dooms and step + every < self._settings.steps:
+            self._doomed_after = step
+            self._lost_at.add(step)
+        await self._engine_steps(self._engine.stats().steps + self._a_delay())
+        if self._lineage != lineage:
+            return
+        if self._doomed_after is None:
+            self.outcome.delivered += taken
         self._publish(step + 1)
         self._tell(events.WeightsPublished(step + 1))
         self._tell(events.StepFinished(step, groups))
+        if self._doomed_after == step:
+            await self._lose_trainer(step)
+
+    def _a_delay(self) -> int:
+        return int(self._rng.choice(self._settings.publish_delays))
+
+    async def _lose_trainer(self, step: int) -> None:
+        """Lose the trainer a few engine steps later; another one continues with this step."""
+        await self._engine_steps(self._engine.stats().steps + 5 + self._a_delay())
+        self._tell(events.TrainerLost())
+        self._received.clear()
+        self._doomed_after = None
+        self._lineage += 1
+        self.outcome.rewinds += 1
+        self._publish(step)
+        self._tell(events.TrainerJoined(step, self._lineage))
 
     def _publish(self, version: int) -> None:
-        weights = self._policies[version % len(self._policies)]
+        doomed = self._doomed_after is not None and version > self._doomed_after
+        weights = self._policies[(version + doomed) % len(self._policies)]
         self._manifest = self._publisher.publish(weights.items(), version)

@@ -38,6 +38,8 @@ class Mode:
     publish_delays: tuple[int, ...] = (0, 1, 2, 3)
     install_delay: int = 0
     """See `LoopSettings`."""
+    lose_trainer_every: int = 0
+    """See `LoopSettings`."""
     turns_per_step: int = 4
     """Turns of the event loop that a step of the torch engine takes; see `engines.slow_down`."""
     space: ResponseSpace = SPACE
@@ -48,6 +50,10 @@ _ONE_STEP_OFF = _ON_POLICY | {"max_off_policy_steps": 1}
 MODES: dict[str, Mode] = {
     "verify, 1 ahead": Mode(_ON_POLICY | {"max_runahead_groups": 9}),
     "verify, 3 ahead": Mode(_ON_POLICY | {"max_runahead_groups": 27}),
+    # Slower steps, so that some groups are partly verified by a policy that is gone.
+    "verify, trainers lost": Mode(
+        _ON_POLICY | {"max_runahead_groups": 18}, lose_trainer_every=2, turns_per_step=8
+    ),
     "verify, stop strings": Mode(
         _ON_POLICY | {"max_runahead_groups": 9}, install_delay=2, turns_per_step=8, space=STRINGS
     ),
@@ -95,5 +101,6 @@ def settings_of(mode: Mode, samples: int, seed: int) -> LoopSettings:
         ),
         publish_delays=mode.publish_delays,
         install_delay=mode.install_delay,
+        lose_trainer_every=mode.lose_trainer_every,
         seed=seed,
     )

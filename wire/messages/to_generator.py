@@ -106,5 +106,14 @@ class Shutdown(Message, frozen=True):
 
 
 ToGenerator = (
-    Generate | Verify | Evaluate | InstallWeights | Rewind | Deliver | Discard | Pause | Resume | Shutdown
+    Generate
+    | Verify
+    | Evaluate
+    | InstallWeights
+    | Rewind
+    | Deliver
+    | Discard
+    | Pause
+    | Resume
+    | Shutdown
 )

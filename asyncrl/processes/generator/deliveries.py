@@ -69,6 +69,8 @@ class Deliveries:
         """Another trainer has replaced a lost one: forget what was sent to that one."""
         self._lineage, self.newest_step = lineage, -1
         self._unacknowledged.clear()
+        if self._recorder is not None:
+            self._recorder.rewind()
 
     async def deliver(self, command: to_generator.Deliver) -> None:
         """Send samples of one group once all their rewards are computed.

@@ -138,10 +138,8 @@ class GeneratorProcess:
             case to_generator.Discard():
                 self.samples.discard(command.samples)
                 self.deliveries.discard(command.samples)
-            case to_generator.Pause():
-                await self._pause()
-            case to_generator.Resume():
-                await self._resume()
+            case to_generator.Pause() | to_generator.Resume():
+                await self._pause_or_resume(pause=isinstance(command, to_generator.Pause))
             case to_generator.Shutdown():
                 with contextlib.suppress(EngineError):  # a resumed run only starts without drafts
                     await self._engine.save_cache()
@@ -160,12 +158,12 @@ class GeneratorProcess:
         await self._installs.rewind(command)
         self._note()
 
-    async def _pause(self) -> None:
-        self._paused_at = self._paused_at or time.monotonic()
-        self._generator.set_engine_paused(True)
-        await self._engine.pause()
-
-    async def _resume(self) -> None:
+    async def _pause_or_resume(self, *, pause: bool) -> None:
+        if pause:
+            self._paused_at = self._paused_at or time.monotonic()
+            self._generator.set_engine_paused(True)
+            await self._engine.pause()
+            return
         await self._engine.resume()
         self._generator.set_engine_paused(False)
         if self._paused_at is not None:

@@ -15,7 +15,8 @@ class SampleRecorder:
     """Writes one sample of every n-th step to `samples.jsonl`, with the history of each token."""
 
     def __init__(self, directory: Path, tokenizer: Any, config: RunConfig) -> None:
-        self._log = SampleLog(directory / "samples.jsonl")
+        self._path = directory / "samples.jsonl"
+        self._log = SampleLog(self._path)
         self._tokenizer = tokenizer
         self._every = max(1, config.run.steps // max(1, 2 * config.monitoring.report_samples))
         self._newest = -1
@@ -45,6 +46,12 @@ class SampleRecorder:
                 finish_reason=trajectory.finish_reason,
             )
         )
+
+    def rewind(self) -> None:
+        """The run returned to an earlier step, and the controller rewrote the file."""
+        self._log.close()
+        self._log = SampleLog(self._path)
+        self._newest = -1
 
     def close(self) -> None:
         """Close the file. Idempotent."""

@@ -88,7 +88,7 @@ class WeightInstalls:
         )
 
     async def rewind(self, command: to_generator.Rewind) -> None:
-        """The policies after a version are gone: relabel their tokens, and stop using their weights.
+        """The policies after a version are gone: relabel their tokens and stop using their weights.
 
         If the engine has such weights, every sample stops until other weights are installed; its KV
         is then computed again.

@@ -23,10 +23,18 @@ def test_files_of_this_process_and_of_dead_processes_are_removed(
     exchange.mkdir()
     (exchange / "rollouts").touch()
     for owner in (dead, alive, os.getpid()):
-        (tmp_path / f"asyncrl-{shared_memory.weights_id('my-run', owner)}-weights-0").touch()
+        for trainer in ("trainer", "trainer.1"):
+            name = shared_memory.weights_id("my-run", owner, trainer)
+            (tmp_path / f"asyncrl-{name}-weights-0").touch()
     (tmp_path / "asyncrl-notes").touch()
     shared_memory.remove_stale_files()
     assert {path.name for path in tmp_path.iterdir()} == {
-        f"asyncrl-my-run-{alive}-weights-0",
+        f"asyncrl-my-run-{alive}-trainer-weights-0",
+        f"asyncrl-my-run-{alive}-trainer.1-weights-0",
         "asyncrl-notes",
     }
+    shared_memory.remove_weights("my-run", alive, "trainer")
+    shared_memory.remove_files_of("other-run", alive)
+    assert len(list(tmp_path.iterdir())) == 2
+    shared_memory.remove_files_of("my-run", alive)
+    assert len(list(tmp_path.iterdir())) == 1

@@ -27,6 +27,7 @@ from benchmarks.exactness_loop.modes import MODES, PROMPTS, SPACE, make_policies
 from benchmarks.exactness_loop.statements import ALARM, TOLERANCE, Finding
 from engine.torch.core import DecodeCore
 from engine.torch.engine import TorchEngine
+from rollout.trajectory import Trajectory
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +95,29 @@ def test_stop_strings_end_samples_in_the_loop_as_in_the_enumeration() -> None:
     assert len(stopped) > len(tokens) / 5
     plain = statements.check_responses(outcome.delivered, known(True)[1])
     assert plain["lengths within each step"].p_value < ALARM
+
+
+def test_tokens_of_policies_that_are_gone_are_never_trained_on_unverified(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Trainers are lost, and the policies of their versions are other ones the second time.
+
+    If held samples are not relabelled, their tokens pass for tokens of the policy that has the
+    version now.
+    """
+    name = "verify, trainers lost"
+    outcome = played(name)
+    finding = check(name, outcome.delivered)
+    assert outcome.rewinds > 5
+    assert finding.p_value > ALARM
+    assert finding.staleness == 0
+    assert finding.worst_logprob < TOLERANCE["torch"]
+    assert statements.rewards_match(outcome.delivered)
+    ids = [one.trajectory.id for one in outcome.delivered]
+    assert len(set(ids)) == len(ids) == SAMPLES // 144 * 144 + 144, "each sample once"
+    monkeypatch.setattr(Trajectory, "without_versions_after", lambda self, _: self)
+    wrong = check(name, play(name).delivered)
+    assert wrong.p_value < ALARM
 
 
 @pytest.mark.parametrize("name", ["verify, k = 1", "keep, k = 1", "recompute, k = 1"])

@@ -102,8 +102,8 @@ def test_what_a_killed_controller_left_is_removed_by_a_resumed_or_deleted_run(
         sockets = Path(tempfile.mkdtemp(prefix="asyncrl-", dir=tmp_path))
         made.state.control_address = f"ipc://{sockets}/user"
         made.write_state()
-        weights = memory / f"asyncrl-mine-{os.getpid()}-weights-0"
-        other = memory / f"asyncrl-mine-{os.getppid()}-weights-0"
+        weights = memory / f"asyncrl-mine-{os.getpid()}-trainer.1-weights-0"
+        other = memory / f"asyncrl-mine-{os.getppid()}-trainer.1-weights-0"
         weights.touch()
         other.touch()
         child = subprocess.Popen(

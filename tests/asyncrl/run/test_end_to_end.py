@@ -111,16 +111,31 @@ def test_verified_work_is_exactly_of_the_policy_that_trains_on_it(
     assert steps[-1].tokens.rejected > 0, "the policy hardly moved, so nothing was rejected"
 
 
-def test_a_killed_trainer_ends_the_run_with_its_last_words(command_line: CommandLine) -> None:
-    process = command_line.start(run__steps=STEPS)
-    until(lambda: command_line.steps() >= 2, seconds=90, what="two steps")
+def test_a_killed_trainer_is_replaced_and_continues_from_its_newest_checkpoint(
+    command_line: CommandLine,
+) -> None:
+    process = command_line.start(run__steps=STEPS, trainer__checkpoint_every=4)
+    until(lambda: command_line.steps() >= 6, seconds=90, what="six steps")
     os.kill(command_line.children("trainer")[0], signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1, output
-    assert "the trainer was killed by SIGKILL; its last words" in output
+    until(lambda: command_line.steps() >= 14, seconds=90, what="another trainer's steps")
+    os.kill(command_line.children("trainer")[0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    text = " ".join(output.split())
+    assert "trainer was killed by SIGKILL" in text
+    assert "started trainer.1 in place of trainer, from the checkpoint of step" in text
+    assert "started trainer.2 in place of trainer.1, from the checkpoint of step" in text
+    assert "generator-0.1" not in text, "generators continue"
+    steps = command_line.metrics()
+    assert [step.step for step in steps] == list(range(STEPS))
+    assert {step.staleness.max for step in steps} == {0}
+    assert worst_mismatch(steps) < 1e-3
+    account = read_account(command_line.folder)
+    assert account.is_exact
+    assert account.trained == 4 * STEPS
+    assert command_line.result().steps == STEPS
     left = Path("/dev/shm").glob(f"asyncrl-your-own-{process.pid}-*")  # noqa: S108
-    assert not list(left), "the dead trainer's weights are still in shared memory"
-    assert (command_line.folder / "report.html").exists()
+    assert not list(left), "a dead trainer's weights are still in shared memory"
 
 
 def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpoint(

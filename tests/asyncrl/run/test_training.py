@@ -9,19 +9,14 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from fake_processes import FakeProgress, run_config, started_fleet, task, weights
+from fake_processes import weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from running_training import DIGEST, G, Run, expected, step_finished
 
 from asyncrl.errors import RunFailed, UserError
-from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.evaluation.round import Accuracy
-from asyncrl.run.checkpoint_record import CheckpointRecord
-from asyncrl.run.directory import RunDirectory, read_state
-from asyncrl.run.inbox import Inbox
-from asyncrl.run.sample_requests import SampleRequests
-from asyncrl.run.training import Training
-from asyncrl.run.waiting import Waiter
+from asyncrl.run.directory import read_state
 from rollout.trajectory import SampleId
 from scheduler.events import PauseRequested, ResumeRequested
 from wire.decoding import FrameDecoder, FrameRefused, Reason
@@ -29,67 +24,8 @@ from wire.messages import from_generator as fg
 from wire.messages import from_trainer as ft
 from wire.messages import to_generator as tg
 from wire.messages import to_trainer as tt
-from wire.records import EngineStats
 
-G = "generator-0"
-DIGEST = b"d" * 16
 IMPOSSIBLE = Reason.IMPOSSIBLE_EVENT
-
-
-def step_finished(version: int) -> ft.StepFinished:
-    numbers: Any = None  # nothing here reads them
-    return ft.StepFinished(0, (0,), weights(version), numbers, numbers)
-
-
-def expected(*samples: SampleId) -> tt.Expect:
-    reported = (tt.ExpectedSample(sample, 5, 0, DIGEST) for sample in samples)
-    return tt.Expect(0, G, tuple(reported))
-
-
-class Run:
-    """A run of one step of two samples, with everything but its processes."""
-
-    def __init__(self, path: Path, *, version: int = 0, **scheduler: object) -> None:
-        sizes = {"group_size": 2, "groups_per_step": 1}
-        self.config = run_config(
-            run={"name": "mine", "directory": str(path), "steps": 1},
-            scheduler=sizes | (scheduler or {"on_update": "keep"}),
-            evaluation={"prompts": 3},
-        )
-        self.fleet, self.hub = started_fleet(self.config, version)
-        self.progress: Any = FakeProgress()
-        self.waiter = Waiter()
-        parts: dict[str, Any] = {"fleet": self.fleet, "waiter": self.waiter}
-        requests = SampleRequests(task(), seed=0)
-        self.evaluation = FleetEvaluation(self.config.evaluation, requests, **parts)
-        self.training = Training(self.config, requests, progress=self.progress, **parts)
-        self.directory = RunDirectory.create(self.config, resume=False, clean=False)
-        self.inbox = Inbox(
-            self.directory,
-            self.fleet,
-            training=self.training,
-            evaluation=self.evaluation,
-            progress=self.progress,
-            waiter=self.waiter,
-            checkpoints=CheckpointRecord(self.directory.path / "checkpoints", self.progress.say),
-        )
-
-    async def hear(self, name: str, message: Any) -> list[tuple[str, Any]]:
-        """A process sends a message; what is sent in turn."""
-        await self.inbox.handle(name, message)
-        return self.hub.take()
-
-    async def begin(self) -> asyncio.Task[None]:
-        """Start the training phase, up to the scheduler's first commands."""
-        training = asyncio.create_task(self.training.run())
-        await asyncio.sleep(0)
-        await self.report()
-        await asyncio.sleep(0)
-        return training
-
-    async def report(self) -> None:
-        stats = EngineStats(kv_used=0.25)
-        await self.inbox.handle(G, fg.GeneratorReport(G, stats, 0, 0, 0))
 
 
 def test_one_step_from_the_first_request_to_the_end(tmp_path: Path) -> None:
