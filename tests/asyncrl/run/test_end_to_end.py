@@ -22,6 +22,7 @@ from whole_checkpoints import truncate
 from asyncrl.config import load_config
 from asyncrl.launch.identity import status_of
 from asyncrl.run.directory import RunDirectory, read_state
+from monitoring.group_account import read_account
 from monitoring.trained_samples import read_trained_samples
 from wire.records import StepMetrics
 
