@@ -60,6 +60,8 @@ class _StepWarnings:
 class Progress:
     """Follows a run. Only the controller's event loop calls it.
 
+    Long because each of its four outputs needs the same few numbers.
+
     Args:
         config: of the run.
         view: is shown what happens.
@@ -169,12 +171,9 @@ class Progress:
         self._metrics.step_time.observe(step.step_seconds)
         self._metrics.policy_version.set(message.manifest.policy_version)
 
-    def close_log(self) -> None:
-        """Before metrics.jsonl is rewritten: write nothing until `rewound`."""
-        self._log.close()
-
     def rewound(self, earlier: list[StepMetrics], step: int) -> None:
         """The run returned to this step; `earlier` are the records of metrics.jsonl."""
+        self._log.close()  # the file was replaced
         self._log = MetricsLog(self._log.path)
         self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
         self._staleness = [one.staleness for one in earlier]

@@ -113,7 +113,6 @@ class TrainerRestarts:
     def _return_to_resume_point(self) -> None:
         """Set newer checkpoints aside, and drop the records of steps that are trained again."""
         path = self._directory.path
-        self._progress.close_log()
         per_step = self._config.scheduler.groups_per_step
         for sentence in rewind(path, self._point, groups_per_step=per_step):
             self._progress.say(sentence)
