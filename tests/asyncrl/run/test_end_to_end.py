@@ -143,7 +143,8 @@ def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpo
     command_line: CommandLine,
 ) -> None:
     """A stopped generator remains; the resumed run ends it."""
-    sets = {"trainer__checkpoint_every": 2, "run__log_samples": "jsonl"}
+    sets: dict[str, object] = {"trainer__checkpoint_every": 2, "run__log_samples": "jsonl"}
+    sets |= {"sampling__stop": '["e"]', "sampling__top_k": 20}
     process = command_line.start(run__steps=STEPS, **sets)
     until(lambda: command_line.steps() >= 5, seconds=90, what="five steps")
     (stopped,) = command_line.children("generator")
@@ -178,9 +179,12 @@ def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpo
     assert steps == list(range(STEPS + 2))
     assert command_line.metrics()[: min(kept, len(before))] == before[:kept]
     assert command_line.result().steps == STEPS + 2
-    logged = [
-        (one.step, one.group) for one in read_trained_samples(command_line.folder / "samples")
-    ]
+    samples = list(read_trained_samples(command_line.folder / "samples"))
+    ended = [one for one in samples if "e" in one.response]
+    assert ended, "no response has the stop string"
+    assert all(one.response.index("e") == len(one.response) - 1 for one in ended)
+    assert {one.finish_reason for one in ended} == {"stop"}
+    logged = [(one.step, one.group) for one in samples]
     size = logged.count(logged[0])
     groups = [(group // 4, group) for group in range(4 * (STEPS + 2))]
     assert sorted(logged) == [pair for pair in groups for _ in range(size)]
