@@ -116,6 +116,7 @@ class Attack:
 
     def send(self, frames: int) -> None:
         """Send this many frames; returns when the run has taken them in."""
+        before = sum(self.sent.values())
         shares = {"control": 0.45, "data": 0.4, "user": 0.1}
         strangers, http = frames // 50, frames // 100
         with ThreadPoolExecutor(8) as threads:
@@ -127,7 +128,7 @@ class Attack:
             jobs.append(threads.submit(self._http, http))
             for job in jobs:
                 job.result()
-        rest = frames - sum(self.sent.values())
+        rest = frames - (sum(self.sent.values()) - before)
         if rest > 0:
             self._peers(self._targets[0], rest)
         for pace in self._paces.values():
@@ -135,7 +136,7 @@ class Attack:
 
     def _peers(self, target: Target, count: int) -> None:
         """Connect again and again under new names, and send a few hundred frames each time."""
-        frames = Frames(hash((self._seed, target.hub)))
+        frames = Frames(self._seed + 3 + self._targets.index(target))
         address, left = self._run.address(target.hub), count
         while left > 0:
             index = next(self._names)
@@ -190,7 +191,7 @@ class Attack:
 def _peer(
     address: str, keys: LineKeys, *, encrypted: bool = True, linger: int = 20_000
 ) -> Iterator[zmq.Socket[bytes]]:
-    peer = zmq.Context.instance().socket(zmq.DEALER)
+    peer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     peer.setsockopt(zmq.IDENTITY, keys.identity)
     if encrypted:
         peer.curve_serverkey = keys.hub

@@ -9,8 +9,9 @@ settings and as many steps is left alone. Four numbers say what the attack did:
 
     frames             sent, all of them while the run was training
     processes_ended    processes of the run that ended during the attack
-    memory_growth_mb   growth of all processes' memory from before the attack to after it, less that
-                       of the run that was left alone in as many steps
+    memory_growth_mb   growth of all processes' memory while the last nine tenths of the frames
+                       were sent, less that of the run that was left alone in the same steps (with
+                       the first tenth, queues and allocators reach their size)
     training_changed   0 if the records of all steps, times aside, and the weights at the end are
                        the same bytes in both runs
 
@@ -34,7 +35,7 @@ from benchmarks.report import write_json
 from monitoring.same_training import difference
 
 CONFIG = ROOT / "examples" / "your_own" / "run.yaml"
-WARM = 20
+WARM = 5
 """Steps before memory is measured and the attack begins."""
 GARBAGE = 5
 """Frames of nonsense that the controller adds to each of its messages."""
@@ -68,8 +69,10 @@ class Findings:
     """By way."""
     refused: dict[str, int] = field(default_factory=dict)
     """By reason, as counted by the run."""
-    memory_mb: dict[str, list[float]] = field(default_factory=dict)
-    """Of each run after `WARM` steps and at the end."""
+    memory_mb: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    """Of each run, by process, before the attack, after a tenth of it and at its end."""
+    marks: list[int] = field(default_factory=list)
+    """Steps done at these three times."""
 
     @property
     def held(self) -> bool:
@@ -96,7 +99,10 @@ def measure(frames: int, folder: Path, *, alone: Sequence[str] = ()) -> Findings
     attacked = _attacked(found, folder, settings)
     apart = difference(attacked, _alone(found, folder, [*settings, *alone]))
     found.difference, found.training_changed = apart or "", int(apart is not None)
-    growth = {name: after - before for name, (before, after) in found.memory_mb.items()}
+    growth = {
+        name: sum(end.values()) - sum(tenth.values())
+        for name, (_, tenth, end) in found.memory_mb.items()
+    }
     found.memory_growth_mb = growth["attacked"] - growth["alone"]
     return found
 
@@ -105,16 +111,24 @@ def _attacked(found: Findings, folder: Path, settings: Sequence[str]) -> Path:
     endless = [*settings, "run.steps=1000000"]
     with Run(CONFIG, folder, "attacked", endless, garbage=GARBAGE) as run:
         run.wait_for(lambda: run.steps >= WARM, seconds=_START_SECONDS, what=f"{WARM} steps")
-        before, processes = run.memory_mb(), run.processes()
-        refused_before = run.refused()
+        processes, refused_before = run.processes(), run.refused()
+        memory = found.memory_mb["attacked"] = []
+
+        def look() -> None:
+            found.marks.append(run.steps)
+            memory.append(run.memory_mb())
+
+        look()
         attack, began = Attack(run, seed=1), time.monotonic()
-        attack.send(found.frames)
+        attack.send(found.frames // 10)
+        look()
+        attack.send(found.frames - found.frames // 10)
         found.seconds = time.monotonic() - began
         found.processes_ended = len(processes - run.processes())
         found.status_failed = int(not run.answers())
         found.refused = dict(run.refused() - refused_before)
         found.sent = dict(attack.sent)
-        found.memory_mb["attacked"] = [before, run.memory_mb()]
+        look()
         run.stop(_START_SECONDS)
         found.steps = run.steps
         return run.folder
@@ -123,17 +137,18 @@ def _attacked(found: Findings, folder: Path, settings: Sequence[str]) -> Path:
 def _alone(found: Findings, folder: Path, settings: Sequence[str]) -> Path:
     with Run(CONFIG, folder, "alone", [*settings, f"run.steps={found.steps}"]) as run:
         run.wait_for(lambda: run.steps >= WARM, seconds=_START_SECONDS, what=f"{WARM} steps")
-        before = after = run.memory_mb()
+        memory: dict[int, dict[str, float]] = {}
 
         def ended() -> bool:
-            nonlocal after
-            if run.steps < found.steps:
-                after = run.memory_mb()
+            if (steps := run.steps) < found.steps:
+                memory[steps] = run.memory_mb()
             return run.process.poll() is not None
 
         run.wait_for(ended, seconds=_RUN_SECONDS, what="its end")
         run.finish(_START_SECONDS)
-        found.memory_mb["alone"] = [before, after]
+        found.memory_mb["alone"] = [
+            memory[min(memory, key=lambda steps: abs(steps - mark))] for mark in found.marks
+        ]
         return run.folder
 
 

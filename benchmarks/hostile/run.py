@@ -111,9 +111,13 @@ class Run:
         """Ids of the controller and of its children."""
         return {self.process.pid, *_descendants(self.process.pid)}
 
-    def memory_mb(self) -> float:
-        """Proportional set size of all processes, in MB. A page that k share counts as 1/k."""
-        return sum(_pss_bytes(pid) for pid in self.processes()) / 1e6
+    def memory_mb(self) -> dict[str, float]:
+        """Memory that each process has for itself (anonymous pages), in MB."""
+        found: dict[str, float] = {}
+        for pid in sorted(self.processes()):
+            name = _name(pid)
+            found[name] = found.get(name, 0.0) + _own_bytes(pid) / 1e6
+        return found
 
     def answers(self) -> bool:
         """Whether the controller answers `asyncrl status`."""
@@ -156,9 +160,20 @@ def _descendants(pid: int) -> Iterator[int]:
                 yield from _descendants(int(child))
 
 
-def _pss_bytes(pid: int) -> int:
+def _name(pid: int) -> str:
+    """A process's name in the run; `other` for reward workers and helpers."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        if "benchmarks.hostile.victim" in command:
+            return CONTROLLER
+        if (found := re.search(r'"name":"([\w.-]+)"', command)) is not None:
+            return found[1]
+    return "other"
+
+
+def _own_bytes(pid: int) -> int:
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
+            if line.startswith("Anonymous:"):
                 return int(line.split()[1]) * 1024
     return 0

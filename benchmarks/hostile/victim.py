@@ -49,7 +49,7 @@ def add_garbage(count: int) -> None:
             parts = [hub._keys.identity_of(peer), frames.nonsense()]  # noqa: SLF001
             await hub._socket.send_multipart(parts, flags=zmq.NOBLOCK)  # noqa: SLF001
 
-    Hub.send = send_more  # type: ignore[method-assign]
+    Hub.send = send_more  # type: ignore[assignment,method-assign]
 
 
 def main() -> None:
