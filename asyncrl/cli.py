@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from asyncrl.errors import AsyncrlError, Interrupted, UserError
 from asyncrl.package_guard import refuse_foreign_packages
@@ -80,7 +81,7 @@ def run(
     resume = resume or resume_from is not None
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
-    console = Console()
+    console = Console(markup=False)
     from asyncrl.run.execute import execute
     from asyncrl.run.prepare import prepare
 
@@ -163,7 +164,7 @@ def evaluate(
     """
     from asyncrl.evaluation.command import evaluate_model, resolve_target
 
-    console = Console()
+    console = Console(markup=False)
     config, model = resolve_target(target, config_file, overrides or [], runs, console)
     accuracy = evaluate_model(config, model, console)
     console.print(
@@ -216,14 +217,16 @@ def _print_result(
     before, after = result.accuracy_before, result.accuracy_after
     if before is not None and after is not None:
         console.print(
-            f"[bold]held-out accuracy {before:.3f} → {after:.3f}[/] "
-            f"({after - before:+.3f}) after {result.steps} steps, "
-            f"{result.wall_seconds:.0f} s of training",
+            Text.assemble(
+                (f"held-out accuracy {before:.3f} → {after:.3f}", "bold"),
+                f" ({after - before:+.3f}) after {result.steps} steps, "
+                f"{result.wall_seconds:.0f} s of training",
+            ),
             highlight=False,
         )
     else:
         console.print(
-            f"stopped after {result.steps} steps; continue with: {escape(to_continue)}",
+            f"stopped after {result.steps} steps; continue with: {to_continue}",
             highlight=False,
             soft_wrap=True,
         )

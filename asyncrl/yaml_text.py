@@ -22,8 +22,8 @@ MAX_DEPTH = 32
 MAX_VALUES = 20_000
 """Most keys and values, each alias counted as what it stands for."""
 
-_UNREADABLE = (ValueError, OverflowError, KeyError, AttributeError)
-"""What PyYAML raises for `!!bool x`, `2026-13-45` and integers of 5,000 digits."""
+_UNREADABLE = (ValueError, OverflowError, LookupError, AttributeError)
+"""What PyYAML raises for `!!bool x`, `!!int ""`, `2026-13-45` and integers of 5,000 digits."""
 
 
 def read_yaml(path: Path) -> Any:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from engine.protocol import SamplingParams
 from engine.torch.config import TorchConfig
 from engine.vllm.config import VllmConfig
-from rollout.truncation import Truncation
+from rollout.truncation import MAX_TOP_K, Truncation
 from wire.limits import MAX_STOP_BYTES, MAX_THREADS, MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class SamplingConfig(BaseModel):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Probability mass of nucleus sampling: only the smallest set of most probable tokens whose
     mass reaches it is sampled from. 1 samples from all tokens."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=MAX_TOP_K)
     """Only the so many most probable tokens are sampled from, before `top_p` is applied. 0 or null
     samples from all tokens."""
     min_p: float = Field(default=0.0, ge=0, le=1)

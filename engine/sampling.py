@@ -145,11 +145,12 @@ def processed_logprobs(logits: torch.Tensor, columns: SamplingColumns) -> torch.
         logits = logits.div_(torch.from_numpy(columns.temperature).to(logits.device)[:, None])
     logprobs = torch.log_softmax(logits, dim=-1)
     cut = np.flatnonzero(columns.truncated)
+    if not len(cut) or not len(logprobs):
+        return logprobs
     if len(cut) == len(logprobs):
         return _truncated(logprobs, columns)
-    if len(cut):
-        rows = torch.from_numpy(cut).to(logits.device)
-        logprobs[rows] = _truncated(logprobs[rows], columns.at(cut))
+    rows = torch.from_numpy(cut).to(logits.device)
+    logprobs[rows] = _truncated(logprobs[rows], columns.at(cut))
     return logprobs
 
 

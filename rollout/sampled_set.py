@@ -63,4 +63,5 @@ def _beyond_nucleus(logprobs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     before = torch.cumsum(probs, dim=-1, dtype=torch.float64).sub_(probs)
     # By rounding, the tokens before an unlikely one may reach 1 without it.
     beyond = before >= mass.masked_fill(mass >= 1, math.inf)[:, None]
+    beyond[:, 0] = False  # a mass below the smallest float32 is 0
     return torch.empty_like(beyond).scatter_(-1, index, beyond)

@@ -23,6 +23,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MAX_TOP_K = 1 << 20
+"""Largest k of top-k; no vocabulary is larger."""
+
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
@@ -42,8 +45,10 @@ class Truncation:
 
     def refusal(self) -> str | None:
         """What is wrong with the settings, as a sentence's end; None if nothing is."""
-        if self.top_k < 0:
-            return f"top_k={self.top_k} must be at least 1, or 0 to sample from all tokens"
+        if not 0 <= self.top_k <= MAX_TOP_K:
+            return (
+                f"top_k={self.top_k} must be from 1 to {MAX_TOP_K}, or 0 to sample from all tokens"
+            )
         if not 0 < self.top_p <= 1:
             return f"top_p={self.top_p} must be in (0, 1]"
         if not 0 <= self.min_p <= 1:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress as ProgressBar
 
 from asyncrl.config import RunConfig, load_config
@@ -123,8 +122,9 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
                     group.create_task(evaluate(index))
         if rewards.counts.failures:
             console.print(
-                f"[yellow]{rewards.counts.failures} rewards failed and counted as 0: "
-                f"{escape(rewards.counts.describe_failures())}[/]",
+                f"{rewards.counts.failures} rewards failed and counted as 0: "
+                f"{rewards.counts.describe_failures()}",
+                style="yellow",
                 soft_wrap=True,
             )
     except BaseExceptionGroup as group:

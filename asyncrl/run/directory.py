@@ -191,7 +191,12 @@ class RunDirectory:
 def _refuse_unfit(path: Path, config: RunConfig, *, resume: bool, clean: bool) -> None:
     """Refuse a folder that is in use, is not a run's, or has no run to resume."""
     is_run = (path / "config.yaml").exists()
-    used = is_run or (path.exists() and any(path.iterdir()))
+    used = is_run or _has_files(path)
+    if used and not is_run:
+        raise UserError(
+            f"{path} exists and is not the folder of a run. Move it away, or choose another name "
+            "with --set run.name=NAME"
+        )
     if used and is_alive(path):
         _refuse_active(path)
     if used and not resume and not clean:
@@ -204,8 +209,15 @@ def _refuse_unfit(path: Path, config: RunConfig, *, resume: bool, clean: bool) -
             raise UserError(f"there is no run to resume at {path}; start it without --resume")
         _refuse_if_different(path, config)
         _refuse_unreadable_records(path)
-    elif used and not is_run:
-        raise UserError(f"{path} is not the folder of a run, so --clean does not delete it")
+
+
+def _has_files(path: Path) -> bool:
+    """Whether there is more in a folder than a start leaves that is killed before config.yaml."""
+    return path.is_file() or any(
+        entry.name != _LOCK and not entry.name.startswith(".config.yaml.")
+        for entry in path.rglob("*")
+        if not entry.is_dir() or entry.is_symlink()
+    )
 
 
 def _clear_after_earlier(path: Path, name: str, say: Callable[[str], None]) -> None:
@@ -234,10 +246,10 @@ def _new_state(path: Path, *, resume: bool) -> RunState:
 
 
 def read_state(path: Path) -> RunState | None:
-    """The state of the run in this folder; None if run.json is missing or incomplete."""
+    """The state of the run in this folder; None if run.json is missing or damaged."""
     try:
         return msgspec.json.decode((path / "run.json").read_bytes(), type=RunState)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (FileNotFoundError, msgspec.DecodeError, ValueError, RecursionError):
         return None
 
 

@@ -181,7 +181,7 @@ async def _run(
             try:
                 await fleet.shut_down()
             except WaitTimeout as error:
-                console.print(f"[yellow]{error}[/]")
+                console.print(str(error), style="yellow")
             _end_escaped(records, console)
             unsaved = await controller.unsaved()
             _clean_up(runtime)
@@ -220,7 +220,7 @@ def _end_escaped(records: ProcessRecords, console: Console) -> None:
     try:
         left = records.end_all()
     except AsyncrlError as error:
-        console.print(f"[yellow]{error}[/]")
+        console.print(str(error), style="yellow")
         return
     if left:
         listed = ", ".join(str(process.pid) for process in left)

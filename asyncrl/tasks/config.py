@@ -53,7 +53,7 @@ class TaskConfig(BaseModel):
     map: LocalPath | None = None
     """Dataset only: a function of your own that is applied to every example before anything else,
     `my.module:function` or `path/to/file.py:function`. It takes the example as a dict and returns a
-    dict, or None to leave the example out. It must return the same every time, because a resumed
+    dict, or nothing to leave the example out. It must return the same every time, because a resumed
     run calls it again."""
     map_timeout_seconds: float = Field(default=10.0, gt=0, le=WEEK_SECONDS)
     """Dataset only: longest time that `map` may take for one example; then the run does not

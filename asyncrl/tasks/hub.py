@@ -9,6 +9,7 @@ the cache is used at once, and what is not in the cache is refused in one senten
 from __future__ import annotations
 
 import functools
+import http.client
 import os
 import sys
 import threading
@@ -79,7 +80,7 @@ def _probe(endpoint: str) -> str | None:
                 problems.append(None)
         except urllib.error.HTTPError:
             problems.append(None)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             problems.append(str(getattr(error, "reason", error)))
 
     # A thread, because resolving a name has no time limit of its own.

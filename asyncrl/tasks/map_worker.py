@@ -54,6 +54,9 @@ def _apply(function: Callable[..., Any], example: dict[str, Any]) -> Mapped | Fa
         result = function(example)
         if result is not None and not isinstance(result, dict):
             return Failed(f"returned a {type(result).__name__}; it must return a dict or None")
+        odd = next((key for key in result or () if not isinstance(key, str)), None)
+        if odd is not None:
+            return Failed(f"returned a dict with the key {odd!r}; the keys of an example are text")
         size = len(msgspec.msgpack.encode(result))
     except (Exception, SystemExit):  # noqa: BLE001 - process edge: reported to the controller
         return Failed(f"failed:\n{last_lines()}")

@@ -119,5 +119,6 @@ def test_every_number_has_bounds_and_is_finite(
     assert is_refused(NOT_A_NUMBER)
     if "tuple" not in str(model.model_fields[name].annotation):
         assert is_refused(1e30) == (path not in UNBOUNDED), "an upper bound, or a reason for none"
+        assert is_refused(10**30) == (path not in UNBOUNDED)  # an int setting refuses any 1e30
         assert is_refused(-1e30)
         assert is_refused(float("inf")) == (path not in UNBOUNDED)

@@ -33,6 +33,7 @@ CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}]\n" for i in rang
         ("run:\n  seed: " + "9" * 5000, r"line 2, column 9: .*cannot be read as a value"),
         ("run: {name: 2026-13-45}", r"'2026-13-45' cannot be read as a value: month"),
         ("run: !!bool maybe", r"line 1, column 6: 'maybe' cannot be read as a value"),
+        ('run: !!int ""', r"line 1, column 6: '' cannot be read as a value"),
         ("run: !!timestamp maybe", r"cannot be read as a value"),
         ("run: !!python/object/apply:os.system [id]", r"could not determine a constructor"),
         ("run: *" + "a" * 100_000, r"undefined alias"),

@@ -79,6 +79,17 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: int) -
     np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
+def test_a_mass_that_is_0_in_float32_keeps_the_most_probable_token() -> None:
+    np.testing.assert_array_equal(processed([0.2, 0.5, 0.3], top_p=1e-46), [0, 1, 0])
+
+
+def test_no_row_has_nothing_to_truncate() -> None:
+    nothing = processed_logprobs(torch.empty(0, 4), columns_of())
+    assert nothing.shape == (0, 4)
+    unsliced = columns_of({"top_p": 0.5}, {"top_p": 0.5})
+    assert processed_logprobs(torch.empty(0, 4), unsliced).shape == (0, 4)
+
+
 def test_rows_have_their_own_settings() -> None:
     values = itertools.product((1.0, 0.5, 2.0), (0, 2, 5, 40), (1.0, 0.5), (0.0, 0.4))
     names = ("temperature", "top_k", "top_p", "min_p")

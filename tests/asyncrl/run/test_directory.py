@@ -20,7 +20,7 @@ from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes import shared_memory
 from asyncrl.run import failed_starts
 from asyncrl.run.control import ask
-from asyncrl.run.directory import RunDirectory, find_run, is_alive
+from asyncrl.run.directory import RunDirectory, find_run, is_alive, read_state
 from asyncrl.run.execute import execute
 from asyncrl.run.prepare import Prepared
 from asyncrl.run.resuming import checkpoint_settings
@@ -69,6 +69,20 @@ def test_a_folder_that_is_no_run_is_never_cleaned(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not the folder of a run"):
         RunDirectory.create(config_in(tmp_path), resume=False, clean=True)
     assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_a_start_that_was_killed_before_its_configuration_blocks_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "logs").mkdir(parents=True)
+    (tmp_path / "mine" / ".lock").touch()
+    (tmp_path / "mine" / ".config.yaml.77").write_text("run:")
+    RunDirectory.create(config_in(tmp_path), resume=False, clean=False).close()
+
+
+@pytest.mark.parametrize("content", [b'{"pid": 1, "control_address": "\xff"}', b"[" * 100_000])
+def test_a_damaged_state_is_no_state(tmp_path: Path, content: bytes) -> None:
+    RunDirectory.create(config_in(tmp_path), resume=False, clean=False).close()
+    (tmp_path / "mine" / "run.json").write_bytes(content)
+    assert read_state(tmp_path / "mine") is None
 
 
 def test_a_resumed_run_keeps_its_data_order(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.Monkey
     assert os.environ["HF_HUB_OFFLINE"] == "1", "its children do not try again"
 
 
+def test_an_endpoint_that_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://localhost:abc")
+    assert "nonnumeric port" in (hub.unusable() or "")
+
+
 def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "PROBE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:

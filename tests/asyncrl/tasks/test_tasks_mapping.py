@@ -46,6 +46,9 @@ def returns_list(example):
 def returns_surrogate(example):
     return {**example, "prompt": "\\ud800"}
 
+def returns_numbered(example):
+    return {1: 2}
+
 def returns_no_prompt(example):
     return {"answer": 1}
 
@@ -100,6 +103,7 @@ def test_examples_are_changed_or_left_out_and_keep_their_ids(
         ("fails_on_three", "q.jsonl:4", "(?s)mine.py:fails_on_three' failed:.*ZeroDivisionError"),
         ("returns_list", "q.jsonl:3", "returned a list; it must return a dict or None"),
         ("returns_surrogate", "q.jsonl:1", "(?s)returns_surrogate' failed:.*surrogates"),
+        ("returns_numbered", "q.jsonl:1", "a dict with the key 1; the keys .* are text"),
         ("returns_no_prompt", "q.jsonl:1", "the example has no 'prompt'"),
     ],
 )
