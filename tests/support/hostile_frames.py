@@ -23,10 +23,10 @@ def attack_without_a_key(folder: Path) -> None:
     """Open the sockets in a run's folder in every way, and send forged samples and nonsense."""
     forged = [delivery_of(SampleId(group, 0)) for group in range(32)]
     bodies = [msgspec.msgpack.encode(delivery) for delivery in forged] + list(CORPUS.values())
-    context = zmq.Context()
+    context, peers = zmq.Context(), []
     for name in ("control", "data", "user"):
         for keys in (None, RunKey.new().line(name, "generator-0")):
-            peer = context.socket(zmq.DEALER)
+            peers.append(peer := context.socket(zmq.DEALER))
             peer.setsockopt(zmq.IDENTITY, b"generator-0")
             peer.setsockopt(zmq.SNDTIMEO, 1000)
             if keys is not None:
@@ -40,7 +40,9 @@ def attack_without_a_key(folder: Path) -> None:
                 raw.connect(str(folder / name))
                 raw.sendall(body)
     time.sleep(0.5)  # long enough for many attempts to connect; nothing is waited for
-    context.destroy(linger=0)
+    for peer in peers:
+        peer.close(linger=0)
+    context.term()
 
 
 @contextlib.contextmanager
