@@ -101,9 +101,7 @@ class Run:
 
     def refused_by(self, process: str) -> Counter[str]:
         """Frames that a process has refused so far, by reason."""
-        url = f"http://127.0.0.1:{self.ports()[process]}/metrics"
-        with urllib.request.urlopen(url, timeout=30) as reply:
-            lines = reply.read().decode().splitlines()
+        lines = _fetched(f"http://127.0.0.1:{self.ports()[process]}/metrics").splitlines()
         pairs = (match.groups() for line in lines if (match := _REFUSED.match(line)))
         return Counter({reason: int(float(count)) for reason, count in pairs})
 
@@ -158,6 +156,19 @@ def _descendants(pid: int) -> Iterator[int]:
             for child in (task / "children").read_text().split():
                 yield int(child)
                 yield from _descendants(int(child))
+
+
+def _fetched(url: str) -> str:
+    """Read a page. The attack takes most connections of the server, which then closes others."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=30) as reply:
+                return str(reply.read().decode())
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RunError(f"waited 60 s for {url}: {error}") from error
+            time.sleep(0.2)
 
 
 def _name(pid: int) -> str:
