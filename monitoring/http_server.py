@@ -69,7 +69,11 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
                 request.send(_response(http.HTTPStatus.SERVICE_UNAVAILABLE, [], b"", head=False))
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._places.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """One connection, from its thread."""

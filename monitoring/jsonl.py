@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -174,16 +174,39 @@ def read_jsonl(path: Path, kind: type[T]) -> list[T]:
         FileNotFoundError: there is no such file.
         RecordError: a line other than an incomplete last one cannot be decoded.
     """
-    decoder = msgspec.json.Decoder(kind)
     records: list[T] = []
+    for one in _decoded(path, kind):
+        if isinstance(one, RecordError):
+            raise one
+        records.append(one)
+    return records
+
+
+def read_undamaged(path: Path, kind: type[T]) -> tuple[list[T], list[RecordError]]:
+    """As `read_jsonl`, but lines that cannot be decoded are left out and returned as errors.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    records: list[T] = []
+    errors: list[RecordError] = []
+    for one in _decoded(path, kind):
+        if isinstance(one, RecordError):
+            errors.append(one)
+        else:
+            records.append(one)
+    return records, errors
+
+
+def _decoded(path: Path, kind: type[T]) -> Iterator[T | RecordError]:
+    """What each line holds, or why it cannot be decoded; without an incomplete last line."""
+    decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                records.append(decoder.decode(line))
+                yield decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                if not line.endswith(b"\n"):
-                    break
-                raise RecordError(path, number, str(error)) from error
-    return records
+                if line.endswith(b"\n"):
+                    yield RecordError(path, number, str(error))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -142,25 +143,63 @@ def read_trained_samples(folder: Path) -> Iterator[TrainedSample]:
 
 
 def truncate(folder: Path, *, before_step: int) -> None:
-    """Drop the records of `before_step` and later steps; those steps are trained again."""
-    for path in reversed(sample_files(folder)):
-        dropped = kept = 0
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with path.open("rb") as old, temporary.open("wb") as new:
-            for line in old:
-                if _step_of(line) < before_step:
-                    new.write(line)
-                    kept += 1
-                else:
-                    dropped += 1
-        if not dropped:
-            temporary.unlink()
-            return  # older files hold earlier steps only
-        if kept:
-            temporary.replace(path)
+    """Drop the records of `before_step` and later steps; those steps are trained again.
+
+    Files are cut where they are, which needs no space.
+
+    Raises:
+        OSError: a file could not be read, cut or removed.
+    """
+    for path, keep in _files_with(folder, before_step):
+        if keep:
+            os.truncate(path, keep)
         else:
-            temporary.unlink()
             path.unlink()
+
+
+def copy_later(folder: Path, target: Path, *, from_step: int) -> None:
+    """Copy the files with records of `from_step` and later steps to the folder `target`.
+
+    A file that `truncate` removes gets a second name there (a hard link) if the disk has such.
+
+    Raises:
+        OSError: a file could not be read or written.
+    """
+    for path, keep in _files_with(folder, from_step):
+        target.mkdir(parents=True, exist_ok=True)
+        if not keep:
+            try:
+                os.link(path, target / path.name)
+            except OSError:  # a disk without hard links, or another disk
+                shutil.copyfile(path, target / path.name)
+        else:  # it is cut and appended to
+            shutil.copyfile(path, target / path.name)
+
+
+def _files_with(folder: Path, step: int) -> Iterator[tuple[Path, int]]:
+    """Files with records of `step` and later, newest first, and the bytes before these records."""
+    for path in reversed(sample_files(folder)):
+        size = path.stat().st_size
+        if size == 0:
+            continue  # opened because the file before it is full
+        keep = _bytes_before(path, step)
+        if keep == size:
+            return  # older files hold earlier steps only
+        yield path, keep
+
+
+def _bytes_before(path: Path, step: int) -> int:
+    """Where the last record before `step` ends."""
+    keep = end = 0
+    with path.open("rb") as file:
+        for line in file:
+            end += len(line)
+            found = _step_of(line, path)
+            if found is not None and found >= step:
+                break
+            if found is not None:
+                keep = end
+    return keep
 
 
 class _Step(msgspec.Struct):
@@ -170,15 +209,15 @@ class _Step(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Step)
 
 
-def _step_of(line: bytes) -> float:
-    """The step of a line; infinity for one that is incomplete or damaged, so that it is dropped."""
+def _step_of(line: bytes, path: Path) -> int | None:
+    """The step of a line; None if it is incomplete or damaged."""
     if not line.endswith(b"\n"):
-        return float("inf")
+        return None
     try:
         return _DECODER.decode(line).step
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        logger.warning("a damaged line of the sample log was dropped: %s", error)
-        return float("inf")
+        logger.warning("%s has a damaged line: %s", path, error)
+        return None
 
 
 def _number(path: Path) -> int:

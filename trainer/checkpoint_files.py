@@ -9,9 +9,11 @@ the trainer its step, so the two cannot disagree. `trainer.checkpoint` writes an
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from monitoring.jsonl import read_jsonl
 from trainer.checkpoint_manifest import Manifest, has_its_files, read_manifest, verify_files
 from trainer.errors import CheckpointError
 from wire.records import TrainedStep
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{6,})")
 _ASIDE = "set-aside"
@@ -82,12 +86,20 @@ def newest_complete(checkpoints: Path) -> int | None:
     return next((step for step, directory in steps if has_its_files(directory)), None)
 
 
+def up_to(checkpoints: Path, step: int) -> list[Path]:
+    """The checkpoints after at most this many steps, whole or damaged, newest first."""
+    found = sorted(_found(checkpoints).items(), reverse=True)
+    return [directory for at, directory in found if at <= step]
+
+
 def steps_of(directory: Path) -> list[TrainedStep]:
-    """The steps that a verified checkpoint was written after, since the one before.
+    """The steps that a checkpoint was written after, since the one before.
 
     Raises:
-        CheckpointError: they cannot be read.
+        CheckpointError: they cannot be read, or do not match their digest. The digests of other
+            files are not computed.
     """
+    verify_files(directory, read_manifest(directory), folder=STEPS)
     try:
         return read_jsonl(directory / STEPS, TrainedStep)
     except FileNotFoundError:
@@ -113,11 +125,19 @@ def verified(directory: Path) -> Manifest:
     return manifest
 
 
-def set_aside(checkpoints: Path, *, newer_than: int) -> Path | None:
+def set_aside(
+    checkpoints: Path, *, newer_than: int, copy_records: Callable[[Path], None] | None = None
+) -> Path | None:
     """Move every checkpoint after this many steps, whole or damaged, to a folder of its own.
 
     They belong to another course of the run than the one that continues from there, which will
     write others of these names. Nothing is removed.
+
+    Args:
+        checkpoints: of the run.
+        newer_than: steps of the newest one that stays.
+        copy_records: called with the new folder before a checkpoint is moved. If the process is
+            killed in between, the next call finds the checkpoints and copies again.
 
     Returns:
         The new folder below `checkpoints/set-aside/`; None where there was nothing to move.
@@ -131,6 +151,8 @@ def set_aside(checkpoints: Path, *, newer_than: int) -> Path | None:
         number += 1
         target = base.with_name(f"{base.name}.{number}")
     target.mkdir(parents=True)
+    if copy_records is not None:
+        copy_records(target)
     for path in newer:
         path.rename(target / path.name)
     return target
@@ -140,9 +162,14 @@ def prune(checkpoints: Path, keep: int, *, written: Path) -> None:
     """Remove old checkpoints after one was written, so that `keep` whole ones stay.
 
     The one just written stays, whatever else is there. A damaged one (by its manifest and the
-    sizes of its files) does not count and is not removed. One that cannot be removed stays.
+    sizes of its files) does not count and is not removed. One that cannot be removed stays. If the
+    disk does not answer, all stay, and it is logged.
     """
-    whole = [path for _, path in sorted(_found(checkpoints).items()) if has_its_files(path)]
+    try:
+        whole = [path for _, path in sorted(_found(checkpoints).items()) if has_its_files(path)]
+    except OSError as error:
+        logger.warning("old checkpoints in %s cannot be removed: %s", checkpoints, error)
+        return
     others = [path for path in whole if path != written]
     for old in others[: max(0, len(others) - (keep - 1))]:
         hidden = old.with_name(f".{old.name}.{os.getpid()}.old")

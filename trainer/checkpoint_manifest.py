@@ -220,9 +220,12 @@ def _check_size(directory: Path, name: str, expected: FileDigest) -> None:
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise CheckpointError(f"{directory / MANIFEST} lists {name!r}, a path outside its folder")
     path = directory / name
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    size = path.stat().st_size
+    try:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing")
+        size = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if size < expected.bytes:
         raise CheckpointError(f"{path} is truncated: {size} of {expected.bytes} bytes")
     if size > expected.bytes:

@@ -51,8 +51,10 @@ _UNCHANGEABLE = (
     ("model",),
     ("scheduler", "group_size"),
     ("scheduler", "groups_per_step"),
+    ("sampling", "stop"),
 )
-"""Settings that a resumed run may not change: its data order or its model depends on them."""
+"""Settings that a resumed run may not change: its data order, its model or what a response is
+depends on them. A checkpoint has others (`trainer.checkpoint_manifest.settings_of`)."""
 
 
 Ending = Literal["done", "stopped", "failed"]
@@ -336,6 +338,6 @@ def _refuse_if_different(path: Path, config: RunConfig) -> None:
         if before != now:
             raise UserError(
                 f"cannot resume {path}: {'.'.join(keys)} was {before!r} and is now {now!r}. The "
-                "data order or the model depends on it. Change it back, or start a new run under "
-                "another name"
+                "data order, the model or what a response is depends on it. Change it back, or "
+                "start a new run under another name"
             )

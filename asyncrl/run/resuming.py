@@ -17,9 +17,11 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.run.atomic_files import write_atomically
 from asyncrl.run.lost_records import add_lost
+from monitoring.jsonl import read_undamaged
 from monitoring.metrics_log import read_metrics
-from monitoring.samples import read_samples
-from trainer.checkpoint_files import ResumePoint, choose, set_aside, steps_of
+from monitoring.samples import SampleRecord
+from monitoring.trained_samples import copy_later
+from trainer.checkpoint_files import ResumePoint, choose, set_aside, steps_of, up_to
 from trainer.checkpoint_manifest import check_settings, settings_of
 from trainer.errors import CheckpointError
 from wire.records import StepMetrics, TrainedStep
@@ -55,51 +57,77 @@ def checkpoint_settings(config: RunConfig) -> dict[str, Any]:
 def rewind(path: Path, point: ResumePoint, *, groups_per_step: int) -> list[str]:
     """Bring the checkpoints and records of the run at `path` to the resume point.
 
-    Newer checkpoints are moved aside, with a copy of the records that go with them. Records that a
-    killed controller did not write are taken from the checkpoint.
+    Newer checkpoints are moved aside, with a copy of the records that go with them, which is made
+    first. Step records that a killed controller did not write are taken from the checkpoints.
 
     Returns:
         What the user should know, a sentence each.
 
     Raises:
         OSError: a file could not be moved or written.
-        UserError: the checkpoint's records cannot be read.
+        RecordError: a line of metrics.jsonl cannot be read.
     """
     start = "its first step" if point.directory is None else point.directory.name
     said = [f"{fault}; resuming from {start} instead" for fault in point.faults]
     metrics, samples = path / "metrics.jsonl", path / "samples.jsonl"
-    aside = set_aside(path / "checkpoints", newer_than=point.step)
+    aside = set_aside(
+        path / "checkpoints",
+        newer_than=point.step,
+        copy_records=lambda target: _copy_records(path, target, from_step=point.step),
+    )
     if aside is not None:
-        moved = ", ".join(sorted(one.name for one in aside.iterdir()))
-        for records in (metrics, samples):
-            if records.exists():
-                shutil.copyfile(records, aside / records.name)
+        moved = ", ".join(sorted(one.name for one in aside.glob("step-*")))
         said.append(f"{moved}: kept in {aside}, as this run continues after step {point.step}")
     recorded: list[StepMetrics] = []
     if metrics.exists():
         if not metrics.read_bytes().endswith(b"\n") and metrics.stat().st_size:
             said.append(f"the last line of {metrics} was incomplete and is dropped")
         recorded = [one for one in read_metrics(metrics) if one.step < point.step]
-    steps = add_lost(recorded, _trained(point), groups_per_step=groups_per_step)
+    missing = set(range(point.step)) - {one.step for one in recorded}
+    trained = _trained(path / "checkpoints", point, missing, said)
+    steps = add_lost(recorded, trained, groups_per_step=groups_per_step)
     if metrics.exists() or steps:
         _write_lines(metrics, steps)
-    lost = sorted({one.step for one in steps} - {one.step for one in recorded})
-    if lost:
-        listed = ", ".join(map(str, lost))
+    if trained:
+        listed = ", ".join(map(str, sorted(one.step for one in trained)))
         said.append(f"{metrics} lacked the records of steps that were saved, now added: {listed}")
     if samples.exists():
-        _write_lines(samples, [one for one in read_samples(samples) if one.step < point.step])
+        kept, damaged = read_undamaged(samples, SampleRecord)
+        if damaged:
+            said.append(
+                f"{len(damaged)} damaged lines of {samples} are dropped; the first is line "
+                f"{damaged[0].line}. The file is for the report only"
+            )
+        _write_lines(samples, [one for one in kept if one.step < point.step])
     return said
 
 
-def _trained(point: ResumePoint) -> list[TrainedStep]:
-    """What the trainer knew of the last steps before the resume point."""
-    if point.directory is None:
-        return []
-    try:
-        return [one for one in steps_of(point.directory) if one.step < point.step]
-    except CheckpointError as error:
-        raise UserError(str(error)) from error
+def _copy_records(path: Path, target: Path, *, from_step: int) -> None:
+    """Copy what rewinding the run at `path` drops from its records to the folder `target`."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        if (path / name).exists():
+            shutil.copyfile(path / name, target / name)
+    copy_later(path / "samples", target / "samples", from_step=from_step)
+
+
+def _trained(
+    checkpoints: Path, point: ResumePoint, missing: set[int], said: list[str]
+) -> list[TrainedStep]:
+    """What the trainer knew of the missing steps, from the resume point and older checkpoints.
+
+    The trainer may have saved several checkpoints before the controller recorded a step.
+    """
+    found: dict[int, TrainedStep] = {}
+    for directory in up_to(checkpoints, point.step):
+        if missing <= found.keys():
+            break
+        try:
+            steps = steps_of(directory)
+        except CheckpointError as error:
+            said.append(f"{error}; no step record is taken from there")
+            continue
+        found |= {one.step: one for one in steps if one.step in missing - found.keys()}
+    return list(found.values())
 
 
 def _write_lines(path: Path, records: Sequence[msgspec.Struct]) -> None:

@@ -122,3 +122,15 @@ def test_a_client_that_leaves_before_the_answer(port, capfd):
         client.close()
     assert ask(port, SCRAPE).startswith(b"HTTP/1.1 200 OK")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_connection_without_a_thread_does_not_keep_its_place(port, monkeypatch, capfd):
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for _ in range(http_server.MAX_CONNECTIONS):
+            assert ask(port, SCRAPE) == b""
+    assert ask(port, SCRAPE).startswith(b"HTTP/1.1 200 OK")
+    assert capfd.readouterr() == ("", "")

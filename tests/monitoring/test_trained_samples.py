@@ -7,30 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_records import record, written
 
-from monitoring.samples import SampleSegment
 from monitoring.trained_samples import (
     SampleFiles,
-    TrainedSample,
+    copy_later,
     read_trained_samples,
     sample_files,
     truncate,
 )
-
-
-def record(step: int, sample: int = 0, *, response: str = "é\n") -> TrainedSample:
-    return TrainedSample(
-        step=step, group=step, sample=sample, prompt_id="p", prompt="1+1=", response=response,
-        reward=0.5, finish_reason="stop", generator="g0", prompt_length=4, response_length=2,
-        segments=[SampleSegment(step, 0, 2)], sampled=1, drafted=1, verified=0,
-    )  # fmt: skip
-
-
-def written(folder: Path, *, steps: int = 40, limit_bytes: int = 1 << 30) -> None:
-    files = SampleFiles(folder, limit_bytes=limit_bytes)
-    for step in range(steps):
-        files.append([record(step, 0), record(step, 1)])
-    files.close()
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -92,3 +77,48 @@ def test_after_a_full_disk_records_follow_the_last_whole_line(
     files.append([record(2)])
     files.close()
     assert steps_of(tmp_path) == [0, 2]
+
+
+def test_steps_before_an_empty_newest_file_are_dropped_too(tmp_path: Path) -> None:
+    """The next file is opened as soon as one is full."""
+    files, step = SampleFiles(tmp_path, limit_bytes=16_000), 0
+    while len(sample_files(tmp_path)) < 3:
+        files.append([record(step)])
+        step += 1
+    files.close()
+    assert sample_files(tmp_path)[-1].stat().st_size == 0
+    truncate(tmp_path, before_step=2)
+    assert steps_of(tmp_path) == [0, 1]
+    files.append([record(2)])
+    files.close()
+    assert steps_of(tmp_path) == [0, 1, 2]
+
+
+def test_files_are_cut_in_place_and_copied_ones_stay_whole(tmp_path: Path) -> None:
+    log, aside = tmp_path / "log", tmp_path / "aside"
+    written(log, limit_bytes=16_000)
+    files = sample_files(log)
+    last = 21
+    inodes = {path.name: path.stat().st_ino for path in files}
+    before = {path.name: path.read_bytes() for path in files}
+    copy_later(log, aside, from_step=last)
+    truncate(log, before_step=last)
+    left = sample_files(log)
+    assert 1 < len(left) < len(files)
+    assert all(path.stat().st_ino == inodes[path.name] for path in left)
+    writer = SampleFiles(log, limit_bytes=1 << 30)
+    writer.append([record(last)])
+    writer.close()
+    copied = sample_files(aside)
+    assert {path.name for path in copied} >= inodes.keys() - {path.name for path in left}
+    assert all(path.read_bytes() == before[path.name] for path in copied)
+    assert set(range(last, 40)) <= set(steps_of(aside))
+    assert any(path.stat().st_ino == inodes[path.name] for path in copied), "no file was linked"
+
+
+def test_a_damaged_line_does_not_hide_the_steps_before_it(tmp_path: Path) -> None:
+    written(tmp_path, steps=3)
+    with sample_files(tmp_path)[-1].open("ab") as file:
+        file.write(b"\0\xff\n")
+    truncate(tmp_path, before_step=3)
+    assert steps_of(tmp_path) == [0, 0, 1, 1, 2, 2]

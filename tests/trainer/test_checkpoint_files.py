@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from whole_checkpoints import flip, truncate, write_whole
 
+from trainer import checkpoint_files
 from trainer.checkpoint_files import choose, path_of, prune, remove_remains, set_aside
+from trainer.checkpoint_manifest import FileDigest, read_manifest
 from trainer.errors import CheckpointError
 
 WEIGHTS, MANIFEST = "model/model.safetensors", "manifest.json"
@@ -148,6 +153,36 @@ def test_pruning_counts_only_whole_ones_and_keeps_the_one_just_written(tmp_path:
     assert choose(tmp_path).step == 3
     prune(tmp_path, 9, written=path_of(tmp_path, 3))
     assert path_of(tmp_path, 3).exists()
+
+
+def test_a_checkpoint_that_cannot_be_examined_does_not_stop_pruning(tmp_path: Path) -> None:
+    write_whole(tmp_path, 1, 2, 4)
+    (unreadable,) = write_whole(tmp_path, 3)
+    long = "x" * 300  # longer than a file's name can be
+    whole = read_manifest(unreadable)
+    files = {long: FileDigest(1, "")}
+    changed = msgspec.structs.replace(whole, files=files, sha256="")
+    digest = hashlib.sha256(msgspec.json.encode(changed)).hexdigest()
+    changed = msgspec.structs.replace(changed, sha256=digest)
+    (unreadable / MANIFEST).write_bytes(msgspec.json.encode(changed))
+    prune(tmp_path, 2, written=path_of(tmp_path, 4))
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["step-000002", "step-000003", "step-000004"]
+
+
+def test_a_disk_that_does_not_answer_ends_pruning_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Injected: it cannot be had here."""
+
+    def refuse(_: Path) -> dict[int, Path]:
+        raise OSError(errno.EIO, "as injected")
+
+    write_whole(tmp_path, 1, 2)
+    monkeypatch.setattr(checkpoint_files, "_found", refuse)
+    prune(tmp_path, 1, written=path_of(tmp_path, 2))
+    assert "as injected" in caplog.text
+    assert path_of(tmp_path, 1).exists()
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:

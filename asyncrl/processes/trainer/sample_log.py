@@ -23,13 +23,30 @@ from asyncrl.config import RunSection
 from asyncrl.processes.trainer.group_queue import WholeGroup
 from monitoring.metrics import TrainerMetrics
 from monitoring.samples import SampleSegment
-from monitoring.trained_samples import SampleFiles, TrainedSample
+from monitoring.trained_samples import SampleFiles, TrainedSample, truncate
 from rollout.trajectory import IntArray, Provenance
 
 logger = logging.getLogger("asyncrl.trainer")
 
 WRITE_SECONDS = 60.0
 """Longest wait for the records of one step to be written."""
+
+
+def drop_repeated(folder: Path, step: int) -> None:
+    """Drop the records of `step` and later steps, which are trained again.
+
+    If the disk does not allow it, the error is logged and training begins.
+    """
+    try:
+        truncate(folder, before_step=step)
+    except OSError as error:
+        logger.error(
+            "the samples of step %d and later steps could not be dropped from %s: %s. They are "
+            "trained again and will be there twice. Training continues",
+            step,
+            folder,
+            error,
+        )
 
 
 class TrainedSampleLog:

@@ -10,13 +10,12 @@ from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.intake import Intake
 from asyncrl.processes.trainer.process import TrainerProcess
-from asyncrl.processes.trainer.sample_log import TrainedSampleLog
+from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
 from asyncrl.tasks.encoding import load_tokenizer
 from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
-from monitoring.trained_samples import truncate
 from scheduler.admission import Admission
 from trainer.checkpoint_files import path_of
 from trainer.errors import BatchError, NonFiniteError, TrainerError
@@ -54,7 +53,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         child.closing.callback(publisher.close)
         with child.timeline.span(SpanKind.STARTING):
             learner = _load_learner(child)
-        truncate(child.directory / "samples", before_step=learner.policy_version)
+        drop_repeated(child.directory / "samples", learner.policy_version)
         records = TrainerRecords(child.metrics, child.timeline, _sample_log(child))
         if records.samples is not None:
             child.closing.push_async_callback(records.samples.close)

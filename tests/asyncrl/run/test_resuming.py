@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 import pytest
+from sample_records import written
 from step_records import full_step
 from whole_checkpoints import truncate, write_whole
 
@@ -15,6 +17,9 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.run.resuming import checkpoint_settings, rewind
 from monitoring.metrics_log import read_metrics
 from monitoring.report.write import write_report
+from monitoring.trained_samples import read_trained_samples
+from monitoring.trained_samples import truncate as truncate_samples
+from trainer.checkpoint_files import path_of
 from trainer.checkpoint_manifest import write_manifest
 from wire.records import (
     IdleShares,
@@ -53,6 +58,28 @@ def resume(path: Path, step: int | None = None, **sections: object) -> list[str]
         return rewind(opened.path, opened.resume_point, groups_per_step=2)
     finally:
         opened.close()
+
+
+def save_steps(path: Path, version: int, steps: Iterable[int]) -> Path:
+    """Save a checkpoint with what the trainer knows of these steps."""
+    known = full_step()
+    saved = [
+        TrainedStep(
+            step=at,
+            time=1.5 + at,
+            groups=(2 * at,),
+            metrics=LearnerMetrics(learning=known.learning, batch=known.batch),
+            times=TrainerTimes(train_seconds=0.25, wait_seconds=0.5),
+        )
+        for at in steps
+    ]
+    config = config_in(path)
+    directory = path_of(config.directory / "checkpoints", version)
+    directory.mkdir()
+    lines = [msgspec.json.encode(one) + b"\n" for one in saved]
+    (directory / "steps.jsonl").write_bytes(b"".join(lines))
+    write_manifest(directory, policy_version=version, settings=checkpoint_settings(config))
+    return directory
 
 
 def recorded(folder: Path) -> list[int]:
@@ -123,8 +150,13 @@ def test_a_resume_that_is_refused_changes_nothing(
 def test_settings_of_another_run_are_refused_before_anything_is_moved(tmp_path: Path) -> None:
     folder = ended_run(tmp_path, 2, 4)
     before = contents(folder)
-    with pytest.raises(UserError, match=r"top_p: 1\.0 -> 0\.5"):
-        resume(tmp_path, 2, sampling={"top_p": 0.5})
+    for setting, then, now in (
+        ("temperature", 1.0, 0.5), ("top_p", 1.0, 0.5), ("top_k", None, 8), ("min_p", None, 0.5)
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"{setting}: {then} -> {now}"):
+            resume(tmp_path, 2, sampling={setting: now})
+    with pytest.raises(UserError, match=r"sampling\.stop was \[\] and is now \['END'\]"):
+        resume(tmp_path, 2, sampling={"stop": ["END"]})
     assert contents(folder) == before
     assert len(resume(tmp_path, 2, trainer={"learning_rate": 1e-3})) == 1
 
@@ -139,23 +171,8 @@ def test_a_line_that_a_killed_controller_did_not_write_is_added_from_the_checkpo
     tmp_path: Path,
 ) -> None:
     folder = ended_run(tmp_path, steps=3)
-    path = folder / "checkpoints" / "step-000005"
-    path.mkdir()
+    save_steps(tmp_path, 5, range(1, 5))
     known = full_step()
-    steps = [
-        TrainedStep(
-            step=at,
-            time=1.5 + at,
-            groups=(2 * at,),
-            metrics=LearnerMetrics(learning=known.learning, batch=known.batch),
-            times=TrainerTimes(train_seconds=0.25, wait_seconds=0.5),
-        )
-        for at in range(1, 5)
-    ]
-    lines = [msgspec.json.encode(one) + b"\n" for one in steps]
-    (path / "steps.jsonl").write_bytes(b"".join(lines))
-    settings = checkpoint_settings(config_in(tmp_path))
-    write_manifest(path, policy_version=5, settings=settings)
     before = read_metrics(folder / "metrics.jsonl")
     (said,) = resume(tmp_path)
     assert said.endswith("now added: 3, 4")
@@ -173,3 +190,60 @@ def test_a_line_that_a_killed_controller_did_not_write_is_added_from_the_checkpo
     resume(tmp_path)
     assert recorded(folder) == [1, 2, 3, 4]
     assert write_report(folder).exists()
+
+
+def test_lines_lost_over_several_checkpoints_are_added_from_all_of_them(tmp_path: Path) -> None:
+    folder = ended_run(tmp_path)
+    (folder / "metrics.jsonl").unlink()
+    for version in (1, 2, 3):
+        save_steps(tmp_path, version, [version - 1])
+    (said,) = resume(tmp_path)
+    assert said.endswith("now added: 0, 1, 2")
+    assert recorded(folder) == [0, 1, 2]
+    (folder / "metrics.jsonl").unlink()
+    truncate(path_of(folder / "checkpoints", 2) / "steps.jsonl")
+    fault, said = resume(tmp_path)
+    assert "step-000002/steps.jsonl is truncated" in fault
+    assert said.endswith("now added: 0, 2")
+
+
+def test_damaged_samples_of_the_report_do_not_stop_a_resume(tmp_path: Path) -> None:
+    folder = ended_run(tmp_path, 2, 4)
+    (folder / "samples.jsonl").write_bytes(b'{"step": 1, "gro\n\xff\n{"st')
+    moved, said = resume(tmp_path, 2)
+    assert "2 damaged lines of" in said
+    assert "the first is line 1" in said
+    assert (folder / "samples.jsonl").read_bytes() == b""
+    assert recorded(folder) == [0, 1]
+    assert "step-000004: kept in" in moved
+
+
+def test_records_are_copied_before_a_checkpoint_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ended_run(tmp_path, 2, 4, 6)
+    written(folder / "samples", steps=6)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt  # as if killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", die)
+        with pytest.raises(KeyboardInterrupt):
+            resume(tmp_path, 2)
+    first = folder / "checkpoints" / "set-aside" / "after-000002"
+    assert recorded(first) == recorded(folder) == [0, 1, 2, 3, 4, 5, 6]
+    resume(tmp_path, 2)
+    truncate_samples(folder / "samples", before_step=2)  # as the trainer does
+    second = first.with_name("after-000002.2")
+    assert sorted(path.name for path in second.iterdir()) == [
+        "metrics.jsonl",
+        "samples",
+        "step-000004",
+        "step-000006",
+    ]
+    for aside in (first, second):
+        steps = {one.step for one in read_trained_samples(aside / "samples")}
+        assert steps >= {2, 3, 4, 5}
+    assert {one.step for one in read_trained_samples(folder / "samples")} == {0, 1}
+    assert recorded(folder) == [0, 1]

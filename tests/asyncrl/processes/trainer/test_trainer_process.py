@@ -21,7 +21,7 @@ from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.intake import Intake
 from asyncrl.processes.trainer.process import TrainerProcess
-from asyncrl.processes.trainer.sample_log import TrainedSampleLog
+from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
 from monitoring.metrics import TrainerMetrics, new_registry
 from monitoring.timeline import Timeline
@@ -343,3 +343,12 @@ def test_a_sample_log_without_a_disk_ends_nothing(tmp_path: Path) -> None:
         "asyncrl_unlogged_samples_total", {"process": "trainer"}
     )
     assert lost == GROUP_SIZE
+
+
+def test_samples_that_cannot_be_dropped_do_not_end_the_trainer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "000001.jsonl").mkdir()  # cannot be opened as a file
+    drop_repeated(tmp_path, 3)
+    assert "step 3 and later steps could not be dropped" in caplog.text
+    assert "Is a directory" in caplog.text
