@@ -130,7 +130,7 @@ class SchedulerState:
             ImpossibleEvent: the group was never issued, or has no such sample.
         """
         group = self.groups.get(sample.group)
-        if group is None and sample.group >= self.ledger.issued_below:
+        if group is None and not 0 <= sample.group < self.ledger.issued_below:
             raise ImpossibleEvent(
                 f"received an event of sample {sample}, whose group was never issued"
             )

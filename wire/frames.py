@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from rollout.trajectory import FloatArray, IntArray, Trajectory
+from wire.limits import DIGEST_BYTES
 from wire.messages.data import TrajectoryDelivery
 
 _INT32 = "<i4"
@@ -75,7 +76,7 @@ def digest_of(delivery: TrajectoryDelivery) -> bytes:
     d = delivery
     head = (d.sample, d.prompt_id, d.topk, d.segments, d.finish_reason)
     arrays = (d.prompt_tokens, d.tokens, d.behaviour_logprobs, d.topk_ids, d.topk_logprobs)
-    hashed = hashlib.blake2b(digest_size=16)
+    hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
     hashed.update(msgspec.msgpack.encode((head, [len(array) for array in arrays])))
     for array in (*arrays, d.provenance):
         hashed.update(array)

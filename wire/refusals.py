@@ -65,7 +65,7 @@ class Refusals:
         self._limit = limit
         self._clock = clock
         self._senders: OrderedDict[str, _Sender] = OrderedDict()
-        self._last_log = float("-inf")
+        self._last_log = self._last_cut_off = float("-inf")
         self._unlogged = 0
 
     def is_cut_off(self, sender: str) -> bool:
@@ -92,7 +92,7 @@ class Refusals:
                 f"sent {known.refused} frames within {self._limit.seconds:.0f} s that were "
                 f"refused, the last one because: {error}"
             )
-            logger.error("%r is cut off: it %s", sender, why)
+            self._log_cut_off(sender, why, now)
             self.on_cut_off(sender, why)
 
     def drop(self, sender: str) -> None:
@@ -106,6 +106,12 @@ class Refusals:
         if len(self._senders) > MAX_SENDERS:
             self._senders.popitem(last=False)
         return known
+
+    def _log_cut_off(self, sender: str, why: str, now: float) -> None:
+        """Log it unless another sender was cut off just now: names are cheap."""
+        if now - self._last_cut_off >= _LOG_SECONDS:
+            logger.error("%r is cut off: it %s", sender, why)
+            self._last_cut_off = now
 
     def _log(self, sender: str, error: FrameRefused, now: float) -> None:
         if now - self._last_log < _LOG_SECONDS:

@@ -89,7 +89,7 @@ class CommandExecutor:
         await self._fleet.send(command.generator, to_generator.Discard(command.samples))
 
     async def _report_group_failed(self, command: commands.ReportGroupFailed) -> None:
-        self._progress.say(f"group {command.group} is not trained on: {command.reason}")
+        self._progress.group_failed(command.group, command.reason)
 
     async def _pause_generator(self, command: commands.PauseGenerator) -> None:
         await self._fleet.send(command.generator, to_generator.Pause())

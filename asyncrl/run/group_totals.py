@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 from monitoring.group_account import totals_of
 from scheduler.view import SchedulerView
-from wire.messages.from_trainer import StepFinished
 from wire.records import GroupTotals, StepGroups, StepMetrics
 
 
-def groups_of_step(step: int, trained: Sequence[int], per_step: int) -> StepGroups:
-    """What became of each group of a step; those that were not trained on had failed."""
+def groups_of_lost_record(step: int, trained: Sequence[int], per_step: int) -> StepGroups:
+    """The groups of a step whose record was lost with the controller.
+
+    Only what the trainer accumulated is known. Groups that it left out must have failed, since it
+    steps only when the controller has declared all others.
+    """
     every = range(step * per_step, (step + 1) * per_step)
-    known = set(trained)
     return StepGroups(
-        trained=tuple(sorted(known)),
-        failed=tuple(group for group in every if group not in known),
+        trained=tuple(trained), failed=tuple(group for group in every if group not in trained)
     )
 
 
@@ -35,14 +36,27 @@ class RunGroups:
         self._first_step = earlier[-1].step + 1 if earlier else 0
         self._before = totals_of(earlier)
         self._per_step = per_step
+        self._failed: set[int] = set()
+
+    def failed(self, group: int) -> None:
+        """Note that the scheduler leaves a group out."""
+        self._failed.add(group)
 
     def rewind(self, earlier: Sequence[StepMetrics]) -> None:
         """These steps are left; the scheduler's ledger returned to the end of them."""
+        self._failed.clear()  # the groups of later steps are tried again
         self._before = totals_of([one for one in earlier if one.step < self._first_step])
 
-    def of_step(self, finished: StepFinished) -> StepGroups:
-        """What became of each group of a step."""
-        return groups_of_step(finished.step, finished.groups, self._per_step)
+    def of_step(self, step: int, trained: Sequence[int]) -> StepGroups:
+        """What was said about the groups of a step: by the trainer, and by the scheduler.
+
+        Nothing is inferred, so a group that neither names shows as lost in
+        `monitoring.group_account`, and one that the trainer accumulated twice as such.
+        """
+        below = (step + 1) * self._per_step
+        failed = {group for group in self._failed if group < below}
+        self._failed -= failed
+        return StepGroups(trained=tuple(trained), failed=tuple(sorted(failed)))
 
     def settled(self, snapshot: SchedulerView | None) -> GroupTotals:
         """The groups settled by the whole run; before training those of earlier processes."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from asyncrl.run.group_totals import groups_of_step
+from asyncrl.run.group_totals import groups_of_lost_record
 from wire.records import IdleShares, StepMetrics, TokenCounts, TrainedStep
 
 
@@ -36,7 +36,7 @@ def _record(one: TrainedStep, before: StepMetrics | None, groups_per_step: int) 
     return StepMetrics(
         step=one.step,
         time=one.time,
-        groups=groups_of_step(one.step, one.groups, groups_per_step),
+        groups=groups_of_lost_record(one.step, one.groups, groups_per_step),
         wall_seconds=seconds + (0.0 if before is None else before.wall_seconds),
         step_seconds=seconds,
         tokens_per_second=None,

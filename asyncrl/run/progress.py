@@ -171,6 +171,11 @@ class Progress:
         self._metrics.step_time.observe(step.step_seconds)
         self._metrics.policy_version.set(message.manifest.policy_version)
 
+    def group_failed(self, group: int, reason: str) -> None:
+        """Say that a group is left out of its step."""
+        self._groups.failed(group)
+        self.say(f"group {group} is not trained on: {reason}")
+
     def rewound(self, earlier: list[StepMetrics], step: int) -> None:
         """The run returned to this step; `earlier` are the records of metrics.jsonl."""
         self._log.close()  # the file was replaced
@@ -190,7 +195,7 @@ class Progress:
         return StepMetrics(
             step=message.step,
             time=time.time(),
-            groups=self._groups.of_step(message),
+            groups=self._groups.of_step(message.step, message.groups),
             wall_seconds=self._seconds_before + now - self._totals.began,
             step_seconds=seconds,
             tokens_per_second=recent.tokens_per_second,

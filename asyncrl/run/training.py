@@ -156,6 +156,8 @@ class Training:
         except ImpossibleEvent:
             self._reports.drop(generator, report.sample)
             raise
+        if report.sample.group not in self._scheduler.state.groups:
+            self._reports.drop(generator, report.sample)  # late: its group is settled
 
     async def step_finished(self, report: StepFinished) -> None:
         """The trainer took a step. Raises as `apply`."""

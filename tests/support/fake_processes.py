@@ -76,6 +76,9 @@ class FakeProgress:
     def say(self, text: str) -> None:
         self.said.append(text)
 
+    def group_failed(self, group: int, reason: str) -> None:
+        self.said.append(f"group {group} is not trained on: {reason}")
+
     def __getattr__(self, name: str) -> Any:
         def note(*values: Any) -> None:
             self.calls.append((name, values))

@@ -108,11 +108,13 @@ def test_nobody_takes_the_name_of_another(address: str) -> None:
 def test_a_name_has_one_holder_and_a_new_connection_of_it_replaces_the_old(address: str) -> None:
     async def check() -> None:
         hub = hub_at(address, Counter())
-        old, new = (line_to(address, KEY.line("control", "g")) for _ in range(2))
+        lines = []
         async with asyncio.timeout(10):
-            for line in (old, new):
-                await line.send(GOODBYE)
+            for _ in range(2):  # the second connects when the first one has
+                lines.append(line_to(address, KEY.line("control", "g")))
+                await lines[-1].send(GOODBYE)
                 assert await hub.receive() == ("g", GOODBYE)
+        old, new = lines
         await hub.send("g", to_generator.Pause())
         assert await new.receive_within(10, what="a command") == to_generator.Pause()
         with pytest.raises(NoReply):

@@ -8,6 +8,7 @@ import msgspec
 
 from rollout.trajectory import FinishReason, SampleId
 from wire.decoding import Count, Finite
+from wire.limits import DIGEST_BYTES
 from wire.records import EngineStats, RewardCounts
 
 
@@ -36,7 +37,7 @@ class SampleFinished(Message, frozen=True):
     oldest_version: int
     """Lowest policy version among its segments."""
     finish_reason: FinishReason
-    digest: bytes
+    digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
     """`wire.frames.digest_of` its contents; the trainer accepts these contents only."""
 
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.processes.generator.controller_line import ControllerLine
@@ -22,7 +23,19 @@ from wire.messages import data, from_generator, to_generator
 logger = logging.getLogger("asyncrl.generator")
 
 RESEND_SECONDS = 10.0
-"""A delivery that is not acknowledged within this time is sent again."""
+"""A delivery that is not acknowledged within this time is sent again; then after twice the time."""
+
+
+@dataclass(slots=True)
+class _Unacknowledged:
+    """A delivery that the trainer has not acknowledged yet."""
+
+    delivery: data.TrajectoryDelivery
+    sent: float
+    """When it was last sent (monotonic seconds)."""
+    patience: float = field(default_factory=lambda: RESEND_SECONDS)
+    """Seconds from then until it is sent again. They double each time: the socket keeps what it
+    cannot send, so what is sent to a trainer that does not read takes memory."""
 
 
 class Deliveries:
@@ -50,7 +63,7 @@ class Deliveries:
         self._metrics = records.metrics
         self._recorder = records.samples
         self._lenient_reuse = lenient_reuse
-        self._unacknowledged: dict[SampleId, tuple[data.TrajectoryDelivery, float]] = {}
+        self._unacknowledged: dict[SampleId, _Unacknowledged] = {}
         self._lineage = 0
         self.newest_step = -1
         """The newest step for which something was delivered; -1: none."""
@@ -105,7 +118,7 @@ class Deliveries:
             terms=reward.terms,
             lineage=command.lineage,
         )
-        self._unacknowledged[held.trajectory.id] = (delivery, time.monotonic())
+        self._unacknowledged[held.trajectory.id] = _Unacknowledged(delivery, time.monotonic())
         self.newest_step = max(self.newest_step, step)
         if self._lenient_reuse is not None:
             self._lenient_reuse.remember(held.trajectory)
@@ -120,8 +133,8 @@ class Deliveries:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESEND_SECONDS):
                     received = await self._trainer.receive()
-                    delivery, _ = self._unacknowledged.get(received.sample, (None, 0.0))
-                    if delivery is not None and delivery.lineage == received.lineage:
+                    waiting = self._unacknowledged.get(received.sample)
+                    if waiting is not None and waiting.delivery.lineage == received.lineage:
                         del self._unacknowledged[received.sample]
                         await self._controller.send(
                             from_generator.SampleDelivered(
@@ -131,13 +144,13 @@ class Deliveries:
             await self._resend()
 
     async def _resend(self) -> None:
-        sent_before = time.monotonic() - RESEND_SECONDS
-        for sample, (delivery, sent) in list(self._unacknowledged.items()):
-            if sent < sent_before:
+        now = time.monotonic()
+        for sample, waiting in list(self._unacknowledged.items()):
+            if now - waiting.sent > waiting.patience:
                 logger.warning(
                     "the trainer did not acknowledge sample %s; sending it again", sample
                 )
-                self._unacknowledged[sample] = (delivery, time.monotonic())
+                waiting.sent, waiting.patience = now, 2 * waiting.patience
                 self._metrics.deliveries.inc()
                 self._metrics.redeliveries.inc()
-                await self._trainer.send(delivery)
+                await self._trainer.send(waiting.delivery)

@@ -11,7 +11,7 @@ within EARLY_SECONDS is refused. No sockets, no clock of its own.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -51,7 +51,7 @@ class Intake:
     Args:
         queue: gets what is kept.
         check: raises BatchError for a trajectory that cannot be trained on now.
-        max_early: deliveries that may wait for their orders.
+        max_early: deliveries of each generator that may wait for their orders.
         functions: reward functions of the run.
     """
 
@@ -68,9 +68,8 @@ class Intake:
         self._max_early = max_early
         self._functions = functions
         self._orders: dict[SampleId, tuple[Expect, ExpectedSample]] = {}
-        self._early: OrderedDict[tuple[str, SampleId], tuple[TrajectoryDelivery, float]] = (
-            OrderedDict()
-        )
+        self._early: defaultdict[str, OrderedDict[SampleId, tuple[TrajectoryDelivery, float]]]
+        self._early = defaultdict(OrderedDict)
 
     def expect(self, order: Expect, *, next_step: int) -> Iterator[Delivered]:
         """Note an order; yields its samples that are here already, to be given to `receive`."""
@@ -79,7 +78,7 @@ class Intake:
         for expected in order.samples:
             if not self._queue.knows(expected.sample, step=order.step, next_step=next_step):
                 self._orders[expected.sample] = order, expected
-            early = self._early.pop((order.generator, expected.sample), None)
+            early = self._early[order.generator].pop(expected.sample, None)
             if early is not None:
                 yield order.generator, early[0]
 
@@ -96,10 +95,12 @@ class Intake:
             if self._queue.knows(delivery.sample, step=delivery.step, next_step=next_step):
                 self._queue.duplicates += 1
                 return True
-            self._early[generator, delivery.sample] = delivery, now
-            if len(self._early) > self._max_early:
-                (sender, sample), _ = self._early.popitem(last=False)
-                raise _not_ordered(sample, sender)
+            early = self._early[generator]
+            early[delivery.sample] = delivery, now
+            early.move_to_end(delivery.sample)
+            if len(early) > self._max_early:
+                sample, _ = early.popitem(last=False)
+                raise _not_ordered(sample, generator)
             return False
         order, expected = ordered
         if order.generator != generator:
@@ -119,12 +120,13 @@ class Intake:
 
     def overdue(self, now: float) -> Iterator[tuple[str, DeliveryNotKept]]:
         """Drop deliveries that nobody ordered in time; yields who sent each, and why not kept."""
-        while self._early:
-            key, (_, arrived) = next(iter(self._early.items()))
-            if now - arrived < EARLY_SECONDS:
-                return
-            del self._early[key]
-            yield key[0], _not_ordered(key[1], key[0])
+        for sender, early in self._early.items():
+            while early:
+                sample, (_, arrived) = next(iter(early.items()))
+                if now - arrived < EARLY_SECONDS:
+                    break
+                del early[sample]
+                yield sender, _not_ordered(sample, sender)
 
     def forget_before(self, step: int) -> None:
         """Drop the orders of earlier steps: of samples whose groups failed."""

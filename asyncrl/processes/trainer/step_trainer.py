@@ -52,6 +52,7 @@ class StepTrainer:
         """Spent on gradients and optimizer steps since the start."""
 
     def _start_step(self) -> None:
+        self._accumulated: list[int] = []
         self.done: set[int] = set()
         """Groups of this step whose gradients are accumulated."""
         self._samples = 0
@@ -77,6 +78,7 @@ class StepTrainer:
         began = time.monotonic()
         with self._timeline.span(SpanKind.TRAINING, step=self.step):
             await asyncio.to_thread(self._learner.add_group, group.trajectories, group.rewards)
+        self._accumulated.append(group.group)
         self.done.add(group.group)
         self._samples += len(group.trajectories)
         self._terms += [terms for terms in group.terms if terms]
@@ -98,7 +100,7 @@ class StepTrainer:
             TrainerError: the step failed.
             PublishError: the weights could not be published.
         """
-        step, groups = self.step, tuple(sorted(self.done))
+        step, groups = self.step, tuple(sorted(self._accumulated))
         began = time.monotonic()
         with self._timeline.span(SpanKind.TRAINING, step=step):
             metrics = await asyncio.to_thread(self._learner.step)
