@@ -35,7 +35,7 @@ from benchmarks.report import write_json
 from monitoring.same_training import difference
 
 CONFIG = ROOT / "examples" / "your_own" / "run.yaml"
-WARM = 5
+WARM = 40
 """Steps before memory is measured and the attack begins."""
 GARBAGE = 5
 """Frames of nonsense that the controller adds to each of its messages."""
