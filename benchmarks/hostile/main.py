@@ -30,16 +30,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.hostile.attack import Attack
-from benchmarks.hostile.run import ROOT, Run, RunError
+from benchmarks.hostile.run import ROOT, START_SECONDS, Run, RunError
 from benchmarks.report import write_json
 from monitoring.same_training import difference
 
 CONFIG = ROOT / "examples" / "your_own" / "run.yaml"
 WARM = 40
-"""Steps before memory is measured and the attack begins."""
+"""Steps before the attack begins, so that allocators have reached their size."""
 GARBAGE = 5
 """Frames of nonsense that the controller adds to each of its messages."""
-_START_SECONDS = 300.0
 _RUN_SECONDS = 3600.0
 SETTINGS = (
     "run.repeatable=true",
@@ -55,6 +54,7 @@ class Findings:
     """What the attack did."""
 
     frames: int = 0
+    warm: int = WARM
     processes_ended: int = 0
     memory_growth_mb: float = 0.0
     training_changed: int = 0
@@ -81,12 +81,13 @@ class Findings:
         return not ended and self.memory_growth_mb <= 20
 
 
-def measure(frames: int, folder: Path, *, alone: Sequence[str] = ()) -> Findings:
+def measure(frames: int, folder: Path, *, warm: int = WARM, alone: Sequence[str] = ()) -> Findings:
     """Both runs.
 
     Args:
         frames: to send.
         folder: for the model and the runs.
+        warm: steps before the attack begins.
         alone: more settings of the run that is left alone, which must not change what it trains on.
 
     Raises:
@@ -95,7 +96,7 @@ def measure(frames: int, folder: Path, *, alone: Sequence[str] = ()) -> Findings
     model = folder / "model"
     runpy.run_path(str(CONFIG.parent / "make_model.py"))["make"](model)
     settings = [*SETTINGS, f"model.path={model}"]
-    found = Findings(frames=frames)
+    found = Findings(frames=frames, warm=warm)
     attacked = _attacked(found, folder, settings)
     apart = difference(attacked, _alone(found, folder, [*settings, *alone]))
     found.difference, found.training_changed = apart or "", int(apart is not None)
@@ -110,7 +111,7 @@ def measure(frames: int, folder: Path, *, alone: Sequence[str] = ()) -> Findings
 def _attacked(found: Findings, folder: Path, settings: Sequence[str]) -> Path:
     endless = [*settings, "run.steps=1000000"]
     with Run(CONFIG, folder, "attacked", endless, garbage=GARBAGE) as run:
-        run.wait_for(lambda: run.steps >= WARM, seconds=_START_SECONDS, what=f"{WARM} steps")
+        run.warm_up(found.warm)
         processes, refused_before = run.processes(), run.refused()
         memory = found.memory_mb["attacked"] = []
 
@@ -129,14 +130,14 @@ def _attacked(found: Findings, folder: Path, settings: Sequence[str]) -> Path:
         found.refused = dict(run.refused() - refused_before)
         found.sent = dict(attack.sent)
         look()
-        run.stop(_START_SECONDS)
+        run.stop(START_SECONDS)
         found.steps = run.steps
         return run.folder
 
 
 def _alone(found: Findings, folder: Path, settings: Sequence[str]) -> Path:
     with Run(CONFIG, folder, "alone", [*settings, f"run.steps={found.steps}"]) as run:
-        run.wait_for(lambda: run.steps >= WARM, seconds=_START_SECONDS, what=f"{WARM} steps")
+        run.warm_up(found.warm)
         memory: dict[int, dict[str, float]] = {}
 
         def ended() -> bool:
@@ -145,7 +146,7 @@ def _alone(found: Findings, folder: Path, settings: Sequence[str]) -> Path:
             return run.process.poll() is not None
 
         run.wait_for(ended, seconds=_RUN_SECONDS, what="its end")
-        run.finish(_START_SECONDS)
+        run.finish(START_SECONDS)
         found.memory_mb["alone"] = [
             memory[min(memory, key=lambda steps: abs(steps - mark))] for mark in found.marks
         ]

@@ -24,6 +24,8 @@ from wire import RunKey
 from wire.messages import control
 
 ROOT = Path(__file__).parents[2]
+START_SECONDS = 300.0
+"""Longest time for the start of a run and its first steps, and for its end."""
 _REFUSED = re.compile(r'asyncrl_frames_refused_total\{.*reason="(\w+)".*\} (\S+)')
 
 
@@ -144,6 +146,10 @@ class Run:
             if time.monotonic() > deadline:
                 raise RunError(f"waited {seconds:.0f} s for {what}: {self.output()[-2000:]}")
             time.sleep(0.1)
+
+    def warm_up(self, steps: int) -> None:
+        """Wait until so many steps are trained. Raises RunError."""
+        self.wait_for(lambda: self.steps >= steps, seconds=START_SECONDS, what=f"{steps} steps")
 
     def output(self) -> str:
         """What it has printed."""

@@ -33,7 +33,7 @@ def test_frames_repeat_and_nonsense_is_no_message() -> None:
 @pytest.mark.slow
 def test_a_run_under_attack_trains_on_the_same_bits(tmp_path: Path) -> None:
     """The run that is left alone has one generator instead of two, so other batches."""
-    found = measure(2000, tmp_path, alone=["launcher.generators=1"])
+    found = measure(2000, tmp_path, warm=5, alone=["launcher.generators=1"])
     assert found.difference == ""
     assert (found.processes_ended, found.status_failed) == (0, 0)
     assert sum(found.sent.values()) == 2000
