@@ -4,7 +4,7 @@ EngineError
 ├── EngineStartError     the model or the backend could not be brought up: fix the configuration
 ├── RequestError         one request is impossible (too long, bad sampling): fix that request
 └── WeightsError         new weights were refused or are not staged: nothing was changed
-    └── WeightsSupersededError  newer weights were published: stage those
+    └── WeightsSupersededError  they were overwritten by newer ones, or removed with their trainer
 """
 
 from __future__ import annotations
@@ -27,4 +27,4 @@ class WeightsError(EngineError):
 
 
 class WeightsSupersededError(WeightsError):
-    """The version to stage was overwritten in shared memory by a newer one."""
+    """The version to stage was overwritten in shared memory, or removed with its trainer."""

@@ -202,7 +202,7 @@ class Engine(Protocol):
         `engine.weights.StagedWeights`.
 
         Raises:
-            WeightsSupersededError: newer weights were published over these; nothing is staged.
+            WeightsSupersededError: these were overwritten or removed; nothing is staged.
             WeightsError: the weights do not fit the model or cannot be read; nothing is staged.
         """
 

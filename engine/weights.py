@@ -110,7 +110,7 @@ class StagedWeights:
         If it raises, nothing is staged.
 
         Raises:
-            WeightsSupersededError: the trainer overwrote this version with a newer one.
+            WeightsSupersededError: this version was overwritten by a newer one, or removed.
             WeightsError: the file cannot be read, or `check` refused its tensors.
         """
         with self._lock:

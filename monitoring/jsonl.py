@@ -111,6 +111,12 @@ class RetryingJsonlWriter:
                 self._waiting += line
         self._write()
 
+    def flush(self) -> bool:
+        """Try to write the lines that wait; whether none waits now."""
+        if not self._closed:
+            self._write()
+        return not self._waiting
+
     def close(self) -> None:
         """Close the file. Idempotent. Lines that cannot be written even now are logged."""
         if self._closed:

@@ -29,6 +29,10 @@ class MetricsLog:
         """Write one step's record."""
         self._writer.append([step])
 
+    def flush(self) -> bool:
+        """Try to write the lines that wait for the disk; whether none waits now."""
+        return self._writer.flush()
+
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._writer.close()

@@ -64,6 +64,10 @@ class Rewind:
             self._steps.open()
         elif not self._has_ended(version):
             self._return_to(version)
+        elif version == state.published:
+            for generator in state.generators.values():
+                generator.installing = None  # what the lost trainer published is removed
+            self._weights.update_all()
 
     def on_trainer_lost(self, _: events.TrainerLost) -> None:
         """Deliver nothing until another trainer joins; end a run that is stopping."""

@@ -8,7 +8,7 @@ WireError                   a socket or shared memory cannot be used
 ├── AddressTooLong          the path of the socket folder is too long; says which variable to set
 ├── PublishError            weights cannot be written to shared memory
 └── WeightsReadError        published weights cannot be read
-    └── WeightsSupersededError  the trainer overwrote them with newer ones
+    └── WeightsSupersededError  the trainer overwrote or removed them
 """
 
 from __future__ import annotations
@@ -43,4 +43,4 @@ class WeightsReadError(WireError):
 
 
 class WeightsSupersededError(WeightsReadError):
-    """The file holds another version by now: newer weights were published."""
+    """The file holds another version by now, or was removed with its trainer."""

@@ -68,6 +68,12 @@ class FleetEvaluation:
         self.current = None
         self._waiter.notify()
 
+    async def bring_to(self, version: int) -> None:
+        """Have every generator install this version, also those that become ready later."""
+        self._version = version
+        for worker in self._fleet.generators():
+            await self.update(worker)
+
     async def update(self, worker: Worker) -> None:
         """Send a generator the newest weights when its own are too old to be evaluated."""
         installation = self._fleet.installation()

@@ -55,7 +55,7 @@ def remove_files_of(run_name: str, parent: int) -> None:
 
 
 def remove_weights(run_name: str, parent: int, trainer: str) -> None:
-    """Remove the weights of a trainer that has ended, once nothing reads them any more."""
+    """Remove the weights of a trainer that has ended. A reader that has one open can finish."""
     for path in SHARED_MEMORY.glob(f"asyncrl-{weights_id(run_name, parent, trainer)}-weights-*"):
         _remove(path)
 

@@ -223,14 +223,11 @@ class Controller:
             return self._waiter.stop_requested or self._training.is_running
 
         await self._waiter.until(
-            lambda: self._fleet.trainer.is_ready or changed(),
+            lambda: self._fleet.trainer.state == "ready" or changed(),
             seconds=self._config.launcher.startup_seconds,
             what=lambda: f"{self._fleet.trainer.name} to become ready",
         )
-        installation = self._fleet.installation()
-        for worker in self._fleet.generators():
-            if installation is not None and worker.policy_version < version:
-                await self._fleet.send(worker.name, installation)
+        await self._evaluation.bring_to(version)
         await self._waiter.until(
             lambda: (
                 changed() or all(one.policy_version >= version for one in self._fleet.generators())

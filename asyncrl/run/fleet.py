@@ -56,8 +56,6 @@ class Worker:
     """When the last report of a generator came (monotonic seconds)."""
     generator_report: from_generator.GeneratorReport | None = None
     trainer_report: from_trainer.TrainerReport | None = None
-    lineage: int = 0
-    """Of the trainer that it last rewound for, or that it was started with."""
 
     @property
     def state(self) -> str:
@@ -123,7 +121,7 @@ class Fleet:
             lineage=self.lineage,
         )
         handle = self._launcher.start(spec, keys_of(self._run_key, name, role))
-        worker = Worker(name, role == "trainer", handle, lineage=self.lineage)
+        worker = Worker(name, role == "trainer", handle)
         self._workers[name] = worker
         return worker
 

@@ -135,15 +135,17 @@ class Inbox:
         self, worker: Worker, message: from_generator.WeightsInstalled
     ) -> None:
         worker.policy_version = message.policy_version
+        weights = self._fleet.weights
+        if weights is not None and message.policy_version < weights.policy_version:
+            self._trainer_restarts.check_weights(weights)
         await self._training.apply(events.WeightsInstalled(worker.name, message.policy_version))
         await self._evaluation.fill(worker)
 
     async def _rewound(self, worker: Worker, message: from_generator.Rewound) -> None:
-        worker.policy_version, worker.lineage = message.policy_version, message.lineage
+        worker.policy_version = message.policy_version
         await self._training.apply(
             events.GeneratorRewound(worker.name, message.lineage, message.policy_version)
         )
-        self._trainer_restarts.rewound()
 
     async def _generator_report(
         self, worker: Worker, message: from_generator.GeneratorReport

@@ -176,13 +176,28 @@ class Progress:
         self._groups.failed(group)
         self.say(f"group {group} is not trained on: {reason}")
 
-    def rewound(self, earlier: list[StepMetrics], step: int) -> None:
-        """The run returned to this step; `earlier` are the records of metrics.jsonl."""
-        self._log.close()  # the file was replaced
-        self._log = MetricsLog(self._log.path)
-        self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
-        self._staleness = [one.staleness for one in earlier]
-        self._groups.rewind(earlier)
+    def has_waiting_records(self) -> bool:
+        """Whether lines of metrics.jsonl could not be written so far, and not now either."""
+        return not self._log.flush()
+
+    def rewound(self, earlier: list[StepMetrics] | None, step: int) -> None:
+        """The run returned to this step.
+
+        Args:
+            earlier: the records of metrics.jsonl; None if they could not be brought back to `step`.
+            step: the next one.
+        """
+        if earlier is None:
+            for _ in range(min(self._step - step, len(self._rewards))):
+                self._rewards.pop()
+            del self._staleness[step:]
+        else:
+            self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
+            self._staleness = [one.staleness for one in earlier]
+            self._groups.rewind(earlier)
+        if self._log.flush():  # the file may have been replaced
+            self._log.close()
+            self._log = MetricsLog(self._log.path)
         self._step = step
         self._metrics.policy_version.set(step)
 

@@ -131,5 +131,6 @@ def _trained(
 
 
 def _write_lines(path: Path, records: Sequence[msgspec.Struct]) -> None:
-    lines = [msgspec.json.encode(one).decode() + "\n" for one in records]
-    write_atomically(path, "".join(lines))
+    text = "".join(msgspec.json.encode(one).decode() + "\n" for one in records)
+    if not path.exists() or path.read_bytes() != text.encode():
+        write_atomically(path, text)

@@ -4,14 +4,15 @@
     `TrainerJoined`: the scheduler has the generators rewind (`scheduler.rewind`)
 
 Generators continue meanwhile. A trainer that cannot be replaced ends the run: one that never became
-ready and ended by itself, one that a user's mistake ends, or one whose replacements do not get the
-run further than it was.
+ready and ended by itself, one that a user's mistake ends, or one whose replacements finish no step
+or are all lost at the same step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import RunFailed
@@ -23,12 +24,15 @@ from asyncrl.run.progress import Progress
 from asyncrl.run.resuming import rewind
 from asyncrl.run.training import Training
 from asyncrl.run.waiting import Waiter
+from monitoring.errors import RecordError
 from monitoring.metrics_log import read_metrics
 from trainer.checkpoint_files import ResumePoint, choose
 from trainer.errors import CheckpointError
+from wire.records import StepMetrics
+from wire.weights.layout import WeightManifest
 
 MAX_TRIES = 3
-"""Trainers that may be lost, one after the other, without the run getting further."""
+"""Trainers that may be lost in a row without finishing a step, or at the same step."""
 
 
 class TrainerRestarts:
@@ -52,12 +56,16 @@ class TrainerRestarts:
         self._evaluation = evaluation
         self._progress = progress
         self._waiter = waiter
-        self._furthest = -1
-        self._tries = 0
+        self._began = 0
+        """The step at which the last trainer that was ready continued."""
+        self._fruitless = 0
+        """Trainers in a row that were lost before they finished a step."""
+        self._lost_at = -1
+        """Steps that were trained when the last one was lost."""
+        self._at_one_step = 0
+        """Trainers in a row that were lost there."""
         self._point = ResumePoint()
         """Where the trainer that is being started continues."""
-        self._lost: list[str] = []
-        """Names of lost trainers whose weights are still in memory."""
 
     async def replace(self, lost: Worker, reason: str) -> None:
         """Start another trainer, unless the run is stopping.
@@ -76,6 +84,8 @@ class TrainerRestarts:
             raise RunFailed(
                 f"the trainer {reason}, and the run cannot continue: {error}"
             ) from error
+        # Their memory is needed: the new trainer reserves as much before it is ready.
+        remove_weights(self._config.run.name, os.getpid(), lost.name)
         resume_from = None if self._point.directory is None else self._point.step
         name = self._fleet.restart_trainer(resume_from)
         if name is None:
@@ -83,7 +93,6 @@ class TrainerRestarts:
                 f"the trainer {reason}, and launcher.max_restarts ({self._fleet.max_restarts}) "
                 f"does not allow another; its last words:\n{lost.handle.log_tail()}"
             )
-        self._lost.append(lost.name)
         repeated = max(0, self._training.trained_steps - self._point.step)
         start = "the checkpoint of" if self._point.directory is not None else "the model at"
         self._progress.say(
@@ -93,7 +102,7 @@ class TrainerRestarts:
 
     async def ready(self, worker: Worker) -> None:
         """A trainer is ready. If it replaces a lost one, return to its step."""
-        version = worker.policy_version
+        version = self._began = worker.policy_version
         if self._fleet.lineage:
             self._return_to_resume_point()
         await self._training.trainer_ready(version)
@@ -103,20 +112,35 @@ class TrainerRestarts:
             for generator in self._fleet.generators():
                 await self._evaluation.update(generator)
 
-    def rewound(self) -> None:
-        """A generator has rewound. After the last one nobody reads a lost trainer's weights."""
-        if all(worker.lineage == self._fleet.lineage for worker in self._fleet.generators()):
-            for name in self._lost:
-                remove_weights(self._config.run.name, os.getpid(), name)
-            self._lost.clear()
+    def check_weights(self, weights: WeightManifest) -> None:
+        """A generator could not install these. If their file is gone, replace the trainer."""
+        trainer = self._fleet.trainer
+        if not trainer.reason and not Path(weights.path).exists():
+            reason = f"its published weights {weights.path} were removed"
+            self._fleet.cut_off(trainer.name, reason)
 
     def _return_to_resume_point(self) -> None:
-        """Set newer checkpoints aside, and drop the records of steps that are trained again."""
-        path = self._directory.path
-        per_step = self._config.scheduler.groups_per_step
-        for sentence in rewind(path, self._point, groups_per_step=per_step):
-            self._progress.say(sentence)
-        self._progress.rewound(read_metrics(path / "metrics.jsonl"), self._point.step)
+        """Set newer checkpoints aside, and drop the records of steps that are trained again.
+
+        If the disk does not allow it, the records stay. Those of repeated steps supersede them.
+        """
+        path, step = self._directory.path, self._point.step
+        metrics = path / "metrics.jsonl"
+        earlier: list[StepMetrics] | None = None
+        try:
+            if self._progress.has_waiting_records():
+                raise OSError(f"{metrics} cannot be written, and lines of it wait in memory")
+            per_step = self._config.scheduler.groups_per_step
+            for sentence in rewind(path, self._point, groups_per_step=per_step):
+                self._progress.say(sentence)
+            earlier = read_metrics(metrics)
+        except (OSError, RecordError) as error:
+            self._progress.say(
+                f"the records of steps after {step} could not be dropped: {error}. The run "
+                "continues; records of the repeated steps are appended and supersede them, and the "
+                "next trainer or --resume tries again"
+            )
+        self._progress.rewound(earlier, step)
 
     def _give_up_if_hopeless(self, lost: Worker, reason: str) -> None:
         code = lost.handle.exit_code()
@@ -125,12 +149,17 @@ class TrainerRestarts:
                 f"the trainer {reason} before it was ready; its last words:\n"
                 f"{lost.handle.log_tail()}"
             )
-        if self._training.trained_steps > self._furthest:
-            self._furthest, self._tries = self._training.trained_steps, 0
-        self._tries += 1
-        if self._tries > MAX_TRIES:
-            raise RunFailed(
-                f"{self._tries} trainers in a row were lost before the run got further than step "
-                f"{self._furthest}; the last one, {lost.name}, {reason}; its last words:\n"
-                f"{lost.handle.log_tail()}"
-            )
+        step = self._training.trained_steps
+        self._fruitless = 0 if lost.is_ready and step > self._began else self._fruitless + 1
+        self._at_one_step = self._at_one_step + 1 if step == self._lost_at else 1
+        self._lost_at = step
+        if self._fruitless > MAX_TRIES:
+            what = "before any of them finished a step"
+        elif self._at_one_step > MAX_TRIES:
+            what = "at the same step"
+        else:
+            return
+        raise RunFailed(
+            f"{MAX_TRIES + 1} trainers in a row were lost {what}; the last one, {lost.name}, "
+            f"{reason}, with {step} steps trained; its last words:\n{lost.handle.log_tail()}"
+        )

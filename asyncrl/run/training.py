@@ -48,8 +48,8 @@ class Training:
         self._scheduler: Scheduler | None = None
         self.trained_steps = 0
         """Optimizer steps of the whole run, those before a resume included."""
-        self._joined = False
-        """Whether the scheduler was told of a trainer."""
+        self._tells_of_trainers = False
+        """Whether the scheduler is told of trainers as they become ready and are lost."""
         self._deciding = asyncio.Lock()
         self._reports = SampleReports()
         self._executor = CommandExecutor(
@@ -84,9 +84,9 @@ class Training:
             RunFailed: the scheduler cannot continue.
             WaitTimeout: a generator did not report.
         """
-        if self._waiter.stop_requested or self.is_complete:
-            return
         if self._scheduler is None:
+            if self._waiter.stop_requested or self.is_complete:
+                return
             if not await self._trainer_is_ready():
                 return
             await self._begin()
@@ -100,11 +100,11 @@ class Training:
     async def _trainer_is_ready(self) -> bool:
         """Wait for a trainer, as one that was lost may be being replaced; False if stopped."""
         await self._waiter.until(
-            lambda: self._fleet.trainer.is_ready or self._waiter.stop_requested,
+            lambda: self._fleet.trainer.state == "ready" or self._waiter.stop_requested,
             seconds=self._config.launcher.startup_seconds,
             what=lambda: f"{self._fleet.trainer.name} to become ready",
         )
-        return self._fleet.trainer.is_ready
+        return not self._waiter.stop_requested
 
     async def _begin(self) -> None:
         """Make the scheduler and tell it of the processes."""
@@ -117,7 +117,9 @@ class Training:
         )
         await self._fresh_reports()
         self._progress.training_begins(self._scheduler, first_step)
-        await self._trainer_joins()
+        self._tells_of_trainers = True
+        if self._fleet.trainer.state == "ready":  # otherwise its replacement joins
+            await self._trainer_joins()
         for worker in self._fleet.generators():
             try:
                 await self.apply(
@@ -129,17 +131,16 @@ class Training:
     async def trainer_ready(self, version: int) -> None:
         """A trainer of this version can take trajectories."""
         self.trained_steps = version
-        if self._joined:
+        if self._tells_of_trainers:
             await self._trainer_joins()
 
     async def trainer_lost(self) -> None:
         """The trainer is gone; another one may become ready."""
-        if self._joined:
+        if self._tells_of_trainers:
             await self.apply(events.TrainerLost())
 
     async def _trainer_joins(self) -> None:
         """Tell the scheduler of a trainer that is ready; it may have to train steps again."""
-        self._joined = True
         await self.apply(events.TrainerJoined(self.trained_steps, self._fleet.lineage))
 
     async def sample_finished(self, generator: str, report: SampleFinished) -> None:

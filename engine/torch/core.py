@@ -175,7 +175,7 @@ class DecodeCore:
         """Copy published weights into staging memory. May run in another thread during a step.
 
         Raises:
-            WeightsSupersededError: newer weights were published over these; nothing is staged.
+            WeightsSupersededError: these were overwritten or removed; nothing is staged.
             WeightsError: the weights do not fit the model or cannot be read; nothing is staged.
         """
         self._weights.stage(manifest)

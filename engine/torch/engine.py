@@ -159,7 +159,7 @@ class TorchEngine:
         """Copy published weights into staging memory, in a thread of its own; steps continue.
 
         Raises:
-            WeightsSupersededError: newer weights were published over these; nothing is staged.
+            WeightsSupersededError: these were overwritten or removed; nothing is staged.
             WeightsError: the weights do not fit the model or cannot be read; nothing is staged.
         """
         await asyncio.to_thread(self._running().stage_weights, manifest)

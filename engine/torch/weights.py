@@ -27,7 +27,7 @@ class ModuleWeights:
         If it raises, nothing is staged.
 
         Raises:
-            WeightsSupersededError: the trainer overwrote this version with a newer one.
+            WeightsSupersededError: this version was overwritten by a newer one, or removed.
             WeightsError: the weights do not fit the module, or cannot be read.
         """
         self._staged.clear()

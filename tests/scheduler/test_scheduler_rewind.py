@@ -207,13 +207,30 @@ def test_a_run_whose_last_steps_are_gone_is_not_done():
     assert s.on_event(StepFinished(0, (0,))) == [FinishRun(RunOutcome.DONE)]
     s.on_event(WeightsPublished(1))
     s.on_event(TrainerLost())
-    assert s.on_event(TrainerJoined(1, 1)) == [], "its last checkpoint holds every step"
+    # Its last checkpoint holds every step. What the lost trainer published was removed.
+    assert s.on_event(TrainerJoined(1, 1)) == [InstallWeights("a", 1)]
     s.on_event(TrainerLost())
     assert s.on_event(TrainerJoined(0, 2)) == [RewindGenerator("a", 0, 2)]
     s.on_event(GeneratorRewound("a", 2, -1))
     s.on_event(WeightsInstalled("a", 0))
     deliver(s, 0, 0)
     assert s.on_event(StepFinished(0, (0,))) == [FinishRun(RunOutcome.DONE)]
+
+
+def test_a_generator_that_joined_without_a_trainer_gets_the_final_weights():
+    s = Scheduler(SchedulerConfig(group_size=1, groups_per_step=1), first_step=0, total_steps=1)
+    s.on_event(TrainerJoined(0))
+    s.on_event(GeneratorJoined("a", 4, 0))
+    s.on_event(GeneratorJoined("b", 4, 0))
+    deliver(s, 0, 0)
+    s.on_event(WeightsPublished(1))
+    s.on_event(StepFinished(0, (0,)))
+    s.on_event(TrainerLost())
+    s.on_event(GeneratorLost("a"))
+    assert s.on_event(GeneratorJoined("a.1", 4, 0)) == []
+    # `b` was told to install what the lost trainer removed.
+    assert s.on_event(TrainerJoined(1, 1)) == [InstallWeights("b", 1), InstallWeights("a.1", 1)]
+    assert s.snapshot().step == 1
 
 
 @pytest.mark.parametrize(

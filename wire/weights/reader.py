@@ -48,8 +48,8 @@ class WeightBuffer:
         If it raises, the buffer holds nothing.
 
         Raises:
-            WeightsSupersededError: the file no longer holds this version.
-            WeightsReadError: the file is gone or not ours, or the manifest does not describe it.
+            WeightsSupersededError: the file no longer holds this version, or was removed.
+            WeightsReadError: the file is not ours, or the manifest does not describe it.
         """
         self.policy_version = None
         descriptor = _open(manifest)
@@ -91,6 +91,11 @@ class WeightBuffer:
 def _open(manifest: WeightManifest) -> int:
     try:
         descriptor = os.open(manifest.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise WeightsSupersededError(
+            f"weights of version {manifest.policy_version} were removed: {manifest.path} is gone, "
+            "with its trainer, or it never was on this machine"
+        ) from error
     except OSError as error:
         raise WeightsReadError(
             f"weights of version {manifest.policy_version} cannot be opened ({error}): "

@@ -54,8 +54,8 @@ class WeightInstalls:
         Weights of a lost trainer are not installed after `rewind`, and not answered for.
 
         With `rebuild_kv` the KV of running samples is computed again under the new weights. If the
-        trainer has published newer weights in place of these, the engine keeps its version; the
-        command to install the newer ones is on its way.
+        trainer has published newer weights in place of these, or has ended and removed them, the
+        engine keeps its version; the command to install other ones follows.
 
         Raises:
             EngineError: the engine refused the weights or failed.
@@ -73,8 +73,8 @@ class WeightInstalls:
                     await self._samples.interrupt_all()
                 await self._engine.install_weights(version)
                 self._are_gone = False
-            except WeightsSupersededError:
-                logger.info("weights of version %d were overwritten by newer ones", version)
+            except WeightsSupersededError as error:
+                logger.info("version %d is not installed: %s", version, error)
             finally:
                 self.installing = None
                 if not self._are_gone:

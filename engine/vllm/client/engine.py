@@ -166,7 +166,7 @@ class VllmEngine:
         """Have vLLM's worker copy published weights into its staging memory; generation continues.
 
         Raises:
-            WeightsSupersededError: newer weights were published over these; nothing is staged.
+            WeightsSupersededError: these were overwritten or removed; nothing is staged.
             WeightsError: the weights do not fit the model, cannot be read or have values that are
                 not finite; nothing is staged.
             EngineError: vLLM failed.

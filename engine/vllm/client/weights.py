@@ -47,7 +47,7 @@ class WeightSwap:
         """Have the worker copy published weights into its staging memory.
 
         Raises:
-            WeightsSupersededError: newer weights were published over these; nothing is staged.
+            WeightsSupersededError: these were overwritten or removed; nothing is staged.
             WeightsError: the weights do not fit the model, cannot be read or have values that are
                 not finite; nothing is staged.
             EngineError: vLLM failed, or did not finish in time; nothing is staged.

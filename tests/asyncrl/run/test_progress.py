@@ -263,3 +263,17 @@ def test_rates_are_taken_over_three_seconds_at_least() -> None:
     assert rates[-1].busy_share == pytest.approx(0.5)
     assert totals.tokens == TokenCounts(generated=360)
     assert totals.tokens_of_processes == TokenCounts(generated=410)
+
+
+def test_records_that_wait_for_the_disk_are_kept_when_a_trainer_is_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.touch()  # no folder: nothing can be written
+    watched = Watched(folder / "metrics.jsonl", [])
+    watched.begin(0)
+    watched.log.append(StepMetrics(step=0, time=1.0))
+    assert watched.progress.has_waiting_records()
+    watched.progress.rewound(None, 0)
+    folder.unlink()
+    assert not watched.progress.has_waiting_records()
+    watched.log.close()
+    assert [one.step for one in read_metrics(watched.path)] == [0]

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_processes import weights
+from fake_processes import task, weights
 from running_training import DIGEST, G, Run, expected, step_finished
 from whole_checkpoints import truncate, write_whole
 
 from asyncrl.errors import RunFailed, UserError
+from asyncrl.processes.shared_memory import weights_id
+from asyncrl.run.controller import Controller
+from asyncrl.run.resuming import rewind
 from monitoring.metrics_log import MetricsLog, read_metrics
 from rollout.trajectory import SampleId
 from scheduler.events import StopRequested
+from trainer.checkpoint_files import ResumePoint
 from wire.messages import from_generator as fg
 from wire.messages import from_trainer as ft
 from wire.messages import to_generator as tg
 from wire.records import StepMetrics
+from wire.weights.layout import SHARED_MEMORY, WeightManifest
 
 SAMPLES = (SampleId(0, 0), SampleId(0, 1))
 
@@ -109,7 +115,9 @@ def test_a_trainer_that_is_lost_again_and_again_ends_the_run(tmp_path: Path) -> 
         for name in ("trainer.1", "trainer.2"):
             await run.hear(name, ft.TrainerReady(0, weights(0), None))
             await lose(run, name)
-        with pytest.raises(RunFailed, match=r"4 trainers in a row .* further than step 0; the la"):
+        with pytest.raises(
+            RunFailed, match=r"4 trainers in a row .* any of them finished a step; the la"
+        ):
             await lose(run, "trainer.3")
 
     asyncio.run(check())
@@ -127,6 +135,161 @@ def test_progress_allows_more_tries_and_max_restarts_bounds_them(tmp_path: Path)
         with pytest.raises(RunFailed, match=r"launcher.max_restarts \(3\) does not allow another"):
             await lose(run, "trainer.3")
         training.cancel()
+
+    asyncio.run(check())
+
+
+def test_trainers_that_finish_steps_are_replaced_unless_all_are_lost_at_one_step(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        run = Run(tmp_path, steps=400, max_restarts=1000)
+        training = await run.begin()
+        name = "trainer"
+        for number, reached in enumerate([9, 6, 8, 7, 5, 5, 5], start=1):
+            run.training.trained_steps = reached  # no checkpoint is written: each begins at 0
+            await lose(run, name)
+            name = f"trainer.{number}"
+            await run.hear(name, ft.TrainerReady(0, weights(0), None))
+        run.training.trained_steps = 5
+        with pytest.raises(RunFailed, match="4 trainers in a row were lost at the same step"):
+            await lose(run, name)
+        training.cancel()
+
+    asyncio.run(check())
+
+
+def test_records_that_cannot_be_brought_back_do_not_end_the_run(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = Run(tmp_path, steps=4, on_update="verify")
+        metrics = run.directory.path / "metrics.jsonl"
+        log = MetricsLog(metrics)
+        log.append(StepMetrics(step=0, time=1.0))
+        log.close()
+        training = await run.begin()
+        temporary = metrics.with_name(f".{metrics.name}.{os.getpid()}")
+        temporary.mkdir()  # so it cannot be written
+        await lose(run)
+        sent = await run.hear("trainer.1", ft.TrainerReady(0, weights(0), None))
+        assert (G, tg.Rewind(0, lineage=1)) in sent
+        assert run.progress.said[-1].startswith("the records of steps after 0 could not be dropped")
+        assert ("rewound", (None, 0)) in run.progress.calls
+        assert [one.step for one in read_metrics(metrics)] == [0]
+        temporary.rmdir()
+        metrics.write_text("damaged\n")
+        await lose(run, "trainer.1")
+        sent = await run.hear("trainer.2", ft.TrainerReady(0, weights(0), None))
+        assert (G, tg.Rewind(0, lineage=2)) in sent
+        assert "damaged" in metrics.read_text()
+        training.cancel()
+
+    asyncio.run(check())
+
+
+def test_records_without_repeated_steps_are_not_written_again(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    log = MetricsLog(metrics)
+    log.append(StepMetrics(step=0, time=1.0))
+    log.close()
+    before = metrics.stat().st_ino
+    assert rewind(tmp_path, ResumePoint(step=1), groups_per_step=1) == []
+    assert metrics.stat().st_ino == before
+
+
+def test_the_memory_of_a_lost_trainers_weights_is_free_before_the_next_one_starts(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        run = Run(tmp_path, steps=4)
+        training = await run.begin()
+        identity = weights_id("mine", os.getpid(), "trainer")
+        file = SHARED_MEMORY / f"asyncrl-{identity}-weights-0"
+        file.touch()
+        await lose(run)
+        assert not file.exists()
+        training.cancel()
+
+    asyncio.run(check())
+
+
+def test_a_trainer_whose_weights_were_removed_is_replaced(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = Run(tmp_path, steps=4)
+        training = await run.begin()
+        run.fleet.trainer.weights = WeightManifest(1, str(tmp_path / "gone"), 0, ())
+        await run.hear(G, fg.WeightsInstalled(G, 0))
+        assert await run.watchdog.check()
+        assert run.fleet.trainer.name == "trainer.1"
+        assert f"{tmp_path}/gone were removed" in run.progress.said[0]
+        training.cancel()
+
+    asyncio.run(check())
+
+
+def test_a_trainer_that_is_lost_while_training_begins_does_not_join(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = Run(tmp_path, steps=4, on_update="verify")
+        training = asyncio.create_task(run.training.run())
+        await asyncio.sleep(0)  # it waits for reports
+        await lose(run)
+        await run.report()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not [one for one in run.hub.take() if isinstance(one[1], tg.Generate)]
+        sent = await run.hear("trainer.1", ft.TrainerReady(0, weights(0), None))
+        assert [one.sample for _, one in sent[:2]] == list(SAMPLES)
+        for sample in SAMPLES:
+            sent = await run.hear(G, fg.SampleFinished(G, sample, 5, 0, "stop", DIGEST))
+        assert ("trainer.1", expected(*SAMPLES)) in sent
+        training.cancel()
+
+    asyncio.run(check())
+
+
+def test_final_weights_are_sent_when_a_lost_trainer_has_been_replaced(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = Run(tmp_path)  # of one step, and resumed after it: there is no scheduler
+        run.training.trained_steps = 1
+        run.fleet.trainer.is_gone = True
+        controller = Controller(
+            run.config,
+            task(),
+            directory=run.directory,
+            fleet=run.fleet,
+            hub=run.hub,  # type: ignore[arg-type]
+            progress=run.progress,
+        )
+        controller._training.trained_steps = 1
+        evaluation = asyncio.create_task(controller._evaluate_after())
+        await asyncio.sleep(0)
+        assert run.hub.take() == []
+        run.fleet.trainer.is_gone = False
+        run.fleet.trainer.weights = weights(1)
+        controller._waiter.notify()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert run.hub.take() == [(G, tg.InstallWeights(weights(1)))]
+        evaluation.cancel()
+        await run.evaluation.bring_to(1)
+        run.hub.take()
+        await lose(run)
+        sent = await run.hear("trainer.1", ft.TrainerReady(1, weights(1), None))
+        assert sent == [(G, tg.InstallWeights(weights(1), lineage=1))]
+
+    asyncio.run(check())
+
+
+def test_training_that_is_called_again_waits_for_the_step_to_end(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = Run(tmp_path, steps=4)
+        first = await run.begin()
+        run.waiter.stop_requested = True
+        again = asyncio.create_task(run.training.run())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not again.done()
+        first.cancel()
+        again.cancel()
 
     asyncio.run(check())
 

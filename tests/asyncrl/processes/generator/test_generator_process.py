@@ -10,6 +10,7 @@ import torch
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
 from engine.errors import EngineError, RequestError
+from engine.weights import StagedWeights
 from rollout.trajectory import KeptTokens
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
@@ -28,6 +29,23 @@ def test_recompute_resumes_every_sample_from_its_tokens_under_the_new_weights(tm
         assert harness.engine.updates == [(2, set())], "no request is running during the swap"
         again = harness.engine.requests[-1]
         assert (again.prefix_tokens.tolist(), again.kept) == ([3, 4], None)
+
+    play(scenario)
+
+
+def test_weights_that_a_lost_trainer_removed_are_answered_with_the_old_version(tmp_path):
+    async def scenario(harness: GeneratorHarness) -> None:
+        staged = StagedWeights(lambda _: None)
+        harness.engine.stage_weights = lambda one: asyncio.to_thread(staged.stage, one)
+        with WeightPublisher(tmp_path, "run") as publisher:
+            manifest = publisher.publish([("w", torch.zeros(3))], 2)
+        await harness.send(tg.InstallWeights(manifest))
+        for _ in range(500):
+            if harness.control.sent:
+                break
+            await asyncio.sleep(0.01)
+        assert harness.control.sent[-1].policy_version == 0
+        assert harness.engine.updates == []
 
     play(scenario)
 
