@@ -42,9 +42,11 @@ class RunGroups:
         """Note that the scheduler leaves a group out."""
         self._failed.add(group)
 
-    def rewind(self, earlier: Sequence[StepMetrics]) -> None:
-        """These steps are left; the scheduler's ledger returned to the end of them."""
+    def rewind(self, earlier: Sequence[StepMetrics] | None) -> None:
+        """These steps are left (None: unknown); the scheduler's ledger returned to their end."""
         self._failed.clear()  # the groups of later steps are tried again
+        if earlier is None:
+            return
         self._before = totals_of([one for one in earlier if one.step < self._first_step])
 
     def of_step(self, step: int, trained: Sequence[int]) -> StepGroups:

@@ -194,7 +194,7 @@ class Progress:
         else:
             self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
             self._staleness = [one.staleness for one in earlier]
-            self._groups.rewind(earlier)
+        self._groups.rewind(earlier)
         if self._log.flush():  # the file may have been replaced
             self._log.close()
             self._log = MetricsLog(self._log.path)

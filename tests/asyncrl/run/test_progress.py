@@ -203,6 +203,8 @@ def test_the_record_names_the_groups_trained_on_and_those_that_failed(watched: W
     first = per_step  # of step 1
     trained = tuple(range(first + 1, first + per_step - 1))
     manifest = WeightManifest(2, "/nowhere", 0, ())
+    for group in (first, first + per_step - 1):
+        watched.progress.group_failed(group, "too long")
     watched.progress.step_finished(StepFinished(1, trained, manifest, sent(), TrainerTimes()))
     groups = read_metrics(watched.path)[-1].groups
     assert groups.trained == trained
