@@ -52,6 +52,7 @@ from asyncrl.run.progress import Progress
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
+from asyncrl.run.unfinished_work import UnfinishedWork
 from asyncrl.run.waiting import Waiter
 from asyncrl.run.watchdog import Watchdog
 from asyncrl.tasks.prompts import Task
@@ -83,7 +84,7 @@ class Controller:
         self._hub = hub
         self._progress = progress
         self._waiter = Waiter()
-        requests = SampleRequests(task, config.run.seed)
+        requests = SampleRequests(task, config.run.seed, directory.state.start)
         self._evaluation = FleetEvaluation(
             config.evaluation, requests, fleet=fleet, waiter=self._waiter
         )
@@ -91,6 +92,7 @@ class Controller:
             config, requests, fleet=fleet, progress=progress, waiter=self._waiter
         )
         self._checkpoints = CheckpointRecord(directory.path / "checkpoints", progress.say)
+        self._unfinished = UnfinishedWork(config, directory.path, fleet, requests, progress.say)
         self._evaluations = 0
         """Evaluations after training that were begun: one, unless steps were lost meanwhile."""
         restarts = TrainerRestarts(
@@ -111,6 +113,7 @@ class Controller:
             waiter=self._waiter,
             trainer_restarts=restarts,
             checkpoints=self._checkpoints,
+            unfinished=self._unfinished,
         )
         self._watchdog = Watchdog(
             fleet, restarts, training=self._training, evaluation=self._evaluation, progress=progress
@@ -143,6 +146,8 @@ class Controller:
                 what=lambda: f"{self._fleet.unready()} to become ready",
             )
             before = await self._evaluate_before()
+            if self._directory.resume_point.directory is not None:
+                await self._unfinished.restore(self._directory.resume_point.step)
             while True:
                 await self._training.run()
                 after = await self._evaluate_after() if self.is_complete else None

@@ -6,6 +6,7 @@ run.json          the state of the run: process id, addresses, accuracy before, 
 control.key       the key of `asyncrl status|stop|...`, mode 0600
 checkpoints/      step-000010/, ... only whole ones; set-aside/ has those that a resume left behind
 metrics.jsonl     one line per optimizer step
+unfinished/       run-ahead that was not delivered, by checkpoint and generator
 logs/             one file per process
 timeline/         what each process did when, one file per process
 slots/            what each generator's slots were used for
@@ -22,6 +23,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +76,8 @@ class RunState(msgspec.Struct):
     """Samples that `accuracy_before` is the mean of."""
     ended: Ending | None = None
     """None while the run is active, or if its controller was killed."""
+    start: int = 0
+    """0 for a run that was not resumed, else a random number of this start: seeds depend on it."""
     metrics_ports: dict[str, int] = {}
     """For each process, the port on which it serves its metrics."""
 
@@ -237,14 +241,15 @@ def _empty(path: Path) -> None:
 
 
 def _new_state(path: Path, *, resume: bool) -> RunState:
-    previous = read_state(path) if resume else None
-    if previous is None:
-        return RunState(os.getpid())
-    return RunState(
-        os.getpid(),
-        accuracy_before=previous.accuracy_before,
-        evaluation_samples=previous.evaluation_samples,
-    )
+    state = RunState(os.getpid())
+    if not resume:
+        return state
+    state.start = 1 + secrets.randbits(62)
+    previous = read_state(path)
+    if previous is not None:
+        state.accuracy_before = previous.accuracy_before
+        state.evaluation_samples = previous.evaluation_samples
+    return state
 
 
 def read_state(path: Path) -> RunState | None:

@@ -15,6 +15,7 @@ from asyncrl.run.fleet import Fleet, Worker
 from asyncrl.run.progress import Progress
 from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
+from asyncrl.run.unfinished_work import UnfinishedWork
 from asyncrl.run.waiting import Waiter
 from scheduler import events
 from scheduler.errors import ImpossibleEvent, SenderOutOfStep
@@ -41,7 +42,9 @@ class Inbox:
         waiter: Waiter,
         checkpoints: CheckpointRecord,
         trainer_restarts: TrainerRestarts,
+        unfinished: UnfinishedWork,
     ) -> None:
+        self._unfinished = unfinished
         self._trainer_restarts = trainer_restarts
         self._directory = directory
         self._fleet = fleet
@@ -174,6 +177,9 @@ class Inbox:
     ) -> None:
         logger.info("%s wrote checkpoint %d: %s", worker.name, message.policy_version, message.path)
         self._checkpoints.written(message)
+        if self._training.is_running and worker is self._fleet.trainer:
+            published = self._training.trained_steps
+            await self._unfinished.save(message.policy_version, published=published)
 
     async def _checkpoint_failed(
         self, _worker: Worker, message: from_trainer.CheckpointFailed

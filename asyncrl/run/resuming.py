@@ -17,6 +17,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.run.atomic_files import write_atomically
 from asyncrl.run.lost_records import add_lost
+from asyncrl.run.unfinished_folders import remove_unfinished
 from monitoring.jsonl import read_undamaged
 from monitoring.metrics_log import read_metrics
 from monitoring.samples import SampleRecord
@@ -59,6 +60,7 @@ def rewind(path: Path, point: ResumePoint, *, groups_per_step: int) -> list[str]
 
     Newer checkpoints are moved aside, with a copy of the records that go with them, which is made
     first. Step records that a killed controller did not write are taken from the checkpoints.
+    Unfinished run-ahead that was saved with newer checkpoints is removed.
 
     Returns:
         What the user should know, a sentence each.
@@ -70,6 +72,7 @@ def rewind(path: Path, point: ResumePoint, *, groups_per_step: int) -> list[str]
     start = "its first step" if point.directory is None else point.directory.name
     said = [f"{fault}; resuming from {start} instead" for fault in point.faults]
     metrics, samples = path / "metrics.jsonl", path / "samples.jsonl"
+    remove_unfinished(path, unless=lambda step: step <= point.step)
     aside = set_aside(
         path / "checkpoints",
         newer_than=point.step,

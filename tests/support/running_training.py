@@ -15,6 +15,7 @@ from asyncrl.run.inbox import Inbox
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
+from asyncrl.run.unfinished_work import UnfinishedWork
 from asyncrl.run.waiting import Waiter
 from asyncrl.run.watchdog import Watchdog
 from rollout.trajectory import SampleId
@@ -80,6 +81,9 @@ class Run:
             waiter=self.waiter,
             trainer_restarts=self.restarts,
             checkpoints=CheckpointRecord(self.directory.path / "checkpoints", self.progress.say),
+            unfinished=UnfinishedWork(
+                self.config, self.directory.path, self.fleet, requests, self.progress.say
+            ),
             **controllers,
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from rollout.trajectory import SampleId
+from wire.unfinished import Place
 from wire.weights.layout import WeightManifest
 
 
@@ -24,6 +25,16 @@ class PromptPayload(msgspec.Struct, frozen=True):
     """The dataset example, passed to the reward functions: the answer and its other fields."""
 
 
+class Unfinished(msgspec.Struct, frozen=True):
+    """Tokens of a sample from before the run was resumed, to be verified first."""
+
+    file: str
+    """Absolute path, readable by every generator; see `wire.unfinished`."""
+    place: Place
+    seed: int
+    """In place of the sample's seed: none of its tokens was drawn or judged with this one."""
+
+
 class Generate(Message, frozen=True):
     """Generate one sample and hold it until told to deliver or discard it."""
 
@@ -32,6 +43,8 @@ class Generate(Message, frozen=True):
     seed: int
     priority: int = 0
     """0: needed now. Above 0: run-ahead, by this many versions; preemptible."""
+    unfinished: Unfinished | None = None
+    """Begin with these tokens. If they cannot be read, begin without any, with `seed`."""
 
 
 class Verify(Message, frozen=True):
@@ -78,6 +91,19 @@ class Rewind(Message, frozen=True):
     """How many trainers the run had before the new one."""
 
 
+class SaveUnfinished(Message, frozen=True):
+    """Write the samples of this group and later ones, finished or not, to a file."""
+
+    file: str
+    """Absolute path; see `wire.unfinished`."""
+    policy_version: int
+    """Of the checkpoint that the file goes with."""
+    settings: str
+    """Stands for the settings that the tokens are drawn with."""
+    first_group: int
+    """No sample of this group or a later one has been delivered."""
+
+
 class Deliver(Message, frozen=True):
     """Send these held samples to the trainer for this step, until it acknowledges each."""
 
@@ -111,6 +137,7 @@ ToGenerator = (
     | Evaluate
     | InstallWeights
     | Rewind
+    | SaveUnfinished
     | Deliver
     | Discard
     | Pause

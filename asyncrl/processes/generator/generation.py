@@ -158,6 +158,13 @@ class SampleGeneration:
             self.tokens_to_verify = self.builder.kept()
             self._clear_tokens()
 
+    def unfinished(self) -> KeptTokens | None:
+        """Between two attempts: the tokens to verify if the run is resumed; None if none."""
+        if len(self.builder):
+            return self.builder.kept()
+        kept = self.tokens_to_verify
+        return kept if kept is not None and kept.lenience is None else None
+
     def rewind(self, version: int, lineage: int, *, versions_gone: int) -> None:
         """Between two attempts: the policies after this version are gone.
 
@@ -257,7 +264,7 @@ class SampleGenerator:
         self._attempts_allowed.set()
 
     async def attempts_ended(self) -> None:
-        """Wait until no attempt is running. Interrupt them all before.
+        """Wait until no attempt at a training sample is running. Interrupt them all before.
 
         Raises:
             EngineError: the engine did not end its requests.
@@ -323,8 +330,10 @@ class SampleGenerator:
         generation.begin_pending_verification()  # one may have been requested during the waits
         request = generation.next_request(self._sampling)
         generation.request_id, generation.interrupting = request.request_id, False
-        self._attempts += 1
-        self._no_attempt.clear()
+        is_training = generation.purpose == "train"
+        self._attempts += is_training
+        if is_training:
+            self._no_attempt.clear()
         try:
             async for chunk in self._engine.generate(request):
                 if len(chunk.tokens):
@@ -337,7 +346,7 @@ class SampleGenerator:
                     return chunk.finish_reason
         finally:
             generation.request_id, generation.has_slot = None, False
-            self._attempts -= 1
+            self._attempts -= is_training
             if not self._attempts:
                 self._no_attempt.set()
             if request.kept is not None:

@@ -36,6 +36,7 @@ from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.preemption import Preemption
 from asyncrl.processes.generator.reports import GeneratorRecords, GeneratorReports
 from asyncrl.processes.generator.samples import Samples
+from asyncrl.processes.generator.unfinished_files import UnfinishedFiles
 from asyncrl.processes.generator.weight_installs import WeightInstalls
 from engine.errors import EngineError
 from engine.protocol import Engine
@@ -88,6 +89,7 @@ class GeneratorProcess:
         self._evaluation = Evaluation(generator, controller)
         self.deliveries = Deliveries(self.samples.held, trainer, controller, records, lenient_reuse)
         self._installs = WeightInstalls(engine, self.samples, controller, metrics, self._note)
+        self._unfinished = UnfinishedFiles(self._installs, self._tasks)
         self._paused_at: float | None = None
 
     async def run(self, *, metrics_port: int | None) -> None:
@@ -122,9 +124,7 @@ class GeneratorProcess:
     async def _dispatch(self, command: to_generator.ToGenerator) -> None:
         match command:
             case to_generator.Generate():
-                self.samples.generate(command)
-                if command.priority == 0:
-                    await self._preemption.make_room()
+                await self._generate(command)
             case to_generator.Verify():
                 await self._verify(command)
             case to_generator.Evaluate():
@@ -133,6 +133,8 @@ class GeneratorProcess:
                 self._tasks.start(self._installs.install(command))
             case to_generator.Rewind():
                 await self._rewind(command)
+            case to_generator.SaveUnfinished():
+                await self._unfinished.save(command)
             case to_generator.Deliver():
                 self._tasks.start(self.deliveries.deliver(command))
             case to_generator.Discard():
@@ -144,6 +146,11 @@ class GeneratorProcess:
                 with contextlib.suppress(EngineError):  # a resumed run only starts without drafts
                     await self._engine.save_cache()
                 self._tasks.end()
+
+    async def _generate(self, command: to_generator.Generate) -> None:
+        self.samples.generate(command, await self._unfinished.read(command))
+        if command.priority == 0:
+            await self._preemption.make_room()
 
     async def _verify(self, command: to_generator.Verify) -> None:
         for sample, seed in zip(command.samples, command.seeds, strict=True):

@@ -11,7 +11,7 @@ from asyncrl.processes.generator.generation import HeldSample, SampleGeneration,
 from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.reports import GeneratorReports
 from engine.errors import RequestError
-from rollout.trajectory import SampleId, Trajectory
+from rollout.trajectory import KeptTokens, SampleId, Trajectory
 from wire.frames import digest_of, encode_trajectory
 from wire.messages import from_generator, to_generator
 
@@ -50,15 +50,22 @@ class Samples:
         """All samples that are not finished."""
         return [generation for generation, _ in self._generating.values()]
 
-    def generate(self, command: to_generator.Generate) -> None:
-        """Start to generate a sample, unless it is known already."""
+    def generate(self, command: to_generator.Generate, restored: KeptTokens | None) -> None:
+        """Start to generate a sample, unless it is known already.
+
+        Args:
+            command: the sample.
+            restored: its tokens from before the run was resumed.
+        """
         sample, prompt = command.sample, command.prompt
         if sample in self._generating or sample in self.held:
             return
-        tokens = None
-        if self._lenient_reuse is not None:
+        tokens, seed = restored, command.seed
+        if restored is not None and command.unfinished is not None:
+            seed = command.unfinished.seed
+        elif self._lenient_reuse is not None:
             tokens = self._lenient_reuse.tokens_to_verify(prompt.prompt_id, sample.sample)
-        self._start(SampleGeneration(sample, prompt, command.seed, command.priority, tokens))
+        self._start(SampleGeneration(sample, prompt, seed, command.priority, tokens))
 
     async def verify(self, sample: SampleId, seed: int, min_version: int) -> None:
         """Have the tokens of a sample verified, if any is older than `min_version`.
@@ -111,6 +118,33 @@ class Samples:
         for generation in self.in_generation:
             generation.rewind(version, lineage, versions_gone=newest - version)
         self._lineage = lineage
+
+    async def unfinished(self, first_group: int) -> list[tuple[SampleId, str, KeptTokens]]:
+        """Interrupt all samples, and copy the tokens of those from this group on.
+
+        Tokens are copied after an interruption because an engine reports the end of an answer
+        earlier than other tokens: that no end is reported would tell something of the tokens that
+        follow (docs/decisions/0011). No sample is resumed before `resume_all`.
+
+        Returns:
+            Each sample that has tokens, finished or not, with the id of its prompt.
+
+        Raises:
+            EngineError: the engine did not end its requests.
+        """
+        await self.interrupt_all()
+        await self._generator.attempts_ended()
+        found = [
+            (sample, held.prompt.prompt_id, held.trajectory.kept())
+            for sample, held in self.held.items()
+            if sample.group >= first_group
+        ]
+        for one in self.in_generation:
+            if one.sample.group >= first_group and one.sample not in self.held:
+                kept = one.unfinished()
+                if kept is not None:
+                    found.append((one.sample, one.prompt.prompt_id, kept))
+        return found
 
     def resume_all(self) -> None:
         """Resume the samples from their tokens."""

@@ -12,6 +12,7 @@ from asyncrl.processes.generator.samples import Samples
 from engine.errors import WeightsSupersededError
 from engine.protocol import Engine
 from monitoring.metrics import GeneratorMetrics
+from rollout.trajectory import KeptTokens, SampleId
 from wire.messages import from_generator, to_generator
 
 logger = logging.getLogger("asyncrl.generator")
@@ -107,6 +108,15 @@ class WeightInstalls:
         await self._controller.send(
             from_generator.Rewound(self._controller.generator, lineage, installed)
         )
+
+    async def unfinished(self, first_group: int) -> list[tuple[SampleId, str, KeptTokens]]:
+        """As `Samples.unfinished`, between two installations. The samples are resumed."""
+        async with self._lock:
+            try:
+                return await self._samples.unfinished(first_group)
+            finally:
+                if not self._are_gone:
+                    self._samples.resume_all()
 
     def _version(self) -> int:
         """The version that samples are generated with; -1 while none is."""

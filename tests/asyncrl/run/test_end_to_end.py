@@ -25,6 +25,7 @@ from asyncrl.run.directory import RunDirectory, read_state
 from monitoring.group_account import read_account
 from monitoring.trained_samples import read_trained_samples
 from wire.records import StepMetrics
+from wire.unfinished import read_index
 
 pytestmark = pytest.mark.slow
 
@@ -163,12 +164,16 @@ def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpo
     saved = sorted((command_line.folder / "checkpoints").glob("step-*"))
     truncate(saved.pop() / "optimizer" / "00001.safetensors")
     before = command_line.metrics()
+    files = (command_line.folder / "unfinished" / saved[-1].name).glob("*.bin")
+    unfinished = sum(len(read_index(file).places) for file in files)
     done = command_line.run("--resume", run__steps=STEPS + 2, **sets)
     assert done.returncode == 0, done.stdout
     output = " ".join(done.stdout.split())
     assert f"left behind: generator-0 (process {stopped})" in output
     assert "00001.safetensors is truncated: " in output
     assert f"; resuming from {saved[-1].name} instead" in output
+    if unfinished:
+        assert f"unfinished samples to continue: {unfinished}, from" in output
     assert not command_line.children("generator")
     assert not sockets.exists()
     left = Path("/dev/shm").glob(f"asyncrl-your-own-{process.pid}-*")  # noqa: S108
