@@ -166,6 +166,7 @@ def test_a_resumed_run_keeps_the_accuracy_it_started_with(tmp_path: Path) -> Non
     made.close()
     resumed = RunDirectory.create(config_in(tmp_path), resume=True, clean=False)
     assert (resumed.state.accuracy_before, resumed.state.evaluation_samples) == (0.25, 64)
+    assert (made.state.start, resumed.state.start > 0) == (0, True), "seeds depend on it"
     assert resumed.state.ended is None
     resumed.close()
     fresh = RunDirectory.create(config_in(tmp_path), resume=False, clean=True)
