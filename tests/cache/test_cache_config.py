@@ -19,7 +19,7 @@ from cache.config import CacheConfig
         ({"version_half_life": 0}, "greater than 0"),
         ({"reuse": "lenient(2)"}, "'drafts' or 'lenient'"),
         ({"reuse": "lenient", "lenience": 0}, "greater than 0"),
-        ({"reuse": "lenient", "lenience": float("nan")}, "greater than 0"),
+        ({"reuse": "lenient", "lenience": float("nan")}, "less than or equal to"),
         ({"reuse": "lenient", "lenience": float("inf")}, "less than or equal"),
         ({"lenience": 2.0}, "has no effect with reuse: drafts"),
         ({"reuse": "lenient", "enabled": False}, "keeps none"),

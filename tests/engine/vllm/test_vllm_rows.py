@@ -14,6 +14,7 @@ from cache.config import CacheConfig
 from cache.place import CachePlace, to_json
 from cache.tree import Drafts, RolloutCache
 from engine.drafting.planner import DraftPlanner
+from engine.protocol import SamplingParams
 from engine.vllm.extras import DrafterSettings, RequestExtra
 from engine.vllm.worker.batch import Entry
 from engine.vllm.worker.drafter import CacheDrafter
@@ -113,7 +114,7 @@ class Scene:
 
     def add(self, name: str, *, limit: int = 20, old: tuple[int, ...] = (), key: str = "") -> None:
         extra = RequestExtra(seed=1, cache_key=key or f"tree of {name}", draft=ids(*old))
-        self.entries[name] = Entry(extra, 1.0, 1.0, 2, ids(1, 2), limit, (STOP,))
+        self.entries[name] = Entry(extra, SamplingParams(limit), 2, ids(1, 2), limit, (STOP,))
 
     def step(self, texts: dict[str, tuple[int, ...]], other_tokens: int = 0) -> list[list[int]]:
         """A step after which the rows hold these texts, in this order."""
