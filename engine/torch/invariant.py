@@ -26,9 +26,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.errors import EngineError
 from engine.torch.jit import kernel
-from engine.torch.slots import SlotCache, StepLayout, refuse_unsupported
+from engine.torch.reach import Reach
 from rollout.trajectory import FloatArray
 
 TOKENS = 32
@@ -45,48 +44,34 @@ def filled_up(packed: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(packed, (0, missing(packed.shape[1])))
 
 
-class InvariantAttention:
-    """The attention backend for `Reach` plans, on a CPU in float32."""
+def attention_within(
+    reach: Reach,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attend, on a CPU in float32.
 
-    def __init__(self, cache: SlotCache) -> None:
-        self._cache = cache
-        self.plan: StepLayout | None = None
+    Args:
+        reach: the keys of each token.
+        query: `[H, T or more, D]`
+        keys: `[S, J, L, D]` slots, or the packed tokens as one slot.
+        values: `[S, J, L, E]`
+        scaling: of the scores; None: by the square root of D.
 
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,  # noqa: ARG002  (the plan has the visible keys)
-        scaling: float | None = None,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, None]:
-        """Attend. `query` `[1, H, T, D]`, `key` and `value` `[1, J, T, D]`; gives `[1, T, H, D]`.
-
-        Raises:
-            EngineError: the model asks for something that slots cannot represent.
-        """
-        if self.plan is None or self.plan.reach is None:
-            raise EngineError(
-                "attention was called outside a step; run the model through SlotModel"
-            )
-        refuse_unsupported(module, kwargs, self._cache.max_len)
-        reach = self.plan.reach
-        if reach.packed:
-            keys, values = key.contiguous(), value.contiguous()
-        else:
-            layer = self._cache.current_layer
-            keys, values = self._cache.keys[layer], self._cache.values[layer]
-        queries = query[0].transpose(0, 1).contiguous()
-        out = torch.zeros(*queries.shape[:2], values.shape[3])
-        scale = queries.shape[2] ** -0.5 if scaling is None else scaling
-        attend(
-            queries.numpy(), keys.numpy(), values.numpy(),
-            reach.slot, reach.first, reach.last, reach.base, reach.hidden,
-            np.float32(scale), out.numpy(),
-        )  # fmt: skip
-        return out[None], None
+    Returns:
+        `[T or more, H, E]`
+    """
+    queries = query.transpose(0, 1).contiguous()
+    out = torch.zeros(*queries.shape[:2], values.shape[3])
+    scale = queries.shape[2] ** -0.5 if scaling is None else scaling
+    attend(
+        queries.numpy(), keys.contiguous().numpy(), values.contiguous().numpy(),
+        reach.slot, reach.first, reach.last, reach.base, reach.hidden,
+        np.float32(scale), out.numpy(),
+    )  # fmt: skip
+    return out
 
 
 @kernel.of_sums

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.errors import EngineError, EngineStartError
 from engine.torch.feed import Feed
-from engine.torch.invariant import InvariantAttention, filled_up, missing
+from engine.torch.invariant import filled_up, missing
 from engine.torch.reach import Reach
 from engine.torch.slots import (
     Block,
@@ -50,7 +50,7 @@ class SlotModel:
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.cache = SlotCache(slots, max_len)
         self._invariant = batch_invariant
-        self._attention = (InvariantAttention if batch_invariant else SlotAttention)(self.cache)
+        self._attention = SlotAttention(self.cache)
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def attach(self) -> None:

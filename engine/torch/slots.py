@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache
 
 from engine.errors import EngineError
+from engine.torch.invariant import attention_within
 from engine.torch.reach import Hidden, Reach
 from rollout.trajectory import IntArray
 
@@ -79,9 +80,9 @@ class StepLayout:
     rows: torch.Tensor
     """`[T]` slot of each token."""
     blocks: list[Block]
-    """What `SlotAttention` runs."""
+    """What attention runs, unless there is a `reach`."""
     reach: Reach | None = None
-    """What `invariant.InvariantAttention` runs; `input_ids` and `positions` are then padded."""
+    """For batch-invariant attention; `input_ids` and `positions` are then padded."""
 
 
 class SlotCache(Cache):
@@ -175,7 +176,13 @@ class SlotAttention:
             raise EngineError(
                 "attention was called outside a step; run the model through SlotModel"
             )
-        refuse_unsupported(module, kwargs, self._cache.max_len)
+        _refuse_unsupported(module, kwargs, self._cache.max_len)
+        reach = self.plan.reach
+        if reach is not None:
+            if not reach.packed:
+                layer = self._cache.current_layer
+                key, value = self._cache.keys[layer], self._cache.values[layer]
+            return attention_within(reach, query[0], key, value, scaling)[None], None
         out = []
         for block in self.plan.blocks:
             span = slice(block.first_token, block.first_token + block.tokens)
@@ -215,7 +222,7 @@ class SlotAttention:
         return out.reshape(m, queries, heads, -1)
 
 
-def refuse_unsupported(module: torch.nn.Module, kwargs: dict[str, object], max_len: int) -> None:
+def _refuse_unsupported(module: torch.nn.Module, kwargs: dict[str, object], max_len: int) -> None:
     """Raise EngineError for attention that slots of `max_len` places cannot represent.
 
     Args:
