@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import Gauge, Histogram
 
@@ -37,6 +37,7 @@ from monitoring.instruments import (
 )
 from monitoring.occupancy import SlotPiece, SlotUse
 from monitoring.process_metrics import ProcessMetrics
+from wire.messages.from_trainer import CheckpointFault
 from wire.records import LearnerMetrics, Measured, StepMetrics
 
 __all__ = [
@@ -271,7 +272,7 @@ class TrainerMetrics(ProcessMetrics):
         "asyncrl_checkpoints_failed_total",
         "Checkpoints that the disk did not take, by cause; training continues.",
         label="cause",
-        values=("disk_full", "quota", "read_only", "io_error"),
+        values=get_args(CheckpointFault),
     )
     loss: Gauge = _learner_gauge(
         "asyncrl_loss", "Loss of the last step.", lambda step: step.learning.loss

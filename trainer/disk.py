@@ -12,8 +12,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from trainer.errors import CheckpointUnwritable
+from wire.messages.from_trainer import CheckpointFault
 
-_CAUSES = {
+_CAUSES: dict[int, CheckpointFault] = {
     errno.ENOSPC: "disk_full",
     errno.EDQUOT: "quota",
     errno.EROFS: "read_only",

@@ -12,6 +12,8 @@ TrainerError
 
 from __future__ import annotations
 
+from wire.messages.from_trainer import CheckpointFault
+
 
 class TrainerError(Exception):
     """Root of what the trainer raises."""
@@ -38,11 +40,9 @@ class CheckpointUnwritable(CheckpointError):  # noqa: N818 - says what is the ca
 
     Args:
         message: with the path, and the bytes needed and free.
-        cause: one of `CAUSES`.
+        cause: why.
     """
 
-    CAUSES = ("disk_full", "quota", "read_only", "io_error")
-
-    def __init__(self, message: str, cause: str) -> None:
+    def __init__(self, message: str, cause: CheckpointFault) -> None:
         super().__init__(message)
         self.cause = cause

@@ -12,11 +12,13 @@ import msgspec
 import numpy as np
 
 from rollout.trajectory import FloatArray, IntArray, Trajectory
-from wire.limits import DIGEST_BYTES
 from wire.messages.data import TrajectoryDelivery
 
 _INT32 = "<i4"
 _FLOAT32 = "<f4"
+
+DIGEST_BYTES = 16
+"""Of the digest of a trajectory, in a report and in an order."""
 
 _TOKEN_BYTES = 64
 """Bytes of a response token without its top-K, in a segment of its own."""
@@ -36,6 +38,16 @@ def decode_tokens(data: bytes) -> IntArray:
         ValueError: the length is not a multiple of four bytes.
     """
     return np.frombuffer(data, _INT32)
+
+
+def encode_floats(values: FloatArray) -> bytes:
+    """Log-probabilities of any shape as bytes."""
+    return values.astype(_FLOAT32).tobytes()
+
+
+def decode_floats(data: bytes) -> FloatArray:
+    """Log-probabilities as a flat read-only view of the bytes. Raises ValueError as above."""
+    return np.frombuffer(data, _FLOAT32)
 
 
 def max_delivery_bytes(*, tokens: int, topk: int) -> int:
@@ -58,10 +70,10 @@ def encode_trajectory(
         prompt_id=trajectory.prompt_id,
         prompt_tokens=encode_tokens(trajectory.prompt_tokens),
         tokens=encode_tokens(trajectory.tokens),
-        behaviour_logprobs=_encode_floats(trajectory.behaviour_logprobs),
+        behaviour_logprobs=encode_floats(trajectory.behaviour_logprobs),
         topk=int(trajectory.topk_ids.shape[1]),
         topk_ids=encode_tokens(trajectory.topk_ids),
-        topk_logprobs=_encode_floats(trajectory.topk_logprobs),
+        topk_logprobs=encode_floats(trajectory.topk_logprobs),
         provenance=trajectory.provenance.tobytes(),
         segments=trajectory.segments,
         finish_reason=trajectory.finish_reason,
@@ -98,9 +110,9 @@ def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
         prompt_id=delivery.prompt_id,
         prompt_tokens=decode_tokens(delivery.prompt_tokens),
         tokens=tokens,
-        behaviour_logprobs=_decode_floats(delivery.behaviour_logprobs),
+        behaviour_logprobs=decode_floats(delivery.behaviour_logprobs),
         topk_ids=decode_tokens(delivery.topk_ids).reshape(length, delivery.topk),
-        topk_logprobs=_decode_floats(delivery.topk_logprobs).reshape(length, delivery.topk),
+        topk_logprobs=decode_floats(delivery.topk_logprobs).reshape(length, delivery.topk),
         provenance=np.frombuffer(delivery.provenance, np.uint8),
         segments=delivery.segments,
         finish_reason=delivery.finish_reason,
@@ -116,11 +128,3 @@ def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
             f"provenance and segments cover {lengths[0]}, {lengths[1]} and {lengths[2]}"
         )
     return trajectory
-
-
-def _encode_floats(values: FloatArray) -> bytes:
-    return values.astype(_FLOAT32).tobytes()
-
-
-def _decode_floats(data: bytes) -> FloatArray:
-    return np.frombuffer(data, _FLOAT32)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 WEEK_SECONDS = 7 * 24 * 3600
 """Longest limit of a wait."""
-DIGEST_BYTES = 16
-"""Of the digest of a trajectory, in a report and in an order."""
 MAX_THREADS = 1024
 """Most threads of a process for tensor operations: more than the cores of any machine."""
 MAX_TOKENS = 1 << 24

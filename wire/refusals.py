@@ -48,7 +48,6 @@ class Refusals:
 
     Args:
         count: called with the reason of each refused frame.
-        on_cut_off: called once for each sender that is cut off, with its name and why.
         limit: when a sender is cut off.
         clock: seconds of a monotonic clock.
     """
@@ -56,12 +55,12 @@ class Refusals:
     def __init__(
         self,
         count: Callable[[Reason], None] = lambda _: None,
-        on_cut_off: Callable[[str, str], None] = lambda *_: None,
         limit: Limit = LIMIT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.count = count
-        self.on_cut_off = on_cut_off
+        self.on_cut_off: Callable[[str, str], None] = lambda *_: None
+        """Called once for each sender that is cut off, with its name and why."""
         self._limit = limit
         self._clock = clock
         self._senders: OrderedDict[str, _Sender] = OrderedDict()

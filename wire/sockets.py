@@ -37,6 +37,13 @@ _TURN = 64
 """Messages that are received before other tasks get a turn, even if more are waiting."""
 
 
+def identify(socket: zmq.Socket[Any], keys: LineKeys) -> None:
+    """Give a socket that is not connected yet the name and the keys of a hub's peer."""
+    socket.setsockopt(zmq.IDENTITY, keys.identity)
+    socket.curve_serverkey = keys.hub
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+
+
 class Hub(Generic[In]):
     """The end that binds. Peers are known by the name with which they connect.
 
@@ -130,28 +137,19 @@ class Line(Generic[In]):
         keys: of this end; they contain the name under which the hub knows it.
         incoming: union of the message types that the hub may send.
         refusals: of this socket. The hub itself is never cut off.
-        max_bytes: length of the longest message that is accepted.
     """
 
     def __init__(
-        self,
-        address: str,
-        keys: LineKeys,
-        incoming: Any,
-        refusals: Refusals | None = None,
-        *,
-        max_bytes: int = LINE_BYTES,
+        self, address: str, keys: LineKeys, incoming: Any, refusals: Refusals | None = None
     ) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, keys.identity)
-        self._socket.curve_serverkey = keys.hub
-        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+        identify(self._socket, keys)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LINE_BYTES)
         self._socket.set_hwm(_HIGH_WATER)
         self._socket.connect(address)
         self.refusals = Refusals() if refusals is None else refusals
-        self._decoder: FrameDecoder[In] = FrameDecoder(incoming, max_bytes=max_bytes)
+        self._decoder: FrameDecoder[In] = FrameDecoder(incoming, max_bytes=LINE_BYTES)
         self._encoder = msgspec.msgpack.Encoder()
         self._address = address
 

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from rollout.trajectory import KeptTokens, SampleId
 from wire.decoding import Count, FrameDecoder
 from wire.errors import WireError
+from wire.frames import decode_floats, decode_tokens, encode_floats, encode_tokens
 
 _MAGIC = b"asyncrl unfinished 1\n"
 _LENGTH_BYTES = 8
@@ -73,22 +73,22 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
         return cls(
             sample,
             prompt_id,
-            kept.tokens.astype("<i4").tobytes(),
-            kept.logprobs.astype("<f4").tobytes(),
+            encode_tokens(kept.tokens),
+            encode_floats(kept.logprobs),
             int(kept.topk_ids.shape[1]),
-            kept.topk_ids.astype("<i4").tobytes(),
-            kept.topk_logprobs.astype("<f4").tobytes(),
+            encode_tokens(kept.topk_ids),
+            encode_floats(kept.topk_logprobs),
         )
 
     def kept(self) -> KeptTokens:
         """Its tokens, to be verified. Raises ValueError if the arrays differ in length."""
-        tokens = np.frombuffer(self.tokens, "<i4")
+        tokens = decode_tokens(self.tokens)
         shape = (len(tokens), self.topk)
         kept = KeptTokens(
             tokens,
-            np.frombuffer(self.logprobs, "<f4"),
-            np.frombuffer(self.topk_ids, "<i4").reshape(shape),
-            np.frombuffer(self.topk_logprobs, "<f4").reshape(shape),
+            decode_floats(self.logprobs),
+            decode_tokens(self.topk_ids).reshape(shape),
+            decode_floats(self.topk_logprobs).reshape(shape),
         )
         if not len(tokens) or len(kept.logprobs) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens with {len(kept.logprobs)} log-probabilities")

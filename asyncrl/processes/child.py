@@ -8,7 +8,6 @@ logs to its standard error, which the launcher redirects to a file. Before it fa
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ import zmq.asyncio
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.processes.spec import ChildKeys, ChildSpec, GeneratorKeys
+from asyncrl.rewards.process_tree import end_with_parent
 from engine.errors import EngineError
 from monitoring.errors import MonitoringError
 from trainer.errors import TrainerError
@@ -26,16 +26,6 @@ from wire.errors import WireError
 
 SHUTDOWN_SECONDS = 10
 """Longest time that a child may take to clean up after SIGTERM."""
-
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the kernel end this process with its parent; exit now if the parent has ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        sys.exit(0)
 
 
 def _read_keys() -> ChildKeys:
@@ -63,7 +53,7 @@ def _exit_on_signal(number: int, _frame: object) -> None:
 def main() -> None:
     """Run the process that the command line describes; exit with 1 or 2 if it fails."""
     spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
-    end_with_parent(spec.parent)
+    end_with_parent(spec.parent, signal.SIGTERM)
     keys = _read_keys()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_signal)

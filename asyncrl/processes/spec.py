@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from asyncrl.config import RunConfig, parse_config
+from asyncrl.config import RunConfig, load_config
 from wire.keys import HubKeys, LineKeys, RunKey
 
 Role = Literal["generator", "trainer"]
@@ -41,10 +41,7 @@ class ChildSpec(msgspec.Struct, frozen=True):
 
     def config(self) -> RunConfig:
         """Read the run's resolved configuration from the run directory."""
-        import yaml
-
-        path = Path(self.run_directory) / "config.yaml"
-        return parse_config(yaml.safe_load(path.read_text(encoding="utf-8")), source=str(path))
+        return load_config(Path(self.run_directory) / "config.yaml")
 
 
 class GeneratorKeys(msgspec.Struct, frozen=True, tag=True):

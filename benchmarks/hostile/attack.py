@@ -29,6 +29,7 @@ from benchmarks.hostile.run import Run
 from benchmarks.hostile.victim import CONTROLLER
 from wire import RunKey
 from wire.keys import LineKeys
+from wire.sockets import identify
 
 PER_CONNECTION = 250
 """Frames of one peer: more than twice of what it takes to be cut off."""
@@ -192,10 +193,10 @@ def _peer(
     address: str, keys: LineKeys, *, encrypted: bool = True, linger: int = 20_000
 ) -> Iterator[zmq.Socket[bytes]]:
     peer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    peer.setsockopt(zmq.IDENTITY, keys.identity)
     if encrypted:
-        peer.curve_serverkey = keys.hub
-        peer.curve_publickey, peer.curve_secretkey = zmq.curve_keypair()
+        identify(peer, keys)
+    else:
+        peer.setsockopt(zmq.IDENTITY, keys.identity)
     peer.setsockopt(zmq.LINGER, linger)
     peer.setsockopt(zmq.SNDTIMEO, 30_000)
     peer.connect(address)

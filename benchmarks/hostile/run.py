@@ -9,13 +9,14 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
+from asyncrl.rewards.process_tree import descendants
 from asyncrl.run.control import ask
 from asyncrl.run.directory import read_state
 from benchmarks.hostile.victim import CONTROLLER, Order
@@ -109,7 +110,7 @@ class Run:
 
     def processes(self) -> set[int]:
         """Ids of the controller and of its children."""
-        return {self.process.pid, *_descendants(self.process.pid)}
+        return {self.process.pid, *descendants(self.process.pid)}
 
     def memory_mb(self) -> dict[str, float]:
         """Memory that each process has for itself (anonymous pages), in MB."""
@@ -154,14 +155,6 @@ class Run:
     def output(self) -> str:
         """What it has printed."""
         return self._log.read_text(errors="replace")
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                yield int(child)
-                yield from _descendants(int(child))
 
 
 def _fetched(url: str) -> str:

@@ -17,6 +17,7 @@ from benchmarks.hostile.frames import CORPUS as CORPUS
 from benchmarks.hostile.frames import DEEP as DEEP
 from rollout.trajectory import SampleId
 from wire.keys import LineKeys, RunKey
+from wire.sockets import identify
 
 
 def attack_without_a_key(folder: Path) -> None:
@@ -49,9 +50,7 @@ def attack_without_a_key(folder: Path) -> None:
 def raw_peer(address: str, keys: LineKeys) -> Iterator[zmq.asyncio.Socket]:
     """A socket that connects to a hub with these keys and sends any parts."""
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, keys.identity)
-    socket.curve_serverkey = keys.hub
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    identify(socket, keys)
     socket.setsockopt(zmq.LINGER, 1000)
     socket.connect(address)
     try:

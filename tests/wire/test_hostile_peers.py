@@ -38,9 +38,8 @@ class Ends:
         self.address = runtime.address("control")
         self.refused: Counter[Reason] = Counter()
         self.cut_off: list[str] = []
-        refusals = Refusals(
-            lambda reason: self.refused.update([reason]), lambda name, _: self.cut_off.append(name)
-        )
+        refusals = Refusals(lambda reason: self.refused.update([reason]))
+        refusals.on_cut_off = lambda name, _: self.cut_off.append(name)
         self.hub: Hub[from_generator.FromGenerator] = Hub(
             self.address,
             KEY.hub("control"),

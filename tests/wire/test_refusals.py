@@ -18,9 +18,8 @@ class Noted:
         self.clock = FakeClock()
         self.counted: list[Reason] = []
         self.cut_off: list[tuple[str, str]] = []
-        self.refusals = Refusals(
-            self.counted.append, lambda *who: self.cut_off.append(who), clock=self.clock
-        )
+        self.refusals = Refusals(self.counted.append, clock=self.clock)
+        self.refusals.on_cut_off = lambda *who: self.cut_off.append(who)
 
 
 def test_a_peer_that_keeps_sending_nonsense_is_cut_off_once() -> None:

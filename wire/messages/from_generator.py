@@ -8,7 +8,7 @@ import msgspec
 
 from rollout.trajectory import FinishReason, SampleId
 from wire.decoding import Count, Finite
-from wire.limits import DIGEST_BYTES
+from wire.frames import DIGEST_BYTES
 from wire.records import EngineStats, RewardCounts
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from rollout.trajectory import SampleId
 from wire.decoding import Finite
 from wire.records import LearnerMetrics, TrainerTimes
 from wire.weights.layout import WeightManifest
+
+CheckpointFault = Literal["disk_full", "quota", "read_only", "io_error"]
+"""Why a disk does not take a checkpoint; the label of `asyncrl_checkpoints_failed_total`."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=lambda name: f"trainer.{name}"):
@@ -50,8 +55,7 @@ class CheckpointFailed(Message, frozen=True):
     """The disk did not take a checkpoint. Training continues."""
 
     policy_version: int
-    cause: str
-    """One of `trainer.errors.CheckpointUnwritable.CAUSES`."""
+    cause: CheckpointFault
     reason: str
     """With its path, and the bytes needed and free."""
     retry_version: int
