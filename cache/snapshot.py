@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from cache.stored import StoredRollouts, are_valid_tokens
 from cache.tree import RolloutCache
 from rollout.arrays import INT32_MAX
 from rollout.trajectory import IntArray
+from wire.atomic_files import replacing
 
 MAGIC = b"rollouts"
 FORMAT = 1
@@ -66,19 +66,8 @@ def save(cache: RolloutCache, path: str | os.PathLike[str], fingerprint: str) ->
         OSError: the file cannot be written; an older one is left unchanged.
     """
     mark = _fingerprint_bytes(fingerprint)
-    target = Path(path)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            size = _write(file, cache, mark)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    _sync_directory(target.parent)
-    return size
+    with replacing(Path(path), mode=0o600) as file:
+        return _write(file, cache, mark)
 
 
 def load(
@@ -275,12 +264,3 @@ def _fingerprint_bytes(fingerprint: str) -> bytes:
             f"{MAX_FINGERPRINT_BYTES} bytes, not {len(mark)}"
         )
     return mark
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the renaming durable, should the machine crash."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

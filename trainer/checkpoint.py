@@ -34,6 +34,7 @@ from trainer.checkpoint_manifest import check_settings, write_manifest
 from trainer.disk import check_space, unwritable
 from trainer.errors import CheckpointError
 from trainer.optimizer_state import load_state, save_state
+from wire.atomic_files import sync
 from wire.records import TrainedStep
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5")
@@ -82,11 +83,11 @@ def write(directory: Path, contents: Contents) -> None:
             temporary.mkdir()
             _fill(temporary, contents)
             for path in [*temporary.rglob("*"), temporary]:
-                _sync(path)
+                sync(path)
             if directory.exists():
                 set_aside(directory.parent, newer_than=contents.policy_version - 1)
             temporary.rename(directory)
-            _sync(directory.parent)
+            sync(directory.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -169,11 +170,3 @@ def _load_weights(directory: Path, model: PreTrainedModel) -> None:
     with torch.no_grad():
         for name, tensor in loaded.items():
             own[name].copy_(tensor)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
-import os
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -104,12 +103,7 @@ def write_manifest(directory: Path, *, policy_version: int, settings: dict[str, 
     )
     manifest = msgspec.structs.replace(manifest, sha256=_own_digest(manifest))
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    temporary = directory / f".{MANIFEST}"
-    with temporary.open("wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / MANIFEST)
+    (directory / MANIFEST).write_bytes(text)
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -6,6 +6,8 @@ records     the numbers of engines and steps, typed once for every process
 sockets     a `Hub` that many peers connect to, and a `Line` to one hub
 keys        who may connect to a hub, and under which name
 addresses   the private folder that holds a run's sockets
+unfinished  the file with a generator's unfinished run-ahead
+atomic_files  replace a file as a whole
 weights/    the layout of one version of the weights in shared memory
 """
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from rollout.trajectory import KeptTokens, SampleId
+from wire.atomic_files import replacing
 from wire.decoding import Count, FrameDecoder
 from wire.errors import WireError
 from wire.frames import decode_floats, decode_tokens, encode_floats, encode_tokens
@@ -106,30 +107,23 @@ def write_unfinished(
 ) -> None:
     """Write the file, which takes its name when it is whole and on the disk. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     places: list[Place] = []
-    try:
-        with temporary.open("wb") as file:
+    with replacing(path) as file:
 
-            def append(data: bytes) -> None:
-                digest.update(data)
-                file.write(data)
+        def append(data: bytes) -> None:
+            digest.update(data)
+            file.write(data)
 
-            append(_MAGIC)
-            for sample in samples:
-                record = msgspec.msgpack.encode(sample)
-                places.append(Place(sample.sample, file.tell(), len(record)))
-                append(record)
-            index = msgspec.msgpack.encode(Index(version, settings, tuple(places)))
-            append(index)
-            append(len(index).to_bytes(_LENGTH_BYTES, "little"))
-            file.write(digest.digest())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        append(_MAGIC)
+        for sample in samples:
+            record = msgspec.msgpack.encode(sample)
+            places.append(Place(sample.sample, file.tell(), len(record)))
+            append(record)
+        index = msgspec.msgpack.encode(Index(version, settings, tuple(places)))
+        append(index)
+        append(len(index).to_bytes(_LENGTH_BYTES, "little"))
+        file.write(digest.digest())
 
 
 def read_index(path: Path) -> Index:

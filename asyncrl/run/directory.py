@@ -36,12 +36,12 @@ from asyncrl.errors import UserError
 from asyncrl.launch.identity import status_of
 from asyncrl.run import failed_starts
 from asyncrl.run.advice import command_for
-from asyncrl.run.atomic_files import write_atomically
 from asyncrl.run.leftovers import clear_leftovers
 from asyncrl.run.resuming import find_resume_point
 from monitoring.errors import RecordError
 from monitoring.metrics_log import read_metrics
 from trainer.checkpoint_files import ResumePoint
+from wire.atomic_files import write_atomically
 from wire.records import RunResult
 
 logger = logging.getLogger(__name__)

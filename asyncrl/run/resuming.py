@@ -15,7 +15,6 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.run.atomic_files import write_atomically
 from asyncrl.run.lost_records import add_lost
 from asyncrl.run.unfinished_folders import remove_unfinished
 from monitoring.jsonl import read_undamaged
@@ -25,6 +24,7 @@ from monitoring.trained_samples import copy_later
 from trainer.checkpoint_files import ResumePoint, choose, set_aside, steps_of, up_to
 from trainer.checkpoint_manifest import check_settings, settings_of
 from trainer.errors import CheckpointError
+from wire.atomic_files import write_atomically
 from wire.records import StepMetrics, TrainedStep
 
 

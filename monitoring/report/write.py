@@ -8,7 +8,6 @@ records so far and says so.
 
 from __future__ import annotations
 
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from monitoring.report.page import page
 from monitoring.report.sections import samples, settings
 from monitoring.report.time_line import time_line
 from monitoring.report.work import work
+from wire.atomic_files import write_atomically
 
 FILE_NAME = "report.html"
 
@@ -34,12 +34,7 @@ def write_report(run_dir: Path) -> Path:
     """
     text = render(load_run(run_dir), written=datetime.now(UTC))
     path = run_dir / FILE_NAME
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_atomically(path, text)
     return path
 
 

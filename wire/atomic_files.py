@@ -1,0 +1,51 @@
+"""Replace a file so that it is whole after a crash, of the process or of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file for the new contents of `path`, which takes its name at the end of the block.
+
+    Readers see either the old or the new contents. The new ones are on the disk before the file
+    takes its name, so that a machine that loses power never leaves an empty file.
+
+    Args:
+        path: to create or replace.
+        mode: permissions, less those that the umask takes away.
+
+    Raises:
+        OSError: it could not be written; the old contents are still there.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the contents of a file as `replacing` does. Raises OSError."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold the contents of a file, or the names in a folder. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
