@@ -16,11 +16,12 @@ from collections import Counter
 from typing import Any
 
 from asyncrl.errors import RewardError, RewardFailed
-from asyncrl.rewards import protocol
 from asyncrl.rewards.calls import CallQueue, PendingCall, Reward, described
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.lane import Lane
 from asyncrl.rewards.loading import check_name
+from asyncrl.rewards.protocol import Call
+from asyncrl.rewards.streams import MAX_FRAME, pack
 from asyncrl.rewards.values import ABSURD
 from wire.records import RewardCounts
 
@@ -140,11 +141,11 @@ class RewardPool:
         self, prompt: str, response: str, example: dict[str, Any], description: str
     ) -> Reward:
         number = next(self._numbers)
-        frame = protocol.pack(protocol.Call(number, prompt, response, example))
-        if len(frame) > protocol.MAX_FRAME:
+        frame = pack(Call(number, prompt, response, example))
+        if len(frame) > MAX_FRAME:
             raise RewardFailed(
                 f"{description} is larger than a reward worker can be sent "
-                f"({len(frame)} bytes, at most {protocol.MAX_FRAME})",
+                f"({len(frame)} bytes, at most {MAX_FRAME})",
                 function=self._labels[0],
                 reason="too_large",
             )

@@ -11,22 +11,20 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
-
 from asyncrl.errors import RewardError
 from asyncrl.rewards import protocol
 from asyncrl.rewards.cgroup import ControlGroup
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.rewards.protocol import Ending, FromWorker
+from asyncrl.rewards.endings import how_it_ended, how_it_exited, read_ending
+from asyncrl.rewards.protocol import FromWorker
+from asyncrl.rewards.streams import MAX_FRAME, pack, take_frame
 from asyncrl.rewards.supervisor import KILL_SECONDS
 from monitoring.wording import without_controls
 from wire.decoding import FrameDecoder, FrameRefused, Reason
 
 log = logging.getLogger(__name__)
 
-_DECODER: FrameDecoder[FromWorker] = FrameDecoder(FromWorker, max_bytes=protocol.MAX_FRAME)
-_OUTPUT_LINES = 20
-"""Last lines of a worker's output that an error message quotes."""
+_DECODER: FrameDecoder[FromWorker] = FrameDecoder(FromWorker, max_bytes=MAX_FRAME)
 _LINE_CHARACTERS = 2000
 """Longest line of a worker's output that is logged."""
 _END_SECONDS = 2 * KILL_SECONDS + 5.0
@@ -66,11 +64,6 @@ class WorkerProcess:
         self.asynchronous = False
         """Whether it runs several calls at once; known once it is started."""
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the process is started and has not ended."""
-        return self._process is not None and self._process.returncode is None
-
     async def start(self) -> None:
         """Start a new process and load the functions.
 
@@ -83,7 +76,7 @@ class WorkerProcess:
         ready = False
         try:
             async with asyncio.timeout(self._config.startup_seconds):
-                self.send([protocol.pack(self._setup)])
+                self.send([pack(self._setup)])
                 messages: list[FromWorker] = []
                 while not messages:
                     messages = await self.receive()
@@ -140,12 +133,11 @@ class WorkerProcess:
 
     async def kill(self) -> None:
         """End the process and everything it has started. Idempotent."""
+        self.terminate()
         process, self._process = self._process, None
         if process is None:
             return
         if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
             try:
                 async with asyncio.timeout(_END_SECONDS):
                     await process.wait()
@@ -197,18 +189,15 @@ class WorkerProcess:
     def _decode(self) -> list[FromWorker]:
         """The whole frames in the buffer. Raises FrameRefused."""
         messages: list[FromWorker] = []
-        start, head = 0, protocol.HEAD_BYTES
-        while len(self._buffer) - start >= head:
-            length = int.from_bytes(self._buffer[start : start + head], "little")
-            if length > protocol.MAX_FRAME:
-                raise FrameRefused(Reason.TOO_LONG, f"a frame of {length} bytes")
-            end = start + head + length
-            if len(self._buffer) < end:
-                break
-            messages.append(_DECODER.decode(bytes(self._buffer[start + head : end])))
-            start = end
-        del self._buffer[:start]
+        while (frame := self._next_frame()) is not None:
+            messages.append(_DECODER.decode(frame))
         return messages
+
+    def _next_frame(self) -> bytes | None:
+        try:
+            return take_frame(self._buffer)
+        except ValueError as error:
+            raise FrameRefused(Reason.TOO_LONG, str(error)) from error
 
     async def _how_it_ended(self) -> WorkerLost:
         """The error of a process whose output has ended; the text follows "the process"."""
@@ -220,9 +209,8 @@ class WorkerProcess:
                 await process.wait()
         except TimeoutError:
             return WorkerLost("closed its output but did not end")
-        try:
-            ending = msgspec.msgpack.decode(os.read(self._status, _CHUNK), type=Ending)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        ending = read_ending(self._status)
+        if ending is None:
             return WorkerLost(
                 f"was lost with its supervisor ({how_it_exited(process.returncode or 0)})"
             )
@@ -232,13 +220,7 @@ class WorkerProcess:
                 f"rewards.max_processes is {self._config.max_processes}",
                 too_many=True,
             )
-        how = how_it_exited(ending.exit_code)
-        if ending.exit_code == -signal.SIGKILL and ending.out_of_memory:
-            how += ", by the kernel because the machine's or the container's memory was full"
-        if ending.leftover:
-            how += f", and {ending.leftover} processes that it had started were killed"
-        lines = without_controls(ending.output).strip().splitlines()[-_OUTPUT_LINES:]
-        return WorkerLost(f"{how}. Its last lines:\n" + "\n".join(lines) if lines else how)
+        return WorkerLost(how_it_ended(ending))
 
     def _names(self) -> str:
         return ", ".join(function.name for function in self._config.functions)
@@ -268,12 +250,3 @@ def _log_lines(pid: int, lines: list[bytes]) -> None:
         if text:
             cut = text if len(text) <= _LINE_CHARACTERS else f"{text[:_LINE_CHARACTERS]} ..."
             log.info("reward worker %d: %s", pid, cut)
-
-
-def how_it_exited(exit_code: int) -> str:
-    """An exit code, negative for a signal, in words that follow "the process"."""
-    if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
-    return f"was killed by signal {-exit_code}"

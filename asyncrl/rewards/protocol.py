@@ -1,9 +1,9 @@
 """The messages between the pool and a worker process.
 
-Frames on the worker's standard streams: four bytes of length (little-endian), then one msgspec
-MessagePack struct. The pool sends one `Setup`, then `Call`s, which may queue up in the stream. The
-worker answers `Setup` with `Ready` or `Refused`. It answers each `Call` with a `Began` as each term
-starts, then `Scored` or `Failed`: in turn, or in any order if it is `asynchronous`.
+Each is a frame on the worker's standard streams (`asyncrl.rewards.streams`). The pool sends one
+`Setup`, then `Call`s, which may queue up in the stream. The worker answers `Setup` with `Ready` or
+`Refused`. It answers each `Call` with a `Began` as each term starts, then `Scored` or `Failed`: in
+turn, or in any order if it is `asynchronous`.
 
 When the worker has ended, its supervisor writes one `Ending` to a pipe of its own, without a
 length.
@@ -14,11 +14,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-
-HEAD_BYTES = 4
-"""Bytes of the length before each frame."""
-MAX_FRAME = 64 * 1024 * 1024
-"""Most bytes of a frame's struct."""
 
 FailureReason = Literal[
     "raised",
@@ -127,21 +122,3 @@ class Ending(msgspec.Struct, frozen=True):
 
 ToWorker = Setup | Call
 FromWorker = Ready | Refused | Began | Scored | Failed
-
-
-def pack(message: ToWorker | FromWorker) -> bytes:
-    """One frame, its length included."""
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(HEAD_BYTES, "little") + body
-
-
-def body_length(head: bytes) -> int:
-    """Length in bytes of the frame that follows `head`.
-
-    Raises:
-        EOFError: `head` is cut short, or the frame is so long that the stream must be broken.
-    """
-    length = int.from_bytes(head, "little")
-    if len(head) < HEAD_BYTES or length > MAX_FRAME:
-        raise EOFError("the stream ended, or its next frame is too long to be one")
-    return length

@@ -11,11 +11,9 @@ replaced in a fraction of a second.
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import sys
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -23,40 +21,11 @@ from asyncrl.cores import stay_on_helper_cores
 from asyncrl.errors import RewardError
 from asyncrl.rewards import protocol
 from asyncrl.rewards.scoring import LoadedTerm, finish, last_lines, score
+from asyncrl.rewards.streams import Streams
 from asyncrl.rewards.supervisor import supervise
 
 _OOM_SCORE_ADJUSTMENT = 500
 """Of -1000 to 1000; processes that the functions start inherit it."""
-
-
-class Streams:
-    """The worker's ends of the frame streams, out of reach of the user's print and input."""
-
-    def __init__(self) -> None:
-        self._inbox = os.fdopen(os.dup(0), "rb")
-        self._outbox: BinaryIO = os.fdopen(os.dup(1), "wb")
-        self._decoder = msgspec.msgpack.Decoder(protocol.ToWorker)
-        self._process = os.getpid()
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
-        os.dup2(2, 1)
-
-    def read(self) -> protocol.ToWorker | None:
-        """The next message, None at the end of the stream."""
-        try:
-            length = protocol.body_length(self._inbox.read(protocol.HEAD_BYTES))
-        except EOFError:
-            return None
-        body = self._inbox.read(length)
-        return self._decoder.decode(body) if len(body) == length else None
-
-    def send(self, message: protocol.FromWorker) -> None:
-        """Send a message. A fork of this process that a function has returned from ends here."""
-        if os.getpid() != self._process:
-            os._exit(0)
-        self._outbox.write(protocol.pack(message))
-        self._outbox.flush()
 
 
 def main() -> None:
@@ -67,7 +36,13 @@ def main() -> None:
     supervise(parent, status, max_processes)
     _be_the_first_to_run_out_of_memory()
     streams = Streams()
-    setup = streams.read()
+    decoder = msgspec.msgpack.Decoder(protocol.ToWorker)
+
+    def read() -> protocol.ToWorker | None:
+        frame = streams.read()
+        return None if frame is None else decoder.decode(frame)
+
+    setup = read()
     if not isinstance(setup, protocol.Setup):
         return
     sys.path.insert(0, setup.search_path)
@@ -85,9 +60,9 @@ def main() -> None:
     if asynchronous:
         from asyncrl.rewards.concurrent_calls import serve_concurrently
 
-        serve_concurrently(streams.read, streams.send, terms, setup.timeout_seconds)
+        serve_concurrently(read, streams.send, terms, setup.timeout_seconds)
         return
-    while isinstance(message := streams.read(), protocol.Call):
+    while isinstance(message := read(), protocol.Call):
         streams.send(finish(score(message, terms, streams.send)))
 
 

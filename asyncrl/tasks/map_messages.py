@@ -1,21 +1,18 @@
 """What the controller and the process that runs `task.map` send each other.
 
-Frames: four bytes of length (little-endian), then MessagePack. The process reads a `Load` and then
-one example per frame, until its input ends. It answers `Loaded` or `Refused`, and each example with
-`Mapped` or `Failed`, in order. Import-light: that process loads this file.
+Each is a frame (`asyncrl.rewards.streams`). The process reads a `Load` and then one example per
+frame, until its input ends. It answers `Loaded` or `Refused`, and each example with `Mapped` or
+`Failed`, in order. Import-light: that process loads this file.
 """
 
 from __future__ import annotations
 
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from asyncrl.errors import DataError
 from asyncrl.user_functions import FunctionKind
-
-MAX_FRAME = 64 << 20
-"""Most bytes of a frame."""
 
 MAP = FunctionKind(noun="task.map", signature="function(example)", arguments=({},), error=DataError)
 
@@ -51,15 +48,3 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Answer = Loaded | Refused | Mapped | Failed
-
-
-def write_frame(file: BinaryIO, value: Any) -> None:
-    """Append one frame. Raises what msgspec raises if the value cannot be encoded."""
-    body = msgspec.msgpack.encode(value)
-    file.write(len(body).to_bytes(4, "little") + body)
-
-
-def read_frame(file: BinaryIO) -> bytes | None:
-    """The next frame's bytes; None at the end."""
-    head = file.read(4)
-    return file.read(int.from_bytes(head, "little")) if len(head) == 4 else None

@@ -23,9 +23,8 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import DataError
-from asyncrl.rewards.process import how_it_exited
-from asyncrl.rewards.protocol import Ending
-from asyncrl.tasks import map_messages
+from asyncrl.rewards.endings import how_it_ended, read_ending
+from asyncrl.rewards.streams import pack, take_frame
 from asyncrl.tasks.map_messages import Answer, Failed, Load, Loaded, Mapped, Refused
 from asyncrl.tasks.rows import BadRow, Row, checked
 
@@ -57,10 +56,10 @@ def mapped_rows(
         DataError: the function cannot be loaded, took too long, or ended its process.
     """
     with tempfile.TemporaryFile() as examples:
-        map_messages.write_frame(examples, Load(name, str(Path.cwd())))
+        examples.write(pack(Load(name, str(Path.cwd()))))
         for row in rows:
             if isinstance(row, Row):
-                map_messages.write_frame(examples, row.values)
+                examples.write(pack(row.values))
         examples.seek(0)
         with contextlib.closing(_MapProcess(name, examples.fileno())) as process:
             process.load()
@@ -152,14 +151,10 @@ class _MapProcess:
         return self._process.stdout.fileno()
 
     def _whole_frame(self) -> bytes | None:
-        length = int.from_bytes(self._buffer[:4], "little")
-        if length > map_messages.MAX_FRAME:
-            raise DataError(f"task.map {self._name!r} wrote to its process's pipes")
-        if len(self._buffer) < 4 + length or len(self._buffer) < 4:
-            return None
-        frame = bytes(self._buffer[4 : 4 + length])
-        del self._buffer[: 4 + length]
-        return frame
+        try:
+            return take_frame(self._buffer)
+        except ValueError as error:
+            raise DataError(f"task.map {self._name!r} wrote to its process's pipes") from error
 
     def _end(self) -> None:
         if self._process.poll() is None:
@@ -174,13 +169,10 @@ class _MapProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._end()
-        try:
-            os.set_blocking(self._status, False)
-            ending = msgspec.msgpack.decode(os.read(self._status, _CHUNK), type=Ending)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        os.set_blocking(self._status, False)
+        ending = read_ending(self._status)
+        if ending is None:
             return "was lost with its supervisor"
         if ending.too_many:
             return f"was killed because it had started {ending.too_many} processes"
-        lines = ending.output.strip().splitlines()[-8:]
-        how = how_it_exited(ending.exit_code)
-        return f"{how}. Its last lines:\n" + "\n".join(lines) if lines else how
+        return how_it_ended(ending)

@@ -1,0 +1,74 @@
+"""Frames on the standard streams of a process that runs user code.
+
+A frame is four bytes of length (little-endian) and then MessagePack. Import-light: reward workers
+and the process of `task.map` load this file.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import BinaryIO
+
+import msgspec
+
+MAX_FRAME = 64 << 20
+"""Most bytes of a frame's MessagePack."""
+
+_HEAD_BYTES = 4
+
+
+def pack(message: object) -> bytes:
+    """One frame, its length included. Raises what msgspec raises if it cannot be encoded."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(_HEAD_BYTES, "little") + body
+
+
+def take_frame(buffer: bytearray) -> bytes | None:
+    """Remove the first frame from what was received; None if it is not whole yet.
+
+    Raises:
+        ValueError: it is longer than `MAX_FRAME`.
+    """
+    if len(buffer) < _HEAD_BYTES:
+        return None
+    length = int.from_bytes(buffer[:_HEAD_BYTES], "little")
+    if length > MAX_FRAME:
+        raise ValueError(f"a frame of {length} bytes")
+    end = _HEAD_BYTES + length
+    if len(buffer) < end:
+        return None
+    frame = bytes(buffer[_HEAD_BYTES:end])
+    del buffer[:end]
+    return frame
+
+
+class Streams:
+    """The process's ends of the streams, out of reach of the user's print and input.
+
+    The user's own output goes to the supervisor.
+    """
+
+    def __init__(self) -> None:
+        self._inbox: BinaryIO = os.fdopen(os.dup(0), "rb")
+        self._outbox: BinaryIO = os.fdopen(os.dup(1), "wb")
+        self._process = os.getpid()
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        os.dup2(2, 1)
+
+    def read(self) -> bytes | None:
+        """The next frame; None at the end of the stream, or if it is broken."""
+        head = self._inbox.read(_HEAD_BYTES)
+        length = int.from_bytes(head, "little")
+        if len(head) < _HEAD_BYTES or length > MAX_FRAME:
+            return None
+        body = self._inbox.read(length)
+        return body if len(body) == length else None
+
+    def send(self, message: object) -> None:
+        """Send a message. A fork of this process that a function has returned from ends here."""
+        if os.getpid() != self._process:
+            os._exit(0)
+        self._outbox.write(pack(message))
+        self._outbox.flush()
