@@ -39,7 +39,7 @@ from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.prompts import Prompt, Task
-from asyncrl.tasks.warm_start import WarmStart
+from asyncrl.tasks.warm_start_recipe import WarmStart
 from benchmarks.policies_variety import Variety, teach
 from cache.config import CacheConfig
 from engine.config import EngineConfig

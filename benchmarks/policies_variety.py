@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.tasks.arithmetic import Problem, draw_problems, working
-from asyncrl.tasks.warm_start import WarmStart
+from asyncrl.tasks.warm_start_recipe import WarmStart
 
 
 @dataclass(frozen=True)

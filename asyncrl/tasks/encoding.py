@@ -1,4 +1,4 @@
-"""Turn questions into tokens with the model's tokenizer, chat template and stop tokens."""
+"""Turn questions into tokens with the model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.errors import DataError, ModelError
+from asyncrl.errors import DataError
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.prompts import Prompt
 
@@ -30,47 +30,6 @@ class Question:
     """Handed to the rewards: see `Prompt.example`."""
     where: str
     """File and line, for errors."""
-
-
-def load_tokenizer(model_path: str) -> Any:
-    """The model's tokenizer. Raises ModelError if there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model_path)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"no tokenizer could be loaded from {model_path!r}: {_first_line(error)}. A model "
-            "directory needs tokenizer.json (or its older forms) and tokenizer_config.json next to "
-            "config.json; save both with tokenizer.save_pretrained(directory)."
-        ) from error
-
-
-def model_stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a response, from the generation config and the tokenizer.
-
-    Raises:
-        ModelError: neither names one, so that a response could only end at the token limit.
-    """
-    from transformers import GenerationConfig
-
-    found: set[int] = set()
-    try:
-        configured = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:  # a model without generation_config.json
-        configured = None
-    if isinstance(configured, int):
-        found.add(configured)
-    elif configured is not None:
-        found.update(configured)
-    if tokenizer.eos_token_id is not None:
-        found.add(int(tokenizer.eos_token_id))
-    if not found:
-        raise ModelError(
-            f"{model_path!r} names no end-of-sequence token, neither in generation_config.json nor "
-            'in its tokenizer; add "eos_token" to tokenizer_config.json'
-        )
-    return tuple(sorted(found))
 
 
 class PromptEncoder:
@@ -155,7 +114,3 @@ class PromptEncoder:
                 "with task.too_long: filter"
             )
         return True
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]

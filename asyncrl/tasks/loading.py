@@ -6,8 +6,9 @@ from asyncrl.errors import DataError
 from asyncrl.tasks.arithmetic import arithmetic_questions
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.dataset import dataset_questions
-from asyncrl.tasks.encoding import PromptEncoder, load_tokenizer, model_stop_tokens
+from asyncrl.tasks.encoding import PromptEncoder
 from asyncrl.tasks.model import resolve_model
+from asyncrl.tasks.model_tokenizer import load_tokenizer, model_stop_tokens
 from asyncrl.tasks.prompts import LoadedTask, Prompt, Task, prompt_order
 
 __all__ = ["LoadedTask", "Prompt", "Task", "load_task", "prompt_order", "resolve_model"]

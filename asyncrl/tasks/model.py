@@ -17,11 +17,10 @@ from asyncrl.errors import ModelError
 from asyncrl.tasks import hub
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.nearby import near
+from asyncrl.tasks.warm_start_recipe import RECIPE, WarmStart, recipe_fields
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-
-    from asyncrl.tasks.warm_start import WarmStart
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ def default_cache_dir() -> Path:
 
 
 def ensure_builtin_model(
-    cache_dir: Path, progress: Progress | None = None, recipe: WarmStart | None = None
+    cache_dir: Path, progress: Progress | None = None, recipe: WarmStart = RECIPE
 ) -> Path:
     """The built-in model's directory. If it is not cached, it is trained first (half a minute).
 
@@ -98,9 +97,6 @@ def ensure_builtin_model(
     Raises:
         ModelError: the cache directory cannot be written.
     """
-    from asyncrl.tasks.warm_start import RECIPE
-
-    recipe = RECIPE if recipe is None else recipe
     place = cache_dir / f"arithmetic-{_recipe_hash(recipe)}"
     if place.is_dir():
         return place
@@ -150,7 +146,7 @@ def builtin_tokenizer() -> Any:
 
 
 def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None:
-    from asyncrl.tasks.warm_start import recipe_fields, warm_start
+    from asyncrl.tasks.warm_start import warm_start
 
     tokenizer = builtin_tokenizer()
     bar = None
@@ -204,8 +200,6 @@ def _move(source: Path, place: Path) -> None:
 
 
 def _recipe_hash(recipe: WarmStart) -> str:
-    from asyncrl.tasks.warm_start import recipe_fields
-
     content = [recipe_fields(recipe), SPECIAL, CHARACTERS, WORDS, CHAT_TEMPLATE]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 

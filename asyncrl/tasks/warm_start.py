@@ -22,7 +22,6 @@ The distribution moves by a total variation of 2e-4 to 6e-4 per token and step.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -35,44 +34,9 @@ from torch.nn import functional
 
 from asyncrl.rewards.functions import arithmetic
 from asyncrl.tasks.arithmetic import Problem, draw_problems, working
+from asyncrl.tasks.warm_start_recipe import RECIPE, WarmStart
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WarmStart:
-    """Everything that determines the built-in model. A cached model is keyed by its hash."""
-
-    hidden_size: int = 128
-    intermediate_size: int = 256
-    layers: int = 2
-    heads: int = 2
-    head_dim: int = 64
-    digits: tuple[int, int] = (2, 3)
-    steps: int = 600
-    """Optimizer steps."""
-    batch_size: int = 32
-    """Worked examples per step."""
-    learning_rate: float = 4e-3
-    """Peak; linear warm-up over `warmup_steps`, linear decay over the second half."""
-    warmup_steps: int = 30
-    beta2: float = 0.95
-    weight_decay: float = 0.01
-    clean_share: float = 0.75
-    """Share of the steps without slips."""
-    slip: float = 0.11
-    """Probability of a slip per column in the steps after that."""
-    seed: int = 2
-    dev_problems: int = 512
-    """Number of training-side problems on which the sampled accuracy is measured."""
-    expected: tuple[float, float] = (0.58, 0.78)
-    """Range of the sampled accuracy at the end. Below it, steps are added."""
-    extra_rounds: int = 3
-    """Most rounds of `extra_steps` that are added while the accuracy is below `expected`."""
-    extra_steps: int = 60
-    """Optimizer steps of one such round."""
-    version: int = 1
-    """Increased when a code change makes the same numbers lead to another model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +48,6 @@ class WarmStartResult:
     """At temperature 1, on problems of the training side."""
     seconds: float
     steps: int
-
-
-RECIPE = WarmStart()
 
 
 def warm_start(
@@ -261,8 +222,3 @@ def _prompt_ids(tokenizer: Any, problems: list[Problem]) -> list[list[int]]:
     ]
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return ids
-
-
-def recipe_fields(recipe: WarmStart) -> dict[str, Any]:
-    """The recipe as plain values, for its hash and for the record saved with the model."""
-    return dataclasses.asdict(recipe)

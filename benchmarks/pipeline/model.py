@@ -27,7 +27,7 @@ import numpy as np
 
 from asyncrl.tasks.arithmetic import Problem, working
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
-from asyncrl.tasks.warm_start import RECIPE, WarmStart
+from asyncrl.tasks.warm_start_recipe import RECIPE, WarmStart
 from benchmarks.policies_variety import Variety, teach
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.tasks.warm_start import WarmStart
+from asyncrl.tasks.warm_start_recipe import WarmStart
 
 TINY = WarmStart(
     hidden_size=32,

@@ -6,8 +6,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.bring_up import bring_up, timeline_file
@@ -23,6 +21,7 @@ from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.processes.shared_memory import exchange_directory
 from asyncrl.processes.spec import ChildSpec, GeneratorKeys
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.tasks.model_tokenizer import load_tokenizer
 from asyncrl.tasks.token_bytes import stop_rule
 from cache.place import CachePlace
 from engine.errors import EngineError, EngineStartError, RequestError
@@ -41,7 +40,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
     async with bring_up(spec, keys, to_generator.ToGenerator, GeneratorMetrics, _failure) as child:
         config, closing = child.config, child.closing
         with child.timeline.span(SpanKind.STARTING):
-            tokenizer = AutoTokenizer.from_pretrained(spec.model_path)
+            tokenizer = load_tokenizer(spec.model_path)
 
             def decode(tokens: list[int]) -> str:
                 return str(tokenizer.decode(tokens, skip_special_tokens=True))

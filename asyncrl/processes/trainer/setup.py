@@ -12,7 +12,7 @@ from asyncrl.processes.trainer.intake import Intake
 from asyncrl.processes.trainer.process import TrainerProcess
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
-from asyncrl.tasks.encoding import load_tokenizer
+from asyncrl.tasks.model_tokenizer import load_tokenizer
 from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind

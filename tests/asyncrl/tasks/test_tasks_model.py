@@ -20,7 +20,8 @@ from asyncrl.tasks.model import (
     ensure_builtin_model,
     resolve_model,
 )
-from asyncrl.tasks.warm_start import RECIPE, sampled_accuracy, warm_start
+from asyncrl.tasks.warm_start import sampled_accuracy, warm_start
+from asyncrl.tasks.warm_start_recipe import RECIPE
 
 
 @pytest.fixture(scope="module")

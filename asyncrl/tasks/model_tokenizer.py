@@ -1,0 +1,108 @@
+"""The model's tokenizer and the tokens that end its responses.
+
+`AutoTokenizer` and `GenerationConfig` import torch and all of transformers' model code, three
+seconds of a run's start in a process that needs neither. For the families below the tokenizer's
+class is known without them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ModelError
+
+_QWEN = {"Qwen2Tokenizer": "Qwen2Tokenizer", "Qwen2TokenizerFast": "Qwen2Tokenizer"}
+_GENERAL = {
+    "TokenizersBackend": "TokenizersBackend",
+    "PreTrainedTokenizerFast": "TokenizersBackend",
+}
+_CLASSES: dict[str, dict[str, str]] = {
+    "llama": _GENERAL,
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | _GENERAL,
+    "qwen3_moe": _QWEN | _GENERAL,
+}
+"""By `model_type` of config.json and `tokenizer_class` of tokenizer_config.json: the class that
+AutoTokenizer chooses. A test compares the two."""
+
+
+def load_tokenizer(model_path: str) -> Any:
+    """The model's tokenizer. Raises ModelError if there is none."""
+    try:
+        known = _known_class(Path(model_path))
+        if known is not None:
+            return known.from_pretrained(model_path)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(model_path)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"no tokenizer could be loaded from {model_path!r}: {_first_line(error)}. A model "
+            "directory needs tokenizer.json (or its older forms) and tokenizer_config.json next to "
+            "config.json; save both with tokenizer.save_pretrained(directory)."
+        ) from error
+
+
+def _known_class(directory: Path) -> Any:
+    """The tokenizer's class where it is known without AutoTokenizer, otherwise None."""
+    model = _settings(directory / "config.json")
+    tokenizer = _settings(directory / "tokenizer_config.json")
+    if "auto_map" in model or "auto_map" in tokenizer:
+        return None  # code of the model's own
+    if not (directory / "tokenizer.json").is_file():
+        return None
+    name = _CLASSES.get(str(model.get("model_type")), {}).get(str(tokenizer.get("tokenizer_class")))
+    if name is None:
+        return None
+    import transformers
+
+    return getattr(transformers, name)
+
+
+def model_stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a response, from the generation config and the tokenizer.
+
+    Raises:
+        ModelError: neither names one, so that a response could only end at the token limit.
+    """
+    found: set[int] = set()
+    configured = _configured_stop_tokens(model_path)
+    if isinstance(configured, int):
+        found.add(configured)
+    elif configured is not None:
+        found.update(configured)
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    if not found:
+        raise ModelError(
+            f"{model_path!r} names no end-of-sequence token, neither in generation_config.json nor "
+            'in its tokenizer; add "eos_token" to tokenizer_config.json'
+        )
+    return tuple(sorted(found))
+
+
+def _configured_stop_tokens(model_path: str) -> Any:
+    """`eos_token_id` of generation_config.json: an integer, a list or None."""
+    if Path(model_path).is_dir():
+        return _settings(Path(model_path) / "generation_config.json").get("eos_token_id")
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:  # a model without generation_config.json
+        return None
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """A JSON file's object; empty where there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]

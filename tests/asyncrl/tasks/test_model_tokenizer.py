@@ -1,0 +1,90 @@
+"""The model's tokenizer is the one that AutoTokenizer loads, at a fraction of the imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import AutoTokenizer
+
+from asyncrl.errors import ModelError
+from asyncrl.tasks.model import builtin_tokenizer
+from asyncrl.tasks.model_tokenizer import _CLASSES, load_tokenizer, model_stop_tokens
+
+KNOWN = [(family, name) for family, names in _CLASSES.items() for name in names]
+TEXT = "What is 12 + 7?  Compute.\n"
+
+
+def directory_of(path: Path, family: str, tokenizer_class: str) -> Path:
+    builtin = builtin_tokenizer()
+    if "Qwen" in tokenizer_class:
+        vocabulary = {chr(code): code - 32 for code in range(32, 127)} | {"\u0120": 95, "12": 96}
+        builtin = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=[("1", "2")])
+    builtin.save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"model_type": family}))
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = tokenizer_class
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.mark.parametrize(("family", "tokenizer_class"), KNOWN)
+def test_it_is_the_one_of_autotokenizer(tmp_path: Path, family: str, tokenizer_class: str) -> None:
+    path = directory_of(tmp_path, family, tokenizer_class)
+    ours, theirs = load_tokenizer(str(path)), AutoTokenizer.from_pretrained(path)
+    assert type(ours) is type(theirs)
+    assert type(ours).__name__ == _CLASSES[family][tokenizer_class]
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours(TEXT)["input_ids"] == theirs(TEXT)["input_ids"]
+    assert (ours.eos_token_id, ours.pad_token_id) == (theirs.eos_token_id, theirs.pad_token_id)
+    assert ours.chat_template == theirs.chat_template
+    assert ours.all_special_tokens == theirs.all_special_tokens
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_the_models_own_is_left_to_autotokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    path = directory_of(tmp_path, "llama", "TokenizersBackend")
+    settings = json.loads((path / file).read_text())
+    settings["auto_map"] = {"AutoTokenizer": ["mine.Tokenizer", None]}
+    (path / file).write_text(json.dumps(settings))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda _: "theirs")
+    assert load_tokenizer(str(path)) == "theirs"
+
+
+def test_stop_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(directory_of(tmp_path, "llama", "TokenizersBackend")))
+    own = tokenizer.eos_token_id
+    found = []
+    for stop in (None, 7, [9, 7], own):
+        transformers.GenerationConfig(eos_token_id=stop).save_pretrained(tmp_path)
+        found.append(model_stop_tokens(str(tmp_path), tokenizer))
+    (tmp_path / "generation_config.json").write_text("no JSON")
+    found.append(model_stop_tokens(str(tmp_path), tokenizer))
+    assert [set(ids) - {own} for ids in found] == [set(), {7}, {7, 9}, set(), set()]
+    assert all(own in ids for ids in found)
+    tokenizer.eos_token = None
+    with pytest.raises(ModelError, match="no end-of-sequence token"):
+        model_stop_tokens(str(tmp_path), tokenizer)
+
+
+def test_a_cached_model_and_its_task_are_found_without_importing_torch(tmp_path: Path) -> None:
+    script = f"""
+import sys
+import asyncrl.run.execute
+from asyncrl.tasks.config import TaskConfig
+from asyncrl.tasks.loading import load_task
+from asyncrl.tasks.model import ensure_builtin_model
+task = load_task(TaskConfig(train_size=4), {str(tmp_path)!r}, 0)
+print(len(task.train), sorted({{"torch", "numba"}} & sys.modules.keys()))
+"""
+    directory_of(tmp_path, "qwen3", "TokenizersBackend")
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["4", "[]"]
