@@ -20,7 +20,7 @@ from rich.text import Text
 
 from asyncrl.errors import AsyncrlError, Interrupted, UserError
 from asyncrl.package_guard import refuse_foreign_packages
-from asyncrl.run.advice import DEFAULT_RUNS, resume_command
+from asyncrl.run.command_lines import DEFAULT_RUNS, resume_command
 from asyncrl.simulation.command import simulate
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ import numbers
 from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -62,17 +61,6 @@ class JsonlWriter:
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class RetryingJsonlWriter:

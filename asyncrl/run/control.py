@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from asyncrl.errors import UserError
-from asyncrl.run.advice import command_for, resume_command
+from asyncrl.run.command_lines import command_for, resume_command
 from asyncrl.run.directory import is_alive, read_state
 from wire import Hub, Line, RunKey, Unreachable
 from wire.addresses import is_private

@@ -35,7 +35,7 @@ from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.identity import status_of
 from asyncrl.run import failed_starts
-from asyncrl.run.advice import command_for
+from asyncrl.run.command_lines import command_for
 from asyncrl.run.leftovers import clear_leftovers
 from asyncrl.run.resuming import find_resume_point
 from monitoring.errors import RecordError

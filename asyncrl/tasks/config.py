@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -12,9 +11,6 @@ from wire.limits import MAX_TOKENS, WEEK_SECONDS
 
 MAX_DIGITS = 6
 """Most digits of a summand of the built-in task."""
-
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-"""What a model or dataset id of the hub looks like, `name` or `owner/name`."""
 
 _DATASET_ONLY = ("path", "subset", "evaluation_path", "id_field", "map")
 

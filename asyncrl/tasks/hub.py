@@ -11,25 +11,26 @@ from __future__ import annotations
 import functools
 import http.client
 import os
+import re
 import sys
 import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
 
-from asyncrl.tasks.config import HUB_ID
-from asyncrl.tasks.nearby import near
+from asyncrl.suggestions import nearest_path
 
 PROBE_SECONDS = 10.0
 """Longest wait for the hub's answer, name resolution included."""
 
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE = ("1", "ON", "YES", "TRUE")
 
 
 def is_id(name: str) -> bool:
     """Whether this can be an id of the hub, `name` or `owner/name`."""
-    return HUB_ID.fullmatch(name) is not None
+    return _ID.fullmatch(name) is not None
 
 
 @functools.cache
@@ -60,7 +61,7 @@ def cached_model(name: str) -> Path | None:
 
 def not_found(name: str, setting: str, kind: str, reason: str) -> str:
     """The message for an id that is no local path and not in the cache, without the hub."""
-    hint = near(Path(name))
+    hint = nearest_path(Path(name))
     if not hint.startswith(" Did"):  # what an id looks like is rarely meant as a folder
         hint = ""
     return (

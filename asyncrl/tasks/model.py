@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ModelError
+from asyncrl.suggestions import nearest_path
 from asyncrl.tasks import hub
 from asyncrl.tasks.config import ModelConfig
-from asyncrl.tasks.nearby import near
 from asyncrl.tasks.warm_start_recipe import RECIPE, WarmStart, recipe_fields
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
         raise ModelError(
             f"model.path: there is no directory {path!r} (looked from {Path.cwd()}); give a HF "
             f"model directory, a hub id such as Qwen/Qwen3-0.6B, or {BUILTIN_ARITHMETIC!r}."
-            f"{near(directory)}"
+            f"{nearest_path(directory)}"
         )
     without_hub = hub.unusable()
     if without_hub is None:

@@ -12,9 +12,9 @@ from collections.abc import Generator
 from pathlib import Path
 
 from asyncrl.errors import DataError
+from asyncrl.suggestions import nearest_path
 from asyncrl.tasks import hub
 from asyncrl.tasks.jsonl import read_json_lines
-from asyncrl.tasks.nearby import near
 from asyncrl.tasks.rows import BadRow, Row, checked
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -57,7 +57,8 @@ def read_rows(
     looks_like_file = place.suffix in (*_JSON_LINES, _PARQUET)
     if looks_like_file or not hub.is_id(path):
         raise DataError(
-            f"{setting}: there is no dataset at {path} (looked from {Path.cwd()}).{near(place)}"
+            f"{setting}: there is no dataset at {path} (looked from {Path.cwd()})."
+            f"{nearest_path(place)}"
         )
     return _from_datasets(path, split, subset, setting, saved=False)
 

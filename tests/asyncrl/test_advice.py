@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from asyncrl.cli import app
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.run.advice import command_for, resume_command
+from asyncrl.run.command_lines import command_for, resume_command
 from asyncrl.run.control import ask
 from wire.messages import control
 

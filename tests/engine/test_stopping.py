@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stop_strings import end_by_looking
 
 from engine.stopping import StopRule
 from wire.limits import MAX_STOP_BYTES
@@ -15,14 +16,6 @@ from wire.limits import MAX_STOP_BYTES
 PIECES = ["a", "b", "ab", "ba", "aab", "", "é", "bé", "aabbaab", "x"]
 VOCABULARY = [piece.encode() for piece in PIECES] + [b"\xc3", b"\xa9", b"\xa9b"]
 """The last three are halves of é."""
-
-
-def ends_after(strings: list[str], tokens: list[int]) -> int | None:
-    for count in range(1, len(tokens) + 1):
-        text = b"".join(VOCABULARY[token] for token in tokens[:count])
-        if any(string.encode() in text for string in strings):
-            return count
-    return None
 
 
 @settings(deadline=None)  # the first call compiles
@@ -35,7 +28,7 @@ def test_a_response_ends_with_the_first_token_that_completes_a_string(
     strings: list[str], tokens: list[int], seed: int
 ) -> None:
     rule = StopRule.of(strings, VOCABULARY)
-    want = ends_after(strings, tokens)
+    want = end_by_looking(tokens, VOCABULARY, strings)
     assert rule.follow(rule.start, np.array(tokens, np.int64))[0] == want
     # The same in any division into parts, as an engine reports it.
     state, done, rng = rule.start, 0, random.Random(seed)

@@ -1,6 +1,7 @@
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import msgspec
 import numpy as np
@@ -51,7 +52,7 @@ def test_keys_of_another_version_are_ignored(tmp_path):
 def test_numbers_of_numpy_and_numbers_that_json_has_not(tmp_path):
     path = tmp_path / "m.jsonl"
     step = {"step": 3, "time": np.float32(0.5), "tokens": {"generated": np.int64(7)}}
-    with JsonlWriter(path) as writer:
+    with closing(JsonlWriter(path)) as writer:
         writer.append([step | {"mismatch": {"kl": float("nan"), "abs_mean": float("inf")}}])
     assert read_metrics(path) == [
         StepMetrics(step=3, time=0.5, tokens=TokenCounts(generated=7), mismatch=MismatchMetrics())

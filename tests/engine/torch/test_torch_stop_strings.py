@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch_cores
 from enumerated_policies import PIECES, STRINGS, rule_of
+from stop_strings import end_by_looking
 from tiny_models import VOCAB
 from torch_cores import joined, kept_of, run, tokens_of
 
@@ -46,12 +47,7 @@ def asked(i: int, **fields: Any) -> GenerateRequest:
 
 
 def end_of(tokens: Sequence[int]) -> int | None:
-    """After how many tokens the text has a stop string, by looking."""
-    for count in range(1, len(tokens) + 1):
-        text = b"".join(PIECES[token] for token in tokens[:count]).decode("utf-8", "replace")
-        if any(string in text for string in STRINGS):
-            return count
-    return None
+    return end_by_looking(tokens, PIECES, STRINGS)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from served_vllm import (
     provenance_of,
     tokens_of,
 )
+from stop_strings import end_by_looking
 
 from engine.protocol import GenerateRequest, TokenChunk
 from engine.stopping import StopRule
@@ -49,12 +50,7 @@ def asked(name: str, i: int, **changes: object) -> GenerateRequest:
 
 
 def end_of(tokens: Sequence[int]) -> int | None:
-    """After how many tokens the text has a stop string, by looking."""
-    for count in range(1, len(tokens) + 1):
-        text = b"".join(PIECES[token] for token in tokens[:count]).decode("utf-8", "replace")
-        if any(string in text for string in STRINGS):
-            return count
-    return None
+    return end_by_looking(tokens, PIECES, STRINGS)
 
 
 def test_responses_end_at_their_strings_generated_resumed_and_verified(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""Commands that messages advise: complete, so that a user can paste them."""
+"""Command lines that messages show: complete, so that a user can paste them."""
 
 from __future__ import annotations
 
