@@ -190,7 +190,7 @@ class _PlainView:
     def _still_running(self, view: RunView) -> str:
         text = f"{without_controls(view.phase)}, step {view.step}/{self._total_steps}"
         if view.waiting_for:
-            text += f", waiting for {without_controls(view.waiting_for)}"
+            text += f": {without_controls(view.waiting_for)}"
         return text
 
     def _line(self, text: str) -> None:

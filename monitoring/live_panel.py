@@ -157,7 +157,7 @@ def _foot(view: RunView) -> list[RenderableType]:
         return []
     return [
         Text(),
-        Text.assemble(("waiting for ", "yellow"), (_clean(view.waiting_for), "")),
+        Text.assemble(("waiting: ", "yellow"), (_clean(view.waiting_for), "")),
     ]
 
 

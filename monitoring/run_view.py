@@ -39,7 +39,7 @@ class RunView:
     accuracy_before: float | None = None
     """Held-out accuracy before the first step, 0 to 1."""
     waiting_for: str | None = None
-    """What the run needs before it can continue; None while nothing holds it up."""
+    """What the run needs before it can continue, a clause; None while nothing holds it up."""
 
     @property
     def draft_acceptance(self) -> float | None:

@@ -38,7 +38,7 @@ class Watchdog:
         """
         deaths = self._fleet.deaths()
         for worker, reason in deaths:
-            self._progress.say(f"{worker.name} {reason}\n{worker.handle.log_tail()}")
+            self._progress.say(_what_died(worker, reason))
             self._progress.died("trainer" if worker.is_trainer else "generator")
             if worker.is_trainer:
                 await self._trainer_restarts.replace(worker, reason)
@@ -58,3 +58,10 @@ class Watchdog:
                 f"({self._fleet.max_restarts}) does not allow another; its last words:\n"
                 f"{worker.handle.log_tail()}"
             )
+
+
+def _what_died(worker: Worker, reason: str) -> str:
+    """What died and why, and the end of its log without the lines that the reason quotes."""
+    quoted = set(reason.splitlines())
+    lines = [line for line in worker.handle.log_tail().splitlines() if line not in quoted]
+    return "\n".join([f"{worker.name} {reason}", *lines])

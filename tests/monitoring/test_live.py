@@ -28,7 +28,7 @@ FULL = RunView(
     samples_queued=8,
     eta_seconds=132,
     accuracy_before=0.664,
-    waiting_for="3 of 16 groups of step 30",
+    waiting_for="step 30 waits for 3 samples",
 )
 
 NOT_A_NUMBER = StepMetrics(step=98, time=0.0, learning=LearningMetrics(reward_mean=float("nan")))
@@ -82,7 +82,7 @@ def test_a_log_file_never_looks_dead():
     clock.now = 31.0
     view.update(FULL)
     assert stream.getvalue().splitlines()[lines:] == [
-        "demo: training, step 30/60, waiting for 3 of 16 groups of step 30"
+        "demo: training, step 30/60: step 30 waits for 3 samples"
     ]
 
 
@@ -124,7 +124,7 @@ def test_a_terminal_gets_a_panel_with_everything_in_it():
     for words in (
         "demo", "training", "step 30 of 60", "2 min 12 s", "0.72", "▁▇█", "7,512", "at most 1",
         "81%", "share of tokens 44%", "64 running  12 held  8 queued", "4%", "37%", "66.4%",
-        "waiting for 3 of 16 groups of step 30",
+        "waiting: step 30 waits for 3 samples",
     ):  # fmt: skip
         assert words in text
     assert "checkpoint written [red]" in shown

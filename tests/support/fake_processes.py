@@ -22,6 +22,7 @@ class FakeHandle:
     spec: ChildSpec
     code: int | None = None
     ended: list[str] = field(default_factory=list)
+    log: str = ""
 
     def exit_code(self) -> int | None:
         return self.code
@@ -31,7 +32,7 @@ class FakeHandle:
         self.code = -9 if by_force else 0
 
     def log_tail(self, lines: int = 12) -> str:
-        return f"the log of {self.spec.name}"
+        return self.log or f"the log of {self.spec.name}"
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -148,7 +149,14 @@ class CoreProcess:
     def _on_exit(self) -> None:
         self._unwatch()
         self.died.set()
-        self.fail(self.failure("vLLM's engine core has died"))
+        self.fail(self.failure(f"vLLM's engine core {self._how_it_ended()}"))
+
+    def _how_it_ended(self) -> str:
+        processes = self.vllm.llm.engine_core.resources.engine_manager.processes
+        codes = [code for one in processes if (code := one.exitcode) is not None]
+        if codes and codes[0] < 0:
+            return f"was killed by signal {-codes[0]} ({signal.strsignal(-codes[0])})"
+        return f"ended with exit code {codes[0]}" if codes else "has died"
 
     def _unwatch(self) -> None:
         loop = asyncio.get_running_loop()

@@ -126,6 +126,17 @@ def test_the_watchdog_replaces_a_generator() -> None:
     ]
 
 
+def test_lines_of_the_log_that_the_reason_quotes_are_not_repeated() -> None:
+    run = Deaths()
+    run.fleet.cut_off("generator-1", "the engine failed; its log:\nno memory")
+    run.hub.launcher.handles["generator-1"].log = "started\nno memory"
+    assert run.kill("generator-1")
+    assert run.said[0].splitlines() == [
+        *("generator-1 was killed by SIGKILL: the engine failed; its log:", "no memory"),
+        "started",
+    ]
+
+
 def test_a_run_ends_with_its_last_generator() -> None:
     run = Deaths()
     run.kill("generator-0")  # replaced
