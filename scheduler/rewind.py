@@ -106,9 +106,8 @@ class Rewind:
     def _return_to(self, version: int) -> None:
         state = self._state
         are_gone = version < state.published
-        for step in range(
-            state.step, version
-        ):  # trained, but the trainer was lost before it said so
+        # These were trained, but the trainer was lost before it said so.
+        for step in range(state.step, version):
             state.ledger.consume(step, state.ledger.membership(step) or ())
         state.ledger.rewind(version)
         state.published = state.next_undeclared = version

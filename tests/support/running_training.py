@@ -102,4 +102,4 @@ class Run:
 
     async def report(self) -> None:
         stats = EngineStats(kv_used=0.25)
-        await self.inbox.handle(G, fg.GeneratorReport(G, stats, 0, 0, 0))
+        await self.inbox.handle(G, fg.GeneratorReport(G, stats, held=0, rewards_waiting=0))
