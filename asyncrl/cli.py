@@ -7,8 +7,10 @@ Commands import what they need when they are called, so that `--help` is quick.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +24,7 @@ from asyncrl.errors import AsyncrlError, Interrupted, UserError
 from asyncrl.package_guard import refuse_foreign_packages
 from asyncrl.run.command_lines import DEFAULT_RUNS, resume_command
 from asyncrl.simulation.command import simulate
+from monitoring.wording import without_controls
 
 if TYPE_CHECKING:
     from wire.messages import control
@@ -81,7 +84,7 @@ def run(
     resume = resume or resume_from is not None
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
-    console = Console(markup=False)
+    console = _Console(markup=False)
     from asyncrl.run.execute import execute
     from asyncrl.run.prepare import prepare
 
@@ -164,7 +167,7 @@ def evaluate(
     """
     from asyncrl.evaluation.command import evaluate_model, resolve_target
 
-    console = Console(markup=False)
+    console = _Console(markup=False)
     config, model = resolve_target(target, config_file, overrides or [], runs, console)
     accuracy = evaluate_model(config, model, console)
     console.print(
@@ -243,7 +246,11 @@ def main() -> None:
 
 
 def _main() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PlainFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal or log that is not UTF-8
+        sys.stdout.reconfigure(errors="replace")
     sys.path.insert(0, str(Path.cwd()))  # so that `my_rewards:function` is found
     from engine.errors import EngineError
     from monitoring.errors import MonitoringError
@@ -262,8 +269,27 @@ def _main() -> None:
         _exit(error, AsyncrlError.exit_code)
 
 
+class _Console(Console):
+    """Prints while somebody reads: a pipe that is closed (`| head`) does not end a run."""
+
+    def on_broken_pipe(self) -> None:
+        """Discard what is printed from now on, instead of ending the process."""
+        self.quiet = True
+        discarded = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(discarded, sys.stdout.fileno())
+        os.close(discarded)
+
+
+class _PlainFormatter(logging.Formatter):
+    """Lines without terminal escapes: a warning may quote a downloaded data set."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        return without_controls(super().format(record))
+
+
 def _exit(error: Exception, code: int) -> None:
-    message = f"[bold red]error:[/] {escape(str(error))}"
+    message = f"[bold red]error:[/] {escape(without_controls(str(error)))}"
     Console(stderr=True).print(message, highlight=False, soft_wrap=True)
     sys.exit(code)
 

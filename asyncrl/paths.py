@@ -8,6 +8,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
+_MAX_NAME = 255
+"""Bytes of a file's or folder's name that Linux allows."""
+
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -19,7 +22,7 @@ def expand(path: str) -> str:
 
     Raises:
         ValueError: a variable or a user does not exist, a dollar sign is no part of `${NAME}`, or
-            the path has a NUL character.
+            the path has a NUL character or a name that is too long for any file system.
     """
     if "\0" in path:
         raise ValueError("a path cannot contain a NUL character")
@@ -33,6 +36,8 @@ def expand(path: str) -> str:
         if expanded.startswith("~"):
             user = expanded.partition("/")[0]
             raise ValueError(f"{user} is no user of this machine; write ./{user} for a file")
+    if max(len(name.encode(errors="replace")) for name in expanded.split("/")) > _MAX_NAME:
+        raise ValueError(f"a file or folder name has at most {_MAX_NAME} bytes")
     return expanded
 
 

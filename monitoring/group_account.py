@@ -77,10 +77,15 @@ def read_account(run: Path) -> GroupAccount:
     Raises:
         RecordError: a record cannot be read.
         OSError: there is no config.yaml.
-        KeyError: config.yaml has no `scheduler.groups_per_step`.
+        ValueError: config.yaml is not YAML, or has no `scheduler.groups_per_step`.
     """
-    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    return account_of(read_metrics(run / "metrics.jsonl"), config["scheduler"]["groups_per_step"])
+    path = run / "config.yaml"
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        groups_per_step = int(config["scheduler"]["groups_per_step"])
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ValueError(f"{path} does not say scheduler.groups_per_step") from error
+    return account_of(read_metrics(run / "metrics.jsonl"), groups_per_step)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -90,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     try:
         account = read_account(Path(arguments[0]))
-    except (RecordError, OSError, KeyError) as error:
+    except (RecordError, OSError, ValueError) as error:
         print(f"error: cannot read the groups of {arguments[0]}: {error}", file=sys.stderr)
         return 2
     print(f"trained on: {account.trained} groups, each once: {'no' if account.twice else 'yes'}")

@@ -104,6 +104,7 @@ class LocalLauncher:
             "MKL_NUM_THREADS": str(spec.threads),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
+            "TQDM_DISABLE": "1",  # a bar in a log that a full disk does not take ends a process
             MARK_VARIABLE: self._records.mark,
         }
         if self._plan is not None:

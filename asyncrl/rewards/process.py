@@ -130,14 +130,15 @@ class WorkerProcess:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
+                self._process.send_signal(signal.SIGCONT)  # it may be suspended
 
     async def kill(self) -> None:
-        """End the process and everything it has started. Idempotent."""
-        self.terminate()
-        process, self._process = self._process, None
+        """End the process and everything it has started. Idempotent, also if it is cancelled."""
+        process = self._process
         if process is None:
             return
         if process.returncode is None:
+            self.terminate()
             try:
                 async with asyncio.timeout(_END_SECONDS):
                     await process.wait()
@@ -150,6 +151,7 @@ class WorkerProcess:
             group = ControlGroup.of(process.pid)
             if group is not None:
                 await asyncio.to_thread(group.kill, KILL_SECONDS)
+        self._process = None
         if process.stdin is not None:
             process.stdin.close()
         os.close(self._status)

@@ -62,5 +62,8 @@ def _must_return(what: str, result: Any) -> str:
     if inspect.isawaitable(result):
         shown = f"{type(result).__name__}; declare the function with `async def`"
     else:
-        shown = f"{type(result).__name__}: {reprlib.repr(result)}"
+        try:
+            shown = f"{type(result).__name__}: {reprlib.repr(result)}"
+        except Exception:  # noqa: BLE001 - the user's own __repr__, or an int of 4,301 digits
+            shown = f"{type(result).__name__} that cannot be printed"
     return f"a reward must return {what}, got {shown}"

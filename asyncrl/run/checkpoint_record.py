@@ -33,7 +33,7 @@ class CheckpointRecord:
         if self._failed is None or self._failed.cause != message.cause:
             self._say(
                 f"{message.reason}. Training continues; the next attempt is after step "
-                f"{message.retry_version}, the newest checkpoint is {self._newest()}"
+                f"{message.retry_version} or at the end of the run; {self._newest()}"
             )
         self._failed = message
 
@@ -45,12 +45,14 @@ class CheckpointRecord:
         why = "the trainer ended without saving it; see logs/trainer.log"
         if self._failed is not None:
             why = self._failed.reason
+        place = "from the first step" if newest is None else "from there"
         return (
-            f"the last state of the run, after step {steps}, is not saved: {why}. The newest "
-            f"checkpoint is {self._newest()}; once checkpoints can be written, continue from there "
-            "with --resume"
+            f"the last state of the run, after step {steps}, is not saved: {why}; "
+            f"{self._newest()}. Once checkpoints can be written, continue {place} with --resume"
         )
 
     def _newest(self) -> str:
         newest = newest_complete(self._directory)
-        return "none" if newest is None else f"that of step {newest}"
+        if newest is None:
+            return "there is no checkpoint yet"
+        return f"the newest checkpoint is that of step {newest}"

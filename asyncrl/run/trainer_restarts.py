@@ -146,7 +146,7 @@ class TrainerRestarts:
         code = lost.handle.exit_code()
         if not self._fleet.lineage and not lost.is_ready and code is not None and code >= 0:
             raise RunFailed(
-                f"the trainer {reason} before it was ready; its last words:\n"
+                f"before it was ready, the trainer {reason}; its last words:\n"
                 f"{lost.handle.log_tail()}"
             )
         step = self._training.trained_steps

@@ -111,21 +111,23 @@ class _MapProcess:
 
     def load(self) -> None:
         """Wait until the function is loaded. Raises DataError."""
-        answer = self.answer(IMPORT_SECONDS, f"task.map {self._name!r}, while it was imported,")
+        who = f"task.map {self._name!r}, while it was imported,"
+        answer = self.answer(IMPORT_SECONDS, who, limit="a fixed limit")
         if isinstance(answer, Refused):
             raise DataError(answer.message)
         if not isinstance(answer, Loaded):
             raise DataError(f"task.map {self._name!r} wrote to its process's pipes")
 
-    def answer(self, seconds: float, who: str) -> Answer:
-        """The next answer within `seconds`; `who` begins the message of a DataError."""
+    def answer(
+        self, seconds: float, who: str, *, limit: str = "task.map_timeout_seconds"
+    ) -> Answer:
+        """The next answer within `seconds`. A DataError begins with `who` and names `limit`."""
         deadline = time.monotonic() + seconds
         while (frame := self._whole_frame()) is None:
             remaining = deadline - time.monotonic()
             if remaining <= 0 or not select.select([self._output], [], [], remaining)[0]:
                 raise DataError(
-                    f"{who} did not return within {seconds:g} s (task.map_timeout_seconds); its "
-                    "process was killed"
+                    f"{who} did not return within {seconds:g} s ({limit}); its process was killed"
                 )
             chunk = os.read(self._output, _CHUNK)
             if not chunk:
@@ -159,6 +161,7 @@ class _MapProcess:
     def _end(self) -> None:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)  # the supervisor kills what is below it
+            self._process.send_signal(signal.SIGCONT)  # it may be suspended
             try:
                 self._process.wait(_END_SECONDS)
             except subprocess.TimeoutExpired:

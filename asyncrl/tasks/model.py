@@ -81,9 +81,19 @@ def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/asyncrl`, by default `~/.cache/asyncrl`."""
+    """`$XDG_CACHE_HOME/asyncrl`, by default `~/.cache/asyncrl`.
+
+    Raises:
+        ModelError: this user has no home folder.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "asyncrl"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "asyncrl"
+    except RuntimeError as error:  # neither HOME nor an entry of this user in /etc/passwd
+        raise ModelError(
+            "the built-in model cannot be cached: this user has no home folder; set XDG_CACHE_HOME "
+            "to a writable folder"
+        ) from error
 
 
 def ensure_builtin_model(

@@ -162,6 +162,8 @@ def _identity(values: dict[str, Any], name: str) -> str:
 
 def _column(values: dict[str, Any], name: str, setting: str) -> Any:
     value = values.get(name)
+    if value is None and name in values:
+        raise _UnusableError(f"its {name!r} ({setting}) is null")
     if value is None:
         there = shortened(", ".join(repr(key) for key in values)) or "none"
         raise _UnusableError(

@@ -12,7 +12,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from asyncrl.errors import DataError
-from asyncrl.suggestions import nearest_path
+from asyncrl.suggestions import nearest_path, shortened
 from asyncrl.tasks import hub
 from asyncrl.tasks.jsonl import read_json_lines
 from asyncrl.tasks.rows import BadRow, Row, checked
@@ -54,6 +54,11 @@ def read_rows(
         if place.suffix in (*_JSON_LINES, _PARQUET):
             raise DataError(f"{setting}: {place} is a folder; give the file in it")
         return _from_datasets(str(place), split, subset, setting, saved=_is_saved(place))
+    if place.exists():
+        raise DataError(
+            f"{setting}: {place} is neither a file nor a folder; write what a pipe or device gives "
+            "to a .jsonl file first"
+        )
     looks_like_file = place.suffix in (*_JSON_LINES, _PARQUET)
     if looks_like_file or not hub.is_id(path):
         raise DataError(
@@ -102,10 +107,10 @@ def _from_datasets(
                 loaded = loaded[split]
         else:
             loaded = datasets.load_dataset(path, subset, split=split)
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # whatever a builder or a decompressor raises on a damaged file
         if without_hub is not None:
             raise DataError(hub.not_found(path, setting, "file or folder", without_hub)) from error
-        reason = str(error).strip().split("\n", 1)[0]
+        reason = shortened(str(error).strip().split("\n", 1)[0]) or type(error).__name__
         raise DataError(
             f"{setting}: the dataset {path!r} (split {split!r}, subset {subset!r}) cannot be "
             f"loaded: {reason}"

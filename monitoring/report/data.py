@@ -161,7 +161,7 @@ def _load_config(path: Path, data: RunData) -> None:
     except FileNotFoundError:
         data.notes.append("config.yaml is missing, so the run's settings are not shown.")
         return
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         data.notes.append(f"config.yaml cannot be read: {error}")
         return
     if isinstance(parsed, Mapping):

@@ -60,3 +60,12 @@ def test_a_run_is_checked_by_its_folder(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.endswith("lost: 1 [4]\ntwice: 1 [3]\n")
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["scheduler: {}", "[]", "{", "9" * 6_000, "[" * 100_000])
+def test_a_folder_without_a_usable_configuration_is_misuse(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    assert main([str(tmp_path)]) == 2
+    assert "does not say scheduler.groups_per_step" in capsys.readouterr().err

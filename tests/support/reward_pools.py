@@ -32,6 +32,11 @@ def alive(pid: int) -> bool:
     return state not in "ZX"
 
 
+def parent_of(pid: int) -> int:
+    """The process id of a process's parent; a reward worker's is its supervisor."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
 async def until_gone(pid: int) -> None:
     """Wait until a process has ended."""
     async with asyncio.timeout(20):

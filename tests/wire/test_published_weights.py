@@ -202,6 +202,18 @@ def test_too_little_memory_is_said_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("call", ["unlink", "open"])
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, call, read_only)
+    with pytest.raises(PublishError, match=r"cannot create .*: Read-only file system; .* need a f"):
+        WeightPublisher(tmp_path, "run").publish(_weights(0.0), 0)
+
+
 def test_files_of_a_killed_run_are_replaced(tmp_path: Path) -> None:
     planted = tmp_path / "asyncrl-run-weights-0"
     victim = tmp_path / "victim"

@@ -170,12 +170,15 @@ def published(
 
 def _slot(path: Path, specs: tuple[TensorSpec, ...], nbytes: int, *, of: int) -> _Slot:
     """Create one of `of` files with all its memory reserved, marked as being written."""
-    # A killed run of this id may have left a file. O_EXCL refuses to follow a planted link.
-    path.unlink(missing_ok=True)
     try:
+        # A killed run of this id may have left a file. O_EXCL refuses to follow a planted link.
+        path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        raise PublishError(f"cannot create {path}: {error}") from error
+        raise PublishError(
+            f"cannot create {path}: {error.strerror}; published weights need a folder in memory "
+            f"that this user can write: {path.parent}"
+        ) from error
     try:
         # Reserve now: running out of memory during a copy would be a SIGBUS.
         os.posix_fallocate(descriptor, 0, nbytes)

@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from reward_pools import alive, running, until_gone
+from reward_pools import alive, parent_of, running, until_gone
 
-from asyncrl.errors import RewardFailed
+from asyncrl.errors import RewardFailed, RewardTimeout
 from asyncrl.rewards.cgroup import SWITCH
 from asyncrl.rewards.output import BURST_BYTES
+from asyncrl.rewards.process import _END_SECONDS
 
 SOURCE = '''
 import os, signal, struct, subprocess, sys, time
@@ -161,6 +162,39 @@ asyncio.run(main())
         generator.send_signal(signal.SIGKILL)
     asyncio.run(until_gone(worker))
     asyncio.run(until_gone(left))
+
+
+@pytest.mark.usefixtures("control_groups")
+def test_a_suspended_supervisor_ends_at_once_with_all_below_it(
+    source: Path, tmp_path: Path
+) -> None:
+    async def check() -> float:
+        row = {"pids": str(tmp_path / "pids")}
+        async with running({"name": f"{source}:score"}) as pool:
+            worker = int((await pool.score("", "pid", row)).value)
+            assert (await pool.score("", "daemon", row)).value == 1.0
+            os.kill(parent_of(worker), signal.SIGSTOP)
+            began = time.monotonic()
+        assert not alive(worker)
+        assert not alive(int((tmp_path / "pids").read_text()))
+        return time.monotonic() - began
+
+    assert asyncio.run(check()) < _END_SECONDS / 2
+
+
+def test_a_closed_pool_has_no_process_that_was_being_killed(source: Path, tmp_path: Path) -> None:
+    async def check() -> None:
+        row = {"began": str(tmp_path / "began"), "go": str(tmp_path / "never")}
+        async with running({"name": f"{source}:score"}, timeout_seconds=0.3) as pool:
+            worker = int((await pool.score("", "pid", row)).value)
+            supervisor = parent_of(worker)
+            with pytest.raises(RewardTimeout):
+                await pool.score("", "wait", row)
+        assert not alive(worker)
+        with pytest.raises(ProcessLookupError):  # it has also been reaped
+            os.kill(supervisor, 0)
+
+    asyncio.run(check())
 
 
 @pytest.mark.usefixtures("control_groups")

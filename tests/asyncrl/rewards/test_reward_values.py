@@ -57,6 +57,7 @@ def test_any_number_is_a_reward(result: Any) -> None:
         (1e39, "not_finite", "float32 (at most 3.4e38), got 1e+39"),
         (-1e300, "not_finite", "got -1e+300"),
         (10**400, "not_finite", "must return a finite number, got int: 1000"),
+        pytest.param(10**5000, "not_finite", "got int that cannot be printed", id="long int"),
         (float("nan"), "not_finite", "got nan"),
         (None, "not_a_number", "got NoneType: None"),
         ("1.0", "not_a_number", "got str: '1.0'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ BAD_LINES = {
     "a long line": (b'{"prompt": "' + b"x" * MAX_ROW_BYTES + b'"}', "longer than 16 MiB"),
     "no object": (b"[1]", "this one is a list"),
     "no field": (b'{"prompt": "x"}', "has no 'answer'"),
+    "null": (b'{"prompt": null, "answer": 1}', r"its 'prompt' \(task.prompt_field\) is null"),
     "empty prompt": (b'{"prompt": " ", "answer": 1}', "prompt is empty"),
 }
 
@@ -182,3 +184,18 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path, content: bytes) -> None:
             load(path, on_bad_row=mode)
         except DataError as error:
             assert "q.jsonl" in str(error)  # noqa: PT017 - not every content is refused
+
+
+def test_folders_and_places_that_cannot_be_read_are_one_sentence(tmp_path: Path) -> None:
+    folder, pipe = tmp_path / "damaged", tmp_path / "q.jsonl"
+    folder.mkdir()
+    (folder / "train.jsonl.gz").write_bytes(b"\x1f\x8b\x08" + b"x" * 100)
+    os.mkfifo(pipe)
+    for path, message in (
+        (folder, "task.path: the dataset .*damaged.* cannot be loaded: "),
+        (pipe, "task.path: .*q.jsonl is neither a file nor a folder"),
+        (Path("/dev/null"), "task.path: /dev/null is neither a file nor a folder"),
+    ):
+        with pytest.raises(DataError, match=message) as caught:
+            load(path)
+        assert len(str(caught.value)) < 600

@@ -98,6 +98,16 @@ def test_cache_directory_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_cache_dir() == Path.home() / ".cache" / "asyncrl"
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ModelError, match="set XDG_CACHE_HOME"):
+        default_cache_dir()
+
+
 def test_resolve_model(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model(ModelConfig(path=str(tiny_model)), None) == str(tiny_model)
     monkeypatch.setattr("asyncrl.tasks.model.ensure_builtin_model", lambda *_: tmp_path)

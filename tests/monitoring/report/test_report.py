@@ -202,6 +202,13 @@ def test_unreadable_files_are_named_and_the_rest_is_shown(tmp_path):
     assert "generator-0" in read
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 6_000])
+def test_a_configuration_of_any_text_is_noted(tmp_path, text):
+    run = make_run(tmp_path / "r", steps=1)
+    (run / "config.yaml").write_text(text)
+    assert "config.yaml cannot be read" in words(write_report(run).read_text())
+
+
 def hostile_run(folder, nasty):
     """A run in which every text is hostile."""
     config = {"run": {"name": nasty, "steps": nasty}, "trainer": {"algorithm": nasty}}

@@ -1,0 +1,65 @@
+"""What the command line prints, whatever the text and the terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl import cli
+
+
+def printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> str:
+    """What a command that is refused writes to standard error."""
+    monkeypatch.setattr(sys, "argv", ["asyncrl", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_errors_print_no_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text('trainer: {"\\e[2J\\e]0;owned\\a": 1}\n')
+    text = printed(capsys, monkeypatch, "run", str(file))
+    assert "trainer.[2J]0;owned: there is no such key" in text
+    assert [char for char in text if char != "\n" and not char.isprintable()] == []
+
+
+def test_an_output_that_cannot_show_every_character_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    monkeypatch.setattr(cli, "app", lambda: print("0.25 ± 0.4", flush=True))
+    cli.main()
+    assert output.getvalue() == b"0.25 ? 0.4\n"
+
+
+def test_a_pipe_that_is_closed_ends_nothing() -> None:
+    program = (
+        "import os, sys\n"
+        "from asyncrl import cli\n"
+        "def app():\n"
+        "    console = cli._Console()\n"
+        "    for _ in range(3):\n"
+        "        console.print('x' * 3000)\n"
+        "    print('the end', file=sys.stderr)\n"
+        "cli.app = app\n"
+        "cli.main()\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"the end\n")
