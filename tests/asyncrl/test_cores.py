@@ -113,3 +113,4 @@ def test_the_launcher_pins_each_process_to_its_core(tmp_path: Path, own_cores: s
         environment = _environment(process._process.pid)
         process._process.wait(timeout=60)
         assert f"{HELPER_CORES}={helpers}" in environment
+        assert "TQDM_DISABLE=1" in environment  # a full disk would not take its log
