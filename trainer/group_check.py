@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from trainer.errors import BatchError
 
 _ROUNDING = 1e-3
 """How far above 0 rounding may take a log-probability, in nats."""
+_LAST_PROVENANCE = int(max(Provenance))
 
 
 def check_group(
@@ -68,18 +70,20 @@ def check_trajectory(trajectory: Trajectory, vocab_size: int, version: int) -> N
     if not len(trajectory.prompt_tokens) or not len(trajectory.tokens):
         raise BatchError(f"{name}: an empty prompt or response")
     for tokens in (trajectory.prompt_tokens, trajectory.tokens):
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
+        first, last = tokens.min(), tokens.max()
+        if first < 0 or last >= vocab_size:
             raise BatchError(
                 f"{name}: token ids must lie in [0, {vocab_size}), "
-                f"got {tokens.min()} to {tokens.max()}: is the engine serving another model?"
+                f"got {first} to {last}: is the engine serving another model?"
             )
-    if not np.isfinite(trajectory.behaviour_logprobs).all():
+    lowest, highest = trajectory.behaviour_logprobs.min(), trajectory.behaviour_logprobs.max()
+    if not (math.isfinite(lowest) and math.isfinite(highest)):  # a NaN is both
         raise BatchError(f"{name}: behaviour log-probabilities not finite")
-    highest = trajectory.behaviour_logprobs.max()
     if highest > _ROUNDING:
         raise BatchError(f"{name}: a behaviour log-probability of {highest:.3g} is above 0")
-    if trajectory.provenance.max() > max(Provenance):
-        raise BatchError(f"{name}: {trajectory.provenance.max()} is no provenance of a token")
+    provenance = trajectory.provenance.max()
+    if provenance > _LAST_PROVENANCE:
+        raise BatchError(f"{name}: {provenance} is no provenance of a token")
     _check_segments(trajectory, name)
     newest = trajectory.segments[-1].policy_version
     if newest > version:

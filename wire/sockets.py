@@ -4,7 +4,8 @@ Both need keys (`wire.keys`): every connection is encrypted and authenticated, a
 peer is bound to a key.
 Each end sends and receives msgspec structs of one direction. A frame that is not an accepted
 message is refused: `Refusals` counts it, logs it, and cuts off a peer that keeps sending such
-frames. `receive` never raises because of what a peer sent.
+frames. `receive` never raises because of what a peer sent. Long messages travel in parts
+(`wire.parts`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from wire.decoding import FrameDecoder, FrameRefused, Reason
 from wire.errors import NoReply, Unreachable
 from wire.handshakes import HandshakeWatch
 from wire.keys import HubKeys, LineKeys
+from wire.parts import join, split
 from wire.refusals import Refusals
 
 In = TypeVar("In")
@@ -53,7 +55,7 @@ class Hub(Generic[In]):
         incoming: union of the message types that peers may send.
         refusals: of this socket.
         max_bytes: length of the longest message that is accepted. ZeroMQ closes the connection of
-            a peer that announces a longer one, before it allocates memory for it.
+            a peer that announces a longer part, before it allocates memory for it.
         queued: messages that may wait in each direction, for each peer.
     """
 
@@ -80,6 +82,7 @@ class Hub(Generic[In]):
         self._handshakes = HandshakeWatch(self._socket, self.refusals)
         self._socket.bind(address)
         self._received = 0
+        self._max_bytes = max_bytes
         self._decoder: FrameDecoder[In] = FrameDecoder(incoming, max_bytes=max_bytes)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -91,7 +94,8 @@ class Hub(Generic[In]):
         """
         try:
             await self._socket.send_multipart(
-                [self._keys.identity_of(peer), self._encoder.encode(message)], flags=zmq.NOBLOCK
+                [self._keys.identity_of(peer), *split(self._encoder.encode(message))],
+                flags=zmq.NOBLOCK,
             )
         except zmq.ZMQError as error:
             raise Unreachable(
@@ -114,14 +118,9 @@ class Hub(Generic[In]):
                 self.refusals.drop(peer)
                 continue
             try:
-                return peer, self._decode(parts)
+                return peer, self._decoder.decode(join(parts[1:], max_bytes=self._max_bytes))
             except FrameRefused as error:
                 self.refusals.refuse(peer, error)
-
-    def _decode(self, parts: list[bytes]) -> In:
-        if len(parts) != 2:
-            raise FrameRefused(Reason.PARTS, f"{len(parts) - 1} parts instead of 1")
-        return self._decoder.decode(parts[1])
 
     def close(self) -> None:
         """Close the socket; queued messages are still sent for at most a second."""
@@ -160,7 +159,9 @@ class Line(Generic[In]):
             Unreachable: the queue is full.
         """
         try:
-            await self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
+            await self._socket.send_multipart(
+                split(self._encoder.encode(message)), flags=zmq.NOBLOCK
+            )
         except zmq.ZMQError as error:
             raise Unreachable(
                 f"{type(message).__name__} could not be queued for {self._address}: "
@@ -172,9 +173,7 @@ class Line(Generic[In]):
         while True:
             parts = await self._socket.recv_multipart()
             try:
-                if len(parts) != 1:
-                    raise FrameRefused(Reason.PARTS, f"{len(parts)} parts instead of 1")
-                return self._decoder.decode(parts[0])
+                return self._decoder.decode(join(parts, max_bytes=LINE_BYTES))
             except FrameRefused as error:
                 self.refusals.refuse(self._address, error)
                 await asyncio.sleep(0)

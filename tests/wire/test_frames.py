@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
 
 from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from wire.frames import decode_tokens, decode_trajectory, encode_tokens, encode_trajectory
+from wire.frames import (
+    DIGEST_BYTES,
+    decode_tokens,
+    decode_trajectory,
+    digest_of,
+    encode_tokens,
+    encode_trajectory,
+)
 from wire.messages.data import TrajectoryDelivery
 
 
@@ -42,6 +51,41 @@ def test_a_trajectory_survives_the_wire() -> None:
         assert decoded.dtype == expected.dtype
         assert not decoded.flags.writeable
         np.testing.assert_array_equal(decoded, expected)
+
+
+def test_arrays_are_not_copied() -> None:
+    """Copies of long arrays cost more than their encryption (benchmarks.delivery)."""
+    before = trajectory()
+    sent = encode_trajectory(before, reward=0.0, step=0)
+    body = msgspec.msgpack.encode(sent)
+    after = decode_trajectory(msgspec.msgpack.decode(body, type=TrajectoryDelivery))
+    whole = np.frombuffer(body, np.uint8)
+    for name in ("tokens", "behaviour_logprobs", "topk_ids", "topk_logprobs", "provenance"):
+        assert np.shares_memory(np.asarray(getattr(sent, name)), getattr(before, name))
+        assert np.shares_memory(whole, getattr(after, name))
+
+
+def test_arrays_of_another_layout_are_sent_as_the_wire_has_them() -> None:
+    before = trajectory()
+    other = replace(
+        before,
+        tokens=before.tokens.astype(">i4"),
+        topk_logprobs=np.asfortranarray(before.topk_logprobs, np.float64),
+    )
+    assert encode_trajectory(other, reward=0.5, step=4) == delivery()
+
+
+def test_the_digest_is_of_the_trajectory_only() -> None:
+    sent = delivery()
+    digest = digest_of(sent)
+    assert len(digest) == DIGEST_BYTES
+    assert digest == digest_of(msgspec.structs.replace(sent, step=9, reward=3.0, lineage=1))
+    bytes_moved = msgspec.structs.replace(
+        sent,
+        prompt_tokens=memoryview(bytes(sent.prompt_tokens) + bytes(sent.tokens)[:4]),
+        tokens=sent.tokens[4:],
+    )
+    assert digest_of(bytes_moved) != digest, "the same bytes, in other arrays"
 
 
 def test_tokens_are_little_endian_int32() -> None:

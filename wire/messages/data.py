@@ -15,25 +15,26 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class TrajectoryDelivery(Message, frozen=True):
     """One trajectory with its reward. Sent again until a `Received` names its sample.
 
-    `wire.frames` encodes and decodes it. With L response tokens, P prompt tokens and K = `topk`:
+    `wire.frames` encodes and decodes it. Its arrays are bytes of a trajectory's arrays or of the
+    received message. With L response tokens, P prompt tokens and K = `topk`:
     """
 
     step: int
     """The step that trains on it."""
     sample: SampleId
     prompt_id: str
-    prompt_tokens: bytes
+    prompt_tokens: memoryview
     """`[P]` int32"""
-    tokens: bytes
+    tokens: memoryview
     """`[L]` int32"""
-    behaviour_logprobs: bytes
+    behaviour_logprobs: memoryview
     """`[L]` float32"""
     topk: int
-    topk_ids: bytes
+    topk_ids: memoryview
     """`[L, K]` int32"""
-    topk_logprobs: bytes
+    topk_logprobs: memoryview
     """`[L, K]` float32"""
-    provenance: bytes
+    provenance: memoryview
     """`[L]` uint8, `rollout.trajectory.Provenance`"""
     segments: tuple[Segment, ...]
     finish_reason: FinishReason

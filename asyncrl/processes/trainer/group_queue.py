@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout.trajectory import FloatArray, SampleId, Trajectory
-from wire.frames import decode_trajectory
 from wire.messages.data import TrajectoryDelivery
 
 
@@ -32,6 +31,7 @@ class WholeGroup(NamedTuple):
 class _Arrival(NamedTuple):
     generator: str
     delivery: TrajectoryDelivery
+    trajectory: Trajectory
 
 
 class GroupQueue:
@@ -61,8 +61,21 @@ class GroupQueue:
             or sample.sample in self._partial.get(group, ())
         )
 
-    def add(self, delivery: TrajectoryDelivery, *, generator: str, next_step: int) -> bool:
+    def add(
+        self,
+        delivery: TrajectoryDelivery,
+        trajectory: Trajectory,
+        *,
+        generator: str,
+        next_step: int,
+    ) -> bool:
         """Queue a delivery; False if it is a duplicate or its step is past.
+
+        Args:
+            delivery: the message.
+            trajectory: what `wire.frames.decode_trajectory` gave of it.
+            generator: who sent it.
+            next_step: the step that is trained next.
 
         Raises:
             ValueError: its sample index is outside the group.
@@ -74,7 +87,7 @@ class GroupQueue:
             self.duplicates += 1
             return False
         samples = self._partial.setdefault(group, {})
-        samples[sample] = _Arrival(generator, delivery)
+        samples[sample] = _Arrival(generator, delivery, trajectory)
         if len(samples) == self.group_size:
             self._whole.setdefault(delivery.step, {})[group] = self._partial.pop(group)
         return True
@@ -97,7 +110,7 @@ class GroupQueue:
                 ordered = [samples[index] for index in sorted(samples)]
                 return WholeGroup(
                     group,
-                    [decode_trajectory(arrival.delivery) for arrival in ordered],
+                    [arrival.trajectory for arrival in ordered],
                     np.array([arrival.delivery.reward for arrival in ordered], np.float32),
                     [arrival.generator for arrival in ordered],
                     [arrival.delivery.terms for arrival in ordered],

@@ -109,8 +109,8 @@ class Intake:
                 was_ordered=False,
             )
         try:
-            self._compare(delivery, order, expected)
-            self._queue.add(delivery, generator=generator, next_step=next_step)
+            trajectory = self._compare(delivery, order, expected)
+            self._queue.add(delivery, trajectory, generator=generator, next_step=next_step)
         except (ArithmeticError, BatchError, ValueError) as error:
             raise DeliveryNotKept(
                 f"sample {delivery.sample} of {generator}: {error}", was_ordered=True
@@ -136,8 +136,12 @@ class Intake:
 
     def _compare(
         self, delivery: TrajectoryDelivery, order: Expect, expected: ExpectedSample
-    ) -> None:
-        """Raise ValueError or BatchError unless the delivery is what was ordered, and trainable."""
+    ) -> Trajectory:
+        """The trajectory of a delivery that is what was ordered, and trainable.
+
+        Raises:
+            ValueError, ArithmeticError, BatchError: it is not.
+        """
         if delivery.step != order.step:
             raise ValueError(f"it is for step {delivery.step}, ordered for step {order.step}")
         for reward in (delivery.reward, *delivery.terms):
@@ -155,6 +159,7 @@ class Intake:
             )
         if digest_of(delivery) != expected.digest:
             raise ValueError("its contents differ from those that were reported (digest)")
+        return trajectory
 
 
 def _not_ordered(sample: SampleId, generator: str) -> DeliveryNotKept:

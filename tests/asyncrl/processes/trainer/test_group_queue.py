@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from rollout.trajectory import SampleId
+from wire.frames import decode_trajectory
 from wire.messages.data import TrajectoryDelivery
 
 
@@ -18,14 +19,17 @@ def delivery(group: int, sample: int, *, step: int = 0, reward: float = 0.0) -> 
     return delivery_of(SampleId(group, sample), step=step, reward=reward)
 
 
+def add(queue: GroupQueue, delivery: TrajectoryDelivery, *, next_step: int = 0) -> bool:
+    trajectory = decode_trajectory(delivery)
+    return queue.add(delivery, trajectory, generator="g0", next_step=next_step)
+
+
 def test_a_whole_group_is_handed_out_once_in_the_order_of_its_samples() -> None:
     queue = GroupQueue(3)
     for sample in (2, 0, 1):
         assert queue.take(0, allowed=None) is None
-        assert queue.add(
-            delivery_of(SampleId(7, sample), reward=sample, terms=(float(sample), 0.5)),
-            generator="g0",
-            next_step=0,
+        assert add(
+            queue, delivery_of(SampleId(7, sample), reward=sample, terms=(float(sample), 0.5))
         )
     group, trajectories, rewards, generators, terms = queue.take(0, allowed=None) or pytest.fail(
         "no group"
@@ -36,17 +40,15 @@ def test_a_whole_group_is_handed_out_once_in_the_order_of_its_samples() -> None:
     assert generators == ["g0"] * 3
     assert terms == [(0.0, 0.5), (1.0, 0.5), (2.0, 0.5)]
     assert queue.take(0, allowed=None) is None
-    assert not queue.add(delivery(7, 1), generator="g0", next_step=0), (
-        "a late duplicate of a taken group"
-    )
+    assert not add(queue, delivery(7, 1)), "a late duplicate of a taken group"
     assert queue.trajectories == 0
     assert queue.duplicates == 1
 
 
 def test_only_groups_of_the_plan_are_handed_out() -> None:
     queue = GroupQueue(1)
-    queue.add(delivery(1, 0), generator="g0", next_step=0)
-    queue.add(delivery(2, 0), generator="g0", next_step=0)
+    add(queue, delivery(1, 0))
+    add(queue, delivery(2, 0))
     taken = queue.take(0, allowed={2})
     assert taken is not None
     assert taken[0] == 2
@@ -57,15 +59,15 @@ def test_only_groups_of_the_plan_are_handed_out() -> None:
 
 def test_samples_of_earlier_steps_are_dropped() -> None:
     queue = GroupQueue(2)
-    queue.add(delivery(1, 0), generator="g0", next_step=0)
+    add(queue, delivery(1, 0))
     queue.forget_before(1)
     assert queue.trajectories == 0
-    assert not queue.add(delivery(1, 1), generator="g0", next_step=1)
+    assert not add(queue, delivery(1, 1), next_step=1)
 
 
 def test_a_sample_outside_its_group_is_refused() -> None:
     with pytest.raises(ValueError, match="outside a group of 2"):
-        GroupQueue(2).add(delivery(0, 2), generator="g0", next_step=0)
+        add(GroupQueue(2), delivery(0, 2))
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32 - 1), st.floats(0, 0.5))
@@ -79,7 +81,7 @@ def test_every_trajectory_is_taken_exactly_once_even_if_it_arrives_twice(
     rng.shuffle(deliveries)
     taken: list[SampleId] = []
     for each in deliveries:
-        queue.add(each, generator="g0", next_step=0)
+        add(queue, each)
         for step in (0, 1):
             while (found := queue.take(step, allowed=None)) is not None:
                 taken += [t.id for t in found[1]]

@@ -294,7 +294,7 @@ def test_a_delivery_that_is_refused_is_reported_and_the_others_are_trained_on(
 ) -> None:
     async def scenario(harness: TrainerHarness) -> None:
         ordered = delivery_of(SampleId(0, 0))
-        forged = msgspec.structs.replace(ordered, tokens=ordered.tokens[::-1])
+        forged = msgspec.structs.replace(ordered, tokens=bytes(ordered.tokens)[::-1])
         harness.control.inbox.put_nowait(order_of("g0", ordered))
         for peer, delivery in (("g1", ordered), ("g0", forged)):
             harness.hub.inbox.put_nowait((peer, delivery))

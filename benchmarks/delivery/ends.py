@@ -1,0 +1,84 @@
+"""Trajectories like real ones, and the trainer's end that takes them in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from asyncrl.processes.trainer.group_queue import GroupQueue
+from asyncrl.processes.trainer.intake import Intake
+from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from trainer.group_check import check_trajectory
+from wire.frames import digest_of, encode_trajectory
+from wire.messages.data import TrajectoryDelivery
+from wire.messages.to_trainer import Expect, ExpectedSample
+
+VOCAB = 151_936
+MAX_BYTES = 64 << 20
+"""Longest message; far above the longest of the benchmark."""
+WINDOW = 64
+"""Deliveries that a sender has under way."""
+NAME = "generator-0"
+"""The sender."""
+GROUP = 8
+"""Samples of a group."""
+_PROMPT = 200
+
+
+def trajectory_of(tokens: int, top_k: int) -> Trajectory:
+    """A trajectory of random tokens, half of them drafted, with the arrays of a real one."""
+    rng = np.random.default_rng(tokens)
+    ids = rng.integers(0, VOCAB, (tokens, top_k), np.int32)
+    logprobs = -np.sort(rng.exponential(2.0, (tokens, top_k)).astype(np.float32), axis=1)
+    builder = TrajectoryBuilder(sample_of(0), "train-17", rng.integers(0, VOCAB, _PROMPT, np.int32))
+    builder.append(
+        tokens=rng.integers(0, VOCAB, tokens, np.int32),
+        logprobs=-rng.exponential(1.0, tokens).astype(np.float32),
+        topk_ids=ids,
+        topk_logprobs=logprobs,
+        provenance=rng.integers(0, len(Provenance), tokens, np.uint8),
+        policy_version=0,
+    )
+    return builder.finish("stop")
+
+
+def sample_of(index: int) -> SampleId:
+    """The samples of group 0 come first."""
+    return SampleId(*divmod(index, GROUP))
+
+
+def delivery_of(trajectory: Trajectory) -> TrajectoryDelivery:
+    """Its message to the trainer."""
+    return encode_trajectory(trajectory, reward=1.0, step=0, terms=(1.0,))
+
+
+class TrainerEnd:
+    """The intake and the queue of a trainer at version 0, which takes each group at once."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self._queue = GroupQueue(GROUP)
+        self._intake = Intake(
+            self._queue,
+            lambda one: check_trajectory(one, VOCAB, 0),
+            max_early=WINDOW,
+            functions=1,
+        )
+        self._trajectory = trajectory
+        self._ordered = 0
+
+    def order(self) -> Trajectory:
+        """The next sample, which is reported and ordered."""
+        trajectory = replace(self._trajectory, id=sample_of(self._ordered))
+        self._ordered += 1
+        digest = digest_of(encode_trajectory(trajectory, reward=0.0, step=0))
+        expected = ExpectedSample(trajectory.id, len(trajectory.tokens), 0, digest)
+        for _ in self._intake.expect(Expect(0, NAME, (expected,)), next_step=0):
+            raise AssertionError("nothing was delivered yet")
+        return trajectory
+
+    def take_in(self, delivery: TrajectoryDelivery) -> None:
+        """Keep a delivery that was ordered. Raises DeliveryNotKept."""
+        if not self._intake.receive(NAME, delivery, next_step=0, now=0.0):
+            raise AssertionError(f"sample {delivery.sample} was not ordered")
+        self._queue.take(0, allowed=None)

@@ -1,0 +1,100 @@
+"""What one rank of the trainer takes in from another process."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from dataclasses import dataclass, replace
+
+from benchmarks.delivery.ends import (
+    MAX_BYTES,
+    NAME,
+    WINDOW,
+    TrainerEnd,
+    delivery_of,
+    sample_of,
+    trajectory_of,
+)
+from wire import Hub, Line, RunKey, RuntimeDirectory
+from wire.keys import LineKeys
+from wire.messages.data import Received, TrajectoryDelivery
+
+_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Microseconds per trajectory of a process that takes trajectories in."""
+
+    wall_us: float
+    main_us: float
+    """CPU time of the main thread, which decodes and compares."""
+    io_us: float
+    """CPU time of ZeroMQ's thread, which decrypts."""
+
+    @property
+    def per_s(self) -> float:
+        """Trajectories per second, with a core for each of the two threads."""
+        return 1e6 / max(self.main_us, self.io_us)
+
+
+def take_in(tokens: int, top_k: int, count: int) -> Rank:
+    """Take in what another process sends as fast as it can."""
+    return asyncio.run(_take_in(tokens, top_k, count))
+
+
+async def _take_in(tokens: int, top_k: int, count: int) -> Rank:
+    end = TrainerEnd(trajectory_of(tokens, top_k))
+    for _ in range(count):
+        end.order()
+    key, folder = RunKey.new(), RuntimeDirectory()
+    address = folder.address("data")
+    hub: Hub[TrajectoryDelivery] = Hub(
+        address, key.hub("data"), TrajectoryDelivery, max_bytes=MAX_BYTES
+    )
+    sender = multiprocessing.get_context("spawn").Process(
+        target=send, args=(address, key.line("data", NAME), tokens, top_k, count)
+    )
+    sender.start()
+    try:
+        async with asyncio.timeout(_SECONDS):
+            await _receive(hub, end)
+            began = _clocks()
+            for _ in range(count - 1):
+                await _receive(hub, end)
+            wall, main, cpu = (
+                (now - then) / (count - 1) * 1e6 for now, then in zip(_clocks(), began, strict=True)
+            )
+        await asyncio.to_thread(sender.join, _SECONDS)
+    finally:
+        sender.kill()
+        hub.close()
+        folder.close()
+    return Rank(wall, main, cpu - main)
+
+
+async def _receive(hub: Hub[TrajectoryDelivery], end: TrainerEnd) -> None:
+    peer, delivery = await hub.receive()
+    end.take_in(delivery)
+    await hub.send(peer, Received(delivery.sample))
+
+
+def _clocks() -> tuple[float, float, float]:
+    return time.perf_counter(), time.thread_time(), time.process_time()
+
+
+def send(address: str, keys: LineKeys, tokens: int, top_k: int, count: int) -> None:
+    """Deliver `count` trajectories, with WINDOW of them unacknowledged. Runs in its own process."""
+
+    async def deliver() -> None:
+        line: Line[Received] = Line(address, keys, Received)
+        trajectory = trajectory_of(tokens, top_k)
+        for index in range(count + WINDOW):
+            if index >= WINDOW and index - WINDOW < count:
+                await line.receive_within(_SECONDS, what="an acknowledgement")
+            if index < count:
+                await line.send(delivery_of(replace(trajectory, id=sample_of(index))))
+        line.close()
+
+    asyncio.run(deliver())

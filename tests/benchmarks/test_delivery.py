@@ -1,0 +1,33 @@
+"""The benchmark of deliveries runs every path, and each ends with a trajectory that is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.delivery import main
+from benchmarks.delivery.paths import PATHS
+from wire.parts import PART_BYTES
+
+
+def test_it_measures_every_path_and_writes_the_ratios(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "TOKENS", (3000,))
+    monkeypatch.setattr(main, "QUICK", main.Effort(rounds=2, megabytes=0.5))
+    file = tmp_path / "delivery.json"
+    main.main(["--quick", "--json", str(file)])
+    written = json.loads(file.read_text(encoding="utf-8"))
+    assert written["name"] == "delivery"
+    long, short = written["raw"]["lengths"]
+    assert long["size"] > 2 * PART_BYTES, "it travels in parts"
+    assert short["size"] < PART_BYTES
+    for one in (long, short):
+        assert set(one["cpu_us"]) == set(PATHS)
+        assert min(*one["cpu_us"].values(), *one["stage_us"].values()) > 0
+        assert min(one["rank"].values()) > 0
+    assert {"delivery_whole_over_curve_3000", "delivery_ranks_for_1000_gpus_3000_no_topk"} < set(
+        written["ratios"]
+    )
