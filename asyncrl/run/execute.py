@@ -73,14 +73,14 @@ def execute(
         exporter = exporter_for(config.monitoring, registry, 0)
         if exporter is not None:
             closing.callback(exporter.close)
-            console.print(f"metrics: {exporter.url}", highlight=False)
+            console.print(f"metrics: {exporter.url}", highlight=False, soft_wrap=True)
         try:
             directory = RunDirectory.create(
                 config,
                 resume=resume,
                 clean=clean,
                 resume_from=resume_from,
-                say=partial(console.print, highlight=False),
+                say=partial(console.print, highlight=False, soft_wrap=True),
             )
         except OSError as error:
             raise UserError(
@@ -98,7 +98,9 @@ def execute(
         except UserError:
             kept = directory.undo()
             if kept is not None:
-                console.print(f"logs of this start: {kept / 'logs'}", highlight=False)
+                console.print(
+                    f"logs of this start: {kept / 'logs'}", highlight=False, soft_wrap=True
+                )
             raise
         except Interrupted:
             wants_report = False  # it can take seconds
@@ -181,7 +183,7 @@ async def _run(
             try:
                 await fleet.shut_down()
             except WaitTimeout as error:
-                console.print(str(error), style="yellow")
+                console.print(str(error), style="yellow", soft_wrap=True)
             _end_escaped(records, console)
             unsaved = await controller.unsaved()
             _clean_up(runtime)
@@ -212,7 +214,7 @@ def _write_result(directory: RunDirectory, result: RunResult, unsaved: str | Non
     except OSError as error:
         lost.insert(0, f"{directory.path / 'result.json'} cannot be written: {error.strerror}")
     if lost:
-        raise RunFailed(". ".join(lost))
+        raise RunFailed("; ".join(lost))
 
 
 def _end_escaped(records: ProcessRecords, console: Console) -> None:
@@ -220,13 +222,14 @@ def _end_escaped(records: ProcessRecords, console: Console) -> None:
     try:
         left = records.end_all()
     except AsyncrlError as error:
-        console.print(str(error), style="yellow")
+        console.print(str(error), style="yellow", soft_wrap=True)
         return
     if left:
         listed = ", ".join(str(process.pid) for process in left)
         console.print(
             f"killed processes that the run's processes had started and left behind: {listed}",
             highlight=False,
+            soft_wrap=True,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
+from asyncrl.run import execute
 
 
 def printed(
@@ -63,3 +65,20 @@ def test_a_pipe_that_is_closed_ends_nothing() -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"the end\n")
+
+
+def test_no_message_of_a_run_is_wrapped() -> None:
+    """A path or a command that is cut in two cannot be copied."""
+    tree = ast.parse(Path(execute.__file__).read_text(encoding="utf-8"))
+    calls = [
+        node.keywords
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and "console.print" in ast.unparse(node).split("(")[:2]
+    ]
+    calls += [
+        node.keywords
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node).startswith("partial(console.print")
+    ]
+    assert len(calls) > 5
+    assert all("soft_wrap" in [keyword.arg for keyword in keywords] for keywords in calls)
