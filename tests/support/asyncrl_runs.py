@@ -155,3 +155,8 @@ def until(condition: Callable[[], Any], *, seconds: float, what: str) -> None:
         if time.monotonic() > deadline:
             pytest.fail(f"waited {seconds} s for {what}")
         time.sleep(0.05)
+
+
+def worst_mismatch(steps: list[StepMetrics]) -> float:
+    """The largest difference between engine and trainer, in nats; ignoring steps without one."""
+    return max(step.mismatch.abs_max or 0.0 for step in steps)

@@ -62,6 +62,13 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
         closing.callback(log.close)
         recorder = SampleRecorder(child.directory, tokenizer, config)
         closing.callback(recorder.close)
+        trainer_line: Line[Any] = Line(
+            spec.data_address,
+            keys.data,
+            data.ToGeneratorData,
+            Refusals(child.metrics.count_refused),
+        )
+        closing.callback(trainer_line.close)
         sampling = config.sampling.params(
             stop_tokens=spec.stop_tokens,
             stop_rule=stop_rule(tokenizer, config.sampling.stop),
@@ -72,12 +79,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
             engine,
             SampleGenerator(engine, SampleRewards(rewards, decode, child.metrics), sampling),
             ControllerLine(spec.name, child.control),
-            Line(
-                spec.data_address,
-                keys.data,
-                data.ToGeneratorData,
-                Refusals(child.metrics.count_refused),
-            ),
+            trainer_line,
             GeneratorRecords(
                 child.metrics,
                 Activity(child.timeline, child.metrics, timeline_file(spec, config, "slots")),

@@ -64,28 +64,6 @@ def test_a_reward_that_does_not_exist(command_line: CommandLine) -> None:
     assert not command_line.folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("raise KeyError('colour')", "KeyError"),
-        ("while True: pass", "rewards.timeout_seconds"),
-    ],
-)
-def test_a_reward_that_fails(
-    command_line: CommandLine, tmp_path: Path, body: str, expected: str
-) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(f"def score(prompt, response, example):\n    {body}\n")
-    refused(
-        command_line,
-        "mine.py:score",
-        expected,
-        rewards__functions=f"[{{name: '{file}:score'}}]",
-        rewards__timeout_seconds=2,
-    )
-    assert not command_line.folder.exists()
-
-
 def test_a_metrics_port_in_use(command_line: CommandLine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

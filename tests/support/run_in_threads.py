@@ -1,0 +1,100 @@
+"""A whole run whose trainer and generators are threads of this process.
+
+Everything but the operating system's processes is real: controller, sockets, keys, engines, reward
+workers, weights in shared memory. The import of torch and transformers, most of the cost of a short
+run, is paid once for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from asyncrl_runs import OWN
+from rich.console import Console
+
+from asyncrl.config import load_config
+from asyncrl.processes.generator.setup import run_generator
+from asyncrl.processes.spec import ChildKeys, ChildSpec, GeneratorKeys
+from asyncrl.processes.trainer.setup import run_trainer
+from asyncrl.run.execute import execute
+from asyncrl.run.prepare import prepare
+from monitoring.metrics_log import read_metrics
+from wire.records import RunResult, StepMetrics
+
+
+class ThreadHandle:
+    """One process of the run, as a thread."""
+
+    def __init__(self, spec: ChildSpec, keys: ChildKeys) -> None:
+        self.spec = spec
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(keys,), name=spec.name, daemon=True)
+        self._thread.start()
+
+    def _run(self, keys: ChildKeys) -> None:
+        try:
+            if isinstance(keys, GeneratorKeys):
+                asyncio.run(run_generator(self.spec, keys))
+            else:
+                asyncio.run(run_trainer(self.spec, keys))
+        except BaseException as error:  # noqa: BLE001 - kept for the controller
+            self._error = error
+
+    def exit_code(self) -> int | None:
+        if self._thread.is_alive():
+            return None
+        return 0 if self._error is None else 1
+
+    def end(self, *, by_force: bool) -> None:
+        """A thread cannot be ended; it follows the controller's command to shut down."""
+
+    def log_tail(self, lines: int = 12) -> str:
+        return repr(self._error)
+
+
+class ThreadLauncher:
+    """Takes the place of `LocalLauncher`."""
+
+    threads = 1
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Takes the arguments of `LocalLauncher`."""
+
+    def start(self, spec: ChildSpec, keys: ChildKeys) -> ThreadHandle:
+        return ThreadHandle(spec, keys)
+
+
+@dataclass
+class ThreadedRun:
+    """Runs of examples/your_own/run.yaml with its own run folder and model."""
+
+    runs: Path
+    model: Path
+    output: io.StringIO = field(default_factory=io.StringIO)
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / "your-own"
+
+    def said(self) -> str:
+        """What the terminal would have shown, on one line."""
+        return " ".join(self.output.getvalue().split())
+
+    def run(self, **settings: object) -> RunResult:
+        """Carry out a run; `__` in a setting stands for the dot."""
+        torch.set_num_threads(1)
+        values = {"model.path": self.model, "run.directory": self.runs} | {
+            key.replace("__", "."): value for key, value in settings.items()
+        }
+        config = load_config(OWN / "run.yaml", [f"{key}={value}" for key, value in values.items()])
+        console = Console(file=self.output, width=120)
+        prepared = prepare(config, console)
+        return execute(prepared, resume=False, clean=False, console=console)
+
+    def metrics(self) -> list[StepMetrics]:
+        return read_metrics(self.folder / "metrics.jsonl")
