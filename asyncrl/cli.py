@@ -59,7 +59,10 @@ def run(
     resume_from: Annotated[
         int | None,
         typer.Option(
-            "--resume-from", metavar="STEP", help="Continue from the checkpoint of this step."
+            "--resume-from",
+            metavar="STEP",
+            min=1,
+            help="Continue from the checkpoint of this step.",
         ),
     ] = None,
     clean: Annotated[

@@ -33,13 +33,13 @@ class SamplingConfig(BaseModel):
 
     temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Divisor of the logits. 0 (greedy) is refused, because it has no behaviour probability."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, ge=0.01, le=1)
     """Probability mass of nucleus sampling: only the smallest set of most probable tokens whose
     mass reaches it is sampled from. 1 samples from all tokens."""
     top_k: int = Field(default=0, ge=0, le=MAX_TOP_K)
     """Only the so many most probable tokens are sampled from, before `top_p` is applied. 0 or null
-    samples from all tokens."""
-    min_p: float = Field(default=0.0, ge=0, le=1)
+    samples from all tokens; 1 is refused: all samples of a group would be the same."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
     """Only tokens at least this many times as probable as the most probable one are sampled from,
     after `top_p` was applied. 0 samples from all tokens."""
     stop: tuple[StopString, ...] = ()
@@ -66,6 +66,16 @@ class SamplingConfig(BaseModel):
     @classmethod
     def _null_is_off(cls, value: object) -> object:
         return 0 if value is None else value
+
+    @field_validator("top_k")
+    @classmethod
+    def _not_greedy(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError(
+                "1 is greedy decoding: all samples of a group would be the same, and nothing could "
+                "be learned; use at least 2, or 0 to sample from all tokens"
+            )
+        return value
 
     def params(
         self,

@@ -170,6 +170,15 @@ class Fleet:
         return any(not worker.is_trainer for worker in self.alive)
 
     @property
+    def no_generator_starts(self) -> bool:
+        """Whether no generator was ever ready and as many as the run has failed by themselves."""
+        all_ever = [worker for worker in self._workers.values() if not worker.is_trainer]
+        codes = [worker.handle.exit_code() for worker in all_ever if worker.is_gone]
+        failed = sum(code is not None and code >= 0 for code in codes)
+        never = not any(worker.is_ready for worker in all_ever)
+        return never and failed >= self._config.generators
+
+    @property
     def alive(self) -> list[Worker]:
         """Processes that are not known to have ended."""
         return [worker for worker in self._workers.values() if not worker.is_gone]

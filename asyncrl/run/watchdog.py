@@ -33,8 +33,8 @@ class Watchdog:
         """Deal with every process that died since the last check; whether there was one.
 
         Raises:
-            RunFailed: the trainer died and cannot be replaced (`trainer_restarts`), or the last
-                generator that may be replaced died.
+            RunFailed: the trainer died and cannot be replaced (`trainer_restarts`), the last
+                generator that may be replaced died, or none can start.
         """
         deaths = self._fleet.deaths()
         for worker, reason in deaths:
@@ -45,6 +45,11 @@ class Watchdog:
                 continue
             await self._evaluation.lost(worker)
             await self._training.apply(GeneratorLost(worker.name))
+            if self._fleet.no_generator_starts:
+                raise RunFailed(
+                    f"{worker.name} {reason}; no generator has become ready so far, and so none is "
+                    f"restarted; its last words:\n{worker.handle.log_tail()}"
+                )
             self._replace(worker, reason)
         return bool(deaths)
 

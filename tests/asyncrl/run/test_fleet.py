@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from fake_processes import generator, run_config, started_fleet
 
+from asyncrl.config import RunConfig
 from asyncrl.errors import RunFailed
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.run.watchdog import Watchdog
@@ -92,8 +93,8 @@ def test_shutting_down_ends_every_process() -> None:
 class Deaths:
     """A watchdog whose training and progress only take notes."""
 
-    def __init__(self) -> None:
-        self.fleet, self.hub = started_fleet(CONFIG)
+    def __init__(self, config: RunConfig = CONFIG) -> None:
+        self.fleet, self.hub = started_fleet(config)
         self.events: list[object] = []
         self.said: list[str] = []
         evaluation = FleetEvaluation(CONFIG.evaluation, None, fleet=self.fleet, waiter=None)  # type: ignore[arg-type]
@@ -109,8 +110,8 @@ class Deaths:
     def died(self, role: str) -> None:
         self.said.append(role)
 
-    def kill(self, name: str) -> bool:
-        self.hub.launcher.handles[name].code = -9
+    def kill(self, name: str, code: int = -9) -> bool:
+        self.hub.launcher.handles[name].code = code
         return asyncio.run(self.watchdog.check())
 
 
@@ -143,6 +144,16 @@ def test_a_run_ends_with_its_last_generator() -> None:
     run.kill("generator-1")  # not replaced, but another is left
     with pytest.raises(RunFailed, match=r"no generator is left and launcher.max_restarts \(1\)"):
         run.kill("generator-0.1")
+
+
+def test_a_run_whose_generators_all_fail_before_they_are_ready_ends() -> None:
+    run = Deaths(run_config(launcher={"generators": 2, "max_restarts": 9}))
+    for worker in run.fleet.everyone():
+        worker.is_ready = worker.is_trainer
+    run.kill("generator-0", code=1)  # one bad device among many: replaced
+    run.kill("generator-0.1", code=-9)  # not its own fault: replaced
+    with pytest.raises(RunFailed, match=r"generator-1 ended with exit code 1; no generator has"):
+        run.kill("generator-1", code=1)
 
 
 def test_a_message_to_a_dead_process_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
