@@ -7,13 +7,14 @@ Commands import what they need when they are called, so that `--help` is quick.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -88,6 +89,10 @@ def run(
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
     console = _Console(markup=False)
+    from asyncrl.run.directory import refuse_unfit
+
+    with contextlib.suppress(OSError):  # `execute` says what cannot be read
+        refuse_unfit(config, resume=resume, clean=clean)
     from asyncrl.run.execute import execute
     from asyncrl.run.prepare import prepare
 
@@ -117,7 +122,9 @@ def status(name: _RunName = None, runs: _Runs = DEFAULT_RUNS, as_json: _Json = F
     if as_json:
         typer.echo(json.dumps(reply.status, indent=2))
     else:
-        _print_status(reply.status)
+        from monitoring.status_text import status_lines
+
+        typer.echo("\n".join(status_lines(reply.status)))
 
 
 @app.command()
@@ -200,21 +207,6 @@ def _request(name: str | None, runs: Path, request: control.Request) -> None:
         raise UserError(reply.reason)
     if isinstance(reply, control.Accepted):
         typer.echo(reply.message)
-
-
-def _print_status(status: dict[str, Any]) -> None:
-    for key, value in status.items():
-        if key == "processes":
-            for process, details in value.items():
-                shown = ", ".join(
-                    f"{name.replace('_', ' ')} {detail}"
-                    for name, detail in details.items()
-                    if detail is not None
-                )
-                typer.echo(f"  {process}: {shown}")
-        elif value is not None:
-            text = f"{value:.3f}" if isinstance(value, float) else str(value)
-            typer.echo(f"{key.replace('_', ' ')}: {text}")
 
 
 def _print_result(

@@ -9,10 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from asyncrl.config_errors import mistakes
 from asyncrl.errors import ConfigError
@@ -24,7 +32,7 @@ from asyncrl.tasks.config import ModelConfig, TaskConfig
 from asyncrl.yaml_text import parse_yaml, read_yaml
 from cache.config import CacheConfig
 from engine.config import EngineConfig, SamplingConfig
-from monitoring.config import MAX_PORT, MonitoringConfig
+from monitoring.config import MAX_PORT, MonitoringConfig, unquoted_off
 from scheduler.config import SchedulerConfig
 from trainer.algorithms.registry import smallest_group
 from trainer.config import TrainerConfig
@@ -50,7 +58,7 @@ class RunSection(BaseModel):
     (`scheduler.on_update: keep`, `max_off_policy_steps: 0`) with the torch engine on a CPU in
     float32. The engine is then slower when few rows decode, and the trainer takes groups in the
     order of their numbers (docs/reliability.md)."""
-    log_samples: Literal["off", "jsonl"] = "off"
+    log_samples: Annotated[Literal["off", "jsonl"], BeforeValidator(unquoted_off)] = "off"
     """`jsonl`: write every trained sample with its text to RUN/samples/000001.jsonl and following
     files of up to 64 MB."""
     log_samples_mb: int = Field(default=10_000, ge=1, le=10**9)
@@ -61,8 +69,6 @@ class RunSection(BaseModel):
     @field_validator("log_samples", mode="before")
     @classmethod
     def _known_log(cls, value: object) -> object:
-        if value is False:  # YAML reads off as false
-            return "off"
         if value == "parquet":
             raise ValueError(
                 "parquet is not written, because a file without its end cannot be read after a "
@@ -107,7 +113,8 @@ class LauncherConfig(BaseModel):
     stop_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
     """Longest wait for a process to end after it was asked to. Then it is killed."""
     checkpoint_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
-    """Additional time for the trainer to end, because it saves a checkpoint."""
+    """Longest time for a checkpoint: one that takes longer is given up, and training continues. The
+    trainer has this much more time to end, because it saves one."""
     max_restarts: int = Field(default=3, ge=0, le=10_000)
     """Most restarts of processes that died: generators and trainers, counted together. A restarted
     trainer continues from the newest checkpoint (trainer.checkpoint_every)."""

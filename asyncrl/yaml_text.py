@@ -1,12 +1,13 @@
 """Read YAML that may be hostile: bounded in size, nesting and aliases, and without duplicate keys.
 
 PyYAML's safe loader runs no code, but it keeps the last of two equal keys, expands aliases without
-a limit (a file of 300 bytes can stand for gigabytes) and recurses as deep as the text nests. Here
-each of these is refused with its line.
+a limit (a file of 300 bytes can stand for gigabytes), recurses as deep as the text nests, and reads
+`010` as 8. Here each of these is refused with its line.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ MAX_DEPTH = 32
 """Most levels of nesting, aliases included."""
 MAX_VALUES = 20_000
 """Most keys and values, each alias counted as what it stands for."""
+
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]*[0-9][0-9_]*")
 
 _UNREADABLE = (ValueError, OverflowError, LookupError, AttributeError)
 """What PyYAML raises for `!!bool x`, `!!int ""`, `2026-13-45` and integers of 5,000 digits."""
@@ -96,6 +99,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """The value of a node. Raises MarkedYAMLError also where PyYAML raises another error."""
+        if isinstance(node, yaml.ScalarNode):
+            _refuse_leading_zero(node)
         try:
             return super().construct_object(node, deep=deep)
         except _UNREADABLE as error:
@@ -124,6 +129,16 @@ def _children(node: yaml.Node) -> Any:
     if isinstance(node, yaml.MappingNode):
         return (part for pair in node.value for part in pair)
     return node.value if isinstance(node, yaml.SequenceNode) else ()
+
+
+def _refuse_leading_zero(node: yaml.ScalarNode) -> None:
+    """Refuse `010`, which YAML 1.1 reads as 8, and `08`, which it reads as text."""
+    if node.style is None and _LEADING_ZERO.fullmatch(node.value):
+        raise _refused(
+            f"the number {shortened(node.value, 40)} begins with 0, so YAML reads it as octal or "
+            "as text; write it without the 0, or in quotes if it is text",
+            node.start_mark,
+        )
 
 
 def _refuse_duplicates(node: yaml.MappingNode) -> None:

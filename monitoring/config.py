@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_PORT = 65_535
 
 LiveMode = Literal["auto", "rich", "plain", "off"]
+
+
+def unquoted_off(value: object) -> object:
+    """The text "off" for false: YAML reads it so where it is not in quotes."""
+    return "off" if value is False else value
 
 
 class MonitoringConfig(BaseModel):
@@ -31,7 +36,7 @@ class MonitoringConfig(BaseModel):
     port: int = Field(default=0, ge=0, le=MAX_PORT)
     """Base port: the controller serves on it, the other processes on the following ones in the
     order of their start. 0 takes any free port for each; `asyncrl status` lists them."""
-    live: LiveMode = "auto"
+    live: Annotated[LiveMode, BeforeValidator(unquoted_off)] = "auto"
     """The view of a running run: a panel (rich), one line per step (plain), nothing (off), or the
     panel in a terminal and lines elsewhere (auto)."""
     report_samples: int = Field(default=8, ge=0, le=200)

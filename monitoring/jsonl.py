@@ -2,7 +2,8 @@
 
 A writer hands each batch of whole lines to the operating system in one call, so a process killed
 with SIGKILL leaves at most one incomplete line, at the end. Opening the file for writing removes
-that line; readers ignore it. A full disk delays lines and does not end the writer's process.
+that line; readers ignore it. A disk that is full or hangs delays lines and does not end or stop the
+writer's process.
 Numbers that JSON lacks (nan, infinities) are written as null.
 """
 
@@ -12,12 +13,15 @@ import contextlib
 import logging
 import numbers
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from monitoring.disk_thread import DiskThread
 from monitoring.errors import RecordError
 
 logger = logging.getLogger(__name__)
@@ -66,19 +70,31 @@ class JsonlWriter:
 class RetryingJsonlWriter:
     """As `JsonlWriter`, for records whose loss is worse than a delay.
 
-    A disk that is full or cannot be written to does not end the process that keeps records: lines
-    that could not be written stay in memory, up to `keep_bytes`, and are written before the next
-    ones. It is logged once when that begins and once when it ends.
+    A disk that is full, cannot be written to or hangs does not end or stop the process that keeps
+    records: lines that could not be written stay in memory, up to `keep_bytes`, and are written
+    before the next ones. It is logged once when that begins and once when it ends.
+
+    Args:
+        path: the file; its folder is created if there is none.
+        keep_bytes: most bytes of lines that wait.
+        patience_seconds: a disk that takes longer for a write hangs. It is waited for once; until
+            it has answered, lines are kept without waiting.
     """
 
-    def __init__(self, path: Path, *, keep_bytes: int = 1 << 24) -> None:
+    def __init__(
+        self, path: Path, *, keep_bytes: int = 1 << 24, patience_seconds: float = 5.0
+    ) -> None:
         self.path = path
         self.dropped = 0
         """Lines that were given up because `keep_bytes` of them waited already."""
         self._keep_bytes = keep_bytes
+        self._patience_seconds = patience_seconds
         self._encoder = msgspec.json.Encoder(enc_hook=_plain_number)
         self._file: FileIO | None = None
+        self._disk = DiskThread()
         self._waiting = bytearray()
+        self._attempt: _Attempt | None = None
+        """The write whose result is not known yet."""
         self._failing = False
         self._closed = False
         self._write()
@@ -114,32 +130,68 @@ class RetryingJsonlWriter:
         lost = self._waiting.count(b"\n") + self.dropped
         if lost:
             logger.warning("%d lines of %s could not be written", lost, self.path)
+        self._disk.begin(self._close_file)
+        self._disk.has_returned(self._patience_seconds if self._attempt is None else 0.0)
+        self._disk.end()
+
+    def _close_file(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
 
     def _write(self) -> None:
         """Write what waits, as far as possible."""
+        if self._attempt is None:
+            self._attempt = _Attempt(bytes(self._waiting))
+            self._disk.begin(partial(self._try, self._attempt))
+            seconds = self._patience_seconds
+        else:
+            seconds = 0.0  # it hangs, and was waited for once
+        if not self._disk.has_returned(seconds):
+            self._note_failure(f"no answer from the disk for {self._patience_seconds:g} s")
+            return
+        attempt, self._attempt = self._attempt, None
+        # A part of a line that was written now is completed by the next attempt.
+        del self._waiting[: attempt.written]
+        if attempt.error is not None:
+            self._note_failure(attempt.error.strerror or str(attempt.error))
+        elif seconds == 0.0:
+            self._write()  # the lines that came while it hung
+        else:
+            if self._failing:
+                logger.warning("%s can be written now; %d lines are lost", self.path, self.dropped)
+            self._failing = False
+
+    def _note_failure(self, why: str) -> None:
+        if not self._failing:
+            logger.warning(
+                "cannot write %s: %s. Its lines are kept in memory and written when possible",
+                self.path,
+                why,
+            )
+        self._failing = True
+
+    def _try(self, attempt: _Attempt) -> None:
+        """In the thread: write these lines, as far as the disk takes them."""
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 _remove_incomplete_line(self.path)
                 self._file = self.path.open("ab", buffering=0)
-            while self._waiting:
-                # A part of a line that is written now is completed by the next attempt.
-                del self._waiting[: self._file.write(self._waiting) or 0]
+            data = memoryview(attempt.data)
+            while attempt.written < len(data):
+                attempt.written += self._file.write(data[attempt.written :]) or 0
         except OSError as error:
-            if not self._failing:
-                logger.warning(
-                    "cannot write %s: %s. Its lines are kept in memory and written when possible",
-                    self.path,
-                    error.strerror,
-                )
-            self._failing = True
-        else:
-            if self._failing:
-                logger.warning("%s can be written now; %d lines are lost", self.path, self.dropped)
-            self._failing = False
+            attempt.error = error
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A write, and what came of it; the fields belong to the thread until it has returned."""
+
+    data: bytes
+    written: int = 0
+    error: OSError | None = None
 
 
 def _remove_incomplete_line(path: Path) -> None:

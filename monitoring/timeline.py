@@ -39,7 +39,7 @@ class Clock:
 
 
 class Timeline:
-    """The time line of one process. Thread-safe; it starts no thread.
+    """The time line of one process. Thread-safe.
 
     Args:
         path: the file to append to; None writes nothing but still calls `observe`.

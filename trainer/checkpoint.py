@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trainer.checkpoint_files import STEPS, remove_remains, set_aside, verified
 from trainer.checkpoint_manifest import check_settings, write_manifest
 from trainer.disk import check_space, unwritable
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, CheckpointUnwritable
 from trainer.optimizer_state import load_state, save_state
 from wire.atomic_files import sync
 from wire.records import TrainedStep
@@ -63,15 +64,21 @@ class Loaded:
     policy_version: int
 
 
-def write(directory: Path, contents: Contents) -> None:
+def write(directory: Path, contents: Contents, given_up: threading.Event | None = None) -> None:
     """Write a checkpoint to `directory` atomically.
 
     One of that name, and newer ones, are moved to `set-aside/`: they belong to another course of
     the run.
 
+    Args:
+        directory: its name.
+        contents: must not change until this returns, unless it is given up.
+        given_up: may be set by another thread, which does not wait any longer: what was written
+            may be inconsistent and is removed.
+
     Raises:
-        CheckpointUnwritable: the disk does not take it; nothing of it is left, and no other is
-            removed.
+        CheckpointUnwritable: the disk does not take it, or it was given up; nothing of it is left,
+            and no other is removed.
     """
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.writing")
     needed = _bytes_of(contents)
@@ -84,6 +91,8 @@ def write(directory: Path, contents: Contents) -> None:
             _fill(temporary, contents)
             for path in [*temporary.rglob("*"), temporary]:
                 sync(path)
+            if given_up is not None and given_up.is_set():
+                raise CheckpointUnwritable(f"{directory} was given up", "hanging")
             if directory.exists():
                 set_aside(directory.parent, newer_than=contents.policy_version - 1)
             temporary.rename(directory)

@@ -18,6 +18,7 @@ Synchronous and single-threaded; the trainer process decides when to call which 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,12 +202,18 @@ class Learner:
                 seen.add(id(tensor))
                 yield name, tensor.detach()
 
-    def save(self, directory: Path, steps: Sequence[TrainedStep] = ()) -> None:
+    def save(
+        self,
+        directory: Path,
+        steps: Sequence[TrainedStep] = (),
+        given_up: threading.Event | None = None,
+    ) -> None:
         """Write a checkpoint of this version to `directory`, whole or not at all.
 
         Groups added since the last step are not part of it; after `restore` they must be added
         again. Older checkpoints in the same folder are removed, `keep_checkpoints` stay. `steps` is
-        what is known of the steps since the last checkpoint.
+        what is known of the steps since the last checkpoint. If `given_up` is set meanwhile, from
+        another thread, the learner may train on: the checkpoint is then removed.
 
         Raises:
             CheckpointUnwritable: the disk does not take it; those that exist are untouched.
@@ -221,6 +228,7 @@ class Learner:
                 settings=self._settings,
                 steps=steps,
             ),
+            given_up,
         )
         checkpoint_files.prune(directory.parent, self._config.keep_checkpoints, written=directory)
 

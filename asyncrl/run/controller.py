@@ -148,12 +148,7 @@ class Controller:
             before = await self._evaluate_before()
             if self._directory.resume_point.directory is not None:
                 await self._unfinished.restore(self._directory.resume_point.step)
-            while True:
-                await self._training.run()
-                after = await self._evaluate_after() if self.is_complete else None
-                if not self._training.is_running:
-                    return before, after
-                # Steps were lost with the trainer during the evaluation: train them again.
+            return before, await self._train_and_evaluate()
         finally:
             for loop in loops:
                 loop.cancel()
@@ -220,12 +215,21 @@ class Controller:
         self._progress.evaluated("before", accuracy)
         return accuracy
 
+    async def _train_and_evaluate(self) -> Accuracy | None:
+        """Train, then measure the accuracy; None when the run was stopped before its last step."""
+        while True:
+            await self._training.run()
+            after = await self._evaluate_after() if self.is_complete else None
+            if not self._training.has_steps_left:
+                return after
+            # Steps were lost with the trainer during the evaluation: train them again.
+
     async def _evaluate_after(self) -> Accuracy | None:
         """Bring every generator to the final weights and measure the accuracy."""
         version = self._training.trained_steps
 
         def changed() -> bool:
-            return self._waiter.stop_requested or self._training.is_running
+            return self._waiter.stop_requested or self._training.has_steps_left
 
         await self._waiter.until(
             lambda: self._fleet.trainer.state == "ready" or changed(),

@@ -149,7 +149,7 @@ class RunDirectory:
                 resumed run would differ in a setting that may not change.
         """
         path = config.directory
-        _refuse_unfit(path, config, resume=resume, clean=clean)
+        refuse_unfit(config, resume=resume, clean=clean)
         point = ResumePoint()
         previous = (path / "config.yaml").read_text(encoding="utf-8") if resume else None
         path.mkdir(parents=True, exist_ok=True)
@@ -194,8 +194,15 @@ class RunDirectory:
         write_atomically(self.path / "result.json", text + "\n")
 
 
-def _refuse_unfit(path: Path, config: RunConfig, *, resume: bool, clean: bool) -> None:
-    """Refuse a folder that is in use, is not a run's, or has no run to resume."""
+def refuse_unfit(config: RunConfig, *, resume: bool, clean: bool) -> None:
+    """Check that a run can begin, or be resumed, in its folder. Changes nothing.
+
+    Raises:
+        UserError: the folder is in use, is not a run's, or has no run to resume under these
+            settings.
+        OSError: it cannot be read.
+    """
+    path = config.directory
     is_run = (path / "config.yaml").exists()
     used = is_run or _has_files(path)
     if used and not is_run:

@@ -106,7 +106,7 @@ class TrainerRestarts:
         if self._fleet.lineage:
             self._return_to_resume_point()
         await self._training.trainer_ready(version)
-        if self._fleet.lineage and self._training.is_running:
+        if self._fleet.lineage and self._training.has_steps_left:
             self._evaluation.abandon()
         if not self._training.has_begun:
             for generator in self._fleet.generators():

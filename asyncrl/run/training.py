@@ -9,7 +9,7 @@ import time
 from asyncrl.config import RunConfig
 from asyncrl.errors import RunFailed
 from asyncrl.run.commands import CommandExecutor
-from asyncrl.run.fleet import Fleet
+from asyncrl.run.fleet import Fleet, Worker
 from asyncrl.run.progress import Progress
 from asyncrl.run.sample_reports import SampleReports
 from asyncrl.run.sample_requests import SampleRequests
@@ -20,6 +20,7 @@ from scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from scheduler.scheduler import Scheduler
 from wire.messages.from_generator import SampleFinished
 from wire.messages.from_trainer import StepFinished
+from wire.messages.to_generator import Rewind
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,13 @@ class Training:
         return self._scheduler is not None and self._executor.finished is None
 
     @property
+    def has_steps_left(self) -> bool:
+        """Whether there are steps that `run` would train."""
+        if self._scheduler is not None:
+            return self.is_running
+        return not (self.is_complete or self._waiter.stop_requested)
+
+    @property
     def is_complete(self) -> bool:
         """Whether every step of the run is trained."""
         return self.trained_steps >= self._config.run.steps
@@ -85,7 +93,7 @@ class Training:
             WaitTimeout: a generator did not report.
         """
         if self._scheduler is None:
-            if self._waiter.stop_requested or self.is_complete:
+            if not self.has_steps_left:
                 return
             if not await self._trainer_is_ready():
                 return
@@ -109,6 +117,7 @@ class Training:
     async def _begin(self) -> None:
         """Make the scheduler and tell it of the processes."""
         first_step = self.trained_steps
+        await self._return_generators(first_step)
         self._scheduler = Scheduler(
             self._config.scheduler,
             first_step=first_step,
@@ -127,6 +136,22 @@ class Training:
                 )
             except SenderOutOfStep as error:
                 self._fleet.cut_off(worker.name, str(error))
+
+    async def _return_generators(self, version: int) -> None:
+        """Have generators drop later weights, whose policies are gone with an earlier trainer."""
+
+        def ahead() -> list[Worker]:
+            if not self._fleet.lineage:
+                return []  # no trainer was lost
+            return [one for one in self._fleet.generators() if one.policy_version > version]
+
+        for worker in ahead():
+            await self._fleet.send(worker.name, Rewind(version, self._fleet.lineage))
+        await self._waiter.until(
+            lambda: not ahead(),
+            seconds=self._config.launcher.silence_seconds,
+            what=lambda: f"{', '.join(one.name for one in ahead())} to return to step {version}",
+        )
 
     async def trainer_ready(self, version: int) -> None:
         """A trainer of this version can take trajectories."""

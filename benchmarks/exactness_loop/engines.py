@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.exactness_loop.harness import Harness, LoopSettings, Outcome
+from benchmarks.exactness_loop.harness import Harness
 from benchmarks.exactness_loop.modes import PROMPTS, Mode
+from benchmarks.exactness_loop.outcome import LoopSettings, Outcome
 from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.drafting.fixed_budget import FixedBudget
@@ -78,22 +79,37 @@ def slow_down(engine: Any, turns: int) -> None:
 
 
 async def run_on(
-    engine: Engine, policies: Sequence[Any], settings: LoopSettings, directory: Path
+    engine: Engine,
+    policies: Sequence[Any],
+    settings: LoopSettings,
+    directory: Path,
+    outcome: Outcome | None = None,
 ) -> Outcome:
-    """Run the loop on a started engine that has the first policy's weights as version 0."""
+    """Run the loop on a started engine that has the first policy's weights as version 0.
+
+    Args:
+        engine: started.
+        policies: see `Harness`.
+        settings: how the loop is run.
+        directory: for its files.
+        outcome: of the run that this one resumes; None if it is the first.
+    """
     weights = [policy.state_dict() for policy in policies]
-    return await Harness(engine, weights, PROMPTS, settings, directory).run()
+    return await Harness(engine, weights, PROMPTS, settings, directory, outcome).run()
 
 
 async def run(kind: str, mode: Mode, settings: LoopSettings, policies: Sequence[Any]) -> Outcome:
-    """Start an engine ("torch" or "vllm"), run the loop, and close the engine."""
+    """Run the loop to its last step, each run of it on a new engine ("torch" or "vllm")."""
     with tempfile.TemporaryDirectory() as path:
         policies[0].save_pretrained(path)
-        engine = ENGINES[kind](path, mode)
-        await engine.start()
-        try:
-            if kind == "torch":
-                slow_down(engine, mode.turns_per_step)
-            return await run_on(engine, policies, settings, Path(path))
-        finally:
-            await engine.close()
+        outcome = Outcome()
+        while outcome.next_step < settings.steps:
+            engine = ENGINES[kind](path, mode)
+            await engine.start()
+            try:
+                if kind == "torch":
+                    slow_down(engine, mode.turns_per_step)
+                await run_on(engine, policies, settings, Path(path), outcome)
+            finally:
+                await engine.close()
+        return outcome

@@ -18,138 +18,31 @@ trainer     consumes: declared steps. produces: weights, `StepFinished`. waits f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from asyncrl.processes.generator.activity import Activity
-from asyncrl.processes.generator.controller_line import ControllerLine
-from asyncrl.processes.generator.generation import SampleGenerator
-from asyncrl.processes.generator.process import GeneratorProcess
-from asyncrl.processes.generator.reports import GeneratorRecords
-from asyncrl.processes.generator.sample_rewards import SampleRewards
-from asyncrl.rewards.calls import Reward
-from asyncrl.run.sample_requests import sample_seed
-from engine.protocol import Engine, SamplingParams
-from monitoring.metrics import GeneratorMetrics, new_registry
-from monitoring.timeline import Timeline
-from rollout.trajectory import SampleId, Trajectory
+from asyncrl.run.sample_requests import SampleRequests
+from asyncrl.tasks.prompts import LoadedTask, Prompt
+from benchmarks.exactness_loop.faults import Faults
+from benchmarks.exactness_loop.generator import NAME, EngineClock, FakeLine, generator_process
+from benchmarks.exactness_loop.outcome import Delivered, LoopSettings, Outcome
+from benchmarks.exactness_loop.run_ahead import RunAhead
+from engine.protocol import Engine
+from rollout.trajectory import SampleId
 from scheduler import commands, events
-from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
 from wire.frames import decode_trajectory
 from wire.messages import data
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
-from wire.records import RewardCounts
 from wire.weights.layout import WeightManifest
 from wire.weights.writer import WeightPublisher
 
-NAME = "g0"
 DEADLINE_SECONDS = 600.0
 """Of a whole run."""
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """How a loop is run."""
-
-    scheduler: SchedulerConfig
-    steps: int
-    sampling: SamplingParams
-    """`seed` is ignored: each sample has its own."""
-    publish_delays: tuple[int, ...]
-    """Engine steps between a complete batch and its new weights; one is drawn for each step."""
-    message_delays: tuple[int, ...] = (0, 1, 2)
-    """Engine steps that a message of the generator takes; one is drawn for each message."""
-    lose_trainer_every: int = 0
-    """In each so many steps the trainer once trains other policies than it should, for about a step
-    or two, and is lost. Another one continues from the version before. 0: never."""
-    install_delay: int = 0
-    """Additional engine steps of the message that new weights are installed. So many steps samples
-    continue under the new weights before their verification is requested."""
-    seed: int = 0
-    poll_seconds: float = 0.0003
-    """Between looks at the engine's counters. Not 0: the torch engine steps in a thread, and
-    polling without a pause holds the interpreter lock that it needs (10 times slower)."""
-
-
-@dataclass(frozen=True)
-class Delivered:
-    """A trajectory that a step was trained on."""
-
-    step: int
-    prompt: int
-    """Index of its prompt."""
-    trajectory: Trajectory
-    reward: float
-
-    @property
-    def text(self) -> tuple[int, ...]:
-        """Response tokens."""
-        return tuple(map(int, self.trajectory.tokens))
-
-
-@dataclass(repr=False)
-class Outcome:
-    """What the trainer got."""
-
-    delivered: list[Delivered] = field(default_factory=list)
-    finished: dict[SampleId, int] = field(default_factory=dict)
-    """Order in which samples were first reported finished (some were verified afterwards)."""
-    verified: int = 0
-    """Tokens of older versions that verification accepted."""
-    rejected: int = 0
-    """Tokens of older versions that verification rejected."""
-    accepted: int = 0
-    """Drafted tokens that were accepted."""
-    rewinds: int = 0
-    """How often the trainer was lost."""
-    cut: int = 0
-    """Requests that were running when the installation of new weights was commanded, summed."""
-
-
-class FakeLine:
-    """The generator's end of a connection: what it sends goes to a function."""
-
-    def __init__(self, on_send: Callable[[Any], None]) -> None:
-        self.inbox: asyncio.Queue[Any] = asyncio.Queue()
-        self._on_send = on_send
-
-    async def send(self, message: Any) -> None:
-        """Pass a message to the other side."""
-        self._on_send(message)
-
-    async def receive(self) -> Any:
-        """Wait for a message from the other side."""
-        return await self.inbox.get()
-
-
-class SlowRewards:
-    """Take a few turns of the event loop, so that updates find samples without a reward."""
-
-    waiting = running = 0
-    counts = RewardCounts()
-
-    async def score(
-        self, _prompt: str, text: str, _example: Any, *, example_id: str = ""
-    ) -> Reward:
-        """Compute `reward_of` a text."""
-        del example_id
-        for _ in range(4):
-            await asyncio.sleep(0)
-        return Reward(reward_of(map(int, text.split())))
-
-
-def reward_of(tokens: Iterator[int] | Sequence[int]) -> float:
-    """A reward that differs between nearly all texts, so that a reward of another text shows."""
-    value = 0.0
-    for token in tokens:
-        value = (value * 31 + token + 1) % 65_521
-    return value
 
 
 class Harness:
@@ -158,9 +51,10 @@ class Harness:
     Args:
         engine: started, with the weights of version 0: `policies[0]`.
         policies: state dicts that take turns: version v has `policies[v % len(policies)]`.
-        prompts: visited in turn, each once in every epoch.
+        prompts: visited in the order of a run, each once in every epoch.
         settings: how the loop is run.
-        directory: for published weights.
+        directory: for published weights and saved run-ahead.
+        outcome: of the run that this one resumes; None if it is the first.
     """
 
     def __init__(
@@ -170,68 +64,69 @@ class Harness:
         prompts: Sequence[Sequence[int]],
         settings: LoopSettings,
         directory: Path,
+        outcome: Outcome | None = None,
     ) -> None:
-        self.outcome = Outcome()
+        self.outcome = outcome or Outcome()
         self._engine = engine
         self._policies = policies
-        self._prompts = [np.array(prompt, np.int32) for prompt in prompts]
         self._settings = settings
+        self._clock = EngineClock(engine, settings.poll_seconds)
         self._publisher = WeightPublisher(directory, f"loop-{id(self):x}")
-        self._manifest: WeightManifest | None = None
-        self._rng = np.random.default_rng(settings.seed)
+        self._newest: WeightManifest
+        start = self.outcome.resumed
+        self._first_step = self.outcome.next_step
+        self._rng = np.random.default_rng((settings.seed, start) if start else settings.seed)
+        self._requests = SampleRequests(_task(prompts), settings.seed, start)
         self._scheduler = Scheduler(
             settings.scheduler,
-            first_step=0,
+            first_step=self._first_step,
             total_steps=settings.steps,
-            group_key=lambda group: group % len(prompts),
+            group_key=self._requests.prompt_index,
         )
         self._messages: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         self._control = FakeLine(self._delay)
         self._trainer_line = FakeLine(self._receive)
-        metrics = GeneratorMetrics.register(new_registry(), NAME)
-        fakes: Any = (SlowRewards(), self._control, self._trainer_line)
-        pool, control, trainer = fakes
-        rewards = SampleRewards(pool, lambda tokens: " ".join(map(str, tokens)), metrics)
-        self._generator = SampleGenerator(engine, rewards, settings.sampling)
-        self._process = GeneratorProcess(
-            engine,
-            self._generator,
-            ControllerLine(NAME, control),
-            trainer,
-            GeneratorRecords(metrics, Activity(Timeline(None, NAME), metrics)),
+        self._process, self._generator = generator_process(
+            engine, settings.sampling, self._control, self._trainer_line
         )
+        self._run_ahead = RunAhead(settings.scheduler, directory, self._requests, self._send)
         self._received: dict[SampleId, Delivered] = {}
         self._work: asyncio.TaskGroup | None = None
         self._last_arrival = self._reports = self._lineage = 0
-        self._doomed_after: int | None = None
-        """The trainer will be lost; later versions are other policies than they should be."""
-        self._lost_at: set[int] = set()
+        self._faults = Faults(settings, self._first_step, resumed=start > 0)
+        self._saving: asyncio.Task[None] | None = None
+        self._killed = asyncio.Event()
+        self._slots: int | None = None
+        """Of the generator, until the scheduler is told of it."""
 
     async def run(self) -> Outcome:
-        """Run until the scheduler ends the run. Raises the error of a part, or TimeoutError."""
+        """Run until the scheduler ends the run, or until it is killed.
+
+        Returns:
+            The outcome so far. The run is complete if it has every step (`Outcome.next_step`).
+
+        Raises the error of a part, or TimeoutError.
+        """
         with self._publisher:
-            self._publish(0)
+            self._publish(self._first_step)
+            await self._run_ahead.restore(self._first_step)
             async with asyncio.timeout(DEADLINE_SECONDS), asyncio.TaskGroup() as work:
                 self._work = work
                 messages = work.create_task(self._handle_messages())
                 serving = work.create_task(self._process.run(metrics_port=None))
-                await asyncio.wait([serving])
-                messages.cancel()
+                killed = work.create_task(self._killed.wait())
+                await asyncio.wait([serving, killed], return_when=asyncio.FIRST_COMPLETED)
+                if not self._killed.is_set():
+                    self.outcome.next_step = self._settings.steps
+                for task in (serving, killed, messages):
+                    task.cancel()
         stats, counted = self._engine.stats(), self._generator.tokens
-        self.outcome.accepted = stats.tokens.accepted
-        self.outcome.verified = counted.verified
-        self.outcome.rejected = counted.rejected
+        self.outcome.accepted += stats.tokens.accepted
+        self.outcome.verified += counted.verified
+        self.outcome.rejected += counted.rejected
         return self.outcome
 
     # Messages of the generator, and time
-
-    async def _engine_steps(self, until: int) -> None:
-        """Wait until the engine has made so many steps or has no work left."""
-        while True:
-            stats = self._engine.stats()
-            if stats.steps >= until or not stats.running + stats.waiting:
-                return
-            await asyncio.sleep(self._settings.poll_seconds)
 
     def _delay(self, message: Any) -> None:
         """Have a message arrive late, and after the messages before it."""
@@ -240,18 +135,17 @@ class Harness:
         delay = int(self._rng.choice(self._settings.message_delays))
         if isinstance(message, fg.WeightsInstalled):
             delay += self._settings.install_delay
-        arrival = self._engine.stats().steps + delay
-        self._last_arrival = max(self._last_arrival, arrival)
+        self._last_arrival = max(self._last_arrival, self._clock.now + delay)
         self._messages.put_nowait((self._last_arrival, message))
 
     async def _handle_messages(self) -> None:
         while True:
             arrival, message = await self._messages.get()
-            await self._engine_steps(arrival)
+            await self._clock.until(arrival)
             match message:
                 case fg.GeneratorReady():
-                    self._tell(events.TrainerJoined(0))
-                    self._tell(events.GeneratorJoined(NAME, message.slots, message.policy_version))
+                    self._slots = message.slots
+                    self._join(message.policy_version)
                 case fg.SampleFinished():
                     self._reports += 1
                     self.outcome.finished.setdefault(message.sample, self._reports)
@@ -265,6 +159,8 @@ class Harness:
                     )
                 case fg.SampleDelivered():
                     self._tell(events.SampleDelivered(NAME, message.sample))
+                case fg.WeightsInstalled() if self._slots is not None:
+                    self._join(message.policy_version)
                 case fg.WeightsInstalled():
                     self._tell(events.WeightsInstalled(NAME, message.policy_version))
                 case fg.Rewound():
@@ -276,6 +172,16 @@ class Harness:
                 case _:
                     raise AssertionError(f"unexpected: {message}")
 
+    def _join(self, version: int) -> None:
+        """Training begins as soon as the generator has the weights that it begins with."""
+        if version < self._first_step:
+            self._send(self._installation())
+            return
+        assert self._slots is not None
+        slots, self._slots = self._slots, None
+        self._tell(events.TrainerJoined(self._first_step))
+        self._tell(events.GeneratorJoined(NAME, slots, version))
+
     # Commands of the scheduler
 
     def _tell(self, event: events.Event) -> None:
@@ -286,19 +192,15 @@ class Harness:
     def _carry_out(self, command: commands.Command) -> None:
         match command:
             case commands.StartSample(sample=sample, priority=priority):
-                prompt = self._payload(sample.group)
-                seed = self._seed("training", sample)
-                self._send(tg.Generate(sample, prompt, seed, priority))
+                request = self._requests.generate(sample, priority)
+                continues = self.outcome.restored
+                (continues.add if request.unfinished else continues.discard)(sample)
+                self._send(request)
             case commands.VerifySamples(samples=samples, min_version=version):
-                seeds = tuple(
-                    self._seed("verify", sample, version, self._lineage) for sample in samples
-                )
-                self._send(tg.Verify(samples, seeds, version))
+                self._send(self._requests.verify(samples, version, lineage=self._lineage))
             case commands.InstallWeights():
-                assert self._manifest is not None
                 self.outcome.cut += self._engine.stats().running
-                rebuild = self._settings.scheduler.on_update == "recompute"
-                self._send(tg.InstallWeights(self._manifest, rebuild, self._lineage))
+                self._send(self._installation())
             case commands.RewindGenerator(policy_version=version, lineage=lineage):
                 self._send(tg.Rewind(version, lineage))
             case commands.DiscardSamples(samples=samples):
@@ -318,14 +220,10 @@ class Harness:
     def _send(self, message: tg.ToGenerator) -> None:
         self._control.inbox.put_nowait(message)
 
-    def _seed(self, purpose: str, sample: SampleId, *what: object) -> int:
-        """The seed that the controller would choose."""
-        return sample_seed(self._settings.seed, purpose, sample.group, sample.sample, *what)
-
-    def _payload(self, group: int) -> tg.PromptPayload:
-        index = group % len(self._prompts)
-        tokens = self._prompts[index].astype("<i4").tobytes()
-        return tg.PromptPayload(f"p{index}", tokens, {"prompt": f"{index}"})
+    def _installation(self) -> tg.InstallWeights:
+        """The command to install the newest published weights."""
+        rebuild = self._settings.scheduler.on_update == "recompute"
+        return tg.InstallWeights(self._newest, rebuild, self._lineage)
 
     # The trainer
 
@@ -333,7 +231,7 @@ class Harness:
         if message.lineage != self._lineage:
             return
         trajectory = decode_trajectory(message)
-        index = trajectory.id.group % len(self._prompts)
+        index = self._requests.prompt_index(trajectory.id.group)
         assert trajectory.id not in self._received
         assert message.prompt_id == f"p{index}"
         self._received[trajectory.id] = Delivered(message.step, index, trajectory, message.reward)
@@ -350,37 +248,58 @@ class Harness:
             for sample in range(scheduler.group_size)
         ]
         assert {one.step for one in taken} == {step}
-        lineage, every = self._lineage, self._settings.lose_trainer_every
-        dooms = every and step % every == 1 and step not in self._lost_at
-        if dooms and step + every < self._settings.steps:
-            self._doomed_after = step
-            self._lost_at.add(step)
-        await self._engine_steps(self._engine.stats().steps + self._a_delay())
+        lineage = self._lineage
+        await self._clock.until(self._clock.now + self._a_delay())
         if self._lineage != lineage:
             return
-        if self._doomed_after is None:
+        if self._faults.after is None:
             self.outcome.delivered += taken
         self._publish(step + 1)
         self._tell(events.WeightsPublished(step + 1))
         self._tell(events.StepFinished(step, groups))
-        if self._doomed_after == step:
-            await self._lose_trainer(step)
+        if self._faults.after == step:
+            await self._lose(step)
+        elif self._faults.begins(step + 1) and self._faults.kills_run:
+            assert self._work is not None
+            self._saving = self._work.create_task(self._save_run_ahead(step + 1))
 
     def _a_delay(self) -> int:
         return int(self._rng.choice(self._settings.publish_delays))
 
-    async def _lose_trainer(self, step: int) -> None:
-        """Lose the trainer a few engine steps later; another one continues with this step."""
-        await self._engine_steps(self._engine.stats().steps + 5 + self._a_delay())
-        self._tell(events.TrainerLost())
+    async def _save_run_ahead(self, step: int) -> None:
+        """The checkpoint of a version is written soon after it was published, or later."""
+        await self._clock.until(self._clock.now + int(self._rng.choice((0, 8))))
+        await self._run_ahead.save(step, published=self._newest.policy_version)
+
+    async def _lose(self, step: int) -> None:
+        """Lose the trainer a few engine steps later; another one continues with this step.
+
+        Or lose the whole run. Then `outcome` says where another one continues.
+        """
+        await self._clock.until(self._clock.now + 5 + self._a_delay())
         self._received.clear()
-        self._doomed_after = None
         self._lineage += 1
+        if self._saving is not None:
+            await self._saving
+            self.outcome.resumed += 1
+            self.outcome.next_step = step
+            self._killed.set()
+            return
+        self._tell(events.TrainerLost())
+        self._faults.after = None
         self.outcome.rewinds += 1
         self._publish(step)
         self._tell(events.TrainerJoined(step, self._lineage))
 
     def _publish(self, version: int) -> None:
-        doomed = self._doomed_after is not None and version > self._doomed_after
-        weights = self._policies[(version + doomed) % len(self._policies)]
-        self._manifest = self._publisher.publish(weights.items(), version)
+        other = self._faults.will_be_lost(version)
+        weights = self._policies[(version + other) % len(self._policies)]
+        self._newest = self._publisher.publish(weights.items(), version)
+
+
+def _task(prompts: Sequence[Sequence[int]]) -> LoadedTask:
+    train = [
+        Prompt(f"p{index}", np.array(tokens, np.int32), "", {"prompt": f"{index}"})
+        for index, tokens in enumerate(prompts)
+    ]
+    return LoadedTask(train, (), (), tokenizer=None)

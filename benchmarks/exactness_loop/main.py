@@ -65,7 +65,7 @@ def _measure(name: str, engine: str, samples: int, seed: int) -> dict[str, Any]:
     from benchmarks.exactness_loop.statements import ALARM, TOLERANCE, check, rewards_match
 
     mode, began = MODES[name], time.perf_counter()
-    policies = make_policies(mode.learning)
+    policies = make_policies(mode.drift)
     outcome = asyncio.run(run(engine, mode, settings_of(mode, samples, seed), policies))
     found = check(mode, outcome.delivered, ResponseDistributions(policies, PROMPTS, mode.space))
     fine = (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.exactness_loop.distributions import ResponseSpace
-from benchmarks.exactness_loop.harness import LoopSettings
+from benchmarks.exactness_loop.outcome import LoopSettings
 from benchmarks.tiny_models import random_qwen3
 from engine.protocol import SamplingParams
 from engine.stopping import StopRule
@@ -18,7 +18,9 @@ SPACE = ResponseSpace(max_tokens=8, stop=2, vocabulary=4)
 STRINGS = replace(SPACE, strings=StopRule.of(["abbabb", "bbbb"], [b"ab", b"b", b"", b"a"]))
 """With stop strings that three to six tokens complete."""
 PROMPTS = ((1, 0, 1), (1, 1), (0, 0, 0, 1))
-_SEED, _DRIFT = 18, 0.2
+_SEED = 18
+DRIFT = 0.2
+"""Total variation of 0.13 to 0.15 at a token."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Mode:
     """One way to run the loop, and what it promises."""
 
     scheduler: dict[str, Any]
-    learning: bool = True
-    """False: all versions have the same weights."""
+    drift: float = DRIFT
+    """How far the two policies are apart; 0: all versions have the same weights."""
     whole: bool = True
     """Whether whole trajectories follow the policy that trains on them, at staleness 0."""
     slots: int = 64
@@ -39,6 +41,8 @@ class Mode:
     install_delay: int = 0
     """See `LoopSettings`."""
     lose_trainer_every: int = 0
+    """See `LoopSettings`."""
+    kill_run_every: int = 0
     """See `LoopSettings`."""
     turns_per_step: int = 4
     """Turns of the event loop that a step of the torch engine takes; see `engines.slow_down`."""
@@ -54,13 +58,16 @@ MODES: dict[str, Mode] = {
     "verify, trainers lost": Mode(
         _ON_POLICY | {"max_runahead_groups": 18}, lose_trainer_every=2, turns_per_step=8
     ),
+    "verify, run resumed": Mode(
+        _ON_POLICY | {"max_runahead_groups": 18}, drift=1.0, kill_run_every=2, turns_per_step=8
+    ),
     "verify, stop strings": Mode(
         _ON_POLICY | {"max_runahead_groups": 9}, install_delay=2, turns_per_step=8, space=STRINGS
     ),
     "verify, no drafts": Mode(_ON_POLICY | {"max_runahead_groups": 9}, max_draft_tokens=0),
     "learning rate 0": Mode(
         _ON_POLICY | {"max_runahead_groups": 9},
-        learning=False,
+        drift=0.0,
         top_k=SPACE.vocabulary,
         max_draft_tokens=0,
         install_delay=2,
@@ -75,14 +82,14 @@ MODES: dict[str, Mode] = {
 }
 
 
-def make_policies(learning: bool = True) -> list[Any]:
-    """Two random Qwen3 models with a total variation of 0.13 to 0.15 at a token; or two equal."""
+def make_policies(drift: float = DRIFT) -> list[Any]:
+    """Two random Qwen3 models, the second one this far on the way to a third one."""
     one, other, two = (
         random_qwen3(seed, SPACE.vocabulary) for seed in (_SEED, 1000 + _SEED, _SEED)
     )
     with torch.no_grad():
         for mine, theirs in zip(two.parameters(), other.parameters(), strict=True):
-            mine.lerp_(theirs, _DRIFT if learning else 0.0)
+            mine.lerp_(theirs, drift)
     return [one, two]
 
 
@@ -102,5 +109,6 @@ def settings_of(mode: Mode, samples: int, seed: int) -> LoopSettings:
         publish_delays=mode.publish_delays,
         install_delay=mode.install_delay,
         lose_trainer_every=mode.lose_trainer_every,
+        kill_run_every=mode.kill_run_every,
         seed=seed,
     )

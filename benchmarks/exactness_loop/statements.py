@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.exactness_loop.chi_square import Verdict, compare
 from benchmarks.exactness_loop.distributions import Doubles, ResponseDistributions, Text
-from benchmarks.exactness_loop.harness import Delivered, reward_of
 from benchmarks.exactness_loop.modes import Mode
+from benchmarks.exactness_loop.outcome import Delivered, reward_of
 
 ALARM = 1e-6
 """A statement fails below this p-value: the probability of a false alarm for each statement."""

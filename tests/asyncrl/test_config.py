@@ -95,8 +95,11 @@ def test_no_top_k_may_be_written_as_null(tmp_path: Path) -> None:
 
 
 def test_off_may_be_written_without_quotes(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, "run: {log_samples: off}"))
-    assert config.run.log_samples == "off"
+    text = "run: {log_samples: off}\nmonitoring: {live: off}"
+    config = load_config(write(tmp_path, text))
+    assert (config.run.log_samples, config.monitoring.live) == ("off", "off")
+    overridden = load_config(write(tmp_path, "run: {}"), ["monitoring.live=off"])
+    assert overridden.monitoring.live == "off"
     assert parse_config(yaml.safe_load(dump_config(config)), source="the dump") == config
 
 

@@ -32,6 +32,9 @@ CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}]\n" for i in rang
         ("run:\n" + "".join(" " * i + "-\n" for i in range(1, 60)), r"nested more than 32"),
         ("run:\n  seed: " + "9" * 5000, r"line 2, column 9: .*cannot be read as a value"),
         ("run: {name: 2026-13-45}", r"'2026-13-45' cannot be read as a value: month"),
+        ("run:\n  steps: 010", r"line 2, column 10: the number 010 begins with 0"),
+        ("run: {seed: -08}", r"the number -08 begins with 0, so YAML reads it as octal or as text"),
+        ("run: {0_7: 1}", r"the number 0_7 begins with 0"),
         ("run: !!bool maybe", r"line 1, column 6: 'maybe' cannot be read as a value"),
         ('run: !!int ""', r"line 1, column 6: '' cannot be read as a value"),
         ("run: !!timestamp maybe", r"cannot be read as a value"),
@@ -48,6 +51,12 @@ def test_what_is_refused(text: str, message: str) -> None:
         parse_yaml(text, source="run.yaml")
     assert str(caught.value).startswith("run.yaml ")
     assert len(str(caught.value)) < 500
+
+
+def test_other_numbers_with_a_zero_are_read() -> None:
+    text = "[0, -0, 0.5, 00.5, 0x10, '010', 10, 100_000]"
+    values = parse_yaml(text, source="run.yaml")
+    assert values == [0, 0, 0.5, 0.5, 16, "010", 10, 100_000]
 
 
 def test_aliases_and_merges_are_allowed_and_become_values_of_their_own() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +13,7 @@ import msgspec
 import pytest
 from small_disks import SmallDisk, small_disk
 
+from monitoring import jsonl
 from monitoring.jsonl import RetryingJsonlWriter, read_jsonl
 
 
@@ -73,3 +76,47 @@ def test_a_file_that_cannot_be_opened_yet_is_opened_later(disk: SmallDisk) -> No
         disk.remount("rw")
         writer.append([Line(1)])
     assert numbers(path) == [0, 1]
+
+
+def test_a_disk_that_hangs_is_waited_for_once_and_gets_its_lines_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, answers, asked = tmp_path / "timeline.jsonl", threading.Event(), threading.Event()
+
+    def hang(_: Path) -> None:
+        asked.set()
+        answers.wait(60)
+
+    monkeypatch.setattr(jsonl, "_remove_incomplete_line", hang)
+    began = time.monotonic()
+    writer = RetryingJsonlWriter(path, patience_seconds=0.2)
+    for number in range(100):
+        writer.append([Line(number)])
+    assert asked.is_set()
+    assert not writer.flush()
+    assert time.monotonic() - began < 10
+    assert f"cannot write {path}: no answer from the disk for 0.2 s" in caplog.text
+    assert len(caplog.records) == 1
+    answers.set()
+    deadline = time.monotonic() + 10
+    while not writer.flush():
+        assert time.monotonic() < deadline
+    writer.append([Line(100)])
+    writer.close()
+    assert numbers(path) == list(range(101))
+    assert "can be written now; 0 lines are lost" in caplog.text
+
+
+def test_a_disk_that_never_answers_does_not_hold_up_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(jsonl, "_remove_incomplete_line", lambda _: never.wait(60))
+    writer = RetryingJsonlWriter(tmp_path / "timeline.jsonl", patience_seconds=0.1)
+    writer.append([Line(0)])
+    writer.close()
+    assert "1 lines of" in caplog.text
+    never.set()
+    for one in threading.enumerate():
+        if one.name == "disk":
+            one.join(10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,6 +60,21 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_takes_the_next_when_there_is_
     disk.free()
     _save(learner, checkpoints)
     assert choose(checkpoints).step == 1
+
+
+def test_a_checkpoint_that_was_given_up_never_gets_its_name(
+    tmp_path: Path, model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk hung, and training went on before it answered."""
+    learner = _learner(model_path)
+    _save(learner, tmp_path)
+    learner.step()
+    given_up = threading.Event()
+    monkeypatch.setattr(checkpoint, "sync", lambda _: given_up.set())
+    with pytest.raises(CheckpointUnwritable):
+        learner.save(path_of(tmp_path, 1), (), given_up)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000"]
+    assert choose(tmp_path).step == 0
 
 
 def test_a_read_only_disk_is_said_to_be_one(disk: SmallDisk, model_path: ModelPath) -> None:

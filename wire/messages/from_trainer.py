@@ -11,7 +11,7 @@ from wire.decoding import Finite
 from wire.records import LearnerMetrics, TrainerTimes
 from wire.weights.layout import WeightManifest
 
-CheckpointFault = Literal["disk_full", "quota", "read_only", "io_error"]
+CheckpointFault = Literal["disk_full", "quota", "read_only", "io_error", "hanging"]
 """Why a disk does not take a checkpoint; the label of `asyncrl_checkpoints_failed_total`."""
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from pathlib import Path
 
+from asyncrl.processes.trainer.checkpoint_writer import CheckpointWriter
 from asyncrl.processes.trainer.step_trainer import TrainerRecords
 from monitoring.spans import SpanKind
 from trainer.checkpoint_files import path_of
@@ -18,20 +18,28 @@ from wire.records import TrainedStep
 class Checkpoints:
     """Saves the learner to `DIRECTORY/step-NNNNNN`, each version at most once.
 
-    If the disk does not take a checkpoint, training continues. Another is tried after 1, 2, 4, ...
-    steps, at most `every` apart, and whenever one is due.
+    If the disk does not take a checkpoint, or hangs, training continues. Another is tried after 1,
+    2, 4, ... steps, at most `every` apart, and whenever one is due.
 
     Args:
         learner: at the version that it was loaded or resumed from, which is not saved again.
         directory: of all checkpoints of the run.
         every: steps between two checkpoints.
+        limit_seconds: longest time for one checkpoint.
         records: metrics and the time line.
     """
 
     def __init__(
-        self, learner: Learner, directory: Path, *, every: int, records: TrainerRecords
+        self,
+        learner: Learner,
+        directory: Path,
+        *,
+        every: int,
+        limit_seconds: float,
+        records: TrainerRecords,
     ) -> None:
         self._learner = learner
+        self._writer = CheckpointWriter(learner, limit_seconds=limit_seconds)
         self._directory = directory
         self._every = every
         self._metrics = records.metrics
@@ -71,7 +79,7 @@ class Checkpoints:
         began = time.monotonic()
         try:
             with self._timeline.span(SpanKind.SAVING, version=version):
-                await asyncio.to_thread(self._learner.save, path, self._unsaved)
+                await self._writer.write(path, self._unsaved)
         except CheckpointUnwritable as error:
             self._failures += 1
             self._retry_at = version + min(2 ** (self._failures - 1), self._every)

@@ -73,6 +73,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
                 learner,
                 child.directory / "checkpoints",
                 every=config.trainer.checkpoint_every,
+                limit_seconds=config.launcher.checkpoint_seconds,
                 records=records,
             ),
             child.control,

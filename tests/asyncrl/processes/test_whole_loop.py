@@ -5,8 +5,8 @@ alternates between two fixed policies and publishes in the middle of rollouts. S
 `benchmarks.exactness_loop.main` for the statements and `benchmarks.exactness_loop.harness` for the
 loop.
 
-A statement fails below p = 1e-6. With some 36 p-values here a correct loop would fail one run in
-25,000 if seeds were random. They are fixed, and drafts do not depend on the clock. Wrong loops must
+A statement fails below p = 1e-6. With some 50 p-values here a correct loop would fail one run in
+20,000 if seeds were random. They are fixed, and drafts do not depend on the clock. Wrong loops must
 have a p-value below 1e-6 too (1e-4 for the smallest bias).
 """
 
@@ -22,12 +22,13 @@ import torch
 
 from benchmarks.exactness_loop import engines, statements
 from benchmarks.exactness_loop.distributions import ResponseDistributions, ResponseSpace
-from benchmarks.exactness_loop.harness import Delivered, Outcome
-from benchmarks.exactness_loop.modes import MODES, PROMPTS, SPACE, make_policies, settings_of
+from benchmarks.exactness_loop.modes import DRIFT, MODES, PROMPTS, SPACE, make_policies, settings_of
+from benchmarks.exactness_loop.outcome import Delivered, Outcome
 from benchmarks.exactness_loop.statements import ALARM, TOLERANCE, Finding
 from engine.torch.core import DecodeCore
 from engine.torch.engine import TorchEngine
 from rollout.trajectory import Trajectory
+from wire.unfinished import UnfinishedSample
 
 pytestmark = pytest.mark.slow
 
@@ -35,8 +36,10 @@ SAMPLES = 4000
 
 
 @cache
-def known(learning: bool, space: ResponseSpace = SPACE) -> tuple[list[Any], ResponseDistributions]:
-    policies = make_policies(learning)
+def known(
+    drift: float = DRIFT, space: ResponseSpace = SPACE
+) -> tuple[list[Any], ResponseDistributions]:
+    policies = make_policies(drift)
     return policies, ResponseDistributions(policies, PROMPTS, space)
 
 
@@ -49,19 +52,19 @@ def play(name: str, samples: int = SAMPLES) -> Outcome:
     torch.set_num_threads(1)
     mode = MODES[name]
     settings = settings_of(mode, samples, seed=0)
-    return asyncio.run(engines.run("torch", mode, settings, known(mode.learning)[0]))
+    return asyncio.run(engines.run("torch", mode, settings, known(mode.drift)[0]))
 
 
 def check(name: str, delivered: list[Delivered]) -> Finding:
     mode = MODES[name]
-    finding = statements.check(mode, delivered, known(mode.learning, mode.space)[1])
+    finding = statements.check(mode, delivered, known(mode.drift, mode.space)[1])
     for what, verdict in finding.verdicts.items():
         print(f"{name}, {what}: {verdict}")
     return finding
 
 
 def test_the_policies_differ_enough_for_mistakes_to_show() -> None:
-    distributions = known(True)[1]
+    distributions = known()[1]
     prompts = range(len(PROMPTS))
     assert all(0.1 < distributions.policy_distance(prompt) < 0.3 for prompt in prompts)
 
@@ -77,7 +80,7 @@ def test_whole_trajectories_follow_the_policy_that_trains_on_them(name: str) -> 
     # Otherwise the assertions above show nothing.
     assert outcome.verified > SAMPLES
     assert outcome.cut > 100
-    learning = MODES[name].learning
+    learning = MODES[name].drift > 0
     assert (outcome.rejected > SAMPLES / 2) == learning
     assert not learning or outcome.accepted > SAMPLES
 
@@ -93,7 +96,7 @@ def test_stop_strings_end_samples_in_the_loop_as_in_the_enumeration() -> None:
     tokens = [one.trajectory.tokens for one in outcome.delivered]
     stopped = [one for one in tokens if one[-1] != SPACE.stop and len(one) < SPACE.max_tokens]
     assert len(stopped) > len(tokens) / 5
-    plain = statements.check_responses(outcome.delivered, known(True)[1])
+    plain = statements.check_responses(outcome.delivered, known()[1])
     assert plain["lengths within each step"].p_value < ALARM
 
 
@@ -120,6 +123,36 @@ def test_tokens_of_policies_that_are_gone_are_never_trained_on_unverified(
     assert wrong.p_value < ALARM
 
 
+def test_run_ahead_that_a_resumed_run_continues_is_exactly_on_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs are killed after they have trained other policies than the next run will.
+
+    Each next run has a new engine and scheduler, and reads the run-ahead from the disk. All samples
+    are judged, and once more those that were restored, since which ones are does not depend on
+    their tokens. If restored tokens pass for tokens of the checkpoint's policy, that is detected.
+    """
+    name, samples = "verify, run resumed", 1440
+    outcome = play(name, samples)
+    restored = [one for one in outcome.delivered if one.trajectory.id in outcome.restored]
+    assert outcome.resumed == 4
+    assert len(restored) > samples / 6
+    assert outcome.rejected > samples
+    ids = [one.trajectory.id for one in outcome.delivered]
+    assert len(set(ids)) == len(ids) == samples, "each sample once"
+    for some in (outcome.delivered, restored):
+        finding = check(name, some)
+        assert finding.p_value > ALARM
+        assert finding.staleness == 0
+        assert finding.worst_logprob < TOLERANCE["torch"]
+        assert statements.rewards_match(some)
+    kept = UnfinishedSample.kept
+    monkeypatch.setattr(UnfinishedSample, "kept", lambda self: replace(kept(self), lenience=1e30))
+    wrong = play(name, samples)
+    restored = [one for one in wrong.delivered if one.trajectory.id in wrong.restored]
+    assert check(name, restored).p_value < ALARM
+
+
 @pytest.mark.parametrize("name", ["verify, k = 1", "keep, k = 1", "recompute, k = 1"])
 def test_each_token_follows_the_version_that_it_carries(name: str) -> None:
     outcome = played(name)
@@ -139,7 +172,7 @@ def test_each_token_follows_the_version_that_it_carries(name: str) -> None:
 def test_unverified_samples_are_detected() -> None:
     """`keep` with k = 1 delivers tokens of the previous version, as documented."""
     delivered = played("keep, k = 1").delivered
-    verdicts = statements.check_responses(delivered, known(True)[1])
+    verdicts = statements.check_responses(delivered, known()[1])
     print(*map(str, verdicts.values()), sep="\n")
     assert max(verdicts[f"texts of policy {which}"].p_value for which in "AB") < ALARM
     assert verdicts["lengths within each step"].p_value < ALARM
@@ -155,7 +188,7 @@ def test_selection_by_completion_is_detected() -> None:
     for group in groups.values():
         group.sort(key=lambda one: outcome.finished[one.trajectory.id])
         early += group[: len(group) // 2]
-    verdict = statements.check_responses(early, known(True)[1])["mean length"]
+    verdict = statements.check_responses(early, known()[1])["mean length"]
     print(verdict)
     assert verdict.p_value < ALARM
     assert verdict.tv < 0

@@ -17,8 +17,8 @@ from served_vllm import REAL_VLLM
 
 from benchmarks.exactness_loop import engines, statements
 from benchmarks.exactness_loop.distributions import ResponseDistributions
-from benchmarks.exactness_loop.harness import Outcome
 from benchmarks.exactness_loop.modes import MODES, PROMPTS, SPACE, make_policies, settings_of
+from benchmarks.exactness_loop.outcome import Outcome
 from benchmarks.exactness_loop.statements import ALARM, TOLERANCE, Finding
 from engine.protocol import Engine
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_processes import task, weights
+from fake_processes import weights
 from running_training import DIGEST, G, Run, expected, step_finished
 from whole_checkpoints import truncate, write_whole
 
 from asyncrl.errors import RunFailed, UserError
 from asyncrl.processes.shared_memory import weights_id
-from asyncrl.run.controller import Controller
 from asyncrl.run.resuming import rewind
 from monitoring.metrics_log import MetricsLog, read_metrics
 from rollout.trajectory import SampleId
@@ -242,39 +241,6 @@ def test_a_trainer_that_is_lost_while_training_begins_does_not_join(tmp_path: Pa
             sent = await run.hear(G, fg.SampleFinished(G, sample, 5, 0, "stop", DIGEST))
         assert ("trainer.1", expected(*SAMPLES)) in sent
         training.cancel()
-
-    asyncio.run(check())
-
-
-def test_final_weights_are_sent_when_a_lost_trainer_has_been_replaced(tmp_path: Path) -> None:
-    async def check() -> None:
-        run = Run(tmp_path)  # of one step, and resumed after it: there is no scheduler
-        run.training.trained_steps = 1
-        run.fleet.trainer.is_gone = True
-        controller = Controller(
-            run.config,
-            task(),
-            directory=run.directory,
-            fleet=run.fleet,
-            hub=run.hub,  # type: ignore[arg-type]
-            progress=run.progress,
-        )
-        controller._training.trained_steps = 1
-        evaluation = asyncio.create_task(controller._evaluate_after())
-        await asyncio.sleep(0)
-        assert run.hub.take() == []
-        run.fleet.trainer.is_gone = False
-        run.fleet.trainer.weights = weights(1)
-        controller._waiter.notify()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert run.hub.take() == [(G, tg.InstallWeights(weights(1)))]
-        evaluation.cancel()
-        await run.evaluation.bring_to(1)
-        run.hub.take()
-        await lose(run)
-        sent = await run.hear("trainer.1", ft.TrainerReady(1, weights(1), None))
-        assert sent == [(G, tg.InstallWeights(weights(1), lineage=1))]
 
     asyncio.run(check())
 

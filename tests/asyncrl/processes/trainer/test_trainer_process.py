@@ -48,6 +48,8 @@ class FakeLearner:
         self.attempts: list[int] = []
         self.disk_is_full: Callable[[int], bool] = lambda _: False
         self.added = threading.Event()
+        self.disk_answers = threading.Event()
+        self.disk_answers.set()
         self.logged_at_save = 0
 
     def check_trajectory(self, trajectory: Trajectory) -> None:
@@ -66,8 +68,13 @@ class FakeLearner:
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [("w", torch.zeros(3))]
 
-    def save(self, directory: Path, steps: Sequence[TrainedStep]) -> None:
+    def save(
+        self, directory: Path, steps: Sequence[TrainedStep], given_up: threading.Event
+    ) -> None:
         self.attempts.append(self.policy_version)
+        self.disk_answers.wait(20)
+        if given_up.is_set():
+            raise CheckpointUnwritable(f"{directory} was given up", "hanging")
         if self.disk_is_full(self.policy_version):
             raise CheckpointUnwritable(f"{directory} cannot be written", "disk_full")
         self.saved.append(directory)
@@ -109,6 +116,7 @@ class TrainerHarness:
         *,
         every: int = 2,
         in_order: bool = False,
+        limit: float = 600.0,
     ) -> None:
         self.learner, self.control, self.hub = FakeLearner(), FakeLine(), FakeHub()
         self.registry = new_registry()
@@ -125,7 +133,7 @@ class TrainerHarness:
             StepTrainer(learner, publisher, records),
             queue,
             Intake(queue, self.learner.check_trajectory, max_early=64, functions=2),
-            Checkpoints(learner, directory, every=every, records=records),
+            Checkpoints(learner, directory, every=every, limit_seconds=limit, records=records),
             control,
             hub,
             records,
@@ -157,12 +165,15 @@ def play(
     checkpoint: bool = False,
     every: int = 2,
     in_order: bool = False,
+    limit: float = 600.0,
 ) -> TrainerHarness:
     """Run a scenario; shut down afterwards."""
 
     async def run() -> TrainerHarness:
         with WeightPublisher(directory, "run") as publisher:
-            harness = TrainerHarness(directory, publisher, every=every, in_order=in_order)
+            harness = TrainerHarness(
+                directory, publisher, every=every, in_order=in_order, limit=limit
+            )
             async with asyncio.timeout(20):
                 harness.running = asyncio.create_task(harness.process.run(metrics_port=None))
                 try:
@@ -271,6 +282,37 @@ def test_training_continues_on_a_full_disk_and_checkpoints_are_tried_again(
     assert [one.retry_version for one in failed] == [5, 7, 11, 12, 14]
     assert failed[-1].policy_version == 13, "the last state, at the end"
     assert isinstance(harness.control.sent[-1], from_trainer.Goodbye)
+
+
+def test_training_continues_while_a_checkpoint_hangs(tmp_path: Path) -> None:
+    """It is named and given up; no other is begun before the disk answers."""
+
+    async def scenario(harness: TrainerHarness) -> None:
+        async def train(step: int) -> None:
+            harness.deliver(step, step=step)
+            harness.control.inbox.put_nowait(to_trainer.StepPlan(step, (step,)))
+            await harness.sent(from_trainer.StepFinished, step + 1)
+
+        harness.learner.disk_answers.clear()
+        await train(0)
+        first = await harness.sent(from_trainer.CheckpointFailed, 1)
+        await train(1)
+        second = (await harness.sent(from_trainer.CheckpointFailed, 2))[1]
+        assert harness.learner.attempts == [1]
+        assert (first[0].cause, first[0].policy_version) == ("hanging", 1)
+        assert f"{tmp_path / 'step-000001'} cannot be written: the disk has not" in first[0].reason
+        assert f"finished writing {tmp_path / 'step-000001'} for" in second.reason
+        harness.learner.disk_answers.set()
+        hanging = [one for one in threading.enumerate() if one.name == "checkpoint"]
+        for one in hanging:
+            await asyncio.to_thread(one.join, 10)
+        await train(2)
+        (written,) = await harness.sent(from_trainer.CheckpointWritten, 1)
+        assert written.policy_version == 3
+
+    harness = play(tmp_path, scenario, every=1, limit=0.2)
+    assert harness.learner.saved == [tmp_path / "step-000003"]
+    assert harness.learner.saved_steps == [[0, 1, 2]]
 
 
 def test_a_group_that_is_reported_as_failed_after_its_gradient_ends_the_run(

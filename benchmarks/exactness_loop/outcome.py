@@ -1,0 +1,86 @@
+"""How a loop is run, and what its trainer gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from engine.protocol import SamplingParams
+from rollout.trajectory import SampleId, Trajectory
+from scheduler.config import SchedulerConfig
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How a loop is run."""
+
+    scheduler: SchedulerConfig
+    steps: int
+    sampling: SamplingParams
+    """`seed` is ignored: each sample has its own."""
+    publish_delays: tuple[int, ...]
+    """Engine steps between a complete batch and its new weights; one is drawn for each step."""
+    message_delays: tuple[int, ...] = (0, 1, 2)
+    """Engine steps that a message of the generator takes; one is drawn for each message."""
+    lose_trainer_every: int = 0
+    """In each so many steps the trainer once trains other policies than it should, for about a step
+    or two, and is lost. Another one continues from the version before. 0: never."""
+    kill_run_every: int = 0
+    """The same, but the whole run is killed. Another run continues from the checkpoint of the
+    version before, with the run-ahead that was saved with it. 0: never."""
+    install_delay: int = 0
+    """Additional engine steps of the message that new weights are installed. So many steps samples
+    continue under the new weights before their verification is requested."""
+    seed: int = 0
+    poll_seconds: float = 0.0003
+    """Between looks at the engine's counters. Not 0: the torch engine steps in a thread, and
+    polling without a pause holds the interpreter lock that it needs (10 times slower)."""
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A trajectory that a step was trained on."""
+
+    step: int
+    prompt: int
+    """Index of its prompt."""
+    trajectory: Trajectory
+    reward: float
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """Response tokens."""
+        return tuple(map(int, self.trajectory.tokens))
+
+
+@dataclass(repr=False)
+class Outcome:
+    """What the trainer got."""
+
+    delivered: list[Delivered] = field(default_factory=list)
+    finished: dict[SampleId, int] = field(default_factory=dict)
+    """Order in which samples were first reported finished (some were verified afterwards)."""
+    verified: int = 0
+    """Tokens of older versions that verification accepted."""
+    rejected: int = 0
+    """Tokens of older versions that verification rejected."""
+    accepted: int = 0
+    """Drafted tokens that were accepted."""
+    rewinds: int = 0
+    """How often the trainer was lost."""
+    next_step: int = 0
+    """The step with which the next run begins, if this one is not complete."""
+    resumed: int = 0
+    """How often the run was killed and another one continued it."""
+    restored: set[SampleId] = field(default_factory=set)
+    """Samples that a run continued from the tokens of the one before."""
+    cut: int = 0
+    """Requests that were running when the installation of new weights was commanded, summed."""
+
+
+def reward_of(tokens: Iterator[int] | Sequence[int]) -> float:
+    """A reward that differs between nearly all texts, so that a reward of another text shows."""
+    value = 0.0
+    for token in tokens:
+        value = (value * 31 + token + 1) % 65_521
+    return value

@@ -1,0 +1,67 @@
+"""The text of `asyncrl status`: what a run is doing, in a few lines.
+
+arithmetic: training, step 7 of 30, torch engine, 2 min 05 s left
+waiting for: 1 sample of step 7
+reward 0.412, accuracy before training 0.125
+staleness 0.00 on average, 0 at most
+1,234 tokens/s, 35% of tokens drafted, 81% of drafts accepted
+groups: 63 trained on, 0 failed, 18 in flight, 2 delivered
+samples: 34 running, 12 held, 3 queued
+idle: generators 2%, trainer 30%
+trainer: ready, policy version 7, metrics on port 9101
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from monitoring.wording import duration
+
+_LINES: tuple[tuple[str, ...], ...] = (
+    ("{run}: {phase}", "step {step} of {steps}", "{engine} engine", "{left} left"),
+    ("waiting for: {waiting_for}",),
+    ("reward {reward_mean:.3f}", "accuracy before training {accuracy_before:.3f}"),
+    ("staleness {staleness_mean:.2f} on average", "{staleness_max} at most"),
+    (
+        "{tokens_per_second:,.0f} tokens/s",
+        "{drafted_share:.0%} of tokens drafted",
+        "{draft_acceptance:.0%} of drafts accepted",
+    ),
+    (
+        "groups: {groups_trained:,} trained on",
+        "{groups_failed:,} failed",
+        "{groups_in_flight:,} in flight",
+        "{groups_delivered:,} delivered",
+    ),
+    (
+        "samples: {samples_running:,} running",
+        "{samples_held:,} held",
+        "{samples_queued:,} queued",
+    ),
+    ("idle: generators {generator_idle:.0%}", "trainer {trainer_idle:.0%}"),
+)
+_PROCESS = ("{state}", "policy version {policy_version}", "metrics on port {metrics_port}")
+
+
+def status_lines(status: Mapping[str, Any]) -> list[str]:
+    """The lines for the answer to a status request; values that are not known are left out."""
+    eta = status.get("eta_seconds")
+    known = {**status, "left": None if eta is None else duration(eta)}
+    lines = [_filled(parts, known) for parts in _LINES]
+    for name, about in status.get("processes", {}).items():
+        version = about["policy_version"]
+        has_weights = {"policy_version": version if version >= 0 else None}
+        lines.append(f"  {name}: {_filled(_PROCESS, {**about, **has_weights})}")
+    return [line for line in lines if line]
+
+
+def _filled(parts: tuple[str, ...], values: Mapping[str, Any]) -> str:
+    known = {name: value for name, value in values.items() if value is not None}
+    filled = []
+    for part in parts:
+        try:
+            filled.append(part.format_map(known))
+        except KeyError:
+            continue
+    return ", ".join(filled)
