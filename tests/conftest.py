@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 from tiny_models import make_llama, make_qwen3, save
+
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
+"""How long an example takes says nothing on a machine that others use too."""
 
 
 def _weight(item: pytest.Item) -> int:

@@ -135,9 +135,9 @@ class Fleet:
             logger.warning("%s", error)
 
     @property
-    def max_restarts(self) -> int:
-        """How many processes may be replaced in total."""
-        return self._config.max_restarts
+    def config(self) -> LauncherConfig:
+        """How many generators there are, and how many processes may be replaced."""
+        return self._config
 
     @property
     def trainer(self) -> Worker:
@@ -168,15 +168,6 @@ class Fleet:
     def has_generators(self) -> bool:
         """Whether any generator is alive, ready or not."""
         return any(not worker.is_trainer for worker in self.alive)
-
-    @property
-    def no_generator_starts(self) -> bool:
-        """Whether no generator was ever ready and as many as the run has failed by themselves."""
-        all_ever = [worker for worker in self._workers.values() if not worker.is_trainer]
-        codes = [worker.handle.exit_code() for worker in all_ever if worker.is_gone]
-        failed = sum(code is not None and code >= 0 for code in codes)
-        never = not any(worker.is_ready for worker in all_ever)
-        return never and failed >= self._config.generators
 
     @property
     def alive(self) -> list[Worker]:

@@ -90,7 +90,7 @@ class TrainerRestarts:
         name = self._fleet.restart_trainer(resume_from)
         if name is None:
             raise RunFailed(
-                f"the trainer {reason}, and launcher.max_restarts ({self._fleet.max_restarts}) "
+                f"the trainer {reason}, and launcher.max_restarts ({self._fleet.config.max_restarts}) "
                 f"does not allow another; its last words:\n{lost.handle.log_tail()}"
             )
         repeated = max(0, self._training.trained_steps - self._point.step)

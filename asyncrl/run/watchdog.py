@@ -45,13 +45,21 @@ class Watchdog:
                 continue
             await self._evaluation.lost(worker)
             await self._training.apply(GeneratorLost(worker.name))
-            if self._fleet.no_generator_starts:
+            if self._no_generator_starts():
                 raise RunFailed(
                     f"{worker.name} {reason}; no generator has become ready so far, and so none is "
                     f"restarted; its last words:\n{worker.handle.log_tail()}"
                 )
             self._replace(worker, reason)
         return bool(deaths)
+
+    def _no_generator_starts(self) -> bool:
+        """Whether no generator was ever ready and as many as the run has failed by themselves."""
+        ever = [worker for worker in self._fleet.everyone() if not worker.is_trainer]
+        codes = [worker.handle.exit_code() for worker in ever if worker.is_gone]
+        failed = sum(code is not None and code >= 0 for code in codes)
+        was_ready = any(worker.is_ready for worker in ever)
+        return not was_ready and failed >= self._fleet.config.generators
 
     def _replace(self, worker: Worker, reason: str) -> None:
         name = self._fleet.restart(worker)
@@ -60,7 +68,7 @@ class Watchdog:
         elif not self._fleet.has_generators:
             raise RunFailed(
                 f"{worker.name} {reason}, no generator is left and launcher.max_restarts "
-                f"({self._fleet.max_restarts}) does not allow another; its last words:\n"
+                f"({self._fleet.config.max_restarts}) does not allow another; its last words:\n"
                 f"{worker.handle.log_tail()}"
             )
 

@@ -62,7 +62,7 @@ MODES: dict[str, Mode] = {
         _ON_POLICY | {"max_runahead_groups": 18}, drift=1.0, kill_run_every=2, turns_per_step=8
     ),
     "verify, stop strings": Mode(
-        _ON_POLICY | {"max_runahead_groups": 9}, install_delay=2, turns_per_step=8, space=STRINGS
+        _ON_POLICY | {"max_runahead_groups": 9}, install_delay=2, turns_per_step=16, space=STRINGS
     ),
     "verify, no drafts": Mode(_ON_POLICY | {"max_runahead_groups": 9}, max_draft_tokens=0),
     "learning rate 0": Mode(

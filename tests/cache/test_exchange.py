@@ -264,7 +264,7 @@ def test_rollouts_with_tokens_outside_the_vocabulary_are_refused(tmp_path: Path)
     assert draft_tokens(b, "p") == [1, 199]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_forged_messages_are_refused_or_are_rollouts(data: st.DataObject) -> None:
     good = message._FIELDS.pack(1, 4, 6, 3) + b"p" + np.array([-1, 5, 6, 7, 8, 9], "<i4").tobytes()

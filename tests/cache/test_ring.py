@@ -28,7 +28,7 @@ def text(index: int, size: int) -> bytes:
     return np.random.default_rng(index).bytes(size)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.one_of(
@@ -154,7 +154,7 @@ def test_a_reader_that_is_overtaken_while_copying_accepts_no_wrong_message(
     assert reader.refused == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_damaged_bytes_are_never_accepted(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

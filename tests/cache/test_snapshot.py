@@ -86,7 +86,7 @@ def test_rollouts_their_order_and_the_drafts_are_restored(tmp_path: Path) -> Non
         assert drafts[0] == drafts[1] != []
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1))
 def test_any_cache_is_restored_also_with_other_budgets(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -206,14 +206,14 @@ def test_any_flipped_bit_is_refused(tmp_path: Path, saved: bytes) -> None:
         refusal(tmp_path, bytes(damaged))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=300), st.booleans())
 def test_random_bytes_are_refused(data: bytes, disguised: bool) -> None:
     start = snapshot.MAGIC + b"\1\0\0\0" if disguised else b""
     refusal(Path(_directory.name), start + data)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_forged_file_with_a_right_digest_is_refused_or_harmless(data: st.DataObject) -> None:
     """Numbers are replaced anywhere and the digest recomputed: no crash, no large allocation."""

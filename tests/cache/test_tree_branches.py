@@ -103,7 +103,7 @@ def test_a_row_that_repeats_itself_drafts_its_own_text() -> None:
     assert grow(cache, row, 1).tokens.tolist() == [1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 24), st.booleans())
 def test_fewer_nodes_are_the_first_ones_of_more(seed: int, budget: int, calibrate: bool) -> None:
     rng = np.random.default_rng(seed)

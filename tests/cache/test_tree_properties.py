@@ -254,7 +254,7 @@ NEAR_THE_BAR = [
 """Leads to a path with probability 0.5 * 0.9999^2, which exceeds 0.4999 by a part in 10^8."""
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(configs, actions)
 @example(config_of(1, 1, 0.4999, 1.5, 0.0), NEAR_THE_BAR)
 def test_drafts_are_those_of_the_naive_model(config: CacheConfig, steps: list[tuple]) -> None:
@@ -300,7 +300,7 @@ def allocated(cache: RolloutCache) -> int:
     return int(cache._forest.state[arena.BUMP]) // arena.BLOCK - 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(14, 17), st.integers(13, 16), st.integers(1, 40))
 def test_memory_stays_within_its_budget(seed: int, total: int, prompt: int, max_match: int) -> None:
     rng = np.random.default_rng(seed)

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from stop_strings import end_by_looking
 
@@ -18,7 +18,6 @@ VOCABULARY = [piece.encode() for piece in PIECES] + [b"\xc3", b"\xa9", b"\xa9b"]
 """The last three are halves of é."""
 
 
-@settings(deadline=None)  # the first call compiles
 @given(
     st.lists(st.text("abé", min_size=1, max_size=5), min_size=1, max_size=4),
     st.lists(st.integers(0, len(VOCABULARY) - 1), max_size=30),

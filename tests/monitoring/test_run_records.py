@@ -67,7 +67,7 @@ def test_what_is_no_number_is_refused_before_anything_is_written(tmp_path):
     assert (tmp_path / "m.jsonl").read_bytes() == b""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut=st.integers(0, 2_000))
 def test_a_file_cut_anywhere_reads_and_continues(tmp_path_factory, cut):
     path = tmp_path_factory.mktemp("cut") / "m.jsonl"

@@ -35,7 +35,7 @@ def covered(some, second):
     return any(span.start <= second < span.end for span in some)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(spans)
 def test_flattening_neither_loses_nor_doubles_time(some):
     flat = flatten(some)
@@ -44,7 +44,7 @@ def test_flattening_neither_loses_nor_doubles_time(some):
     assert sum(span.seconds for span in flat) == pytest.approx(seconds)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(spans)
 def test_work_always_wins_over_waiting(some):
     for second in range(80):
@@ -54,7 +54,7 @@ def test_work_always_wins_over_waiting(some):
             assert shown[0].kind != "waiting"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(spans)
 def test_merging_keeps_every_moment_of_every_kind(some):
     merged = merge(some)
@@ -66,7 +66,7 @@ def test_merging_keeps_every_moment_of_every_kind(some):
             )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(spans, times, st.integers(1, 40))
 def test_idle_shares_add_up(some, start, length):
     shares = idle_by_cause(some, start, start + length)
@@ -99,7 +99,7 @@ def test_merge_bridges_small_gaps_of_equal_spans_only():
     assert merge([c, b, a], gap=0.002) == [Span("training", 0, 2, {"step": 1}), c]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(1, 9), st.integers(0, 3))))
 def test_running_idle_shares_equal_those_computed_afresh(pieces):
     recent, some, at = RecentIdle(12.0), [], 0.0

@@ -33,7 +33,7 @@ def small_pair(seed: int, top_p: float, drift: float) -> PolicyPair:
     return PolicyPair(mixture(old, old, 0.0, top_p), mixture(old, other, drift, top_p))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10**6),
     top_p=st.sampled_from([1.0, 0.8]),
@@ -54,7 +54,7 @@ def test_the_rules_reproduce_the_new_policy_by_enumeration(
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 10**6), k=st.integers(1, 3), length=st.integers(1, 3))
 def test_by_block_keeps_no_prefix_less_often(seed: int, k: int, length: int) -> None:
     pair = small_pair(seed, 1.0, 0.5)
@@ -133,7 +133,6 @@ def judged(
     return [(int(a), int(t), float(log)) for a, t, log in found], uniforms, tails.tolist()
 
 
-@settings(deadline=None)
 @given(batches(), st.booleans())
 def test_the_compiled_rule_equals_the_reference(
     batch: tuple[list[list[int]], Doubles, Doubles, int, int, int], block: bool

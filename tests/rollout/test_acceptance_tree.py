@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.exactness.model import random_policy
@@ -40,7 +40,6 @@ rows_of_trees = st.lists(
 )
 
 
-@settings(deadline=None)  # the first call compiles
 @given(rows_of_trees)
 def test_it_follows_the_definition_row_by_row(
     rows: list[tuple[list[int], list[int], tuple[int, ...]]],
@@ -61,7 +60,6 @@ def test_it_follows_the_definition_row_by_row(
         assert (draws - offsets[i] - i).tolist() == [j + 1 for j in [-1, *path]]
 
 
-@settings(deadline=None)  # the first call compiles
 @given(st.integers(0, 2**32 - 1))
 def test_on_chains_it_equals_accept_chain(seed: int) -> None:
     rng = np.random.default_rng(seed)

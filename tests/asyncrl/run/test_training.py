@@ -218,7 +218,7 @@ def test_no_message_of_any_content_breaks_the_inbox(tmp_path: Path) -> None:
     values = st.text(max_size=3) | st.booleans() | small | st.floats() | sample | st.none()
     kinds = [*get_args(fg.FromGenerator), *get_args(ft.FromTrainer)]
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         kind = data.draw(st.sampled_from(kinds))

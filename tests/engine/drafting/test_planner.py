@@ -93,7 +93,7 @@ def test_no_rows_and_no_nodes() -> None:
     steps=st.integers(0, 3),
     cap=st.integers(1, 60),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_choose_stays_within_every_cap(
     lengths: list[int], values: list[float], other: int, steps: int, cap: int
 ) -> None:
@@ -114,7 +114,7 @@ def test_choose_stays_within_every_cap(
     other=st.integers(0, 40),
     cap=st.integers(1, 60),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_ask_stays_within_every_cap(left: list[int], other: int, cap: int) -> None:
     planner = _planner(steps=3, max_step_tokens=cap, max_draft_tokens=5)
     budgets, min_probability = planner.ask(np.array(left, np.int32), other_tokens=other)

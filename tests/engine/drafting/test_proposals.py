@@ -60,7 +60,7 @@ ROWS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(rows=ROWS, with_source=st.booleans())
 def test_each_row_gets_its_own_drafts(
     rows: list[tuple[int, int, int, int]], with_source: bool

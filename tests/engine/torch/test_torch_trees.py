@@ -204,7 +204,7 @@ def test_trees_are_cut_to_the_chosen_nodes_and_the_depth_limit() -> None:
 NODES = st.lists(st.tuples(st.integers(-1, 4), st.integers(-2, 9)), max_size=9)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(rows=st.lists(NODES, min_size=1, max_size=4), keep=st.integers(0, 9))
 def test_plant_keeps_exactly_the_valid_nodes(rows: list[list[tuple[int, int]]], keep: int) -> None:
     trees = plant_all(rows, keep, vocab=4)

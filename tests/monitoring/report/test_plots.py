@@ -19,7 +19,7 @@ values = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values)
 def test_plots_stay_inside_their_frame_whatever_the_numbers(some):
     x = [float(i) for i in range(len(some))]
