@@ -90,8 +90,9 @@ class TrainerRestarts:
         name = self._fleet.restart_trainer(resume_from)
         if name is None:
             raise RunFailed(
-                f"the trainer {reason}, and launcher.max_restarts ({self._fleet.config.max_restarts}) "
-                f"does not allow another; its last words:\n{lost.handle.log_tail()}"
+                f"the trainer {reason}, and launcher.max_restarts "
+                f"({self._fleet.config.max_restarts}) does not allow another; its last words:\n"
+                f"{lost.handle.log_tail()}"
             )
         repeated = max(0, self._training.trained_steps - self._point.step)
         start = "the checkpoint of" if self._point.directory is not None else "the model at"
