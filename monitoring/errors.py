@@ -43,6 +43,7 @@ class RecordError(MonitoringError):
         )
         self.path = path
         self.line = line
+        self.reason = reason
 
 
 class ReportError(MonitoringError):

@@ -38,11 +38,10 @@ from asyncrl.run import failed_starts
 from asyncrl.run.command_lines import command_for
 from asyncrl.run.leftovers import clear_leftovers
 from asyncrl.run.resuming import find_resume_point
-from monitoring.errors import RecordError
-from monitoring.metrics_log import read_metrics
+from monitoring.jsonl import read_undamaged
 from trainer.checkpoint_files import ResumePoint
 from wire.atomic_files import write_atomically
-from wire.records import RunResult
+from wire.records import RunResult, StepMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -330,14 +329,17 @@ def _refuse_active(path: Path) -> NoReturn:
 
 
 def _refuse_unreadable_records(path: Path) -> None:
-    """Before anything is changed: a run whose steps cannot be read cannot be resumed."""
-    try:
-        read_metrics(path / "metrics.jsonl")
-    except RecordError as error:
+    """Before anything is changed: a run of whose steps none can be read cannot be resumed."""
+    metrics = path / "metrics.jsonl"
+    if not metrics.exists():
+        return
+    readable, damaged = read_undamaged(metrics, StepMetrics)
+    if damaged and not readable:
         raise UserError(
-            f"{error} The run cannot be resumed; it may be of an earlier version of asyncrl. Start "
+            f"{metrics}, line {damaged[0].line}: {damaged[0].reason}. No line of it can be read, "
+            "so the run cannot be resumed; it may be of an earlier version of asyncrl. Start "
             f"a new run from its newest model with --set model.path={path}/checkpoints/STEP/model"
-        ) from error
+        )
 
 
 def _refuse_if_different(path: Path, config: RunConfig) -> None:

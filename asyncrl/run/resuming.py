@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.run.lost_records import add_lost
 from asyncrl.run.unfinished_folders import remove_unfinished
+from monitoring.errors import RecordError
 from monitoring.jsonl import read_undamaged
-from monitoring.metrics_log import read_metrics
+from monitoring.metrics_log import drop_superseded
 from monitoring.samples import SampleRecord
 from monitoring.trained_samples import copy_later
 from trainer.checkpoint_files import ResumePoint, choose, set_aside, steps_of, up_to
@@ -67,7 +69,6 @@ def rewind(path: Path, point: ResumePoint, *, groups_per_step: int) -> list[str]
 
     Raises:
         OSError: a file could not be moved or written.
-        RecordError: a line of metrics.jsonl cannot be read.
     """
     start = "its first step" if point.directory is None else point.directory.name
     said = [f"{fault}; resuming from {start} instead" for fault in point.faults]
@@ -85,7 +86,10 @@ def rewind(path: Path, point: ResumePoint, *, groups_per_step: int) -> list[str]
     if metrics.exists():
         if not metrics.read_bytes().endswith(b"\n") and metrics.stat().st_size:
             said.append(f"the last line of {metrics} was incomplete and is dropped")
-        recorded = [one for one in read_metrics(metrics) if one.step < point.step]
+        readable, damaged = read_undamaged(metrics, StepMetrics)
+        if damaged:
+            said.append(_keep_damaged(metrics, damaged))
+        recorded = [one for one in drop_superseded(readable) if one.step < point.step]
     missing = set(range(point.step)) - {one.step for one in recorded}
     trained = _trained(path / "checkpoints", point, missing, said)
     steps = add_lost(recorded, trained, groups_per_step=groups_per_step)
@@ -94,6 +98,9 @@ def rewind(path: Path, point: ResumePoint, *, groups_per_step: int) -> list[str]
     if trained:
         listed = ", ".join(map(str, sorted(one.step for one in trained)))
         said.append(f"{metrics} lacked the records of steps that were saved, now added: {listed}")
+    if unknown := missing - {one.step for one in trained}:
+        listed = ", ".join(map(str, sorted(unknown)))
+        said.append(f"no whole checkpoint has the records of these steps of {metrics}: {listed}")
     if samples.exists():
         kept, damaged = read_undamaged(samples, SampleRecord)
         if damaged:
@@ -103,6 +110,17 @@ def rewind(path: Path, point: ResumePoint, *, groups_per_step: int) -> list[str]
             )
         _write_lines(samples, [one for one in kept if one.step < point.step])
     return said
+
+
+def _keep_damaged(path: Path, damaged: Sequence[RecordError]) -> str:
+    """Copy a file of which damaged lines are about to be dropped; say so."""
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in count(1))
+    copy = next(name for name in names if not name.exists())
+    shutil.copyfile(path, copy)
+    return (
+        f"{len(damaged)} damaged lines of {path} are dropped; the first is line {damaged[0].line}: "
+        f"{damaged[0].reason}. The file as it was is kept as {copy}"
+    )
 
 
 def _copy_records(path: Path, target: Path, *, from_step: int) -> None:

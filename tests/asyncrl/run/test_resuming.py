@@ -202,9 +202,25 @@ def test_lines_lost_over_several_checkpoints_are_added_from_all_of_them(tmp_path
     assert recorded(folder) == [0, 1, 2]
     (folder / "metrics.jsonl").unlink()
     truncate(path_of(folder / "checkpoints", 2) / "steps.jsonl")
-    fault, said = resume(tmp_path)
+    fault, said, unknown = resume(tmp_path)
     assert "step-000002/steps.jsonl is truncated" in fault
     assert said.endswith("now added: 0, 2")
+    assert unknown.endswith("metrics.jsonl: 1")
+
+
+def test_damaged_lines_of_the_metrics_are_taken_from_checkpoints(tmp_path: Path) -> None:
+    folder = ended_run(tmp_path, steps=4)
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    damaged = b"".join([lines[0], lines[1][:9] + b"\n", b"\xff\n", lines[3]])
+    (folder / "metrics.jsonl").write_bytes(damaged)
+    save_steps(tmp_path, 4, [1])
+    kept, added, unknown = resume(tmp_path)
+    assert "2 damaged lines of" in kept
+    assert "the first is line 2" in kept
+    assert (folder / "metrics.jsonl.damaged-1").read_bytes() == damaged
+    assert added.endswith("now added: 1")
+    assert unknown.endswith("metrics.jsonl: 2")
+    assert recorded(folder) == [0, 1, 3]
 
 
 def test_damaged_samples_of_the_report_do_not_stop_a_resume(tmp_path: Path) -> None:
