@@ -71,7 +71,7 @@ def test_bounds_choices_and_defaults_come_from_the_fields() -> None:
     assert setting_named("engine", "top_k_logprobs").summary == "integer ≥ 0, ≤ 64; default: 8"
     threads = setting_named("engine", "threads").summary
     assert threads == "integer ≥ 1, ≤ 1,024, or null; default: null"
-    assert setting_named("sampling", "top_p").summary == "number > 0, ≤ 1; default: 1.0"
+    assert setting_named("sampling", "top_p").summary == "number ≥ 0.01, ≤ 1; default: 1.0"
     assert setting_named("engine", "kind").values == "`torch`, `vllm` or `sglang`"
     assert setting_named("launcher", "kind").values == "`local`"
     assert setting_named("trainer", "betas").summary == "[number, number]; default: [0.9, 0.999]"
