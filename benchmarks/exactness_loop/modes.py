@@ -61,8 +61,13 @@ MODES: dict[str, Mode] = {
     "verify, run resumed": Mode(
         _ON_POLICY | {"max_runahead_groups": 18}, drift=1.0, kill_run_every=2, turns_per_step=8
     ),
+    # Few slots, so that samples are in generation whenever new weights arrive.
     "verify, stop strings": Mode(
-        _ON_POLICY | {"max_runahead_groups": 9}, install_delay=2, turns_per_step=16, space=STRINGS
+        _ON_POLICY | {"max_runahead_groups": 9},
+        install_delay=2,
+        slots=40,
+        turns_per_step=8,
+        space=STRINGS,
     ),
     "verify, no drafts": Mode(_ON_POLICY | {"max_runahead_groups": 9}, max_draft_tokens=0),
     "learning rate 0": Mode(
