@@ -1,7 +1,7 @@
 """The text of `asyncrl status`: what a run is doing, in a few lines.
 
 arithmetic: training, step 7 of 30, torch engine, 2 min 05 s left
-waiting for: 1 sample of step 7
+waiting: step 7 waits for 1 sample (1 running, 0 to be started)
 reward 0.412, accuracy before training 0.125
 staleness 0.00 on average, 0 at most
 1,234 tokens/s, 35% of tokens drafted, 81% of drafts accepted
@@ -20,7 +20,7 @@ from monitoring.wording import duration
 
 _LINES: tuple[tuple[str, ...], ...] = (
     ("{run}: {phase}", "step {step} of {steps}", "{engine} engine", "{left} left"),
-    ("waiting for: {waiting_for}",),
+    ("waiting: {waiting_for}",),
     ("reward {reward_mean:.3f}", "accuracy before training {accuracy_before:.3f}"),
     ("staleness {staleness_mean:.2f} on average", "{staleness_max} at most"),
     (

@@ -273,7 +273,7 @@ class Progress:
         trainer = fleet.trainer.trainer_report
         waiting_for = snapshot.waits[0] if snapshot is not None and snapshot.waits else None
         if snapshot is None and not fleet.all_ready:
-            waiting_for = f"waiting for {fleet.unready()} to become ready"
+            waiting_for = f"the run waits for {fleet.unready()} to become ready"
         return RunView(
             phase=self._phase_text(fleet, evaluation),
             step=self._step,

@@ -22,7 +22,7 @@ def test_a_run_in_training_in_a_few_lines() -> None:
         samples_queued=3,
         eta_seconds=125,
         accuracy_before=0.125,
-        waiting_for="1 sample of step 7",
+        waiting_for="step 7 waits for 1 sample",
     )
     last = {"reward_mean": 0.4118, "staleness_mean": 0.0, "staleness_max": 0}
     processes = {
@@ -31,7 +31,7 @@ def test_a_run_in_training_in_a_few_lines() -> None:
     }
     assert status_lines({**ABOUT, **view.as_status(), **last, "processes": processes}) == [
         "mine: training, step 7 of 30, torch engine, 2 min 05 s left",
-        "waiting for: 1 sample of step 7",
+        "waiting: step 7 waits for 1 sample",
         "reward 0.412, accuracy before training 0.125",
         "staleness 0.00 on average, 0 at most",
         "35% of tokens drafted, 50% of drafts accepted",
