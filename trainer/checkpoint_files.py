@@ -59,7 +59,7 @@ def choose(checkpoints: Path, step: int | None = None) -> ResumePoint:
         CheckpointError: there is no whole checkpoint but a damaged one, or the one asked for is
             damaged or absent; says what can be done.
     """
-    found = sorted(_found(checkpoints).items(), reverse=True)
+    found = sorted(by_step(checkpoints).items(), reverse=True)
     if step is not None:
         return _chosen(checkpoints, step)
     faults: list[str] = []
@@ -82,13 +82,13 @@ def newest_complete(checkpoints: Path) -> int | None:
 
     Quick, for messages and to count: contents are not read.
     """
-    steps = sorted(_found(checkpoints).items(), reverse=True)
+    steps = sorted(by_step(checkpoints).items(), reverse=True)
     return next((step for step, directory in steps if has_its_files(directory)), None)
 
 
 def up_to(checkpoints: Path, step: int) -> list[Path]:
     """The checkpoints after at most this many steps, whole or damaged, newest first."""
-    found = sorted(_found(checkpoints).items(), reverse=True)
+    found = sorted(by_step(checkpoints).items(), reverse=True)
     return [directory for at, directory in found if at <= step]
 
 
@@ -142,7 +142,7 @@ def set_aside(
     Returns:
         The new folder below `checkpoints/set-aside/`; None where there was nothing to move.
     """
-    newer = [path for step, path in _found(checkpoints).items() if step > newer_than]
+    newer = [path for step, path in by_step(checkpoints).items() if step > newer_than]
     if not newer:
         return None
     base = checkpoints / _ASIDE / f"after-{newer_than:06d}"
@@ -166,7 +166,7 @@ def prune(checkpoints: Path, keep: int, *, written: Path) -> None:
     disk does not answer, all stay, and it is logged.
     """
     try:
-        whole = [path for _, path in sorted(_found(checkpoints).items()) if has_its_files(path)]
+        whole = [path for _, path in sorted(by_step(checkpoints).items()) if has_its_files(path)]
     except OSError as error:
         logger.warning("old checkpoints in %s cannot be removed: %s", checkpoints, error)
         return
@@ -194,7 +194,7 @@ def _chosen(checkpoints: Path, step: int) -> ResumePoint:
             raise CheckpointError(f"there is no checkpoint of step {step} in {checkpoints}")
         return ResumePoint(directory, step, verified(directory))
     except CheckpointError as error:
-        whole = ", ".join(str(at) for at, path in sorted(_found(checkpoints).items()) if _ok(path))
+        whole = ", ".join(str(at) for at, path in sorted(by_step(checkpoints).items()) if _ok(path))
         raise CheckpointError(f"{error}; whole checkpoints: {whole or 'none'}") from error
 
 
@@ -218,7 +218,7 @@ def _from_weights(newest_first: list[Path]) -> str:
     return ""
 
 
-def _found(checkpoints: Path) -> dict[int, Path]:
+def by_step(checkpoints: Path) -> dict[int, Path]:
     """Every folder with the name of a checkpoint, whole or not, by its step."""
     return {
         int(name[1]): path

@@ -104,10 +104,7 @@ def rewind(path: Path, point: ResumePoint, *, groups_per_step: int) -> list[str]
     if samples.exists():
         kept, damaged = read_undamaged(samples, SampleRecord)
         if damaged:
-            said.append(
-                f"{len(damaged)} damaged lines of {samples} are dropped; the first is line "
-                f"{damaged[0].line}. The file is for the report only"
-            )
+            said.append(f"{_dropped(samples, damaged)}. The file is for the report only")
         _write_lines(samples, [one for one in kept if one.step < point.step])
     return said
 
@@ -117,10 +114,12 @@ def _keep_damaged(path: Path, damaged: Sequence[RecordError]) -> str:
     names = (path.with_name(f"{path.name}.damaged-{number}") for number in count(1))
     copy = next(name for name in names if not name.exists())
     shutil.copyfile(path, copy)
-    return (
-        f"{len(damaged)} damaged lines of {path} are dropped; the first is line {damaged[0].line}: "
-        f"{damaged[0].reason}. The file as it was is kept as {copy}"
-    )
+    return f"{_dropped(path, damaged)}: {damaged[0].reason}. The file as it was is kept as {copy}"
+
+
+def _dropped(path: Path, damaged: Sequence[RecordError]) -> str:
+    first = damaged[0].line
+    return f"{len(damaged)} damaged lines of {path} are dropped; the first is line {first}"
 
 
 def _copy_records(path: Path, target: Path, *, from_step: int) -> None:

@@ -6,15 +6,16 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from trainer.checkpoint_files import by_step, path_of
+
 
 def unfinished_folder(run: Path, step: int) -> Path:
-    """The folder of the files that go with the checkpoint after `step` steps."""
-    return run / "unfinished" / f"step-{step:06d}"
+    """The folder of the files that go with the checkpoint after `step` steps; named alike."""
+    return path_of(run / "unfinished", step)
 
 
 def remove_unfinished(run: Path, *, unless: Callable[[int], bool]) -> None:
     """Remove the folders of steps for which `unless` is false. Raises OSError."""
-    for folder in (run / "unfinished").glob("step-*"):
-        number = folder.name.removeprefix("step-")
-        if number.isdecimal() and not unless(int(number)):
+    for step, folder in by_step(run / "unfinished").items():
+        if not unless(step):
             shutil.rmtree(folder)

@@ -179,7 +179,7 @@ def test_a_disk_that_does_not_answer_ends_pruning_and_nothing_else(
         raise OSError(errno.EIO, "as injected")
 
     write_whole(tmp_path, 1, 2)
-    monkeypatch.setattr(checkpoint_files, "_found", refuse)
+    monkeypatch.setattr(checkpoint_files, "by_step", refuse)
     prune(tmp_path, 1, written=path_of(tmp_path, 2))
     assert "as injected" in caplog.text
     assert path_of(tmp_path, 1).exists()

@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from asyncrl.processes.trainer.group_queue import GroupQueue
+from asyncrl.rewards.values import MAX_FLOAT32
 from rollout.trajectory import SampleId, Trajectory
 from trainer.errors import BatchError
 from wire.frames import decode_trajectory, digest_of
@@ -25,8 +24,6 @@ from wire.messages.to_trainer import Expect, ExpectedSample
 
 EARLY_SECONDS = 5.0
 """How long a delivery may wait for its order. Generators send again after twice this time."""
-
-_MAX_REWARD = float(np.finfo(np.float32).max)
 
 Delivered = tuple[str, TrajectoryDelivery]
 """A delivery and the generator that sent it."""
@@ -145,7 +142,7 @@ class Intake:
         if delivery.step != order.step:
             raise ValueError(f"it is for step {delivery.step}, ordered for step {order.step}")
         for reward in (delivery.reward, *delivery.terms):
-            if not abs(reward) <= _MAX_REWARD:
+            if not abs(reward) <= MAX_FLOAT32:
                 raise ValueError(f"its reward {reward} is not finite in float32")
         if len(delivery.terms) not in (0, self._functions):
             raise ValueError(f"it has rewards of {len(delivery.terms)} functions")
