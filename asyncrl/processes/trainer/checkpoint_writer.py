@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from typing import NamedTuple
 from trainer.errors import CheckpointUnwritable
 from trainer.learner import Learner
 from wire.records import TrainedStep
+
+logger = logging.getLogger("asyncrl.trainer")
 
 _PIECE_SECONDS = 0.5
 """The limit is counted in pieces, so that time in which the process was suspended does not."""
@@ -70,6 +73,7 @@ class CheckpointWriter:
                 return ended.result()
             waited += min(piece, time.monotonic() - began)
         writing.given_up.set()
+        ended.add_done_callback(_note_late_end)
         self._hanging = writing
         raise _unanswered(path, writing)
 
@@ -80,6 +84,12 @@ class CheckpointWriter:
             writing.ended.set_exception(error)
         else:
             writing.ended.set_result(None)
+
+
+def _note_late_end(ended: asyncio.Future[None]) -> None:
+    """The disk has answered after all. Nobody awaits the error, so it is retrieved here."""
+    if not ended.cancelled():
+        logger.info("a checkpoint that was given up has ended: %s", ended.exception())
 
 
 def _unanswered(path: Path, hanging: _Writing) -> CheckpointUnwritable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -284,7 +285,9 @@ def test_training_continues_on_a_full_disk_and_checkpoints_are_tried_again(
     assert isinstance(harness.control.sent[-1], from_trainer.Goodbye)
 
 
-def test_training_continues_while_a_checkpoint_hangs(tmp_path: Path) -> None:
+def test_training_continues_while_a_checkpoint_hangs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is named and given up; no other is begun before the disk answers."""
 
     async def scenario(harness: TrainerHarness) -> None:
@@ -313,6 +316,8 @@ def test_training_continues_while_a_checkpoint_hangs(tmp_path: Path) -> None:
     harness = play(tmp_path, scenario, every=1, limit=0.2)
     assert harness.learner.saved == [tmp_path / "step-000003"]
     assert harness.learner.saved_steps == [[0, 1, 2]]
+    gc.collect()
+    assert "never retrieved" not in caplog.text, "the late end of the hanging one"
 
 
 def test_a_group_that_is_reported_as_failed_after_its_gradient_ends_the_run(
