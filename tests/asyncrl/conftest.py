@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +22,19 @@ def own_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command_line(tmp_path: Path, own_model: Path) -> Iterator[CommandLine]:
-    """A command line. No process of it may be alive when the test ends."""
+def command_line(
+    tmp_path: Path, own_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CommandLine]:
+    """A command line. No process of it may be alive when the test ends.
+
+    Its sockets have a folder of their own: a run that another test resumes removes what killed runs
+    left in the user's.
+    """
     command = CommandLine(tmp_path / "runs", own_model)
-    yield command
-    command.end()
+    with tempfile.TemporaryDirectory(prefix="runtime-") as sockets:  # tmp_path is too long
+        monkeypatch.setenv("XDG_RUNTIME_DIR", sockets)
+        yield command
+        command.end()
     left = [pid for role in ("trainer", "generator") for pid in command.children(role)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)

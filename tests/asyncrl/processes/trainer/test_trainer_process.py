@@ -386,9 +386,8 @@ def test_a_sample_log_without_a_disk_ends_nothing(tmp_path: Path) -> None:
         await harness.sent(from_trainer.StepFinished, 1)
 
     harness = play(tmp_path, scenario)
-    lost = harness.registry.get_sample_value(
-        "asyncrl_unlogged_samples_total", {"process": "trainer"}
-    )
+    labels = {"process": "trainer"}
+    lost = harness.registry.get_sample_value("asyncrl_unlogged_samples_total", labels)
     assert lost == GROUP_SIZE
 
 
