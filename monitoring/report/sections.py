@@ -52,6 +52,6 @@ def settings(data: RunData) -> Markup | None:
             lines.append(line + "\n")
     return section(
         "Configuration",
-        "Complete, with all defaults. `asyncrl run config.yaml` repeats the run.",
+        "Complete, with all defaults. The same run again: asyncrl run config.yaml",
         element("details", element("summary", "config.yaml"), element("pre", lines)),
     )
