@@ -125,3 +125,9 @@ class EngineConfig(BaseModel):
     """Settings of the torch engine. Only used when kind is torch."""
     vllm: VllmConfig = VllmConfig()
     """Settings of the vLLM engine. Only used when kind is vllm."""
+
+    def weights_dtype(self, *, on_cpu: bool) -> Literal["float32", "bfloat16"]:
+        """The data type of the weights that the engine decodes with, by its device."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if on_cpu else "bfloat16"

@@ -42,6 +42,8 @@ from trainer.packing import split_by_tokens
 from trainer.policy import PackedBatch, Policy
 from trainer.totals import StepTotals
 from wire.records import LearnerMetrics, TrainedStep
+from wire.weights.fingerprint import fingerprint
+from wire.weights.layout import Fingerprint
 
 
 class Learner:
@@ -201,6 +203,10 @@ class Learner:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, tensor.detach()
+
+    def fingerprint(self, dtype: torch.dtype) -> Fingerprint:
+        """Of `tensors` as engines of this data type hold them, computed from the live weights."""
+        return fingerprint(self.tensors(), dtype)
 
     def save(
         self,

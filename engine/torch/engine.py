@@ -81,7 +81,7 @@ class TorchEngine:
         config = self._config
         _use_threads(config.threads)
         device = _device(config)
-        dtype = _dtype(config, device)
+        dtype: torch.dtype = getattr(torch, config.weights_dtype(on_cpu=device.type == "cpu"))
         model = await asyncio.to_thread(
             load_model,
             self._model_path,
@@ -263,9 +263,3 @@ def _device(config: EngineConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
-
-
-def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.float32 if config.dtype == "float32" else torch.bfloat16

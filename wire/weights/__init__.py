@@ -1,9 +1,10 @@
 """Policy weights in shared memory: layout, the one writer, the one reader.
 
-    writer.py   the trainer publishes a version into a file under /dev/shm
-    layout.py   what such a file looks like, and the manifest that travels on sockets
-    reader.py   an engine copies a version into memory of its own and checks that it is whole
-    views.py    tensors over a file's bytes, for both sides
+    writer.py       the trainer publishes a version into a file under /dev/shm
+    layout.py       what such a file looks like, and the manifest that travels on sockets
+    reader.py       an engine copies a version into memory of its own and checks that it is whole
+    fingerprint.py  digests of tensors, to compare what an engine holds with the trainer's
+    views.py        tensors over a file's bytes, for both sides
 
 An engine uses the copy in two steps: `stage_weights` reads it while tokens are being generated,
 `install_weights` swaps it in (`engine.protocol`). Another transport, such as NCCL between machines,

@@ -33,6 +33,24 @@ class TensorSpec(msgspec.Struct, frozen=True):
     nbytes: int
 
 
+class TensorDigest(msgspec.Struct, frozen=True, array_like=True):
+    """What two equal tensors of one data type have in common; see `wire.weights.fingerprint`."""
+
+    dtype: str
+    """In which the numbers are: torch's name without prefix."""
+    value: str
+    """32 hexadecimal digits."""
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """Digests of a model's weights."""
+
+    tensors: dict[str, TensorDigest]
+    """By name in the HF state dict."""
+    whole: str
+    """One digest of all of them: 32 hexadecimal digits."""
+
+
 class WeightManifest(msgspec.Struct, frozen=True):
     """One version of all weights."""
 
@@ -42,3 +60,6 @@ class WeightManifest(msgspec.Struct, frozen=True):
     nbytes: int
     """Size of the file."""
     tensors: tuple[TensorSpec, ...]
+    fingerprint: Fingerprint | None = None
+    """Of the trainer's own parameters, in the data type that engines decode with; None: the weights
+    do not come from a trainer."""

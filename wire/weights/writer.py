@@ -30,6 +30,7 @@ from wire.weights.layout import (
     HEADER_BYTES,
     SHARED_MEMORY,
     WRITING,
+    Fingerprint,
     TensorSpec,
     WeightManifest,
 )
@@ -71,10 +72,16 @@ class WeightPublisher:
         self._nbytes = 0
         self._published = 0
 
-    def publish(self, tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> WeightManifest:
+    def publish(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        policy_version: int,
+        fingerprint: Fingerprint | None = None,
+    ) -> WeightManifest:
         """Copy these tensors into the next file and set its version.
 
-        The first call fixes names, data types and shapes, and reserves the memory.
+        The first call fixes names, data types and shapes, and reserves the memory. `fingerprint` is
+        the publisher's own of what it decodes or trains with; it travels in the manifest.
 
         Raises:
             PublishError: there is not enough memory, the version is negative, a name comes twice,
@@ -93,7 +100,9 @@ class WeightPublisher:
                 view.copy_(tensor)
         slot.mark(policy_version)
         self._published += 1
-        return WeightManifest(policy_version, str(slot.path), self._nbytes, self._specs)
+        return WeightManifest(
+            policy_version, str(slot.path), self._nbytes, self._specs, fingerprint
+        )
 
     def close(self) -> None:
         """Delete the files. A reader that has one open can still read it. Idempotent."""

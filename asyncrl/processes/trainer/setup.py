@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.bring_up import Child, bring_up
 from asyncrl.processes.shared_memory import weights_id
@@ -13,6 +15,7 @@ from asyncrl.processes.trainer.process import TrainerProcess
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
 from asyncrl.tasks.model_tokenizer import load_tokenizer
+from engine.config import EngineConfig
 from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
@@ -66,7 +69,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             functions=len(config.rewards.functions),
         )
         process = TrainerProcess(
-            StepTrainer(learner, publisher, records),
+            StepTrainer(learner, publisher, records, engine_dtype=_engine_dtype(config.engine)),
             queue,
             intake,
             Checkpoints(
@@ -106,6 +109,13 @@ def _load_learner(child: Child[TrainerMetrics]) -> Learner:
     if spec.resume_from is not None:
         learner.restore(path_of(child.directory / "checkpoints", spec.resume_from))
     return learner
+
+
+def _engine_dtype(config: EngineConfig) -> torch.dtype:
+    """In which the generators of this machine hold the weights."""
+    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    dtype: torch.dtype = getattr(torch, config.weights_dtype(on_cpu=on_cpu))
+    return dtype
 
 
 def _sample_log(child: Child[TrainerMetrics]) -> TrainedSampleLog | None:

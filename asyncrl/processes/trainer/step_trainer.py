@@ -8,6 +8,8 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 
+import torch
+
 from asyncrl.processes.trainer.group_queue import WholeGroup
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog
 from monitoring.metrics import TrainerMetrics
@@ -37,13 +39,20 @@ class StepTrainer:
         learner: computes gradients and takes optimizer steps.
         publisher: publishes the weights after each step.
         records: metrics and the time line.
+        engine_dtype: data type of the weights that the engines decode with.
     """
 
     def __init__(
-        self, learner: Learner, publisher: WeightPublisher, records: TrainerRecords
+        self,
+        learner: Learner,
+        publisher: WeightPublisher,
+        records: TrainerRecords,
+        *,
+        engine_dtype: torch.dtype,
     ) -> None:
         self._learner = learner
         self._publisher = publisher
+        self._engine_dtype = engine_dtype
         self._metrics = records.metrics
         self._timeline = records.timeline
         self._sample_log = records.samples
@@ -67,11 +76,13 @@ class StepTrainer:
         return self._learner.policy_version
 
     async def publish(self) -> WeightManifest:
-        """Publish the present weights. Raises PublishError."""
+        """Publish the present weights with their fingerprint. Raises PublishError."""
         with self._timeline.span(SpanKind.TRANSFERRING_WEIGHTS, version=self.step):
-            return await asyncio.to_thread(
-                self._publisher.publish, self._learner.tensors(), self.step
-            )
+            return await asyncio.to_thread(self._publish)
+
+    def _publish(self) -> WeightManifest:
+        fingerprint = self._learner.fingerprint(self._engine_dtype)
+        return self._publisher.publish(self._learner.tensors(), self.step, fingerprint)
 
     async def accumulate(self, group: WholeGroup) -> None:
         """Add the gradient of a whole group. Raises TrainerError."""

@@ -85,7 +85,7 @@ def engine_args(
         "model": model_path,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
-        "dtype": _dtype(config, on_cpu=on_cpu),
+        "dtype": config.weights_dtype(on_cpu=on_cpu),
         "seed": seed,
         "max_model_len": max_len,
         "max_num_seqs": config.slots,
@@ -139,12 +139,6 @@ def _without_compilers(args: AsyncEngineArgs) -> Iterator[None]:
         os.environ.pop(name, None)
         if before is not None:
             os.environ[name] = before
-
-
-def _dtype(config: EngineConfig, *, on_cpu: bool) -> str:
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if on_cpu else "bfloat16"
 
 
 def _check_device(config: EngineConfig) -> None:

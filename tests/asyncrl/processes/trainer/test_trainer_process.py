@@ -33,6 +33,8 @@ from trainer.group_check import check_trajectory
 from wire.messages import data, from_trainer, to_trainer
 from wire.records import TrainedStep
 from wire.refusals import Refusals
+from wire.weights.fingerprint import fingerprint
+from wire.weights.layout import Fingerprint
 from wire.weights.writer import WeightPublisher
 
 GROUP_SIZE = 2
@@ -67,7 +69,10 @@ class FakeLearner:
         return full_step()
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [("w", torch.zeros(3))]
+        return [("w", torch.full((3,), float(self.policy_version)))]
+
+    def fingerprint(self, dtype: torch.dtype) -> Fingerprint:
+        return fingerprint(self.tensors(), dtype)
 
     def save(
         self, directory: Path, steps: Sequence[TrainedStep], given_up: threading.Event
@@ -131,7 +136,7 @@ class TrainerHarness:
         hub: Any = self.hub
         queue = GroupQueue(GROUP_SIZE)
         self.process = TrainerProcess(
-            StepTrainer(learner, publisher, records),
+            StepTrainer(learner, publisher, records, engine_dtype=torch.bfloat16),
             queue,
             Intake(queue, self.learner.check_trajectory, max_early=64, functions=2),
             Checkpoints(learner, directory, every=every, limit_seconds=limit, records=records),
@@ -197,6 +202,8 @@ def test_a_step_is_taken_when_the_groups_of_its_plan_are_accumulated(tmp_path: P
         (finished,) = await harness.sent(from_trainer.StepFinished, 1)
         assert (finished.step, finished.groups) == (0, (0, 1))
         assert finished.manifest.policy_version == 1
+        held_by_an_engine = torch.ones(3, dtype=torch.bfloat16)
+        assert finished.manifest.fingerprint == fingerprint([("w", held_by_an_engine)])
 
     harness = play(tmp_path, scenario)
     assert [sorted(groups) for groups in harness.learner.groups] == [[0, 1], [2]]
