@@ -177,6 +177,19 @@ class GeneratorMetrics(ProcessMetrics):
         "asyncrl_rejected_tokens_total",
         "Tokens of an older policy version that verification rejected; they are regenerated.",
     )
+    noise_floor_judged: Total = counter(
+        "asyncrl_noise_floor_judged_tokens_total",
+        "Tokens of the current policy version that were verified again under that version.",
+    )
+    noise_floor_rejected: Total = counter(
+        "asyncrl_noise_floor_rejected_tokens_total",
+        "Of the tokens verified again under their own policy version, those that were rejected.",
+    )
+    noise_floor_difference: Gauge = gauge(
+        "asyncrl_noise_floor_logprob_nats",
+        "Mean absolute difference of the log-probability of a token in drawing and in "
+        "verification under one policy version.",
+    )
     engine_steps: Total = counter(
         "asyncrl_engine_steps_total", "Forward passes of the decoding loop."
     )

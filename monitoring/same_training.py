@@ -33,6 +33,7 @@ TIMES = frozenset(
         "tokens_per_second",
         "engine_busy_seconds",
         "tokens",
+        "noise_floor",
         "idle",
         "times",
         "reward_failures",
@@ -40,8 +41,8 @@ TIMES = frozenset(
 )
 """Fields of `StepMetrics` that depend on the clock.
 
-`tokens` and `reward_failures` are among them: generators report their counters twice a second, and
-how much is drafted follows measured step times.
+`tokens`, `noise_floor` and `reward_failures` are among them: generators report their counters twice
+a second, and how much is drafted follows measured step times.
 """
 
 

@@ -24,7 +24,7 @@ Example:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Literal, TypeVar
 
@@ -100,6 +100,11 @@ class KeptTokens:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def after(self, count: int) -> KeptTokens:
+        """All but the first `count` tokens."""
+        arrays = [one.name for one in fields(self) if one.name != "lenience"]
+        return replace(self, **{name: getattr(self, name)[count:] for name in arrays})
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from typing import Self
 import msgspec
 
 from wire.decoding import Amount, Count
+from wire.noise_floor import NoiseFloor
 
 Measured = float | None
 """A measurement; None where there was nothing to measure or the result was not finite."""
@@ -305,6 +306,8 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """Time inside engine steps, all generators together, since this process began to train. None:
     lost with a killed controller."""
     tokens: TokenCounts = TokenCounts()
+    """Of all generators, since the run began."""
+    noise_floor: NoiseFloor = NoiseFloor()
     """Of all generators, since the run began."""
     idle: IdleShares = IdleShares()
     times: TrainerTimes = TrainerTimes()

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from asyncrl.run.group_totals import groups_of_lost_record
+from wire.noise_floor import NoiseFloor
 from wire.records import IdleShares, StepMetrics, TokenCounts, TrainedStep
 
 
@@ -19,8 +20,8 @@ def add_lost(
 ) -> list[StepMetrics]:
     """The recorded steps, with a record of each trained step that is missing among them.
 
-    Totals that only the controller knows (`tokens`, `reward_failures`) are those of the record
-    before; other numbers that only it knows are None.
+    Totals that only the controller knows (`tokens`, `noise_floor`, `reward_failures`) are those of
+    the record before; other numbers that only it knows are None.
     """
     steps = {one.step: one for one in recorded}
     for one in sorted(trained, key=lambda one: one.step):
@@ -42,6 +43,7 @@ def _record(one: TrainedStep, before: StepMetrics | None, groups_per_step: int) 
         tokens_per_second=None,
         engine_busy_seconds=None,
         tokens=TokenCounts() if before is None else before.tokens,
+        noise_floor=NoiseFloor() if before is None else before.noise_floor,
         idle=IdleShares(generator=None, trainer=min(1.0, times.wait_seconds / max(1e-9, seconds))),
         times=times,
         reward_failures={} if before is None else before.reward_failures,

@@ -24,6 +24,7 @@ from monitoring.run_view import RunView
 from scheduler.scheduler import Scheduler
 from scheduler.view import SchedulerView
 from wire.messages.from_trainer import StepFinished
+from wire.noise_floor import NoiseFloor
 from wire.records import (
     IdleShares,
     RewardCounts,
@@ -49,6 +50,7 @@ class _StepWarnings:
         )
         drawn = tokens.generated + tokens.verified
         outside = tokens.outside_top_k
+        self._give("noise floor", warnings.noise_floor(self._config, step.noise_floor))
         self._give("top-K", warnings.outside_top_k(self._config, drawn=drawn, outside=outside))
 
     def _give(self, kind: str, text: str | None) -> None:
@@ -84,6 +86,8 @@ class Progress:
         self._log = log
         self._metrics = metrics
         self._tokens_before = earlier[-1].tokens if earlier else TokenCounts()
+        self._noise_before = earlier[-1].noise_floor if earlier else NoiseFloor()
+        self._noise_floor = self._noise_before
         self._groups = RunGroups(earlier, config.scheduler.groups_per_step)
         self._seconds_before = earlier[-1].wall_seconds if earlier else 0.0
         self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
@@ -216,6 +220,7 @@ class Progress:
             tokens_per_second=recent.tokens_per_second,
             engine_busy_seconds=self._totals.busy_seconds,
             tokens=self._tokens_before + self._totals.tokens,
+            noise_floor=self._noise_floor,
             idle=IdleShares(
                 generator=min(1.0, max(0.0, 1 - recent.busy_share / generators)),
                 trainer=times.wait_seconds / seconds,
@@ -229,9 +234,12 @@ class Progress:
     def _count(self) -> None:
         """Add up the last report of every generator."""
         if self._fleet is not None:
-            reports = [worker.generator_report for worker in self._fleet.everyone()]
-            self._totals.update(report.engine for report in reports if report is not None)
-            self._reward_totals.update(report.rewards for report in reports if report is not None)
+            workers = self._fleet.everyone()
+            reports = [one.generator_report for one in workers if one.generator_report is not None]
+            self._totals.update(report.engine for report in reports)
+            self._reward_totals.update(report.rewards for report in reports)
+            noise = [report.noise_floor for report in reports]
+            self._noise_floor = sum(noise, start=self._noise_before)
 
     # ---------------------------------------------------------------- what is shown
 

@@ -11,6 +11,7 @@ from asyncrl.config import RunConfig
 from asyncrl.processes.generator.deadlines import deadline_warning
 from asyncrl.processes.generator.lenient_reuse import lenient_warning
 from engine.config import MAX_TOP_K_LOGPROBS
+from wire.noise_floor import NoiseFloor
 
 MAX_MISMATCH_FLOAT32 = 1e-3
 MAX_MISMATCH_BFLOAT16 = 0.05
@@ -19,6 +20,13 @@ MAX_OUTSIDE_SHARE = 0.001
 """Share of tokens outside the stored top-K above which a larger K is worth suggesting."""
 MIN_OUTSIDE_TOKENS = 20_000
 """Tokens that must have been generated before that share is meaningful."""
+MAX_NOISE_FLOOR = 0.02
+"""Share of tokens that verification may reject under unchanged weights without a warning. An
+optimizer step that learns makes verification reject 4% to 10% (docs/simulation.md): above this, the
+engine's arithmetic is a notable part of what is regenerated. In float32 the share is 0."""
+MIN_CUT_SAMPLES = 3
+"""Responses that must have been cut before that share is meaningful: one cut loses the rest of a
+response, which may be thousands of tokens."""
 
 
 def at_start(config: RunConfig) -> list[str]:
@@ -56,6 +64,34 @@ def _computes_in_float32(config: RunConfig) -> bool:
     if config.engine.dtype != "auto":
         return config.engine.dtype == "float32"
     return config.engine.device == "cpu" or not Path("/dev/nvidiactl").exists()
+
+
+def noise_floor(config: RunConfig, measured: NoiseFloor) -> str | None:
+    """Warn when verification rejects tokens of the very policy that verifies them.
+
+    By any rule, a response of L tokens loses about TV L / 2 of them to differences between the
+    kernels, TV being their total variation per token, half of `abs_mean`. If it loses four times as
+    much, these differences do not explain it.
+    """
+    share, cut = measured.share, measured.cut_samples
+    if share is None or share <= MAX_NOISE_FLOOR or cut < MIN_CUT_SAMPLES:
+        return None
+    text = (
+        f"WARNING: verification rejects {share:.1%} of the tokens of the very policy that verifies "
+        f"them ({cut} of {measured.samples} responses that were verified again under the weights "
+        "that drew them). As much is lost at every update. Samples still follow the policy. "
+    )
+    apart = measured.abs_mean or 0.0
+    if share > apart * measured.judged / measured.samples:
+        return (
+            f"{text}Rounding does not explain it: the log-probabilities of the accepted tokens "
+            f"differ by {apart:.2g} only. Please report this as a defect of engine.kind: "
+            f"{config.engine.kind}."
+        )
+    return (
+        f"{text}Its decoding and scoring kernels compute different probabilities. Set "
+        "engine.dtype: float32, or a lower sampling.max_tokens."
+    )
 
 
 def follows_the_policy(config: RunConfig) -> bool:

@@ -12,6 +12,7 @@ from monitoring.report.series import difference_interval, mean
 from monitoring.report.windows import training_window, whole_window
 from monitoring.spans import idle_by_cause
 from monitoring.wording import UNKNOWN, count, duration, number, percent
+from wire.noise_floor import NoiseFloor
 from wire.records import Measured, StepMetrics
 
 LENIENT = (
@@ -123,6 +124,7 @@ def _tiles(data: RunData) -> list[Markup]:
         _reuse_tile(data),
         _idle_tile(data),
         *_groups_tile(data),
+        *_noise_floor_tile(data),
     ]
 
 
@@ -212,6 +214,15 @@ def _groups_tile(data: RunData) -> list[Markup]:
     if account.failed:
         details += f"; {count(len(account.failed))} more failed and were left out"
     return [_tile("groups", count(account.trained), details)]
+
+
+def _noise_floor_tile(data: RunData) -> list[Markup]:
+    """What verification rejected under unchanged weights; none where it was not measured."""
+    measured = data.steps[-1].noise_floor if data.steps else NoiseFloor()
+    if measured.share is None:
+        return []
+    details = f"rejected under unchanged weights, of {count(measured.judged)} tokens verified again"
+    return [_tile("noise floor", percent(measured.share, 2), details)]
 
 
 def _idle(data: RunData, role: str, recorded: Callable[[StepMetrics], Measured]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -71,3 +72,14 @@ def test_impossible_chunks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"trajectory 2\.1: the arrays of a chunk differ"):
         growing.append(**chunk([2], 4, logprobs=np.zeros(2, np.float32)))
     assert len(growing) == 1
+
+
+def test_the_end_of_kept_tokens_has_the_end_of_every_array() -> None:
+    growing = builder()
+    growing.append(**chunk([1, 2, 3], 0))
+    kept = growing.kept()
+    rest = kept.after(1)
+    for field in fields(kept):
+        if field.name != "lenience":
+            assert getattr(rest, field.name).tolist() == getattr(kept, field.name)[1:].tolist()
+    assert len(kept.after(len(kept))) == 0

@@ -171,9 +171,9 @@ class FakeLine:
 
 
 class GeneratorHarness:
-    """A generator process with two slots among fakes."""
+    """A generator process with two slots among fakes; `settings` go to `GeneratorProcess`."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, noise_floor_every: int | None = None, **settings: Any) -> None:
         self.engine, self.rewards = FakeEngine(), FakeRewards()
         self.control, self.data = FakeLine(), FakeLine()
         metrics = GeneratorMetrics.register(new_registry(), "g0")
@@ -186,6 +186,7 @@ class GeneratorHarness:
             self.engine,  # type: ignore[arg-type]
             rewards,
             SamplingParams(max_tokens=8),
+            noise_floor_every=noise_floor_every,
         )
         self.process = GeneratorProcess(
             self.engine,  # type: ignore[arg-type]
@@ -230,7 +231,7 @@ async def _play(scenario: Any, settings: dict[str, Any]) -> None:
 
 
 def play(scenario: Any, **settings: Any) -> None:
-    """Run a scenario; `settings` go to `GeneratorProcess`."""
+    """Run a scenario; `settings` go to `GeneratorHarness`."""
     asyncio.run(_play(scenario, settings))
 
 

@@ -19,6 +19,7 @@ from monitoring.occupancy import SlotLog
 from monitoring.report.write import write_report
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
 from monitoring.timeline import Timeline
+from wire.noise_floor import NoiseFloor
 from wire.records import (
     BatchMetrics,
     IdleShares,
@@ -177,6 +178,13 @@ def _metrics(path: Path, ends: list[float], random_: random.Random) -> TokenCoun
                 tokens_per_second=tokens / seconds,
                 engine_busy_seconds=0.9 * (end - START),
                 tokens=counts,
+                noise_floor=NoiseFloor(
+                    samples=step,
+                    cut_samples=step // 30,
+                    judged=70 * step,
+                    rejected=20 * (step // 30),
+                    abs_mean=1.3e-7,
+                ),
                 idle=IdleShares(
                     generator=0.05 + 0.02 * random_.random(), trainer=0.27 + 0.03 * random_.random()
                 ),

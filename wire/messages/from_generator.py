@@ -9,6 +9,7 @@ import msgspec
 from rollout.trajectory import FinishReason, SampleId
 from wire.decoding import Count, Finite
 from wire.frames import DIGEST_BYTES
+from wire.noise_floor import NoiseFloor
 from wire.records import EngineStats, RewardCounts
 
 
@@ -91,6 +92,8 @@ class GeneratorReport(Message, frozen=True):
     """Samples whose reward is not computed yet."""
     rewards: RewardCounts = RewardCounts()
     """Of its reward workers, since its start."""
+    noise_floor: NoiseFloor = NoiseFloor()
+    """What verification rejects under unchanged weights, since its start."""
 
 
 class Failure(Message, frozen=True):

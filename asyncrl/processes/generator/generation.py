@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncrl.processes.generator.noise_floor import NoiseFloorProbe
 from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.rewards.calls import Reward
 from engine.errors import EngineError
@@ -239,9 +240,17 @@ class SampleGenerator:
         engine: draws the tokens.
         rewards: computes the rewards of finished samples.
         sampling: of every request; the seed is the sample's.
+        noise_floor_every: see `noise_floor`; None: it is not measured.
     """
 
-    def __init__(self, engine: Engine, rewards: SampleRewards, sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        rewards: SampleRewards,
+        sampling: SamplingParams,
+        *,
+        noise_floor_every: int | None = None,
+    ) -> None:
         self._engine = engine
         self._sampling = sampling
         self._attempts_allowed = asyncio.Event()
@@ -252,6 +261,7 @@ class SampleGenerator:
         self._no_attempt = asyncio.Event()
         self._no_attempt.set()
         self.rewards = rewards
+        self.noise_floor = NoiseFloorProbe(engine, sampling, noise_floor_every)
         self.tokens = TokenCounts()
         """What only the generator can count: `verified`, `rejected` and `outside_top_k`."""
 
@@ -290,8 +300,10 @@ class SampleGenerator:
         """Tell whether the engine is paused: a paused engine may be unable to verify."""
         if paused:
             self._engine_unpaused.clear()
+            self.noise_floor.hold()
         else:
             self._engine_unpaused.set()
+            self.noise_floor.allow()
 
     async def interrupt(self, generation: SampleGeneration) -> None:
         """End the running attempt, if there is one; `end_attempt` says what follows."""

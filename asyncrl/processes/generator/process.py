@@ -130,6 +130,7 @@ class GeneratorProcess:
             case to_generator.Evaluate():
                 self._evaluation.start(command, self._tasks)
             case to_generator.InstallWeights():
+                self._generator.noise_floor.cancel()
                 self._tasks.start(self._installs.install(command))
             case to_generator.Rewind():
                 await self._rewind(command)
@@ -160,6 +161,7 @@ class GeneratorProcess:
 
     async def _rewind(self, command: to_generator.Rewind) -> None:
         """Nothing else is dispatched meanwhile: later commands are of the new lineage."""
+        self._generator.noise_floor.cancel()
         self.deliveries.rewind(command.lineage)
         await self._evaluation.abandon()
         await self._installs.rewind(command)
@@ -207,7 +209,7 @@ class GeneratorProcess:
                 slots=stats.slots,
                 running=stats.running,
                 primary=len(generations) - verifying - run_ahead,
-                verifying=verifying,
+                verifying=verifying + self._generator.noise_floor.running,
                 run_ahead=run_ahead,
                 evaluating=self._evaluation.running,
                 rewarding=self._generator.rewards.pending,

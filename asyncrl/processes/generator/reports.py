@@ -35,7 +35,7 @@ class GeneratorReports:
     Args:
         name: of the generator.
         engine: its engine.
-        generator: counts verified tokens; its rewards are counted too.
+        generator: counts verified tokens; its rewards and its noise floor are reported too.
         metrics: follow the counters.
         log: gets a line for each report; None: no log.
     """
@@ -76,6 +76,7 @@ class GeneratorReports:
             held=held,
             rewards_waiting=self._generator.rewards.pending,
             rewards=self._generator.rewards.counts,
+            noise_floor=self._generator.noise_floor.measured,
         )
         self._measure(report, samples_held=held + unacknowledged)
         if self._log is not None:
@@ -89,6 +90,10 @@ class GeneratorReports:
         metrics.accepted_tokens.follow(engine.tokens.accepted)
         metrics.verified_tokens.follow(engine.tokens.verified)
         metrics.rejected_tokens.follow(engine.tokens.rejected)
+        metrics.noise_floor_judged.follow(report.noise_floor.judged)
+        metrics.noise_floor_rejected.follow(report.noise_floor.rejected)
+        if report.noise_floor.abs_mean is not None:
+            metrics.noise_floor_difference.set(report.noise_floor.abs_mean)
         metrics.engine_steps.follow(engine.steps)
         metrics.engine_busy.follow(engine.busy_seconds)
         metrics.slots.set(engine.slots)

@@ -188,6 +188,7 @@ class Samples:
             if generation.previously_held is None:
                 self._reports.count_finished(trajectory)
             await self._report_finished(trajectory)
+            self._generator.noise_floor.consider(trajectory, self._tasks)
         finally:
             if sample in self._generating and self._generating[sample][0] is generation:
                 del self._generating[sample]

@@ -14,6 +14,7 @@ from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.generator.engine_log import EngineLog
 from asyncrl.processes.generator.generation import SampleGenerator
 from asyncrl.processes.generator.lenient_reuse import LenientReuse
+from asyncrl.processes.generator.noise_floor import EVERY
 from asyncrl.processes.generator.process import GeneratorProcess
 from asyncrl.processes.generator.reports import GeneratorRecords
 from asyncrl.processes.generator.sample_recorder import SampleRecorder
@@ -77,7 +78,12 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
         )
         process = GeneratorProcess(
             engine,
-            SampleGenerator(engine, SampleRewards(rewards, decode, child.metrics), sampling),
+            SampleGenerator(
+                engine,
+                SampleRewards(rewards, decode, child.metrics),
+                sampling,
+                noise_floor_every=EVERY if config.scheduler.on_update == "verify" else None,
+            ),
             ControllerLine(spec.name, child.control),
             trainer_line,
             GeneratorRecords(

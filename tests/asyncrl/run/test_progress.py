@@ -24,6 +24,7 @@ from monitoring.metrics_log import MetricsLog, read_metrics
 from scheduler.config import SchedulerConfig
 from wire.messages.from_generator import GeneratorReport
 from wire.messages.from_trainer import StepFinished
+from wire.noise_floor import NoiseFloor
 from wire.records import (
     EngineStats,
     GroupTotals,
@@ -69,6 +70,7 @@ class Generators:
         tokens: TokenCounts | None = None,
         busy_seconds: float = 0.0,
         rewards: RewardCounts | None = None,
+        noise_floor: NoiseFloor | None = None,
     ) -> None:
         stats = EngineStats(tokens=tokens or TokenCounts(), busy_seconds=busy_seconds)
         self.workers[index].generator_report = GeneratorReport(
@@ -77,6 +79,7 @@ class Generators:
             held=0,
             rewards_waiting=0,
             rewards=rewards or RewardCounts(),
+            noise_floor=noise_floor or NoiseFloor(),
         )
 
 
@@ -240,6 +243,24 @@ def test_terms_and_failures_of_rewards_reach_every_record(tmp_path: Path) -> Non
     assert said.count("reward 'score' gave no reward (died)") == 1
     assert said.count("reward 'score' returned 2e+07 (absolute value)") == 1
     assert "11 rewards failed and counted as 0: format: 3 raised, 3 timeout; score: 5 died" in said
+
+
+def test_the_noise_floor_is_that_of_all_generators_and_of_the_run_before(tmp_path: Path) -> None:
+    part = NoiseFloor(samples=4, cut_samples=1, judged=300, rejected=100, abs_mean=1e-3)
+    earlier = [StepMetrics(step=0, time=1.0, noise_floor=part)]
+    watched = Watched(tmp_path / "metrics.jsonl", earlier)
+    watched.begin(1)
+    for _ in range(2):  # a generator's report holds all that it has measured
+        watched.fleet.report(0, noise_floor=part)
+        watched.fleet.report(1, noise_floor=part)  # a lost one
+        watched.progress.show(watched.fleet, None)
+    for step in (1, 2):
+        found = watched.finish(step, sent(), TrainerTimes()).noise_floor
+        assert found == part + part + part
+        assert (found.judged, found.rejected) == (900, 300)
+    watched.log.close()
+    said = " ".join(watched.said.getvalue().split())
+    assert said.count("rejects 33.3% of the tokens of the very policy that verifies them") == 1
 
 
 def test_a_mismatch_on_fresh_tokens_is_said_once(watched: Watched) -> None:

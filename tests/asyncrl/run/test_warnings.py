@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.run import warnings
+from wire.noise_floor import NoiseFloor
 
 
 def config(**sections: object) -> RunConfig:
@@ -51,6 +52,32 @@ def test_a_small_top_k_is_warned_about_once_enough_tokens_are_measured() -> None
         assert advice in (warnings.outside_top_k(run, drawn=100_000, outside=3000) or "")
     keeps = config(scheduler={"on_update": "keep"})
     assert warnings.outside_top_k(keeps, drawn=100_000, outside=3000) is None
+
+
+def test_a_noise_floor_that_is_not_about_0_is_warned_about_once_enough_responses_are_cut() -> None:
+    run = config(engine={"dtype": "bfloat16"})
+
+    def measured(cut: int, rejected: int, apart: float | None) -> NoiseFloor:
+        return NoiseFloor(
+            samples=50, cut_samples=cut, judged=10_000, rejected=rejected, abs_mean=apart
+        )
+
+    assert warnings.noise_floor(run, NoiseFloor()) is None
+    assert warnings.noise_floor(run, measured(2, 2000, 0.0)) is None, "too few responses"
+    assert warnings.noise_floor(run, measured(9, 200, 0.0)) is None, "a share of 2%"
+    # 200 tokens a response: differences of 1e-3 nats explain a share of up to 0.2.
+    rounding = warnings.noise_floor(run, measured(3, 1000, 1e-3))
+    assert rounding is not None
+    assert "rejects 10.0% of the tokens" in rounding
+    assert "3 of 50 responses" in rounding
+    assert "Set engine.dtype: float32" in rounding
+    for apart in (1e-4, 0.0):
+        defect = warnings.noise_floor(run, measured(3, 1000, apart))
+        assert defect is not None
+        assert "Rounding does not explain it" in defect
+        assert "engine.kind: torch" in defect
+    nothing_accepted = NoiseFloor(samples=3, cut_samples=3, judged=9, rejected=9)
+    assert "report this as a defect" in (warnings.noise_floor(run, nothing_accepted) or "")
 
 
 def test_an_engine_that_does_not_use_its_weights_is_detected() -> None:

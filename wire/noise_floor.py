@@ -1,0 +1,56 @@
+"""The noise floor: what verification rejects although the weights have not changed.
+
+Engines decode with other kernels than they score with, so the probabilities of one policy differ in
+their last bits, and verification rejects a few tokens of the very policy that verifies them.
+
+    >>> two = NoiseFloor(samples=2, cut_samples=1, judged=100, rejected=4, abs_mean=1e-3)
+    >>> (two + NoiseFloor(samples=1, judged=100, abs_mean=0.0)).share
+    0.02
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import msgspec
+
+from wire.decoding import Amount, Count
+
+
+class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
+    """Responses that were verified again under the policy that drew them. Measurements add."""
+
+    samples: Count = 0
+    """Responses that were verified again."""
+    cut_samples: Count = 0
+    """Of these, responses of which a token was rejected."""
+    judged: Count = 0
+    """Tokens of these responses, without those that an earlier verification had accepted."""
+    rejected: Count = 0
+    """Of these, tokens that were rejected: from the first rejected one of a response to its end."""
+    abs_mean: Amount | None = None
+    """Mean absolute difference, over the accepted tokens, of the log-probability in drawing and in
+    verification, in nats. About twice the total variation between the two distributions. None: no
+    token was accepted."""
+
+    @property
+    def accepted(self) -> int:
+        """Tokens that were accepted."""
+        return self.judged - self.rejected
+
+    @property
+    def share(self) -> float | None:
+        """Share of the judged tokens that were rejected, 0 to 1; None if none was judged."""
+        return self.rejected / self.judged if self.judged else None
+
+    def __add__(self, other: Self) -> Self:
+        """Both together; `abs_mean` is the mean over all accepted tokens."""
+        accepted = self.accepted + other.accepted
+        total = sum(one.accepted * (one.abs_mean or 0.0) for one in (self, other))
+        return type(self)(
+            samples=self.samples + other.samples,
+            cut_samples=self.cut_samples + other.cut_samples,
+            judged=self.judged + other.judged,
+            rejected=self.rejected + other.rejected,
+            abs_mean=total / accepted if accepted else None,
+        )
