@@ -49,7 +49,9 @@ class RunSection(BaseModel):
     steps: int = Field(default=100, ge=1, le=MAX_STEPS)
     """Optimizer steps."""
     seed: int = Field(default=0, ge=-(10**18), le=10**18)
-    """Seed of the data order, the sampling and the trainer."""
+    """Seed of the data order, the sampling and the trainer. Data order and sampling also depend on
+    the weights that the run starts from, so a run from another run's model draws anew. The split
+    into training and held-out examples depends on the seed only."""
     directory: LocalPath = "runs"
     """Folder in which the run's own folder is created. `~` and `${NAME}` are expanded."""
     repeatable: bool = False

@@ -52,6 +52,8 @@ class Contents:
     policy_version: int
     settings: dict[str, Any]
     """Every setting that shapes the run, as JSON types."""
+    initial_weights: str
+    """Digest of the weights that the run started from; empty if it is not known."""
     steps: Sequence[TrainedStep] = ()
     """The steps since the checkpoint before."""
 
@@ -62,6 +64,8 @@ class Loaded:
 
     optimizer: dict[str, Any]
     policy_version: int
+    initial_weights: str
+    """As in `Contents`."""
 
 
 def write(directory: Path, contents: Contents, given_up: threading.Event | None = None) -> None:
@@ -121,7 +125,7 @@ def read(directory: Path, model: PreTrainedModel, settings: dict[str, Any]) -> L
         raise CheckpointError(
             f"cannot read the checkpoint {directory}: {type(error).__name__}: {error}"
         ) from error
-    return Loaded(optimizer, manifest.policy_version)
+    return Loaded(optimizer, manifest.policy_version, manifest.initial_weights or "")
 
 
 def _fill(directory: Path, contents: Contents) -> None:
@@ -130,7 +134,12 @@ def _fill(directory: Path, contents: Contents) -> None:
     save_state(directory / "optimizer", contents.optimizer)
     lines = [msgspec.json.encode(step) + b"\n" for step in contents.steps]
     (directory / STEPS).write_bytes(b"".join(lines))
-    write_manifest(directory, policy_version=contents.policy_version, settings=contents.settings)
+    write_manifest(
+        directory,
+        policy_version=contents.policy_version,
+        settings=contents.settings,
+        initial_weights=contents.initial_weights,
+    )
 
 
 def _bytes_of(contents: Contents) -> int:

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: what belongs to it, and how damage is found. Light: no torch.
 
 ```
-{"format": 2, "policy_version": 12, "settings": {...},
+{"format": 2, "policy_version": 12, "settings": {...}, "initial_weights": "3b1f...",
  "files": {"model/model.safetensors": {"bytes": 12345678, "sha256": "9f86d0..."}, ...},
  "sha256": "of this object without this key"}
 ```
@@ -76,6 +76,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Every setting that shapes the run, as JSON types."""
     files: dict[str, FileDigest]
     """By path relative to the checkpoint, with forward slashes."""
+    initial_weights: str | msgspec.UnsetType = msgspec.UNSET
+    """Digest of the weights that the run started from, as the trainer held them: engines may round
+    them, and two models may round to the same. Absent from older checkpoints."""
     sha256: str = ""
     """Of this manifest's JSON with this field empty."""
 
@@ -84,8 +87,12 @@ class _AnyFormat(msgspec.Struct):
     format: int
 
 
-def write_manifest(directory: Path, *, policy_version: int, settings: dict[str, Any]) -> None:
+def write_manifest(
+    directory: Path, *, policy_version: int, settings: dict[str, Any], initial_weights: str = ""
+) -> None:
     """Complete a checkpoint: list every file of `directory` with its size and digest.
+
+    `initial_weights` is empty if it is not known.
 
     Raises:
         OSError: a file cannot be read, or the manifest not written.
@@ -100,6 +107,7 @@ def write_manifest(directory: Path, *, policy_version: int, settings: dict[str, 
             path.relative_to(directory).as_posix(): FileDigest(path.stat().st_size, digest)
             for path, digest in zip(paths, digests, strict=True)
         },
+        initial_weights=initial_weights or msgspec.UNSET,
     )
     manifest = msgspec.structs.replace(manifest, sha256=_own_digest(manifest))
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)

@@ -78,10 +78,9 @@ class Learner:
             torch.set_num_threads(config.threads)
         torch.manual_seed(seed)
         learning_rate(config, config.warmup_steps, total_steps)  # refuses an impossible schedule
-        device = resolve_device(config.device)
         common: dict[str, Any] = {
             "dtype": config.dtype,
-            "device": device,
+            "device": resolve_device(config.device),
             "temperature": temperature,
             "truncation": truncation,
         }
@@ -109,6 +108,8 @@ class Learner:
             self._reference = Policy(model_path, **common)
             self._reference.model.requires_grad_(requires_grad=False)
         self._optimizer = make_adamw(self._policy.model, config)
+        self.initial_weights = fingerprint(self.tensors()).whole
+        """Digest of the weights that the run started from; empty if its checkpoint lacks it."""
         self._version = 0
         self._reset()
 
@@ -197,9 +198,8 @@ class Learner:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight and persistent buffer by its HF name; a tied weight only once."""
-        wanted = self._policy.model.state_dict(keep_vars=True)
         seen: set[int] = set()
-        for name, tensor in wanted.items():
+        for name, tensor in self._policy.model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, tensor.detach()
@@ -232,6 +232,7 @@ class Learner:
                 model_path=self._model_path,
                 policy_version=self._version,
                 settings=self._settings,
+                initial_weights=self.initial_weights,
                 steps=steps,
             ),
             given_up,
@@ -252,7 +253,7 @@ class Learner:
             raise CheckpointError(
                 f"the optimizer state in {directory} does not fit the model: {error}"
             ) from error
-        self._version = loaded.policy_version
+        self._version, self.initial_weights = loaded.policy_version, loaded.initial_weights
         self._reset()
 
     def _accumulate(

@@ -160,7 +160,7 @@ class Inbox:
         worker.ready(message.policy_version, 0, message.metrics_port)
         worker.weights = message.manifest
         if worker is self._fleet.trainer:
-            await self._trainer_restarts.ready(worker)
+            await self._trainer_restarts.ready(worker, message.initial_weights)
 
     async def _step_finished(self, worker: Worker, message: from_trainer.StepFinished) -> None:
         if self._fleet.trainer is not worker and self._fleet.trainer.is_ready:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from asyncrl.tasks.prompts import Prompt, Task, prompt_order
 from rollout.trajectory import SampleId
@@ -12,14 +13,45 @@ from wire.messages.to_generator import Evaluate, Generate, PromptPayload, Unfini
 from wire.unfinished import Place
 
 
+@dataclass(frozen=True, slots=True)
+class RandomStreams:
+    """The seeds of one run's training samples, and the order of its prompts.
+
+    The initial weights are part of the key because they may depend on earlier draws. If the model
+    was trained on text that a run with the same `run.seed` drew, its samples must come from other
+    random numbers: with the same ones they would be functions of what drew that text, and would
+    repeat it (docs/exactness.md).
+    """
+
+    seed: int
+    """`run.seed`."""
+    initial_weights: str
+    """Digest of the weights that the run starts from. Empty for a run that was begun before digests
+    were recorded: its streams stay keyed by its seed alone."""
+
+    def seed_of(self, *purpose: object) -> int:
+        """The seed for this purpose."""
+        weights = (self.initial_weights,) if self.initial_weights else ()
+        return sample_seed(self.seed, *weights, *purpose)
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of `prompt_order`."""
+        return self.seed_of("prompts") if self.initial_weights else self.seed
+
+
 class SampleRequests:
     """Makes the messages that ask a generator for samples.
 
-    A request depends only on the run's seed and on what is asked for, so a sample that is requested
-    again from its first token (after a generator or the trainer was lost) gets the same seed: no
-    token that was drawn with it is left. A verification follows tokens that are left, so its seed
-    must be new: the same version may come again after a rewind, hence `lineage`, and after the run
-    is resumed with tokens of before, hence `start`.
+    A training request depends only on the run's seed, on the weights that the run starts from and
+    on what is asked for. So a sample that is requested again from its first token (after a
+    generator or the trainer was lost) gets the same seed: no token that was drawn with it is left.
+    A verification follows tokens that are left, so its seed must be new: the same version may come
+    again after a rewind, hence `lineage`, and after the run is resumed with tokens of before, hence
+    `start`.
+
+    Evaluation is keyed by the seed alone: nothing is trained on what it draws, and models are
+    compared best on the same random numbers.
 
     Args:
         task: the prompts.
@@ -31,7 +63,25 @@ class SampleRequests:
         self._task = task
         self._seed = seed
         self._start = start
+        self._streams: RandomStreams | None = None
         self._unfinished: dict[SampleId, tuple[str, Place]] = {}
+
+    def starts_from(self, initial_weights: str) -> None:
+        """Say which weights the run starts from. Comes before the first training sample.
+
+        Args:
+            initial_weights: as in `RandomStreams`.
+
+        Raises:
+            ValueError: the run started from other weights.
+        """
+        streams = RandomStreams(self._seed, initial_weights)
+        if self._streams is not None and self._streams != streams:
+            raise ValueError(
+                f"the run starts from the weights {self._streams.initial_weights!r}, not from "
+                f"{initial_weights!r}"
+            )
+        self._streams = streams
 
     @property
     def evaluation_prompts(self) -> int:
@@ -40,7 +90,7 @@ class SampleRequests:
 
     def prompt_index(self, group: int) -> int:
         """Index of the training prompt that a group answers."""
-        return prompt_order(len(self._task.train), self._seed, group)
+        return prompt_order(len(self._task.train), self._known_streams.order_seed, group)
 
     def add_unfinished(self, file: str, places: Sequence[Place]) -> None:
         """These samples have tokens from before the run was resumed, in this file."""
@@ -78,7 +128,13 @@ class SampleRequests:
         return Evaluate(round_number, index, _payload(self._task.evaluation[prompt]), seed)
 
     def _sample_seed(self, purpose: str, sample: SampleId, *more: object) -> int:
-        return sample_seed(self._seed, purpose, sample.group, sample.sample, *more)
+        return self._known_streams.seed_of(purpose, sample.group, sample.sample, *more)
+
+    @property
+    def _known_streams(self) -> RandomStreams:
+        if self._streams is None:
+            raise RuntimeError("the weights that the run starts from are not known yet")
+        return self._streams
 
 
 def sample_seed(seed: int, *purpose: object) -> int:

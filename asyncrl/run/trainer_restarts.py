@@ -101,12 +101,20 @@ class TrainerRestarts:
             f"steps to train again: {repeated}"
         )
 
-    async def ready(self, worker: Worker) -> None:
-        """A trainer is ready. If it replaces a lost one, return to its step."""
+    async def ready(self, worker: Worker, initial_weights: str) -> None:
+        """A trainer is ready. If it replaces a lost one, return to its step.
+
+        Args:
+            worker: the trainer.
+            initial_weights: digest of the weights that the run starts from.
+
+        Raises:
+            RunFailed: the run started from other weights.
+        """
         version = self._began = worker.policy_version
         if self._fleet.lineage:
             self._return_to_resume_point()
-        await self._training.trainer_ready(version)
+        await self._training.trainer_ready(version, initial_weights)
         if self._fleet.lineage and self._training.has_steps_left:
             self._evaluation.abandon()
         if not self._training.has_begun:

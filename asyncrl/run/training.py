@@ -153,8 +153,23 @@ class Training:
             what=lambda: f"{', '.join(one.name for one in ahead())} to return to step {version}",
         )
 
-    async def trainer_ready(self, version: int) -> None:
-        """A trainer of this version can take trajectories."""
+    async def trainer_ready(self, version: int, initial_weights: str) -> None:
+        """A trainer of this version can take trajectories.
+
+        Args:
+            version: of its weights.
+            initial_weights: digest of the weights that the run starts from.
+
+        Raises:
+            RunFailed: the run started from other weights.
+        """
+        try:
+            self._requests.starts_from(initial_weights)
+        except ValueError as error:
+            raise RunFailed(
+                f"the model in model.path was changed while the run was active: {error}. Start a "
+                "new run from it"
+            ) from error
         self.trained_steps = version
         if self._tells_of_trainers:
             await self._trainer_joins()

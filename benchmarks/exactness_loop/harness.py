@@ -76,7 +76,7 @@ class Harness:
         start = self.outcome.resumed
         self._first_step = self.outcome.next_step
         self._rng = np.random.default_rng((settings.seed, start) if start else settings.seed)
-        self._requests = SampleRequests(_task(prompts), settings.seed, start)
+        self._requests = _requests(prompts, settings.seed, start)
         self._scheduler = Scheduler(
             settings.scheduler,
             first_step=self._first_step,
@@ -297,9 +297,11 @@ class Harness:
         self._newest = self._publisher.publish(weights.items(), version)
 
 
-def _task(prompts: Sequence[Sequence[int]]) -> LoadedTask:
+def _requests(prompts: Sequence[Sequence[int]], seed: int, start: int) -> SampleRequests:
     train = [
         Prompt(f"p{index}", np.array(tokens, np.int32), "", {"prompt": f"{index}"})
         for index, tokens in enumerate(prompts)
     ]
-    return LoadedTask(train, (), (), tokenizer=None)
+    requests = SampleRequests(LoadedTask(train, (), (), tokenizer=None), seed, start)
+    requests.starts_from("the first of the policies")
+    return requests

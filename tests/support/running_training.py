@@ -48,6 +48,7 @@ class Run:
         version: int = 0,
         steps: int = 1,
         max_restarts: int = 3,
+        initial_weights: str | None = "",
         **scheduler: object,
     ) -> None:
         sizes = {"group_size": 2, "groups_per_step": 1}
@@ -62,6 +63,8 @@ class Run:
         self.waiter = Waiter()
         parts: dict[str, Any] = {"fleet": self.fleet, "waiter": self.waiter}
         self.requests = requests = SampleRequests(task(), seed=0)
+        if initial_weights is not None:
+            requests.starts_from(initial_weights)
         self.evaluation = FleetEvaluation(self.config.evaluation, requests, **parts)
         self.training = Training(self.config, requests, progress=self.progress, **parts)
         self.directory = RunDirectory.create(self.config, resume=False, clean=False)

@@ -118,6 +118,50 @@ def test_other_runs_and_broken_files_are_refused(model_path: ModelPath, tmp_path
         _learner(model_path("qwen3")).restore(tmp_path)
 
 
+def test_a_resumed_run_keeps_the_digest_of_the_weights_that_it_started_from(
+    model_path: ModelPath, group_of: GroupOf, tmp_path: Path
+) -> None:
+    first, path = _learner(model_path("qwen3")), tmp_path / "step-000001"
+    start = first.initial_weights
+    assert start == _learner(model_path("qwen3")).initial_weights
+    _train(first, group_of, 1)
+    assert first.initial_weights == start
+    first.save(path)
+    resumed = _learner(model_path("qwen3"))
+    resumed.restore(path)
+    _train(resumed, group_of, 1)
+    resumed.save(tmp_path / "step-000002")
+    assert read_manifest(tmp_path / "step-000002").initial_weights == start
+    another_run = _learner(str(path / "model"))
+    assert another_run.initial_weights not in (start, _learner(model_path("llama")).initial_weights)
+
+
+def test_a_change_that_rounding_hides_from_engines_is_another_start(
+    model_path: ModelPath, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path("qwen3"), dtype=torch.float32)
+    with torch.no_grad():
+        weight = model.lm_head.weight
+        weight[3, 3] = torch.nextafter(weight[3, 3], torch.tensor(9.0))
+    model.save_pretrained(tmp_path)
+    changed, unchanged = _learner(str(tmp_path)), _learner(model_path("qwen3"))
+    bfloat16 = torch.bfloat16
+    assert changed.fingerprint(bfloat16) == unchanged.fingerprint(bfloat16)
+    assert changed.initial_weights != unchanged.initial_weights
+
+
+def test_a_checkpoint_from_before_that_digest_was_recorded_can_be_resumed(
+    model_path: ModelPath, tmp_path: Path
+) -> None:
+    path = tmp_path / "step-000000"
+    _learner(model_path("qwen3")).save(path)
+    _complete_again(path)
+    assert b"initial_weights" not in (path / "manifest.json").read_bytes()
+    resumed = _learner(model_path("qwen3"))
+    resumed.restore(path)
+    assert resumed.initial_weights == ""
+
+
 def _complete_again(path: Path) -> None:
     """Write the manifest anew, so that only the loader can find what is wrong."""
     settings = read_manifest(path).settings

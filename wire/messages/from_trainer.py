@@ -27,6 +27,9 @@ class TrainerReady(Message, frozen=True):
     manifest: WeightManifest
     metrics_port: int | None = None
     """None: it serves no metrics."""
+    initial_weights: str = ""
+    """Digest of the weights that the run started from; empty if the checkpoint that it was
+    resumed from does not have it."""
 
 
 class StepFinished(Message, frozen=True):

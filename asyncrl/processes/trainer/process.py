@@ -93,7 +93,9 @@ class TrainerProcess:
         """
         manifest = await self._steps.publish()
         await self._control.send(
-            from_trainer.TrainerReady(self._steps.step, manifest, metrics_port)
+            from_trainer.TrainerReady(
+                self._steps.step, manifest, metrics_port, self._steps.initial_weights
+            )
         )
         async with asyncio.TaskGroup() as loops:
             background = [

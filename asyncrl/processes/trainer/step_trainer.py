@@ -75,6 +75,11 @@ class StepTrainer:
         """The step being trained: the number of optimizer steps taken, which is the version."""
         return self._learner.policy_version
 
+    @property
+    def initial_weights(self) -> str:
+        """As `Learner.initial_weights`."""
+        return self._learner.initial_weights
+
     async def publish(self) -> WeightManifest:
         """Publish the present weights with their fingerprint. Raises PublishError."""
         with self._timeline.span(SpanKind.TRANSFERRING_WEIGHTS, version=self.step):

@@ -15,6 +15,7 @@ from whole_checkpoints import truncate, write_whole
 from asyncrl.errors import RunFailed, UserError
 from asyncrl.processes.shared_memory import weights_id
 from asyncrl.run.resuming import rewind
+from asyncrl.run.sample_requests import sample_seed
 from monitoring.metrics_log import MetricsLog, read_metrics
 from rollout.trajectory import SampleId
 from scheduler.events import StopRequested
@@ -101,6 +102,25 @@ def test_the_seeds_of_verification_are_new_after_a_rewind(tmp_path: Path) -> Non
         before = run.requests.verify(verify.samples, verify.min_version)
         assert (before.samples, before.min_version) == (verify.samples, verify.min_version)
         assert not set(before.seeds) & set(verify.seeds)
+        training.cancel()
+
+    asyncio.run(check())
+
+
+def test_seeds_are_keyed_by_the_weights_that_the_trainer_names(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = Run(tmp_path, steps=4, initial_weights=None)
+        with pytest.raises(RuntimeError, match="not known yet"):
+            run.requests.generate(SAMPLES[0], 0)
+        await run.hear("trainer", ft.TrainerReady(0, weights(0), None, "model"))
+        training = await run.begin()
+        sent = [one.seed for _, one in run.hub.take() if isinstance(one, tg.Generate)]
+        assert sent[:2] == [
+            sample_seed(0, "model", "training", sample.group, sample.sample) for sample in SAMPLES
+        ]
+        await lose(run)
+        with pytest.raises(RunFailed, match=r"model\.path was changed .* 'model', not from 'new'"):
+            await run.hear("trainer.1", ft.TrainerReady(0, weights(0), None, "new"))
         training.cancel()
 
     asyncio.run(check())

@@ -28,6 +28,12 @@ KEPT = KeptTokens(
 SAMPLES = [SampleId(9, 0), SampleId(9, 1)]
 
 
+def requests_of(start: int = 0) -> SampleRequests:
+    requests = SampleRequests(task(), 0, start)
+    requests.starts_from("model")
+    return requests
+
+
 class Parts:
     """Run-ahead of a run in this folder, and what it is connected to."""
 
@@ -35,7 +41,7 @@ class Parts:
         scheduler = {"groups_per_step": 2, "on_update": "verify"}
         config = run_config(**{"scheduler": scheduler, **sections})
         fleet, self.hub = started_fleet(config)
-        self.requests = SampleRequests(task(), 0, start)
+        self.requests = requests_of(start)
         self.progress = FakeProgress()
         self.work = UnfinishedWork(config, path, fleet, self.requests, self.progress.say)
 
@@ -84,11 +90,11 @@ def test_a_restored_sample_gets_a_seed_of_this_start_the_first_time_only(tmp_pat
             assert first.unfinished is not None
             assert first.unfinished.place.sample == sample
             assert second.unfinished is None, "the tokens are lost with their generator"
-            assert first.seed == second.seed == SampleRequests(task(), 0).generate(sample, 0).seed
+            assert first.seed == second.seed == requests_of().generate(sample, 0).seed
             seeds |= {first.seed, first.unfinished.seed}
         # The tokens may have been verified, or drawn, under the same version before.
         seeds |= set(parts.requests.verify(SAMPLES, 5).seeds)
-    seeds |= set(SampleRequests(task(), 0).verify(SAMPLES, 5).seeds)
+    seeds |= set(requests_of().verify(SAMPLES, 5).seeds)
     assert len(seeds) == len(SAMPLES) * (1 + 2 * 2 + 1)
 
 

@@ -5,192 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 from deliveries_of import delivery_of, order_of
-from generator_harness import FakeLine
-from step_records import full_step
+from trainer_harness import GROUP_SIZE, FakeLearner, TrainerHarness, play
 
-from asyncrl.config import RunSection
 from asyncrl.errors import AsyncrlError, first_error
-from asyncrl.processes.trainer.checkpoints import Checkpoints
-from asyncrl.processes.trainer.group_queue import GroupQueue
-from asyncrl.processes.trainer.intake import Intake
-from asyncrl.processes.trainer.process import TrainerProcess
-from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
-from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
-from monitoring.metrics import TrainerMetrics, new_registry
-from monitoring.timeline import Timeline
+from asyncrl.processes.trainer.sample_log import drop_repeated
 from monitoring.trained_samples import read_trained_samples
-from rollout.trajectory import SampleId, Trajectory
-from trainer.errors import CheckpointUnwritable
-from trainer.group_check import check_trajectory
-from wire.messages import data, from_trainer, to_trainer
-from wire.records import TrainedStep
-from wire.refusals import Refusals
+from rollout.trajectory import SampleId
+from wire.messages import from_trainer, to_trainer
 from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import Fingerprint
-from wire.weights.writer import WeightPublisher
-
-GROUP_SIZE = 2
-
-
-class FakeLearner:
-    """Remembers the groups of each step."""
-
-    def __init__(self) -> None:
-        self.policy_version = 0
-        self.groups: list[list[int]] = [[]]
-        self.saved: list[Path] = []
-        self.saved_steps: list[list[int]] = []
-        self.attempts: list[int] = []
-        self.disk_is_full: Callable[[int], bool] = lambda _: False
-        self.added = threading.Event()
-        self.disk_answers = threading.Event()
-        self.disk_answers.set()
-        self.logged_at_save = 0
-
-    def check_trajectory(self, trajectory: Trajectory) -> None:
-        check_trajectory(trajectory, 1000, self.policy_version)
-
-    def add_group(self, trajectories: Sequence[Trajectory], _rewards: Any) -> None:
-        assert len(trajectories) == GROUP_SIZE
-        self.groups[-1].append(trajectories[0].id.group)
-        self.added.set()
-
-    def step(self) -> Any:
-        self.policy_version += 1
-        self.groups.append([])
-        return full_step()
-
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [("w", torch.full((3,), float(self.policy_version)))]
-
-    def fingerprint(self, dtype: torch.dtype) -> Fingerprint:
-        return fingerprint(self.tensors(), dtype)
-
-    def save(
-        self, directory: Path, steps: Sequence[TrainedStep], given_up: threading.Event
-    ) -> None:
-        self.attempts.append(self.policy_version)
-        self.disk_answers.wait(20)
-        if given_up.is_set():
-            raise CheckpointUnwritable(f"{directory} was given up", "hanging")
-        if self.disk_is_full(self.policy_version):
-            raise CheckpointUnwritable(f"{directory} cannot be written", "disk_full")
-        self.saved.append(directory)
-        self.saved_steps.append([one.step for one in steps])
-        self.logged_at_save = len(list(read_trained_samples(directory.parent / "samples")))
-
-
-class FakeTokenizer:
-    """Decodes token 4 as a lone surrogate, which UTF-8 does not have."""
-
-    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
-        return "".join(chr(0xD800) if token == 4 else chr(97 + token) for token in tokens)
-
-
-class FakeHub:
-    """Deliveries from one generator."""
-
-    def __init__(self) -> None:
-        self.inbox: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
-        self.acknowledged: list[SampleId] = []
-        self.refusals = Refusals()
-
-    async def receive(self) -> tuple[str, Any]:
-        return await self.inbox.get()
-
-    async def send(self, _peer: str, message: data.Received) -> None:
-        self.acknowledged.append(message.sample)
-
-
-class TrainerHarness:
-    """A trainer process of two groups a step among fakes. It saves every `every` steps."""
-
-    running: asyncio.Task[None]
-
-    def __init__(
-        self,
-        directory: Path,
-        publisher: WeightPublisher,
-        *,
-        every: int = 2,
-        in_order: bool = False,
-        limit: float = 600.0,
-    ) -> None:
-        self.learner, self.control, self.hub = FakeLearner(), FakeLine(), FakeHub()
-        self.registry = new_registry()
-        metrics = TrainerMetrics.register(self.registry, "trainer")
-        self.samples = TrainedSampleLog(
-            directory / "samples", FakeTokenizer(), RunSection(log_sample_tokens=True), metrics
-        )
-        records = TrainerRecords(metrics, Timeline(None, "trainer"), self.samples)
-        learner: Any = self.learner
-        control: Any = self.control
-        hub: Any = self.hub
-        queue = GroupQueue(GROUP_SIZE)
-        self.process = TrainerProcess(
-            StepTrainer(learner, publisher, records, engine_dtype=torch.bfloat16),
-            queue,
-            Intake(queue, self.learner.check_trajectory, max_early=64, functions=2),
-            Checkpoints(learner, directory, every=every, limit_seconds=limit, records=records),
-            control,
-            hub,
-            records,
-            groups_per_step=2,
-            in_order=in_order,
-        )
-
-    def deliver(self, group: int, *, step: int) -> None:
-        """Order a whole group and queue it."""
-        samples = [SampleId(group, sample) for sample in range(GROUP_SIZE)]
-        deliveries = [delivery_of(sample, step=step, version=0) for sample in samples]
-        self.control.inbox.put_nowait(order_of("g0", *deliveries))
-        for delivery in deliveries:
-            self.hub.inbox.put_nowait(("g0", delivery))
-
-    async def sent(self, kind: type[Any], count: int) -> list[Any]:
-        """Wait until the controller was sent this many messages of a kind."""
-        while True:
-            found = [message for message in self.control.sent if isinstance(message, kind)]
-            if len(found) >= count:
-                return found
-            await self.control.wait_until_sent(len(self.control.sent) + 1)
-
-
-def play(
-    directory: Path,
-    scenario: Any,
-    *,
-    checkpoint: bool = False,
-    every: int = 2,
-    in_order: bool = False,
-    limit: float = 600.0,
-) -> TrainerHarness:
-    """Run a scenario; shut down afterwards."""
-
-    async def run() -> TrainerHarness:
-        with WeightPublisher(directory, "run") as publisher:
-            harness = TrainerHarness(
-                directory, publisher, every=every, in_order=in_order, limit=limit
-            )
-            async with asyncio.timeout(20):
-                harness.running = asyncio.create_task(harness.process.run(metrics_port=None))
-                try:
-                    await scenario(harness)
-                    harness.control.inbox.put_nowait(to_trainer.Shutdown(checkpoint))
-                finally:
-                    await harness.running
-                    await harness.samples.close()
-            return harness
-
-    return asyncio.run(run())
 
 
 def test_a_step_is_taken_when_the_groups_of_its_plan_are_accumulated(tmp_path: Path) -> None:
@@ -199,6 +27,8 @@ def test_a_step_is_taken_when_the_groups_of_its_plan_are_accumulated(tmp_path: P
         harness.deliver(2, step=1)  # waits for its step
         harness.deliver(0, step=0)
         harness.control.inbox.put_nowait(to_trainer.StepPlan(0, (0, 1)))
+        (ready,) = await harness.sent(from_trainer.TrainerReady, 1)
+        assert ready.initial_weights == FakeLearner.initial_weights
         (finished,) = await harness.sent(from_trainer.StepFinished, 1)
         assert (finished.step, finished.groups) == (0, (0, 1))
         assert finished.manifest.policy_version == 1
