@@ -47,6 +47,14 @@ def simulate(
         Literal["token", "block"] | None,
         typer.Option(help="Verification rule: token by token (the worst case) or by block."),
     ] = None,
+    outside: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Share of tokens outside the stored top K; default 0."),
+    ] = None,
+    noise: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Total variation per token at the noise floor; default 0."),
+    ] = None,
     redraft: Annotated[
         float,
         typer.Option(min=0, max=1, help="Acceptance of rejected continuations as drafts; 0: none."),
@@ -76,7 +84,8 @@ def simulate(
 
     given: dict[str, Any] = {
         "generators": generators, "slots": slots, "steps": steps, "median": median,
-        "longest": longest, "drift": drift, "rule": rule, "trainer_devices": trainer_devices,
+        "longest": longest, "drift": drift, "rule": rule, "outside": outside,
+        "noise": noise, "trainer_devices": trainer_devices,
     }  # fmt: skip
     changes = {name: value for name, value in given.items() if value is not None}
     changes |= {"model": model.lower(), "sigma": sigma, "redraft": redraft}

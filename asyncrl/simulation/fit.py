@@ -21,11 +21,12 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import UserError
 from asyncrl.processes.generator.engine_log import EngineRecord
 from asyncrl.simulation.cost import MeasuredCost
+from asyncrl.simulation.lengths import Survival
 from engine.drafting.calibration import rising
 from monitoring.jsonl import read_jsonl
 from monitoring.metrics_log import read_metrics
 from monitoring.spans import Span, SpanKind, read_spans
-from wire.records import StepMetrics
+from wire.records import StepMetrics, TokenCounts
 
 WARM_UP = 3
 """First steps of a run, which are left out: caches are empty and kernels are not chosen yet."""
@@ -52,8 +53,12 @@ class Fit:
     steps: int
     """Number of steps of the run."""
     drift: float | None
-    """Total variation per token and step at which the token-by-token rule would reject as many
-    tokens as verification did; None if nothing was verified."""
+    """Total variation per token at which the rule by blocks would reject as many tokens of whole
+    answers as verification did; None if nothing was verified."""
+    outside: float
+    """Share of tokens that were drawn outside the stored top K."""
+    noise: float
+    """Total variation per token at the noise floor; 0 if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,7 @@ def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
     constant, token = _step_cost(intervals)
     at, speeds, fed = _by_rows(intervals)
     train_token, optimizer = _training(steady)
+    outside, noise = _outside(steps[-1].tokens), (steps[-1].noise_floor.abs_mean or 0.0) / 2
     cost = MeasuredCost(
         step_seconds=constant * overhead,
         token_seconds=token * overhead,
@@ -132,7 +138,9 @@ def fit_run(directory: Path, warm_up: int = WARM_UP) -> Fit:
         lengths=lengths,
         step_seconds=fmean(step.step_seconds for step in steady),
         steps=len(steps),
-        drift=_drift(steps),
+        drift=_drift(steps[-1], lengths, outside, noise),
+        outside=outside,
+        noise=noise,
     )
 
 
@@ -287,11 +295,24 @@ def _rewards(intervals: Iterable[Interval], overhead: float) -> tuple[float, flo
     return float(seconds), float(1.0 / by_step) if by_step else 0.0
 
 
-def _drift(steps: Sequence[StepMetrics]) -> float | None:
-    """Hazard of a verified token; a rejection loses the rest of the answer as well."""
-    verified, rejected = steps[-1].tokens.verified, steps[-1].tokens.rejected
+def _outside(tokens: TokenCounts) -> float:
+    """Share of the tokens that were reported, accepted ones included, outside the top K."""
+    reported = tokens.generated + tokens.verified
+    return tokens.outside_top_k / reported if reported else 0.0
+
+
+def _drift(last: StepMetrics, lengths: Sequence[int], outside: float, noise: float) -> float | None:
+    """The drift at which as many tokens of whole answers are rejected as verification did."""
+    verified, rejected = last.tokens.verified, last.tokens.rejected
     if not verified + rejected:
         return None
-    # An answer of L tokens with hazard h loses about the share h L / 2 of itself, for small h L.
-    lost = rejected / (verified + rejected)
-    return min(1.0, 2.0 * float(lost) / fmean(step.batch.response_length_mean for step in steps))
+    survival = Survival("block", outside=outside, noise=noise)
+    kept = verified / (verified + rejected)
+    low, high = 0.0, survival.decisive
+    for _ in range(30):
+        middle = (low + high) / 2
+        if survival.expected(lengths, middle) > kept:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -11,6 +12,8 @@ from typing import Literal
 
 Rule = Literal["token", "block"]
 _NORMAL = NormalDist()
+_POINTS = 256
+"""Points at which the survival of the longest answer is evaluated."""
 
 Lengths = Callable[[random.Random], int]
 """Draws the number of tokens of one answer."""
@@ -44,11 +47,21 @@ class Survival:
     is such that the total variation of the token is TV / decisive. With many small steps the walk
     is Brownian, and a prefix with the accumulated standard deviation v survives with probability
     (2 + v^2/2) Phi(-v/2) - v phi(v/2).
+
+    By both rules a token outside the stored top K ends the prefix if its identity changes. Drawn
+    with the same noise from two distributions whose log-ratios are N(0, s^2), it changes with
+    probability E max(0, d) for d ~ N(0, 2 s^2), which is sqrt(2) times their total variation.
+    Tokens outside are taken to be decisive ones. They hardly move the walk: their common
+    probability is a sum over many.
     """
 
     rule: Rule = "token"
     decisive: float = 0.25
     """Share of tokens that carry the drift. Measured: 0.27 to 0.85 (docs/simulation.md)."""
+    outside: float = 0.0
+    """Share of tokens that are drawn outside the stored top K."""
+    noise: float = 0.0
+    """Total variation per token under unchanged weights: half of `noise_floor.abs_mean`."""
 
     def kept(
         self, segments: Sequence[tuple[int, float]], version: int, drift: float, rng: random.Random
@@ -56,6 +69,7 @@ class Survival:
         """Draw the number of tokens of an answer that verification accepts.
 
         Policies drift by `drift` per step, always in the same direction, which is the worst case.
+        The noise is independent of the drift, so log-ratios add in their variances.
 
         Args:
             segments: (policy version, number of tokens), in order.
@@ -63,30 +77,61 @@ class Survival:
             drift: total variation per token and optimizer step.
             rng: source of randomness.
         """
-        hazard = self._by_token if self.rule == "token" else self._by_block
-        left = -math.log(1.0 - rng.random())
+        left = _exponential(rng)
         if self.rule == "block":
             left = survival_inverse(math.exp(-left)) ** 2
+        uncut = _exponential(rng) if self.outside else math.inf
         kept = 0.0
         for drawn, tokens in segments:
-            rate = hazard(drift * (version - drawn))
-            if rate * tokens > left:
-                return kept + math.floor(left / rate)
+            rate, cuts = self._rates(drift * (version - drawn))
+            fits = min(left / rate if rate else math.inf, uncut / cuts if cuts else math.inf)
+            if fits < tokens:
+                return kept + math.floor(fits)
             left -= rate * tokens
+            uncut -= cuts * tokens
             kept += tokens
         return kept
 
-    @staticmethod
-    def _by_token(distance: float) -> float:
-        """Hazard of a token: -log of the probability that it is accepted."""
-        return -math.log1p(-distance) if distance < 1.0 else math.inf
+    def expected(self, lengths: Sequence[int], distance: float) -> float:
+        """The expected share of all tokens of whole answers that verification accepts.
 
-    def _by_block(self, distance: float) -> float:
-        """Variance that a token adds to log p/q, averaged over all tokens."""
+        Args:
+            lengths: tokens of each answer, at least one.
+            distance: total variation per token between the two policies, noise aside.
+        """
+        rate, cuts = self._rates(distance)
+        if math.isinf(rate):
+            return 0.0
+        answers = Counter(lengths)
+        width = max(1.0, max(answers) / _POINTS)
+        kept = 0.0
+        for i in range(math.ceil(max(answers) / width)):
+            at = (i + 0.5) * width
+            walked = rate * at
+            chance = survival(math.sqrt(walked)) if self.rule == "block" else math.exp(-walked)
+            reached = sum(
+                count * min(width, max(0.0, length - i * width))
+                for length, count in answers.items()
+            )
+            kept += reached * chance * math.exp(-cuts * at)
+        return kept / sum(lengths)
+
+    def _rates(self, drifted: float) -> tuple[float, float]:
+        """Per token: hazard or variance of the walk, by rule, and the chance of a cut outside."""
+        distance = math.hypot(drifted, self.noise)
         apart = distance / self.decisive
+        cuts = self.outside * min(1.0, math.sqrt(2.0) * apart)
+        if self.rule == "token":
+            return (-math.log1p(-distance) if distance < 1.0 else math.inf), cuts
         if apart >= 1.0:
-            return math.inf
-        return self.decisive * (2.0 * _NORMAL.inv_cdf((1.0 + apart) / 2.0)) ** 2
+            return math.inf, cuts
+        s = 2.0 * _NORMAL.inv_cdf((1.0 + apart) / 2.0)
+        return (1.0 - self.outside) * self.decisive * s**2, cuts
+
+
+def _exponential(rng: random.Random) -> float:
+    """A draw from the exponential distribution of mean 1."""
+    return -math.log(1.0 - rng.random())
 
 
 def survival(v: float) -> float:

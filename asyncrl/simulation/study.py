@@ -58,6 +58,10 @@ class Cluster:
     """Total variation per token and optimizer step."""
     rule: Rule = "token"
     """How verification is modelled: `token` (the worst case) or `block`; see `lengths.Survival`."""
+    outside: float = 0.0
+    """Share of tokens that are drawn outside the stored top K."""
+    noise: float = 0.0
+    """Total variation per token that engines show under unchanged weights."""
     redraft: float = 0.7
     """Chance that a token of the old continuation is accepted as a draft after a rejection; 0: the
     old continuation is not used. No other drafting is modelled, in any mode."""
@@ -129,7 +133,7 @@ class Cluster:
         setting = Setting(
             config, self.generators, self.slots, self.steps, self.cost(), self.lengths(),
             prompt_tokens=self.prompt_tokens, drift=self.drift, redraft=self.redraft,
-            survival=Survival(self.rule), seed=self.seed,
+            survival=Survival(self.rule, outside=self.outside, noise=self.noise), seed=self.seed,
         )  # fmt: skip
         return World(setting).run(self.warm_up)
 
@@ -166,6 +170,8 @@ def cluster(config: RunConfig | None, fit: Fit | None, **changes: Any) -> Cluste
             "warm_up": WARM_UP,
             "prompt_tokens": 0,  # prefill is part of the measured cost of a step
             "rule": "block",
+            "outside": fit.outside,
+            "noise": fit.noise,
         }
         if fit.drift is not None:
             fields["drift"] = fit.drift

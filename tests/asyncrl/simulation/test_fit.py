@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from asyncrl.cli import app
 from asyncrl.errors import UserError
 from asyncrl.simulation.fit import fit_run
+from asyncrl.simulation.lengths import Survival
 from asyncrl.simulation.study import cluster
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -41,6 +42,31 @@ def test_fitted_costs_are_plausible():
     assert fit.drift is not None
     assert 0 < fit.drift < 0.01
     assert fit_run(RECORDED / "sync").drift is None
+
+
+def test_a_fit_knows_the_tail_and_the_noise_floor_and_leaves_the_rest_to_the_drift(tmp_path):
+    shutil.copytree(RECORDED / "verify", tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    tokens = {"generated": 300_000, "verified": 90_000, "rejected": 10_000, "outside_top_k": 3900}
+
+    def fitted(noise_floor):
+        last = lines[-1] | {"tokens": tokens, "noise_floor": noise_floor}
+        path.write_text("".join(json.dumps(line) + "\n" for line in [*lines[:-1], last]))
+        fit = fit_run(tmp_path / "run")
+        survival = Survival("block", outside=fit.outside, noise=fit.noise)
+        return fit, survival.expected(fit.lengths, fit.drift)
+
+    quiet, kept = fitted({})
+    assert (quiet.outside, quiet.noise) == (0.01, 0.0)
+    assert kept == pytest.approx(0.9, abs=1e-4)
+    noisy, kept = fitted({"judged": 500, "abs_mean": 4e-3})
+    assert noisy.noise == 2e-3
+    assert kept == pytest.approx(0.9, abs=1e-4)
+    assert noisy.drift == pytest.approx((quiet.drift**2 - 2e-3**2) ** 0.5, rel=1e-3)
+    assert cluster(None, noisy).noise == 2e-3
+    for apart in (0.3, 0.9):
+        assert fitted({"judged": 500, "abs_mean": apart})[0].drift < 1e-6, "noise explains it all"
 
 
 def test_rewards_that_delay_the_run_are_detected(tmp_path):

@@ -111,6 +111,52 @@ def test_both_rules_accept_as_much_as_was_measured_on_trained_policies(drift, to
         assert sum(kept) / 20000 == pytest.approx(expected, abs=1.0)
 
 
+@pytest.mark.parametrize(
+    ("length", "drift", "outside", "tail", "whole"),
+    [
+        (256, 0.0070, 0.049, 0.820, 0.868),
+        (256, 0.0071, 0.32, 0.614, 0.855),
+        (256, 0.0070, 0.19, 0.686, 0.850),
+        (1024, 0.0035, 0.11, 0.618, 0.826),
+    ],
+)
+def test_tokens_outside_the_top_k_cost_what_they_cost_on_markov_chains(
+    length, drift, outside, tail, whole
+):
+    """docs/simulation.md: measured with the tail as one symbol, and with K = the vocabulary."""
+    stored = Survival("block", decisive=1.0, outside=outside)
+    assert stored.expected([length], drift) == pytest.approx(tail, abs=0.06)
+    assert Survival("block", decisive=1.0).expected([length], drift) == pytest.approx(
+        whole, abs=0.04
+    )
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_what_is_kept_on_average_is_what_is_expected(rule):
+    """Fixed seed; with a random one, the rate of false alarms would be below 1e-4."""
+    rng, lengths = random.Random(0), (40, 400)
+    survival = Survival(rule, outside=0.04, noise=2e-3)
+    shares = [
+        survival.kept([(0, float(length))], 1, 1e-3, rng) for _ in range(8000) for length in lengths
+    ]
+    spread = np.std(shares) / np.sqrt(len(shares)) / np.mean(lengths)
+    kept = np.mean(shares) / np.mean(lengths)
+    # Cuts lie between two tokens, and half a token is rounded down.
+    assert kept == pytest.approx(survival.expected(lengths, 1e-3), abs=4 * spread + 0.5 / 40)
+
+
+def test_under_unchanged_weights_the_noise_floor_is_all_that_is_rejected():
+    rng = random.Random(0)
+    assert Survival("block", outside=0.05).kept([(3, 5000.0)], 3, 1e-3, rng) == 5000
+    noisy = Survival("block", outside=0.05, noise=1e-3)
+    assert noisy.expected([1000], 0.0) == pytest.approx(
+        Survival("block", outside=0.05).expected([1000], 1e-3)
+    )
+    # Independent of the drift: variances add.
+    both = Survival("block", noise=3e-3).expected([1000], 4e-3)
+    assert both == pytest.approx(Survival("block").expected([1000], 5e-3))
+
+
 def test_a_rejected_answer_is_drafted_only_as_far_as_it_was_generated():
     """Its old continuation decodes at four times the usual speed, the rest at the usual speed."""
     request = SimRequest(
