@@ -194,6 +194,12 @@ class RunConfig(BaseModel):
         return self
 
     @property
+    def samples_follow_policy(self) -> bool:
+        """Whether every sample follows the policies of its versions up to its last token."""
+        lenient, deadline = self.cache.reuse == "lenient", self.scheduler.sample_deadline_seconds
+        return not lenient and deadline is None
+
+    @property
     def directory(self) -> Path:
         """The run's folder."""
         return Path(self.run.directory) / self.run.name

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from monitoring.run_view import RunView
 from monitoring.wording import (
+    ON_POLICY,
     UNKNOWN,
     count,
     duration,
@@ -121,7 +122,11 @@ def _staleness(view: RunView) -> Text:
     if view.last is None:
         return Text(UNKNOWN)
     staleness = view.last.staleness
-    return Text.assemble(number(staleness.mean), ("  at most ", "dim"), f"{staleness.max}")
+    text = Text.assemble(number(staleness.mean), ("  at most ", "dim"), f"{staleness.max}")
+    if view.exactly_on_policy is not None:
+        style = "dim" if view.exactly_on_policy else "yellow"
+        text.append(f"  {ON_POLICY[view.exactly_on_policy]}", style=style)
+    return text
 
 
 def _drafts(view: RunView) -> Text:
@@ -170,6 +175,8 @@ def plain_line(view: RunView, total_steps: int) -> str:
             f"{count(last.tokens_per_second)} tokens/s",
             f"staleness {last.staleness.mean:.2f} (max {last.staleness.max})",
         ]
+        if view.exactly_on_policy is False:
+            parts.append(ON_POLICY[view.exactly_on_policy])
     if view.draft_acceptance is not None:
         parts.append(f"drafts accepted {percent(view.draft_acceptance)}")
     if view.drafted_share is not None:

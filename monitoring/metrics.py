@@ -38,6 +38,7 @@ from monitoring.instruments import (
 from monitoring.occupancy import SlotPiece, SlotUse
 from monitoring.process_metrics import ProcessMetrics
 from wire.messages.from_trainer import CheckpointFault
+from wire.on_policy import OnPolicySteps
 from wire.records import LearnerMetrics, Measured, StepMetrics
 
 __all__ = [
@@ -96,6 +97,12 @@ class ControllerMetrics(ProcessMetrics):
         "Age of the last step's oldest token, in steps between drawing and training.",
         lambda step: step.staleness.max,
     )
+    on_policy_steps: By[Gauge] = gauge(
+        "asyncrl_on_policy_steps",
+        "Steps of the run, by whether they were exactly on-policy; those before a resume included.",
+        label="exactly",
+        values=OnPolicySteps._fields,
+    )
     throughput: Gauge = _step_gauge(
         "asyncrl_generation_tokens_per_second",
         "Response tokens generated per second over the last seconds, all generators together.",
@@ -147,6 +154,11 @@ class ControllerMetrics(ProcessMetrics):
         label="role",
         values=("generator", "trainer"),
     )
+
+    def count_on_policy(self, counts: OnPolicySteps) -> None:
+        """Set how many steps of the run were exactly on-policy."""
+        for exactly, steps in counts._asdict().items():
+            self.on_policy_steps.of(exactly).set(steps)
 
     def publish(self, step: StepMetrics) -> None:
         """Set the gauges of a step; one whose value is None keeps its last."""

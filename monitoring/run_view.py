@@ -18,6 +18,8 @@ class RunView:
     """Optimizer steps finished."""
     last: StepMetrics | None = None
     """Record of the last finished step."""
+    exactly_on_policy: bool | None = None
+    """Whether all steps were, those before a resume included."""
     recent_rewards: tuple[float, ...] = ()
     """Mean reward of the last steps, oldest first."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
@@ -61,6 +63,7 @@ class RunView:
             "tokens_per_second": None if last is None else last.tokens_per_second,
             "staleness_mean": None if last is None else last.staleness.mean,
             "staleness_max": None if last is None else last.staleness.max,
+            "exactly_on_policy": self.exactly_on_policy,
             "draft_acceptance": self.draft_acceptance,
             "drafted_share": self.drafted_share,
             "groups_trained": self.groups.trained,

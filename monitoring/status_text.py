@@ -3,7 +3,7 @@
 arithmetic: training, step 7 of 30, torch engine, 2 min 05 s left
 waiting: step 7 waits for 1 sample (1 running, 0 to be started)
 reward 0.412, accuracy before training 0.125
-staleness 0.00 on average, 0 at most
+staleness 0.00 on average, 0 at most, exactly on-policy so far
 1,234 tokens/s, 35% of tokens drafted, 81% of drafts accepted
 groups: 63 trained on, 0 failed, 18 in flight, 2 delivered
 samples: 34 running, 12 held, 3 queued
@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from monitoring.wording import duration
+from monitoring.wording import ON_POLICY, duration
 
 _LINES: tuple[tuple[str, ...], ...] = (
     ("{run}: {phase}", "step {step} of {steps}", "{engine} engine", "{left} left"),
     ("waiting: {waiting_for}",),
     ("reward {reward_mean:.3f}", "accuracy before training {accuracy_before:.3f}"),
-    ("staleness {staleness_mean:.2f} on average", "{staleness_max} at most"),
+    ("staleness {staleness_mean:.2f} on average", "{staleness_max} at most", "{on_policy} so far"),
     (
         "{tokens_per_second:,.0f} tokens/s",
         "{drafted_share:.0%} of tokens drafted",
@@ -47,7 +47,12 @@ _PROCESS = ("{state}", "policy version {policy_version}", "metrics on port {metr
 def status_lines(status: Mapping[str, Any]) -> list[str]:
     """The lines for the answer to a status request; values that are not known are left out."""
     eta = status.get("eta_seconds")
-    known = {**status, "left": None if eta is None else duration(eta)}
+    on_policy = status.get("exactly_on_policy")
+    known = {
+        **status,
+        "left": None if eta is None else duration(eta),
+        "on_policy": None if on_policy is None else ON_POLICY[on_policy],
+    }
     lines = [_filled(parts, known) for parts in _LINES]
     for name, about in status.get("processes", {}).items():
         version = about["policy_version"]

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 UNKNOWN = "–"
 """Shown for a number that is not known (yet)."""
+ON_POLICY = {True: "exactly on-policy", False: "not exactly on-policy"}
+"""By whether all steps of a run were."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 

@@ -210,6 +210,9 @@ class LearnerMetrics(msgspec.Struct, frozen=True, kw_only=True):
     learning: LearningMetrics = LearningMetrics()
     batch: BatchMetrics = BatchMetrics()
     staleness: StalenessMetrics = StalenessMetrics()
+    exactly_on_policy: bool | None = None
+    """Whether staleness was 0, without lenient reuse and without a sample deadline. None: recorded
+    by an earlier version of asyncrl (`wire.on_policy`)."""
     mismatch: MismatchMetrics = MismatchMetrics()
     algorithm: dict[str, Measured] = {}
     """The signals that the algorithm declares (`trainer.algorithms.base.Signal`), by name."""
@@ -351,8 +354,9 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """Groups settled by the steps of the run."""
     staleness: StalenessMetrics
     """Mean of the steps' means, and maximum over all steps."""
-    exactly_on_policy: bool
-    """Whether staleness was 0 throughout, without lenient reuse and without a sample deadline."""
+    exactly_on_policy: bool | None
+    """Whether every step was, those before a resume included. None: no step is known not to have
+    been, but some have no record or one of an earlier version of asyncrl."""
     accuracy_before: float | None = None
     """Held-out accuracy before training, 0 to 1; None where it was not measured."""
     accuracy_after: float | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from asyncrl.run.fleet import Fleet
 from asyncrl.run.generation_totals import GenerationTotals
 from asyncrl.run.group_totals import RunGroups, in_flight
 from asyncrl.run.reward_totals import RewardTotals
+from asyncrl.run.staleness_totals import StalenessTotals
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics
 from monitoring.metrics_log import MetricsLog
@@ -25,11 +25,11 @@ from scheduler.scheduler import Scheduler
 from scheduler.view import SchedulerView
 from wire.messages.from_trainer import StepFinished
 from wire.noise_floor import NoiseFloor
+from wire.on_policy import OnPolicySteps
 from wire.records import (
     IdleShares,
     RewardCounts,
     RunResult,
-    StalenessMetrics,
     StepMetrics,
     TokenCounts,
 )
@@ -91,7 +91,7 @@ class Progress:
         self._groups = RunGroups(earlier, config.scheduler.groups_per_step)
         self._seconds_before = earlier[-1].wall_seconds if earlier else 0.0
         self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
-        self._staleness = [one.staleness for one in earlier]
+        self._staleness = StalenessTotals(earlier)
         self._scheduler: Scheduler | None = None
         self._phase = "starting"
         self._accuracy_before: float | None = None
@@ -144,6 +144,7 @@ class Progress:
         self._metrics.run.of(self._config.run.name).set(1)
         self._metrics.started.set(time.time())
         self._metrics.steps_planned.set(self._config.run.steps)
+        self._metrics.count_on_policy(self._on_policy)
         self._last_step_at = time.monotonic()
         self._count()
         self._totals.begin(self._last_step_at)
@@ -166,8 +167,9 @@ class Progress:
         self._warnings.check(step, self._totals.tokens_of_processes)
         self._log.append(step)
         self._rewards.append(step.learning.reward_mean)
-        self._staleness.append(step.staleness)
+        self._staleness.add(step)
         self._metrics.publish(step)
+        self._metrics.count_on_policy(self._on_policy)
         self._metrics.steps.inc()
         self._metrics.samples_ended.of("trained").inc(
             len(message.groups) * self._config.scheduler.group_size
@@ -194,16 +196,21 @@ class Progress:
         if earlier is None:
             for _ in range(min(self._step - step, len(self._rewards))):
                 self._rewards.pop()
-            del self._staleness[step:]
         else:
             self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
-            self._staleness = [one.staleness for one in earlier]
+        self._staleness.rewind(step)
         self._groups.rewind(earlier)
         if self._log.flush():  # the file may have been replaced
             self._log.close()
             self._log = MetricsLog(self._log.path)
         self._step = step
         self._metrics.policy_version.set(step)
+        self._metrics.count_on_policy(self._on_policy)
+
+    @property
+    def _on_policy(self) -> OnPolicySteps:
+        """How many steps of the run were exactly on-policy."""
+        return self._staleness.on_policy(self._step)
 
     def _record(self, message: StepFinished, now: float) -> StepMetrics:
         """The trainer's part of a step's record, completed."""
@@ -286,6 +293,7 @@ class Progress:
             phase=self._phase_text(fleet, evaluation),
             step=self._step,
             last=self._last_step,
+            exactly_on_policy=self._on_policy.exactly,
             recent_rewards=tuple(self._rewards),
             tokens=self._totals.tokens,
             groups=self._groups.settled(snapshot),
@@ -322,10 +330,6 @@ class Progress:
         self, before: Accuracy | None, after: Accuracy | None, *, total_seconds: float
     ) -> RunResult:
         """What the run came to, with its held-out accuracy before and after training."""
-        staleness = StalenessMetrics(
-            mean=statistics.fmean(one.mean for one in self._staleness) if self._staleness else 0.0,
-            max=max((one.max for one in self._staleness), default=0),
-        )
         return RunResult(
             run=self._config.run.name,
             engine=self._config.engine.kind,
@@ -334,8 +338,8 @@ class Progress:
             total_seconds=total_seconds,
             tokens=self._tokens_before + self._trained_tokens,
             groups=self._groups.settled(self._snapshot()),
-            staleness=staleness,
-            exactly_on_policy=staleness.max == 0 and warnings.follows_the_policy(self._config),
+            staleness=self._staleness.staleness(),
+            exactly_on_policy=self._on_policy.exactly,
             accuracy_before=None if before is None else before.value,
             accuracy_after=None if after is None else after.value,
             evaluation_samples=0 if before is None else before.samples,

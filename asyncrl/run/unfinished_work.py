@@ -110,7 +110,13 @@ class UnfinishedWork:
 
 
 def _settings(config: RunConfig) -> str:
-    """Stands for what the tokens of a sample were drawn with, besides the model."""
+    """Stands for what the tokens of a sample were drawn with, besides the model.
+
+    Tokens that lenient reuse has accepted do not follow the distribution that is recorded with
+    them, so no verification makes them exact.
+    """
     engine = config.engine
     text = f"{config.sampling.model_dump_json()} {engine.top_k_logprobs} {engine.max_model_len}"
+    if config.cache.reuse == "lenient":
+        text += " lenient"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

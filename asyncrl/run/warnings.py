@@ -94,12 +94,6 @@ def noise_floor(config: RunConfig, measured: NoiseFloor) -> str | None:
     )
 
 
-def follows_the_policy(config: RunConfig) -> bool:
-    """Whether every sample follows the policy of its versions up to its last token."""
-    lenient, deadline = config.cache.reuse == "lenient", config.scheduler.sample_deadline_seconds
-    return not lenient and deadline is None
-
-
 def outside_top_k(config: RunConfig, *, drawn: int, outside: int) -> str | None:
     """Suggest a larger top-K when verification rejects many tokens because K is small.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from monitoring.group_account import account_of
@@ -13,6 +14,7 @@ from monitoring.report.windows import training_window, whole_window
 from monitoring.spans import idle_by_cause
 from monitoring.wording import UNKNOWN, count, duration, number, percent
 from wire.noise_floor import NoiseFloor
+from wire.on_policy import OnPolicySteps, is_on_policy
 from wire.records import Measured, StepMetrics
 
 LENIENT = (
@@ -162,15 +164,22 @@ def _throughput_tile(data: RunData) -> Markup:
 
 def _staleness_tile(data: RunData) -> Markup:
     average, largest = staleness(data)
-    if largest == 0:
-        if data.lenient:
-            return _tile("staleness", "0", "by version only: lenient reuse is not on-policy")
-        if data.setting("scheduler.sample_deadline_seconds") is not None:
-            return _tile(
-                "staleness", "0", "but the deadline may have cut samples: see the settings"
-            )
-        return _tile("staleness", "0", "exactly on-policy: every token follows the trained policy")
-    return _tile("staleness", number(average), f"steps on average, {number(largest, 0)} at most")
+    if largest != 0:
+        details = f"steps on average, {number(largest, 0)} at most"
+        return _tile("staleness", number(average), details)
+    steps = OnPolicySteps.of(Counter(is_on_policy(step) for step in data.steps), _steps_done(data))
+    details = "exactly on-policy: every token follows the trained policy"
+    if steps.no:
+        details = (
+            f"by version only: {count(steps.no)} of {count(_steps_done(data))} steps trained under "
+            "lenient reuse or with a sample deadline, and are not on-policy"
+        )
+    elif steps.unknown:
+        details = (
+            f"by version; the records of {count(steps.unknown)} steps do not say whether they were "
+            "exactly on-policy"
+        )
+    return _tile("staleness", "0", details)
 
 
 def _verification_tile(data: RunData) -> Markup:

@@ -25,6 +25,7 @@ def test_a_run_in_training_in_a_few_lines() -> None:
         waiting_for="step 7 waits for 1 sample",
     )
     last = {"reward_mean": 0.4118, "staleness_mean": 0.0, "staleness_max": 0}
+    last["exactly_on_policy"] = True
     processes = {
         "trainer": {"state": "ready", "policy_version": 7, "metrics_port": 9101},
         "generator-0": {"state": "starting", "policy_version": -1, "metrics_port": None},
@@ -33,7 +34,7 @@ def test_a_run_in_training_in_a_few_lines() -> None:
         "mine: training, step 7 of 30, torch engine, 2 min 05 s left",
         "waiting: step 7 waits for 1 sample",
         "reward 0.412, accuracy before training 0.125",
-        "staleness 0.00 on average, 0 at most",
+        "staleness 0.00 on average, 0 at most, exactly on-policy so far",
         "35% of tokens drafted, 50% of drafts accepted",
         "groups: 1,063 trained on, 1 failed, 18 in flight, 2 delivered",
         "samples: 34 running, 12 held, 3 queued",

@@ -23,6 +23,8 @@ def full_step() -> StepMetrics:
                 values[field.name] = {"format": next(counter), "score": next(counter)}
             elif field.name == "reward_failures":
                 values[field.name] = {"score": {"raised": next(counter)}}
+            elif field.name == "exactly_on_policy":
+                values[field.name] = True
             elif isinstance(field.default, msgspec.Struct):
                 values[field.name] = filled(type(field.default))
             elif field.default_factory is dict:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from deliveries_of import delivery_of, order_of
 from generator_harness import FakeLine
@@ -27,7 +28,7 @@ from rollout.trajectory import SampleId, Trajectory
 from trainer.errors import CheckpointUnwritable
 from trainer.group_check import check_trajectory
 from wire.messages import data, to_trainer
-from wire.records import TrainedStep
+from wire.records import StalenessMetrics, TrainedStep
 from wire.refusals import Refusals
 from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import Fingerprint
@@ -42,7 +43,7 @@ class FakeLearner:
     initial_weights = "those of the test"
 
     def __init__(self) -> None:
-        self.policy_version = 0
+        self.policy_version = self.staleness = 0
         self.groups: list[list[int]] = [[]]
         self.saved: list[Path] = []
         self.saved_steps: list[list[int]] = []
@@ -64,7 +65,7 @@ class FakeLearner:
     def step(self) -> Any:
         self.policy_version += 1
         self.groups.append([])
-        return full_step()
+        return msgspec.structs.replace(full_step(), staleness=StalenessMetrics(max=self.staleness))
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [("w", torch.full((3,), float(self.policy_version)))]
@@ -121,6 +122,7 @@ class TrainerHarness:
         every: int = 2,
         in_order: bool = False,
         limit: float = 600.0,
+        samples_follow_policy: bool = True,
     ) -> None:
         self.learner, self.control, self.hub = FakeLearner(), FakeLine(), FakeHub()
         self.registry = new_registry()
@@ -134,7 +136,13 @@ class TrainerHarness:
         hub: Any = self.hub
         queue = GroupQueue(GROUP_SIZE)
         self.process = TrainerProcess(
-            StepTrainer(learner, publisher, records, engine_dtype=torch.bfloat16),
+            StepTrainer(
+                learner,
+                publisher,
+                records,
+                engine_dtype=torch.bfloat16,
+                samples_follow_policy=samples_follow_policy,
+            ),
             queue,
             Intake(queue, self.learner.check_trajectory, max_early=64, functions=2),
             Checkpoints(learner, directory, every=every, limit_seconds=limit, records=records),
@@ -168,16 +176,13 @@ def play(
     *,
     checkpoint: bool = False,
     every: int = 2,
-    in_order: bool = False,
-    limit: float = 600.0,
+    **settings: Any,
 ) -> TrainerHarness:
-    """Run a scenario; shut down afterwards."""
+    """Run a scenario with a `TrainerHarness` of these settings; shut down afterwards."""
 
     async def run() -> TrainerHarness:
         with WeightPublisher(directory, "run") as publisher:
-            harness = TrainerHarness(
-                directory, publisher, every=every, in_order=in_order, limit=limit
-            )
+            harness = TrainerHarness(directory, publisher, every=every, **settings)
             async with asyncio.timeout(20):
                 harness.running = asyncio.create_task(harness.process.run(metrics_port=None))
                 try:

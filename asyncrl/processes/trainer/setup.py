@@ -69,7 +69,13 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             functions=len(config.rewards.functions),
         )
         process = TrainerProcess(
-            StepTrainer(learner, publisher, records, engine_dtype=_engine_dtype(config.engine)),
+            StepTrainer(
+                learner,
+                publisher,
+                records,
+                engine_dtype=_engine_dtype(config.engine),
+                samples_follow_policy=config.samples_follow_policy,
+            ),
             queue,
             intake,
             Checkpoints(

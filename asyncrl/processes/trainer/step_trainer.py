@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from asyncrl.processes.trainer.group_queue import WholeGroup
@@ -40,6 +41,7 @@ class StepTrainer:
         publisher: publishes the weights after each step.
         records: metrics and the time line.
         engine_dtype: data type of the weights that the engines decode with.
+        samples_follow_policy: as in `RunConfig`.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class StepTrainer:
         records: TrainerRecords,
         *,
         engine_dtype: torch.dtype,
+        samples_follow_policy: bool,
     ) -> None:
         self._learner = learner
         self._publisher = publisher
         self._engine_dtype = engine_dtype
+        self._samples_follow_policy = samples_follow_policy
         self._metrics = records.metrics
         self._timeline = records.timeline
         self._sample_log = records.samples
@@ -119,7 +123,9 @@ class StepTrainer:
         step, groups = self.step, tuple(sorted(self._accumulated))
         began = time.monotonic()
         with self._timeline.span(SpanKind.TRAINING, step=step):
-            metrics = await asyncio.to_thread(self._learner.step)
+            learned = await asyncio.to_thread(self._learner.step)
+        on_policy = self._samples_follow_policy and learned.staleness.max == 0
+        metrics = msgspec.structs.replace(learned, exactly_on_policy=on_policy)
         self._count_training(time.monotonic() - began)
         if self._sample_log is not None:
             await self._sample_log.record(step, self._to_log)

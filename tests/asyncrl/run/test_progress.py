@@ -166,6 +166,29 @@ def test_tokens_are_those_of_the_training_phase_and_of_the_run_before(tmp_path: 
     assert not result.exactly_on_policy
 
 
+def test_a_run_that_is_resumed_without_lenient_reuse_stays_off_policy(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lenient = Watched(path, earlier=[])
+    lenient.begin(0)
+    for step in range(3):
+        lenient.finish(step, LearnerMetrics(exactly_on_policy=False), TrainerTimes())
+    lenient.progress.show(lenient.fleet, None)
+    assert "| not exactly on-policy |" in " ".join(lenient.said.getvalue().split())
+    lenient.log.close()
+    resumed = Watched(path, earlier=read_metrics(path))
+    resumed.begin(3)
+    resumed.finish(3, LearnerMetrics(exactly_on_policy=True), TrainerTimes())
+    resumed.progress.show(resumed.fleet, None)
+    assert resumed.progress.status(resumed.fleet, None)["exactly_on_policy"] is False
+    assert resumed.progress.result(None, None, total_seconds=1.0).exactly_on_policy is False
+    counts = {of: resumed.gauge("asyncrl_on_policy_steps", exactly=of) for of in ("yes", "no")}
+    assert counts == {"yes": 1, "no": 3}
+    resumed.progress.rewound(read_metrics(path)[:0], 0)  # every step is trained again
+    resumed.finish(0, LearnerMetrics(exactly_on_policy=True), TrainerTimes())
+    assert resumed.progress.result(None, None, total_seconds=1.0).exactly_on_policy is True
+    resumed.log.close()
+
+
 def test_status_and_live_view_show_the_last_step(watched: Watched) -> None:
     watched.begin(0)
     watched.fleet.report(0, TokenCounts(generated=100, drafted=40, accepted=20))

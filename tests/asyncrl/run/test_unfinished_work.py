@@ -115,6 +115,16 @@ def test_a_file_that_is_damaged_or_of_other_settings_is_refused_as_a_whole(tmp_p
     assert not Parts(tmp_path).restore(6), "no file is nothing to tell"
 
 
+def test_tokens_of_lenient_reuse_do_not_enter_a_run_without_it(tmp_path: Path) -> None:
+    """They do not follow the distributions stored with them, so verification is not exact."""
+    lenient: dict[str, Any] = {"cache": {"reuse": "lenient"}}
+    Parts(tmp_path, **lenient).write(4)
+    (said,) = Parts(tmp_path).restore(4)
+    assert "was written with other sampling settings; its samples are generated again" in said
+    (said,) = Parts(tmp_path, **lenient).restore(4)
+    assert "unfinished samples to continue: 2" in said
+
+
 def test_files_go_with_their_checkpoints(tmp_path: Path) -> None:
     parts = Parts(tmp_path)
     for version in (2, 4):

@@ -13,7 +13,7 @@ def config(**sections: object) -> RunConfig:
 
 def test_a_default_run_has_no_warnings() -> None:
     assert warnings.at_start(config()) == []
-    assert warnings.follows_the_policy(config())
+    assert config().samples_follow_policy
 
 
 def test_biased_and_cut_samples_are_warned_about() -> None:
@@ -23,8 +23,8 @@ def test_biased_and_cut_samples_are_warned_about() -> None:
     assert "lenient" in warning[0]
     assert "BIASED" in warning[0]
     assert "sample_deadline_seconds is 3" in warning[1]
-    assert not warnings.follows_the_policy(config(cache={"reuse": "lenient"}))
-    assert not warnings.follows_the_policy(config(scheduler={"sample_deadline_seconds": 3}))
+    assert not config(cache={"reuse": "lenient"}).samples_follow_policy
+    assert not config(scheduler={"sample_deadline_seconds": 3}).samples_follow_policy
 
 
 def test_a_small_top_k_is_warned_about_once_enough_tokens_are_measured() -> None:

@@ -121,17 +121,28 @@ def written_with(run, *, config="", **result):
 
 
 def test_only_a_run_without_stale_or_lenient_tokens_is_called_on_policy(tmp_path):
-    run = make_run(tmp_path / "r", steps=4)
-    read = written_with(run)
-    assert "exactly on-policy" in read
+    def of_steps(*flags, **changes):
+        steps = [
+            StepMetrics(step=step, time=1.0, exactly_on_policy=flag)
+            for step, flag in enumerate(flags)
+        ]
+        lines = b"".join(msgspec.json.encode(step) + b"\n" for step in steps)
+        (tmp_path / "metrics.jsonl").write_bytes(lines)
+        return written_with(tmp_path, steps=len(flags), **changes)
+
+    read = of_steps(True, True, True)
+    assert "exactly on-policy: every token follows the trained policy" in read
     assert "biased" not in read
-    read = written_with(run, staleness=StalenessMetrics(mean=0.3, max=1))
+    read = of_steps(True, True, staleness=StalenessMetrics(mean=0.3, max=1))
     assert "exactly on-policy" not in read
     assert "steps on average, 1 at most" in read
-    read = written_with(run, config="cache: {reuse: lenient}\n")
-    assert "exactly on-policy" not in read
+    read = of_steps(False, False, config="cache: {reuse: lenient}\n")
+    assert "by version only: 2 of 2 steps trained under lenient reuse or with a sample" in read
     assert "do NOT follow" in read
-    assert "by version only: lenient reuse is not on-policy" in read
+    read = of_steps(False, True, True)  # lenient reuse was turned off
+    assert "by version only: 1 of 3 steps" in read
+    read = of_steps(None, True)
+    assert "records of 1 steps do not say whether they were exactly on-policy" in read
 
 
 def test_rewards_are_shown_by_function_and_failures_are_counted(tmp_path):

@@ -41,6 +41,25 @@ def test_a_step_is_taken_when_the_groups_of_its_plan_are_accumulated(tmp_path: P
     assert isinstance(harness.control.sent[-1], from_trainer.Goodbye)
 
 
+@pytest.mark.parametrize(
+    ("follow", "staleness", "expected"), [(True, 0, True), (True, 1, False), (False, 0, False)]
+)
+def test_each_step_says_whether_it_was_exactly_on_policy(
+    tmp_path: Path,
+    follow: bool,
+    staleness: int,
+    expected: bool,
+) -> None:
+    async def scenario(harness: TrainerHarness) -> None:
+        harness.learner.staleness = staleness
+        harness.deliver(0, step=0)
+        harness.control.inbox.put_nowait(to_trainer.StepPlan(0, (0,)))
+        (finished,) = await harness.sent(from_trainer.StepFinished, 1)
+        assert finished.metrics.exactly_on_policy is expected
+
+    play(tmp_path, scenario, samples_follow_policy=follow)
+
+
 def test_a_repeatable_run_accumulates_groups_in_order(tmp_path: Path) -> None:
     """Whatever the order of arrival; a failed group is skipped once the plan says so."""
 
