@@ -8,25 +8,30 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.processes.generator.generation import HeldSample
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
-from rollout.trajectory import Provenance
+from rollout.trajectory import Provenance, SampleId
 
 
 class SampleRecorder:
-    """Writes one sample of every n-th step to `samples.jsonl`, with the history of each token."""
+    """Writes one sample of every n-th step to `samples.jsonl`, with the history of each token.
+
+    The sample is chosen by its number, so every generator of a run knows it, and its text has no
+    influence: the first to be delivered would more often be a short one. A step whose chosen sample
+    is in a group that failed has no record.
+    """
 
     def __init__(self, directory: Path, tokenizer: Any, config: RunConfig) -> None:
         self._path = directory / "samples.jsonl"
         self._log = SampleLog(self._path)
         self._tokenizer = tokenizer
         self._every = max(1, config.run.steps // max(1, 2 * config.monitoring.report_samples))
-        self._newest = -1
+        self._groups_per_step = config.scheduler.groups_per_step
+        self._group_size = config.scheduler.group_size
 
     def consider(self, held: HeldSample, *, reward: float, step: int) -> None:
-        """Record this sample if it is the first one of a step that is to be recorded."""
-        if step % self._every or step <= self._newest:
-            return
-        self._newest = step
+        """Record this sample if it is the chosen one of a step that is to be recorded."""
         trajectory, example = held.trajectory, held.prompt.example
+        if step % self._every or trajectory.id != self._chosen(step):
+            return
         self._log.append(
             SampleRecord(
                 step=step,
@@ -47,11 +52,16 @@ class SampleRecorder:
             )
         )
 
+    def _chosen(self, step: int) -> SampleId:
+        """The sample that is recorded of this step: another place in group and step each time."""
+        record = step // self._every
+        group = step * self._groups_per_step + record % self._groups_per_step
+        return SampleId(group, record % self._group_size)
+
     def rewind(self) -> None:
         """The run returned to an earlier step, and the controller rewrote the file."""
         self._log.close()
         self._log = SampleLog(self._path)
-        self._newest = -1
 
     def close(self) -> None:
         """Close the file. Idempotent."""
