@@ -20,6 +20,7 @@ from rollout.trajectory import (
     FloatArray,
     IntArray,
     KeptTokens,
+    SeedArray,
     TrajectoryBuilder,
 )
 from rollout.truncation import Truncation
@@ -50,7 +51,7 @@ class SamplingParams:
     stop_rule: StopRule | None = None
     """Completing a stop string ends the response; the token that completes it is part of it."""
     top_k_logprobs: int = 8
-    """K: how many of the most probable tokens are reported per position."""
+    """K: how many of the most probable tokens are reported per position: the engine's, or 0."""
     seed: int | None = None
     """Seed of this request's own random stream; None: the next one of the engine's stream."""
 
@@ -94,9 +95,12 @@ class TokenChunk:
     logprobs: FloatArray
     """`[n]` log-probability of each token after temperature and truncation."""
     topk_ids: IntArray
-    """`[n, K]`, most probable first, padded with -1."""
+    """`[n, K]` the most probable ids, padded with -1; of a verified token and of the one drawn in
+    the place of a rejected one, the list of the kept token that stood there."""
     topk_logprobs: FloatArray
     """`[n, K]`, padded with -inf."""
+    noise_seeds: SeedArray
+    """`[n]` of the noise that drew tokens outside the top K (`engine.drawing`)."""
     provenance: ByteArray
     """`[n]` of `Provenance`."""
     policy_version: int
@@ -113,6 +117,7 @@ class TokenChunk:
             logprobs=np.empty(0, np.float32),
             topk_ids=np.empty((0, k), np.int32),
             topk_logprobs=np.empty((0, k), np.float32),
+            noise_seeds=np.empty(0, np.uint64),
             provenance=np.empty(0, np.uint8),
             policy_version=policy_version,
             finish_reason="abort",
@@ -125,6 +130,7 @@ class TokenChunk:
             logprobs=self.logprobs,
             topk_ids=self.topk_ids,
             topk_logprobs=self.topk_logprobs,
+            noise_seeds=self.noise_seeds,
             provenance=self.provenance,
             policy_version=self.policy_version,
         )
@@ -155,11 +161,6 @@ class Score:
     """`[n, K]`"""
     topk_logprobs: FloatArray
     """`[n, K]`"""
-    tail_ids: IntArray
-    """`[n]` a fresh draw at each position from the distribution outside `topk_ids`, rescaled; -1
-    where nothing is outside. It allows drawing a residual without the full distribution."""
-    tail_logprobs: FloatArray
-    """`[n]` log-probability of the tail draw in the whole distribution; -inf where none is."""
     policy_version: int
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.errors import RequestError
 from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest
+from rollout.acceptance import MASS_TOLERANCE
 from rollout.trajectory import IntArray, KeptTokens
 
 _SEED_MASK = (1 << 64) - 1
@@ -26,6 +27,12 @@ class Limits:
         """Raise RequestError, naming the request, when it cannot be served."""
         name, sampling = request.request_id, request.sampling
         self._check_sampling(name, sampling)
+        if sampling.top_k_logprobs not in (0, self.top_k):
+            # A token is drawn with the list that is reported.
+            raise RequestError(
+                f"request {name!r}: top_k_logprobs={sampling.top_k_logprobs} must be 0 or "
+                f"engine.top_k_logprobs={self.top_k}"
+            )
         for what, tokens in (
             ("prompt_tokens", request.prompt_tokens),
             ("prefix_tokens", request.prefix_tokens),
@@ -99,10 +106,13 @@ class Limits:
                 f"request {name!r}: {size} kept tokens, but max_tokens leaves room for {room} only"
             )
         shaped = ids.ndim == 2 and ids.shape == values.shape and len(ids) == size
-        if not shaped or kept.logprobs.shape != (size,):
+        shaped = shaped and kept.logprobs.shape == kept.noise_seeds.shape == (size,)
+        # SPEC-RL's rule needs no list.
+        if not shaped or (kept.lenience is None and ids.shape[1] != self.top_k):
             raise RequestError(
-                f"request {name!r}: {size} kept tokens need as many logprobs and two top-K tables "
-                f"[{size}, K], not {kept.logprobs.shape}, {ids.shape} and {values.shape}"
+                f"request {name!r}: {size} kept tokens need as many logprobs and noise seeds and "
+                f"two tables [{size}, {self.top_k}] (engine.top_k_logprobs), not "
+                f"{kept.logprobs.shape}, {kept.noise_seeds.shape}, {ids.shape} and {values.shape}"
             )
         self._check_tokens(name, "kept.topk_ids", ids[ids != -1])
         ordered = np.sort(ids, axis=1)
@@ -111,6 +121,13 @@ class Limits:
         if not np.isfinite(kept.logprobs).all() or np.isnan(values).any():
             raise RequestError(
                 f"request {name!r}: kept.logprobs must be finite and kept.topk_logprobs not nan"
+            )
+        # The rule would refuse it too, but in the middle of a step, for all requests.
+        mass = np.exp(values.astype(np.float64)).sum(axis=1)
+        if (mass > 1.0 + MASS_TOLERANCE).any():
+            raise RequestError(
+                f"request {name!r}: kept.topk_logprobs is no part of a distribution: at position "
+                f"{mass.argmax()} it has mass {mass.max():.4f}"
             )
         if kept.lenience is not None and not 0 < kept.lenience < math.inf:
             raise RequestError(

@@ -1,9 +1,9 @@
-"""The distribution that tokens are drawn from, and the draws.
+"""The distribution that tokens are drawn from, and the random numbers that draw them.
 
-A draw is a pure function of (distribution, seed of the request, position in the response): the
-position-th output of a SplitMix64 stream (Steele, Lea, Flood 2014) started at the mixed seed gives
-one uniform number, and the token is the inverse of the distribution's cumulative function there.
-So neither the batch, nor the slot, nor the drafts can change which token a request generates; the
+A draw (`engine.drawing`) is a pure function of the distribution, the seed of the request, the
+position in the response and, for tokens outside the list, the policy version. Its numbers are the
+position-th outputs of SplitMix64 streams (Steele, Lea, Flood 2014) started at mixed seeds. So
+neither the batch, nor the slot, nor the drafts can change which token a request generates; the
 tests use that as the strongest form of "drafting is exact". What remains is rounding: logits
 differ in the last bits with the shape of the batch, which moves a draw about once in 10^6 (never
 with a batch-invariant model, see `engine.torch.invariant`).
@@ -27,18 +27,16 @@ from numpy.typing import NDArray
 
 from engine.protocol import SamplingParams
 from rollout.sampled_set import left_out
-from rollout.trajectory import FloatArray, IntArray
+from rollout.trajectory import FloatArray, SeedArray
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _BITS = 50
-"""Random bits of a draw: fewer than 53, so that `u * total` rounds to less than `total`."""
+"""Random bits of a uniform number: few enough that `u * total` rounds to less than `total`."""
 
 MAX_LOGITS = 1 << 27
 """Most logits that are held at once (half a gibibyte in float32), unless one request needs more."""
-_SLAB = 1 << 24
-"""Probabilities that a tail draw handles at once, in float64."""
 
 
 class Purpose(IntEnum):
@@ -49,10 +47,10 @@ class Purpose(IntEnum):
     RESIDUAL = 0xE7037ED1A0B428DB
     """The draw in the place of a rejected token."""
     TAIL = 0x8EBC6AF09C88C6E3
-    """Draws from outside a list of known tokens."""
+    """The noise that names tokens outside the list of the most probable ones."""
 
 
-def forked(seeds: NDArray[np.uint64], purpose: Purpose, policy_version: int) -> NDArray[np.uint64]:
+def forked(seeds: SeedArray, purpose: Purpose, policy_version: int) -> SeedArray:
     """`[N]` seeds of streams that are independent of the ordinary draws of `seeds`.
 
     Two streams share numbers with a probability of about 2^-40, as those of any two seeds.
@@ -61,14 +59,18 @@ def forked(seeds: NDArray[np.uint64], purpose: Purpose, policy_version: int) -> 
     return _mix(_mix(seeds ^ np.uint64(purpose)) + step)
 
 
-def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+def uniforms(seeds: SeedArray, positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """`[N]` numbers in (0, 1), one for each seed and response position."""
-    state = _mix(seeds + _GAMMA)
-    bits = _mix(state + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA)
-    return ((bits >> np.uint64(64 - _BITS)).astype(np.float64) + 0.5) * 2.0**-_BITS
+    bits = stream_bits(seeds, positions) >> np.uint64(64 - _BITS)
+    return (bits.astype(np.float64) + 0.5) * 2.0**-_BITS
 
 
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def stream_bits(seeds: SeedArray, positions: NDArray[np.int64]) -> SeedArray:
+    """`[N]` 64 random bits, one number for each seed and response position."""
+    return _mix(_mix(seeds + _GAMMA) + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA)
+
+
+def _mix(z: NDArray[np.uint64]) -> SeedArray:
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
     z = (z ^ (z >> np.uint64(27))) * _MIX_2
     return z ^ (z >> np.uint64(31))
@@ -162,70 +164,3 @@ def _truncated(logprobs: torch.Tensor, columns: SamplingColumns) -> torch.Tensor
     )
     kept = logprobs.masked_fill_(left_out(logprobs, top_k, top_p, min_p), float("-inf"))
     return kept.sub_(torch.logsumexp(kept, dim=-1, keepdim=True))
-
-
-def draw(logprobs: torch.Tensor, numbers: NDArray[np.float64]) -> torch.Tensor:
-    """Draw a token from each distribution by inverting its cumulative function.
-
-    A token without mass is never drawn, since its cumulative mass equals its predecessor's.
-
-    Args:
-        logprobs: `[N, V]`
-        numbers: `[N]` in (0, 1).
-
-    Returns:
-        `[N]` int64 tokens; -1 where a distribution is not finite.
-    """
-    tokens, total = _inverse(logprobs.exp(), numbers)
-    return tokens.masked_fill_(~torch.isfinite(total), -1)
-
-
-def draw_outside(
-    logprobs: torch.Tensor, known: IntArray, numbers: NDArray[np.float64]
-) -> tuple[IntArray, FloatArray]:
-    """Draw a token from each distribution without its known tokens, rescaled.
-
-    Args:
-        logprobs: `[N, V]`
-        known: `[N, K]` tokens left out, padded with -1.
-        numbers: `[N]` in (0, 1), independent of `known`.
-
-    Returns:
-        `[N]` tokens, -1 where nothing is left, and their log-probabilities in the whole
-        distribution (-inf there).
-    """
-    size, vocab = logprobs.shape
-    tokens, values = np.full(size, -1, np.int32), np.full(size, -np.inf, np.float32)
-    slab = max(1, _SLAB // vocab)
-    for start in range(0, size, slab):
-        part = slice(start, start + slab)
-        mass = logprobs[part].exp()
-        row, column = np.nonzero(known[part] >= 0)
-        flat = torch.from_numpy(row * vocab + known[part][row, column])
-        mass.view(-1).index_fill_(0, flat.to(mass.device), 0)
-        drawn, total = _inverse(mass, numbers[part])
-        drawn.clamp_(max=vocab - 1)
-        value = logprobs[part].gather(1, drawn[:, None]).squeeze(1)
-        left = (total > 0).cpu().numpy()
-        tokens[part] = np.where(left, drawn.cpu().numpy(), -1)
-        values[part] = np.where(left, value.float().cpu().numpy(), -np.inf)
-    return tokens, values
-
-
-def _inverse(mass: torch.Tensor, numbers: NDArray[np.float64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[N]` first token whose cumulative mass exceeds number x total, and `[N]` the total mass."""
-    cumulative = torch.cumsum(mass, dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    at = torch.from_numpy(numbers).to(mass.device) * total
-    return torch.searchsorted(cumulative, at[:, None], right=True).squeeze(-1), total
-
-
-def top_k(logprobs: torch.Tensor, k: int) -> tuple[IntArray, FloatArray]:
-    """`[N, k]` most probable ids and their log-probabilities; -1 and -inf where none is left."""
-    values, ids = torch.topk(logprobs, min(k, logprobs.shape[-1]), dim=-1)
-    out_ids = np.full((len(logprobs), k), -1, np.int32)
-    out_values = np.full((len(logprobs), k), -np.inf, np.float32)
-    out_ids[:, : ids.shape[1]] = ids.cpu().numpy()
-    out_values[:, : ids.shape[1]] = values.float().cpu().numpy()
-    out_ids[np.isneginf(out_values)] = -1
-    return out_ids, out_values

@@ -54,6 +54,17 @@ class Compiler:
         """
         return self._compile(function, nogil=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
 
+    def of_maxima(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Like calling the compiler, for kernels of maxima over floating-point numbers.
+
+        A maximum over the innermost loop is computed as a vector; of nan it may be anything.
+        """
+        return self._compile(function, nogil=True, fastmath={"nnan", "nsz"})
+
+    def released(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Like calling the compiler; other threads run meanwhile."""
+        return self._compile(function, nogil=True)
+
     def _compile(self, function: Callable[P, R], **options: Any) -> Callable[P, R]:
         if self._directory is None:
             return cast("Callable[P, R]", numba.njit(**options)(function))

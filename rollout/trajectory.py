@@ -12,6 +12,7 @@ Example:
     ...     logprobs=np.array([-0.1, -0.2], np.float32),
     ...     topk_ids=np.array([[7], [8]], np.int32),
     ...     topk_logprobs=np.array([[-0.1], [-0.2]], np.float32),
+    ...     noise_seeds=np.array([17, 17], np.uint64),
     ...     provenance=np.array([Provenance.SAMPLED, Provenance.DRAFTED], np.uint8),
     ...     policy_version=4,
     ... )
@@ -35,6 +36,7 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 ByteArray = NDArray[np.uint8]
+SeedArray = NDArray[np.uint64]
 
 UNKNOWN_VERSION = -1
 """In place of a policy version: the tokens were drawn by a policy that no longer exists, because
@@ -80,7 +82,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """Response tokens drawn earlier, with the top-K of the distribution each was drawn from.
+    """Response tokens drawn earlier, with what is known of how each was drawn.
 
     They are verified under a newer policy, and only if they were *never trained on*: see
     docs/exactness.md. L is the number of tokens, K the stored top-K.
@@ -91,9 +93,12 @@ class KeptTokens:
     logprobs: FloatArray
     """`[L]` log-probability with which each was drawn (after temperature and truncation)."""
     topk_ids: IntArray
-    """`[L, K]` most probable ids of that distribution, padded with -1."""
+    """`[L, K]` the list of ids that was fixed before the draw, padded with -1. A verified token
+    keeps the list that it was first drawn with."""
     topk_logprobs: FloatArray
-    """`[L, K]` their log-probabilities, padded with -inf."""
+    """`[L, K]` their log-probabilities in that distribution, padded with -inf."""
+    noise_seeds: SeedArray
+    """`[L]` seeds of the noise that chose among the tokens outside the list."""
     lenience: float | None = None
     """None: the exact rule. A number l: SPEC-RL's rule, which accepts with min(1, l p/q) and draws
     no residual. That rule is biased; see docs/exactness.md."""
@@ -121,9 +126,11 @@ class Trajectory:
     behaviour_logprobs: FloatArray
     """`[L]` log-probability (after temperature and truncation) with which each token was drawn."""
     topk_ids: IntArray
-    """`[L, K]` ids of the K most probable tokens of that distribution."""
+    """`[L, K]` as in `KeptTokens`: for a token that was not verified, the K most probable ones."""
     topk_logprobs: FloatArray
     """`[L, K]` their log-probabilities; padded with id -1 and -inf where fewer have mass."""
+    noise_seeds: SeedArray
+    """`[L]` as in `KeptTokens`."""
     provenance: ByteArray
     """`[L]` a `Provenance` value per token."""
     segments: tuple[Segment, ...]
@@ -149,7 +156,13 @@ class Trajectory:
 
     def kept(self) -> KeptTokens:
         """All tokens as `KeptTokens`, to be verified under a newer policy."""
-        return KeptTokens(self.tokens, self.behaviour_logprobs, self.topk_ids, self.topk_logprobs)
+        return KeptTokens(
+            self.tokens,
+            self.behaviour_logprobs,
+            self.topk_ids,
+            self.topk_logprobs,
+            self.noise_seeds,
+        )
 
     @property
     def oldest_version(self) -> int:
@@ -172,6 +185,7 @@ class TrajectoryBuilder:
     _logprobs: list[FloatArray] = field(default_factory=list)
     _topk_ids: list[IntArray] = field(default_factory=list)
     _topk_logprobs: list[FloatArray] = field(default_factory=list)
+    _noise_seeds: list[SeedArray] = field(default_factory=list)
     _provenance: list[ByteArray] = field(default_factory=list)
     _segments: list[Segment] = field(default_factory=list)
     _length: int = 0
@@ -186,6 +200,7 @@ class TrajectoryBuilder:
         logprobs: FloatArray,
         topk_ids: IntArray,
         topk_logprobs: FloatArray,
+        noise_seeds: SeedArray,
         provenance: ByteArray,
         policy_version: int,
     ) -> None:
@@ -195,7 +210,8 @@ class TrajectoryBuilder:
             ValueError: arrays of different lengths, or a version older than the last one.
         """
         n = len(tokens)
-        if not n == len(logprobs) == len(topk_ids) == len(topk_logprobs) == len(provenance):
+        others = (logprobs, topk_ids, topk_logprobs, noise_seeds, provenance)
+        if any(len(one) != n for one in others):
             raise ValueError(f"trajectory {self.id}: the arrays of a chunk differ in length")
         if n == 0:
             return
@@ -208,6 +224,7 @@ class TrajectoryBuilder:
         self._logprobs.append(logprobs)
         self._topk_ids.append(topk_ids)
         self._topk_logprobs.append(topk_logprobs)
+        self._noise_seeds.append(noise_seeds)
         self._provenance.append(provenance)
         start, end = self._length, self._length + n
         if self._segments and self._segments[-1].policy_version == policy_version:
@@ -250,6 +267,7 @@ class TrajectoryBuilder:
             behaviour_logprobs=_frozen(np.concatenate(self._logprobs), np.float32),
             topk_ids=_frozen(np.concatenate(self._topk_ids), np.int32),
             topk_logprobs=_frozen(np.concatenate(self._topk_logprobs), np.float32),
+            noise_seeds=_frozen(np.concatenate(self._noise_seeds), np.uint64),
             provenance=_frozen(np.concatenate(self._provenance), np.uint8),
             segments=tuple(self._segments),
             finish_reason=reason,

@@ -15,11 +15,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.trajectory import FloatArray, IntArray, Trajectory
+from rollout.trajectory import FloatArray, IntArray, SeedArray, Trajectory
 from wire.messages.data import TrajectoryDelivery
 
 _INT32 = "<i4"
 _FLOAT32 = "<f4"
+_UINT64 = "<u8"
 _UINT8 = "u1"
 
 DIGEST_BYTES = 16
@@ -53,6 +54,20 @@ def encode_floats(values: FloatArray) -> bytes:
 def decode_floats(data: bytes | memoryview) -> FloatArray:
     """Log-probabilities as a flat read-only view of the bytes. Raises ValueError as above."""
     return np.frombuffer(data, _FLOAT32)
+
+
+def encode_seeds(seeds: SeedArray) -> bytes:
+    """Seeds of noise as bytes."""
+    return seeds.astype(_UINT64).tobytes()
+
+
+def decode_seeds(data: bytes | memoryview) -> SeedArray:
+    """Seeds of noise as a flat read-only view of the bytes.
+
+    Raises:
+        ValueError: the length is not a multiple of eight bytes.
+    """
+    return np.frombuffer(data, _UINT64)
 
 
 def max_delivery_bytes(*, tokens: int, topk: int) -> int:
@@ -125,6 +140,7 @@ def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
         behaviour_logprobs=decode_floats(delivery.behaviour_logprobs),
         topk_ids=decode_tokens(delivery.topk_ids).reshape(length, delivery.topk),
         topk_logprobs=decode_floats(delivery.topk_logprobs).reshape(length, delivery.topk),
+        noise_seeds=np.zeros(length, np.uint64),
         provenance=np.frombuffer(delivery.provenance, _UINT8),
         segments=delivery.segments,
         finish_reason=delivery.finish_reason,

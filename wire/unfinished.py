@@ -20,7 +20,14 @@ from rollout.trajectory import KeptTokens, SampleId
 from wire.atomic_files import replacing
 from wire.decoding import Count, FrameDecoder
 from wire.errors import WireError
-from wire.frames import decode_floats, decode_tokens, encode_floats, encode_tokens
+from wire.frames import (
+    decode_floats,
+    decode_seeds,
+    decode_tokens,
+    encode_floats,
+    encode_seeds,
+    encode_tokens,
+)
 
 _MAGIC = b"asyncrl unfinished 1\n"
 _LENGTH_BYTES = 8
@@ -67,6 +74,7 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
     topk: Count
     topk_ids: bytes
     topk_logprobs: bytes
+    noise_seeds: bytes
 
     @classmethod
     def of(cls, sample: SampleId, prompt_id: str, kept: KeptTokens) -> UnfinishedSample:
@@ -79,6 +87,7 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
             int(kept.topk_ids.shape[1]),
             encode_tokens(kept.topk_ids),
             encode_floats(kept.topk_logprobs),
+            encode_seeds(kept.noise_seeds),
         )
 
     def kept(self) -> KeptTokens:
@@ -90,9 +99,13 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
             decode_floats(self.logprobs),
             decode_tokens(self.topk_ids).reshape(shape),
             decode_floats(self.topk_logprobs).reshape(shape),
+            decode_seeds(self.noise_seeds),
         )
-        if not len(tokens) or len(kept.logprobs) != len(tokens):
-            raise ValueError(f"{len(tokens)} tokens with {len(kept.logprobs)} log-probabilities")
+        if not len(tokens) or not len(kept.logprobs) == len(kept.noise_seeds) == len(tokens):
+            raise ValueError(
+                f"{len(tokens)} tokens with {len(kept.logprobs)} log-probabilities and "
+                f"{len(kept.noise_seeds)} noise seeds"
+            )
         return kept
 
 

@@ -37,6 +37,7 @@ def trajectory_of(tokens: int, top_k: int) -> Trajectory:
         logprobs=-rng.exponential(1.0, tokens).astype(np.float32),
         topk_ids=ids,
         topk_logprobs=logprobs,
+        noise_seeds=np.full(tokens, 17, np.uint64),
         provenance=rng.integers(0, len(Provenance), tokens, np.uint8),
         policy_version=0,
     )

@@ -10,9 +10,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from benchmarks.exactness.model import Codes, Doubles, draw, tail_draws, top_k_of
-from rollout.acceptance import accept_lenient, verify_kept
+from benchmarks.exactness.model import (
+    Codes,
+    Doubles,
+    draw_in_two_stages,
+    log_of_listed,
+    name,
+    top_ids,
+)
+from rollout.acceptance import accept_lenient, symbols_of, verify_kept
 
 VOCABULARY = 64
 
@@ -26,7 +34,7 @@ class Shares:
     tv_per_token: float
     """Mean total variation of the two policies at a position."""
     outside: float
-    """Share of tokens that lie outside topK(q) & topK(p)."""
+    """Share of tokens that lie outside their list, topK(q)."""
     token: float
     """Accepted token by token."""
     block: float
@@ -44,29 +52,28 @@ def measure(noise: float, length: int, top_k: int, rows: int, seed: int = 0) -> 
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(VOCABULARY, VOCABULARY)) * 4.0
     old, new = _softmax(logits), _softmax(logits + noise * rng.normal(size=logits.shape))
-    text = _chain(rng, old, rows, length)
-    before = np.concatenate([np.zeros((rows, 1), np.int64), text[:, :-1]], axis=1).ravel()
-    tokens, q, p = text.ravel(), old[before], new[before]
+    tokens, before, lists, exponentials = _chain(rng, old, rows, length, top_k)
+    q, p = old[before], new[before]
     offsets = np.arange(rows + 1) * length
-    drawn, current = top_k_of(tokens, q, top_k), top_k_of(tokens, p, top_k)
-    tail_ids, tail_logprobs = tail_draws(rng, p, current.topk_ids)
+    symbols = symbols_of(tokens.astype(np.int32), lists)
+    outside = symbols == top_k
+    names = tokens.copy()
+    names[outside] = name(p[outside], lists[outside], exponentials[outside])
     uniforms = rng.random((len(tokens), 2))
     kept = {}
     for block in (False, True):
         verdicts = verify_kept(
-            tokens, drawn, current, tail_ids=tail_ids, tail_logprobs=tail_logprobs,
-            offsets=offsets, uniforms=uniforms, block=block,
+            symbols, log_of_listed(q, lists), log_of_listed(p, lists), offsets=offsets,
+            uniforms=uniforms, renamed=names != tokens, block=block,
         )  # fmt: skip
         kept[block] = float(verdicts.accepted.sum() / len(tokens))
-    lenient = accept_lenient(drawn.logprobs, current.logprobs, offsets, uniforms[:, 0], 1.0)
-    inside = (drawn.topk_ids == tokens[:, None]).any(1) & (current.topk_ids == tokens[:, None]).any(
-        1
-    )
+    at = (np.arange(len(tokens)), tokens)
+    lenient = accept_lenient(np.log(q[at]), np.log(p[at]), offsets, uniforms[:, 0], 1.0)
     return Shares(
         length=length,
         top_k=top_k,
         tv_per_token=float(0.5 * np.abs(q - p).sum(1).mean()),
-        outside=float(1 - inside.mean()),
+        outside=float(outside.mean()),
         token=kept[False],
         block=kept[True],
         specrl_1=float(lenient.sum() / len(tokens)),
@@ -81,11 +88,22 @@ def table(quick: bool) -> list[Shares]:
     return [measure(noise, length, k, max(8, tokens // length)) for noise, length, k in grid]
 
 
-def _chain(rng: np.random.Generator, table: Doubles, rows: int, length: int) -> Codes:
-    text, state = np.empty((rows, length), np.int64), np.zeros(rows, np.int64)
+def _chain(
+    rng: np.random.Generator, table: Doubles, rows: int, length: int, top_k: int
+) -> tuple[Codes, Codes, NDArray[np.int32], Doubles]:
+    """Tokens drawn in two stages and what stood before each, both `[rows x length]`.
+
+    With their lists `[rows x length, K]` and noise `[rows x length, V]`.
+    """
+    lists = top_ids(table, top_k)
+    text = np.empty((rows, length + 1), np.int64)
+    noise = np.empty((rows, length, len(table)))
+    text[:, 0] = 0
     for at in range(length):
-        text[:, at] = state = draw(rng, table[state])
-    return text
+        state = text[:, at]
+        text[:, at + 1], noise[:, at] = draw_in_two_stages(rng, table[state], lists[state])
+    before = text[:, :-1].ravel()
+    return text[:, 1:].ravel(), before, lists[before], noise.reshape(-1, len(table))
 
 
 def _softmax(logits: Doubles) -> Doubles:

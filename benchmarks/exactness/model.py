@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.acceptance import TopKDistributions
-
 Doubles = NDArray[np.float64]
 Codes = NDArray[np.int64]
 
@@ -114,26 +112,41 @@ def cells(tokens: Codes, vocabulary: int) -> Codes:
     return contexts(tokens, vocabulary)[:, -1]
 
 
-def top_k_of(tokens: Codes, distributions: Doubles, k: int) -> TopKDistributions:
-    """What an engine reports of `[N, V]` distributions at which the `[N]` tokens were drawn."""
+def top_ids(distributions: Doubles, k: int) -> NDArray[np.int32]:
+    """`[N, K]` the most probable tokens of `[N, V]` distributions, padded with -1."""
     ids = np.argsort(-distributions, axis=1, kind="stable")[:, :k]
+    return np.where(np.take_along_axis(distributions, ids, 1) > 0, ids, -1).astype(np.int32)
+
+
+def log_of_listed(distributions: Doubles, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+    """`[N, K]` log-probabilities at ids of `[N, V]` distributions, -inf where an id is -1."""
     with np.errstate(divide="ignore"):
-        logs = np.log(distributions).astype(np.float32)
-    values = np.take_along_axis(logs, ids, 1)
-    ids = np.where(np.isneginf(values), -1, ids).astype(np.int32)
-    return TopKDistributions(logs[np.arange(len(logs)), tokens], ids, values)
+        logs = np.log(np.take_along_axis(distributions, ids.clip(min=0), 1)).astype(np.float32)
+    return np.where(ids >= 0, logs, np.float32(-np.inf))
 
 
-def tail_draws(
-    rng: np.random.Generator, distributions: Doubles, ids: NDArray[np.int32]
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """`[N]` draws from `[N, V]` distributions outside `[N, K]` ids, and their log-probabilities."""
+def outside(distributions: Doubles, ids: NDArray[np.int32]) -> Doubles:
+    """`[N, V]` the mass of each token that is not among its `[N, K]` ids."""
     row, place = np.nonzero(ids >= 0)
-    tail = distributions.copy()
-    tail[row, ids[row, place]] = 0.0
-    has_tail = tail.sum(1) > 0
-    tail[~has_tail] = 1.0
-    drawn = np.where(has_tail, draw(rng, tail), -1).astype(np.int32)
+    out = distributions.copy()
+    out[row, ids[row, place]] = 0.0
+    return out
+
+
+def name(distributions: Doubles, ids: NDArray[np.int32], noise: Doubles) -> Codes:
+    """`[N]` the token outside its ids that exponential noise `[N, V]` makes."""
     with np.errstate(divide="ignore"):
-        logs = np.log(distributions[np.arange(len(distributions)), drawn])
-    return drawn, np.where(has_tail, logs, -np.inf).astype(np.float32)
+        return np.asarray((noise / outside(distributions, ids)).argmin(axis=1))
+
+
+def draw_in_two_stages(
+    rng: np.random.Generator, distributions: Doubles, ids: NDArray[np.int32]
+) -> tuple[Codes, Doubles]:
+    """`[N]` draws from `[N, V]`, a symbol first and then its name, and the noise `[N, V]`."""
+    listed = np.where(ids >= 0, np.take_along_axis(distributions, ids.clip(min=0), 1), 0.0)
+    rest = np.maximum(outside(distributions, ids).sum(1, keepdims=True), 0.0)
+    symbols = draw(rng, np.concatenate([listed, rest], axis=1))
+    noise = rng.exponential(size=distributions.shape)
+    k = ids.shape[1]
+    own = np.take_along_axis(ids, symbols.clip(max=k - 1)[:, None], 1)[:, 0]
+    return np.where(symbols < k, own, name(distributions, ids, noise)), noise

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.exactness.model import (
     Codes,
@@ -19,12 +20,21 @@ from benchmarks.exactness.model import (
     TabularPolicy,
     cells,
     draw,
+    draw_in_two_stages,
+    log_of_listed,
     mixture,
+    name,
     random_policy,
-    tail_draws,
-    top_k_of,
+    top_ids,
 )
-from rollout.acceptance import accept_chain, accept_lenient, accept_tree, verify_kept
+from rollout.acceptance import (
+    Verdicts,
+    accept_chain,
+    accept_lenient,
+    accept_tree,
+    symbols_of,
+    verify_kept,
+)
 
 VOCABULARY, LENGTH, TOP_K, TREE_NODES = 4, 4, 2, 6
 
@@ -124,83 +134,193 @@ def _codes(text: Codes, done: Codes, vocabulary: int) -> Codes:
 
 
 @dataclass(frozen=True)
+class DrawnRows:
+    """n samples of L tokens, each drawn in two stages, with what drew them."""
+
+    text: Codes
+    """`[n, L]`"""
+    lists: NDArray[np.int32]
+    """`[n, L, K]` the list that was fixed before each draw."""
+    noise: Doubles
+    """`[n, L, V]` what named tokens outside the lists."""
+
+
+@dataclass(frozen=True)
 class CutSamples:
     """n samples of the old policy, each cut at a random place: m kept tokens in all."""
 
-    text: Codes
-    """`[n, L]` the whole samples; the first lengths[i] tokens of row i are kept."""
+    rows: DrawnRows
+    """The whole samples; the first lengths[i] tokens of row i are kept."""
     lengths: Codes
     """`[n]`"""
     tokens: Codes
     """`[m]` the kept tokens, row after row."""
     offsets: Codes
     """`[n+1]` row i's are tokens[offsets[i] : offsets[i+1]]."""
+    lists: NDArray[np.int32]
+    """`[m, K]`"""
+    noise: Doubles
+    """`[m, V]`"""
     old: Doubles
     """`[m, V]` the old policy's distribution at each kept token."""
     new: Doubles
     """`[m, V]` the new policy's."""
 
+    def judge(
+        self,
+        rng: np.random.Generator,
+        names: Codes,
+        *,
+        block: bool,
+        renamed: NDArray[np.bool_] | None = None,
+    ) -> Verdicts:
+        """`verify_kept` with these names of tail tokens."""
+        return verify_kept(
+            symbols_of(self.tokens.astype(np.int32), self.lists),
+            log_of_listed(self.old, self.lists),
+            log_of_listed(self.new, self.lists),
+            offsets=self.offsets,
+            uniforms=rng.random((len(self.tokens), 2)),
+            renamed=names != self.tokens if renamed is None else renamed,
+            block=block,
+        )
 
-def cut_samples(pair: PolicyPair, rng: np.random.Generator, count: int) -> CutSamples:
-    """Draw from the old policy and cut at random, as a weight update does."""
-    text = pair.old.sample(rng, count)
-    lengths = rng.integers(0, pair.old.length + 1, count)
-    cut = np.arange(text.shape[1]) < lengths[:, None]
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    old, new = pair.old.along(text)[cut], pair.new.along(text)[cut]
-    return CutSamples(text, lengths, text[cut], offsets, old, new)
+    def names(self) -> Codes:
+        """`[m]` the kept tokens, those outside their lists as the new policy names them."""
+        tail = (self.lists != self.tokens[:, None]).all(axis=1)
+        return np.where(tail, name(self.new, self.lists, self.noise), self.tokens)
 
 
-Rule = Callable[[PolicyPair, CutSamples, np.random.Generator], tuple[Codes, Codes]]
-"""Returns `[n]` tokens accepted and `[n]` the token placed after them, -1 for none."""
+def draw_rows(
+    policy: TabularPolicy, rng: np.random.Generator, k: int, rows: DrawnRows | int, done: Codes
+) -> DrawnRows:
+    """Samples that keep the first done[i] tokens of their row; the rest is drawn in two stages."""
+    length, vocabulary = policy.length, policy.vocabulary
+    if isinstance(rows, int):
+        rows = DrawnRows(
+            np.zeros((rows, length), np.int64),
+            np.full((rows, length, k), -1, np.int32),
+            np.ones((rows, length, vocabulary)),
+        )
+    text, lists, noise = rows.text.copy(), rows.lists.copy(), rows.noise.copy()
+    code = np.zeros(len(text), np.int64)
+    for at, table in enumerate(policy.tables):
+        new = np.flatnonzero(done <= at)
+        distributions = table[code[new]]
+        lists[new, at] = top_ids(distributions, k)
+        text[new, at], noise[new, at] = draw_in_two_stages(rng, distributions, lists[new, at])
+        code = code * vocabulary + text[:, at]
+    return DrawnRows(text, lists, noise)
+
+
+def cut_samples(pair: PolicyPair, rng: np.random.Generator, rows: DrawnRows) -> CutSamples:
+    """Cut samples of the old policy at random, as a weight update does."""
+    lengths = rng.integers(0, pair.old.length + 1, len(rows.text))
+    cut = np.arange(rows.text.shape[1]) < lengths[:, None]
+    return CutSamples(
+        rows,
+        lengths,
+        rows.text[cut],
+        np.concatenate([[0], np.cumsum(lengths)]),
+        rows.lists[cut],
+        rows.noise[cut],
+        pair.old.along(rows.text)[cut],
+        pair.new.along(rows.text)[cut],
+    )
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a rule makes of n rows."""
+
+    accepted: Codes
+    """`[n]` tokens that stay."""
+    token: Codes
+    """`[n]` the token placed after them; -1 for none."""
+    noise: Doubles | None = None
+    """`[n, V]` the noise that belongs to the placed token; None: the one that was there."""
+
+
+Rule = Callable[[PolicyPair, CutSamples, np.random.Generator], Judged]
 
 
 def follow(rule: Rule) -> Sampler:
     """A sampler that applies a rule to kept tokens and completes them with the new policy."""
 
     def sampler(pair: PolicyPair, rng: np.random.Generator, count: int) -> Outcome:
-        kept = cut_samples(pair, rng, count)
-        accepted, token = rule(pair, kept, rng)
-        text, placed = kept.text.copy(), np.flatnonzero(token >= 0)
-        text[placed, accepted[placed]] = token[placed]
-        text = pair.new.complete(rng, text, accepted + (token >= 0))
-        notes = {"accepted": float(accepted.sum()), "drafted": float(kept.lengths.sum())}
-        return cells(text, pair.new.vocabulary), notes
+        drawn = draw_rows(pair.old, rng, pair.top_k, count, np.zeros(count, np.int64))
+        rows, notes = verified(rule, pair, rng, drawn)
+        return cells(rows.text, pair.new.vocabulary), notes
 
     return sampler
+
+
+def follow_twice(rule: Rule) -> Sampler:
+    """The rule is applied once more to what it has verified, under a third policy."""
+
+    def sampler(pair: PolicyPair, rng: np.random.Generator, count: int) -> Outcome:
+        between = mixture(pair.old, pair.new, 0.5)
+        drawn = draw_rows(pair.old, rng, pair.top_k, count, np.zeros(count, np.int64))
+        rows, first = verified(rule, replace(pair, new=between), rng, drawn)
+        rows, second = verified(rule, replace(pair, old=between), rng, rows)
+        notes = {key: first[key] + second[key] for key in first}
+        return cells(rows.text, pair.new.vocabulary), notes
+
+    return sampler
+
+
+def verified(
+    rule: Rule, pair: PolicyPair, rng: np.random.Generator, drawn: DrawnRows
+) -> tuple[DrawnRows, dict[str, float]]:
+    """Cut samples of the old policy, apply the rule, and complete them with the new policy."""
+    kept = cut_samples(pair, rng, drawn)
+    judged = rule(pair, kept, rng)
+    text, noise = drawn.text.copy(), drawn.noise.copy()
+    placed = np.flatnonzero(judged.token >= 0)
+    text[placed, judged.accepted[placed]] = judged.token[placed]
+    if judged.noise is not None:
+        noise[placed, judged.accepted[placed]] = judged.noise[placed]
+    done = judged.accepted + (judged.token >= 0)
+    rows = draw_rows(pair.new, rng, pair.top_k, DrawnRows(text, drawn.lists, noise), done)
+    return rows, {"accepted": float(judged.accepted.sum()), "drafted": float(kept.lengths.sum())}
 
 
 def verify(*, block: bool) -> Rule:
     """`verify_kept`, with lists of the K most probable tokens."""
 
-    def rule(pair: PolicyPair, kept: CutSamples, rng: np.random.Generator) -> tuple[Codes, Codes]:
-        current = top_k_of(kept.tokens, kept.new, pair.top_k)
-        tail_ids, tail_logprobs = tail_draws(rng, kept.new, current.topk_ids)
-        verdicts = verify_kept(
-            kept.tokens,
-            top_k_of(kept.tokens, kept.old, pair.top_k),
-            current,
-            tail_ids=tail_ids,
-            tail_logprobs=tail_logprobs,
-            offsets=kept.offsets,
-            uniforms=rng.random((len(kept.tokens), 2)),
-            block=block,
-        )
-        return verdicts.accepted.astype(np.int64), verdicts.token.astype(np.int64)
+    def rule(_pair: PolicyPair, kept: CutSamples, rng: np.random.Generator) -> Judged:
+        names = kept.names()
+        return place(kept, rng, names, kept.judge(rng, names, block=block))
 
     return rule
+
+
+def place(kept: CutSamples, rng: np.random.Generator, names: Codes, verdicts: Verdicts) -> Judged:
+    """The tokens of verdicts: a listed one, one of the row's own tail tokens, or a fresh one."""
+    accepted = verdicts.accepted.astype(np.int64)
+    token = np.full(len(accepted), -1)
+    placed = np.flatnonzero(verdicts.symbol >= 0)
+    at, symbol = kept.offsets[placed] + accepted[placed], verdicts.symbol[placed]
+    lists, k = kept.lists[at], kept.lists.shape[1]
+    fresh = rng.exponential(size=(len(accepted), kept.noise.shape[1]))
+    renamed = verdicts.renamed[placed]
+    fresh[placed[renamed]] = kept.noise[at[renamed]]
+    listed = np.take_along_axis(lists, symbol.clip(max=k - 1)[:, None], 1)[:, 0]
+    token[placed] = np.where(symbol < k, listed, name(kept.new[at], lists, fresh[placed]))
+    token[placed[renamed]] = names[at[renamed]]
+    return Judged(accepted, token, fresh)
 
 
 def specrl(lenience: float) -> Rule:
     """SPEC-RL's published rule; it knows q and p of the drawn token, also outside the top-K."""
 
-    def rule(pair: PolicyPair, kept: CutSamples, rng: np.random.Generator) -> tuple[Codes, Codes]:  # noqa: ARG001
+    def rule(_pair: PolicyPair, kept: CutSamples, rng: np.random.Generator) -> Judged:
         at = (np.arange(len(kept.tokens)), kept.tokens)
         with np.errstate(divide="ignore"):
             drawn, current = np.log(kept.old[at]), np.log(kept.new[at])
         numbers = rng.random(len(kept.tokens))
         accepted = accept_lenient(drawn, current, kept.offsets, numbers, lenience).astype(np.int64)
-        return accepted, np.full_like(accepted, -1)
+        return Judged(accepted, np.full_like(accepted, -1))
 
     return rule
 
@@ -211,6 +331,7 @@ PURE: dict[str, tuple[Sampler, bool]] = {
     "tree": (tree, True),
     "verify-token": (follow(verify(block=False)), True),
     "verify-block": (follow(verify(block=True)), True),
+    "verify-twice": (follow_twice(verify(block=True)), True),
     "specrl-1": (follow(specrl(1.0)), False),
     "specrl-e0.5": (follow(specrl(math.exp(0.5))), False),
 }

@@ -59,7 +59,7 @@ def kept_of(chunks: Sequence[TokenChunk], cut: int) -> KeptTokens:
     The cut must not depend on the response. A random share of its *length* does, because the length
     tells where it stopped. (This benchmark did that at first, and its own test failed.)
     """
-    fields = ("tokens", "logprobs", "topk_ids", "topk_logprobs")
+    fields = ("tokens", "logprobs", "topk_ids", "topk_logprobs", "noise_seeds")
     parts = [np.concatenate([getattr(chunk, field) for chunk in chunks]) for field in fields]
     return KeptTokens(*(part[:cut].copy() for part in parts))
 

@@ -22,7 +22,7 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.exactness.model import Codes, Doubles, TabularPolicy, cells, draw, top_k_of
+from benchmarks.exactness.model import Codes, Doubles, TabularPolicy, cells, draw, log_of_listed
 from rollout.acceptance import accept_chain, verify_kept
 
 VOCABULARY, LENGTH, STEP = 3, 2, 1.5
@@ -113,19 +113,18 @@ def _verified(rng: np.random.Generator, batch: Codes, text: Codes) -> Codes:
     count, tokens = len(text), text.ravel()
     before = trained().before.along(text).reshape(-1, VOCABULARY)
     after = trained().along(batch, text).reshape(-1, VOCABULARY)
+    every = np.tile(np.arange(VOCABULARY, dtype=np.int32), (len(tokens), 1))
     verdicts = verify_kept(
         tokens,
-        top_k_of(tokens, before, VOCABULARY),
-        top_k_of(tokens, after, VOCABULARY),
-        tail_ids=np.full(len(tokens), -1),
-        tail_logprobs=np.full(len(tokens), -np.inf),
+        log_of_listed(before, every),
+        log_of_listed(after, every),
         offsets=np.arange(count + 1) * LENGTH,
         uniforms=rng.random((len(tokens), 2)),
         block=False,
     )
-    out, placed = text.copy(), np.flatnonzero(verdicts.token >= 0)
-    out[placed, verdicts.accepted[placed]] = verdicts.token[placed]
-    return _complete(rng, batch, out, verdicts.accepted + (verdicts.token >= 0))
+    out, placed = text.copy(), np.flatnonzero(verdicts.symbol >= 0)
+    out[placed, verdicts.accepted[placed]] = verdicts.symbol[placed]
+    return _complete(rng, batch, out, verdicts.accepted + (verdicts.symbol >= 0))
 
 
 def _complete(rng: np.random.Generator, batch: Codes, text: Codes, done: Codes) -> Codes:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from engine.drafting.planner import DraftPlanner, Planner
 from engine.drafting.source import DraftSource
+from engine.drawing import UNREPORTED_K
 from engine.errors import RequestError
 from engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from engine.requests import Limits, SeedStream
@@ -61,6 +62,11 @@ class CoreSettings:
     top_k: int
     draft_trees: bool = True
 
+    @property
+    def listed(self) -> int:
+        """Tokens that a draw lists at each position; where none is reported, what is quick."""
+        return self.top_k or UNREPORTED_K
+
 
 class DecodeCore:
     """Continuous batching with exact drafting over a loaded model. Not thread-safe.
@@ -93,7 +99,7 @@ class DecodeCore:
         )
         self._rows = Rows(cache.slots, cache.max_len)
         buffer = settings.chunk_tokens + settings.max_draft_tokens + 1
-        self._unreported = Unreported(cache.slots, buffer, settings.top_k)
+        self._unreported = Unreported(cache.slots, buffer, settings.listed)
         self._drafter = Drafter(
             self._rows,
             source,
@@ -166,7 +172,6 @@ class DecodeCore:
         return score_all(
             self._model,
             requests,
-            [self._seeds.seed_of(request.sampling) for request in requests],
             max_tokens=self._settings.max_prefill_tokens,
             policy_version=self.policy_version,
         )
@@ -193,6 +198,7 @@ class DecodeCore:
         chunks = self.flush()
         self.policy_version = policy_version
         self._installations += 1
+        self._rows.advance(policy_version)
         self._drafter.advance(policy_version)
         return chunks
 
@@ -238,7 +244,14 @@ class DecodeCore:
         context = int((rows.kv_length[: new.decoding] + trees.counts).sum())
         logits = self._model.forward(Feed.of(rows, trees, new))
         self._admission.share_prefill(new)
-        draws = draw_step(rows, trees, new, logits, self.policy_version)
+        draws = draw_step(
+            rows,
+            trees,
+            new,
+            logits,
+            k=self._settings.listed,
+            policy_version=self.policy_version,
+        )
         if len(draws.judged):
             judge_rows(rows, draws, self.policy_version)
         paths = self._generate(trees, draws)
@@ -265,7 +278,7 @@ class DecodeCore:
             row, source, target = moved_places(draws, paths, decoding)
             first = rows.kv_length[row]
             self._model.cache.move(row, first + source, first + target)
-        generated = GeneratedTokens.of(draws, paths, self._settings.top_k)
+        generated = GeneratedTokens.of(draws, paths)
         row = draws.row[paths.chosen]
         rows.tokens[row, rows.total[row] + paths.step] = generated.tokens
         self._unreported.record(draws.judged, row, paths.step, generated)

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.drawing import Streams, draw
 from engine.errors import EngineError
-from engine.sampling import draw, processed_logprobs, uniforms
+from engine.sampling import processed_logprobs
 from engine.torch.rows import NewRows, Rows
 from engine.torch.trees import TokenTrees
-from rollout.trajectory import IntArray
+from rollout.trajectory import FloatArray, IntArray, SeedArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,12 @@ class Draws:
     tokens: NDArray[np.int64]
     """`[N]` the draw at each position. In a row with kept tokens: the accepted ones, the token
     drawn after them, then -1."""
+    ids: IntArray
+    """`[N, K]` the list at each position; in a row with kept tokens, that of the kept token."""
+    values: FloatArray
+    """`[N, K]` the log-probabilities of `ids`."""
+    noise_seeds: SeedArray
+    """`[N]` of the noise for tokens outside the list."""
     judged: NDArray[np.int64]
     """Rows that came with kept tokens, which `verification.judge_rows` accepts or rejects."""
     accepted: IntArray
@@ -36,7 +43,13 @@ class Draws:
 
 
 def draw_step(
-    rows: Rows, trees: TokenTrees, new: NewRows, logits: torch.Tensor, policy_version: int
+    rows: Rows,
+    trees: TokenTrees,
+    new: NewRows,
+    logits: torch.Tensor,
+    *,
+    k: int,
+    policy_version: int,
 ) -> Draws:
     """Draw a token after every token that was fed, except in rows with kept tokens.
 
@@ -45,6 +58,7 @@ def draw_step(
         trees: what decoding rows were fed besides their last token.
         new: rows whose contexts were fed.
         logits: `[sum(trees.counts) + sum(new.wanted), V]`; may be overwritten.
+        k: tokens listed at each position.
         policy_version: of the weights.
 
     Raises:
@@ -67,19 +81,39 @@ def draw_step(
         offset[: len(nodes)] = nodes
     logprobs = processed_logprobs(logits, rows.sampling.at(row))
     judged = [r for r, wanted in zip(new.leaders, new.wanted, strict=True) if wanted > 1]
-    tokens = np.full(len(row), -1, np.int64)
-    own = np.flatnonzero(~np.isin(row, judged)) if judged else np.arange(len(row))
-    if len(own):
-        position = (rows.total - rows.prompt)[row[own]] + offset[own]
-        mine = logprobs
-        if judged:
-            mine = logprobs[torch.from_numpy(own).to(logprobs.device)]
-        tokens[own] = draw(mine, uniforms(rows.seed[row[own]], position)).cpu().numpy()
+    noise = rows.noise_seed[row]
+    position = (rows.total - rows.prompt)[row] + offset
+    if not judged:
+        tokens, ids, values = _draw(logprobs, k, Streams(rows.seed[row], position, noise), None)
+        own = np.arange(len(row))
+    else:
+        own = np.flatnonzero(~np.isin(row, judged))
+        tokens = np.full(len(row), -1, np.int64)
+        ids, values = np.empty((len(row), k), np.int32), np.empty((len(row), k), np.float32)
+        streams = Streams(rows.seed[row[own]], position[own], noise[own])
+        tokens[own], ids[own], values[own] = _draw(logprobs, k, streams, own)
     if (tokens[own] < 0).any():
         names = [rows.requests[r].request_id for r in row[own][tokens[own] < 0]]
         raise EngineError(not_finite(names, policy_version))
-    accepted = np.zeros(rows.n, np.int32)
-    return Draws(row, starts, logprobs, tokens, np.array(judged, np.int64), accepted)
+    return Draws(
+        row=row,
+        starts=starts,
+        logprobs=logprobs,
+        tokens=tokens,
+        ids=ids,
+        values=values,
+        noise_seeds=noise,
+        judged=np.array(judged, np.int64),
+        accepted=np.zeros(rows.n, np.int32),
+    )
+
+
+def _draw(
+    logprobs: torch.Tensor, k: int, streams: Streams, rows: NDArray[np.int64] | None
+) -> tuple[NDArray[np.int64], IntArray, FloatArray]:
+    drawn = draw(logprobs, k, streams, rows)
+    ids, values = drawn.listed
+    return drawn.tokens.cpu().numpy(), ids.cpu().numpy(), values.cpu().numpy()
 
 
 def not_finite(names: Sequence[str], policy_version: int) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 import cache.tree
+from engine.drawing import warm_up as warm_up_drawing
 from engine.torch.trees import plant
-from rollout.acceptance import TopKDistributions, accept_tree, verify_kept
+from rollout.acceptance import accept_tree, warm_up_verification
 
 
 def warm_up(*, drafting: bool) -> None:
@@ -23,13 +24,5 @@ def warm_up(*, drafting: bool) -> None:
     trees = plant(forked, two, two, 2)
     trees.hidden()
     accept_tree(np.zeros(3, np.int64), trees.tokens, trees.parents, trees.offsets)
-    known = TopKDistributions(np.zeros(2, np.float32), one[:, None], np.zeros((2, 1), np.float32))
-    verify_kept(
-        one,
-        known,
-        known,
-        tail_ids=none,
-        tail_logprobs=np.full(2, -np.inf),
-        offsets=np.array([0, 2], np.int32),
-        uniforms=np.zeros((2, 2)),
-    )
+    warm_up_verification()
+    warm_up_drawing()

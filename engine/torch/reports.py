@@ -9,11 +9,17 @@ import torch
 from numpy.typing import NDArray
 
 from engine.protocol import GenerateRequest, TokenChunk
-from engine.sampling import top_k
 from engine.torch.draws import Draws
 from engine.torch.paths import Paths
 from engine.torch.rows import RowArrays
-from rollout.trajectory import ByteArray, FinishReason, FloatArray, IntArray, Provenance
+from rollout.trajectory import (
+    ByteArray,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Provenance,
+    SeedArray,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +34,14 @@ class GeneratedTokens:
     """`[M, K]`"""
     topk_logprobs: FloatArray
     """`[M, K]`"""
+    noise_seeds: SeedArray
+    """`[M]`"""
     provenance: ByteArray
     """`[M]`"""
 
     @classmethod
-    def of(cls, draws: Draws, paths: Paths, k: int) -> GeneratedTokens:
-        """The tokens that a step chose, row after row, with the k most probable ones."""
+    def of(cls, draws: Draws, paths: Paths) -> GeneratedTokens:
+        """The tokens that a step chose, row after row."""
         chosen = paths.chosen
         row, tokens = draws.row[chosen], draws.tokens[chosen]
         logprobs = draws.logprobs
@@ -41,12 +49,18 @@ class GeneratedTokens:
             logprobs = logprobs[torch.from_numpy(chosen).to(logprobs.device)]
         column = torch.from_numpy(tokens[:, None]).to(logprobs.device)
         picked = logprobs.gather(1, column).squeeze(1).cpu().numpy()
-        ids, values = top_k(logprobs, k)
         given = paths.step < paths.accepted[row]
         provenance = np.where(given, Provenance.DRAFTED, Provenance.SAMPLED)
         if len(draws.judged):
             provenance[np.isin(row, draws.judged) & given] = Provenance.VERIFIED
-        return cls(tokens.astype(np.int32), picked, ids, values, provenance.astype(np.uint8))
+        return cls(
+            tokens.astype(np.int32),
+            picked,
+            draws.ids[chosen],
+            draws.values[chosen],
+            draws.noise_seeds[chosen],
+            provenance.astype(np.uint8),
+        )
 
     def pick(self, index: NDArray[np.int64]) -> GeneratedTokens:
         """Some of them."""
@@ -55,6 +69,7 @@ class GeneratedTokens:
             self.logprobs[index],
             self.topk_ids[index],
             self.topk_logprobs[index],
+            self.noise_seeds[index],
             self.provenance[index],
         )
 
@@ -71,6 +86,7 @@ class Unreported(RowArrays):
         self._logprobs = np.zeros((slots, buffer), np.float32)
         self._ids = np.zeros((slots, buffer, top_k), np.int32)
         self._topk = np.zeros((slots, buffer, top_k), np.float32)
+        self._noise = np.zeros((slots, buffer), np.uint64)
         self._provenance = np.zeros((slots, buffer), np.uint8)
         self._long: dict[int, GeneratedTokens] = {}
         """By row: what a step with kept tokens generated, however long; reported in that step."""
@@ -108,6 +124,7 @@ class Unreported(RowArrays):
         self._logprobs[row, at] = generated.logprobs
         self._ids[row, at] = generated.topk_ids
         self._topk[row, at] = generated.topk_logprobs
+        self._noise[row, at] = generated.noise_seeds
         self._provenance[row, at] = generated.provenance
 
     def chunk(
@@ -129,6 +146,7 @@ class Unreported(RowArrays):
                 self._logprobs[row, :n],
                 self._ids[row, :n],
                 self._topk[row, :n],
+                self._noise[row, :n],
                 self._provenance[row, :n],
             )
         return TokenChunk(
@@ -137,6 +155,7 @@ class Unreported(RowArrays):
             logprobs=generated.logprobs.copy(),
             topk_ids=generated.topk_ids[:, :k].copy(),
             topk_logprobs=generated.topk_logprobs[:, :k].copy(),
+            noise_seeds=generated.noise_seeds.copy(),
             provenance=generated.provenance.copy(),
             policy_version=policy_version,
             finish_reason=reason,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.drawing import noise_seeds
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest
 from engine.sampling import SamplingColumns
@@ -50,6 +51,9 @@ class Rows(RowArrays):
         self.kv_installation = np.zeros(slots, np.int64)
         """`[S]` installation of weights under which the slot's KV was begun."""
         self.seed = np.zeros(slots, np.uint64)
+        self.noise_seed = np.zeros(slots, np.uint64)
+        """`[S]` of what the row draws outside its lists (`engine.drawing.noise_seeds`)."""
+        self._policy_version = 0
         self.sampling = SamplingColumns.unset(slots)
         self.stops = np.full((slots, 1), -1, np.int64)
         """`[S, stops]` stop tokens, padded with -1."""
@@ -69,6 +73,11 @@ class Rows(RowArrays):
         """`[n]` tokens that each row may still generate."""
         return self.limit[: self.n] - self.total[: self.n]
 
+    def advance(self, policy_version: int) -> None:
+        """Draw from now on under this version."""
+        self._policy_version = policy_version
+        self.noise_seed[: self.n] = noise_seeds(self.seed[: self.n], policy_version)
+
     def take(self, request: GenerateRequest, *, seed: int, installation: int) -> int:
         """Give the next row to a request. Raises EngineError when all are taken."""
         if self.n == self.slots:
@@ -84,6 +93,7 @@ class Rows(RowArrays):
         self.kv_length[row] = 0
         self.kv_installation[row] = installation
         self.seed[row] = seed
+        self.noise_seed[row] = noise_seeds(self.seed[row : row + 1], self._policy_version)[0]
         self.sampling.set(row, sampling)
         self._set_stops(row, sampling.stop_tokens)
         rule = sampling.stop_rule

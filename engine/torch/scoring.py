@@ -7,16 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from engine.drawing import top_k
 from engine.protocol import Score, ScoreRequest
 from engine.sampling import (
     MAX_LOGITS,
-    Purpose,
     SamplingColumns,
-    draw_outside,
-    forked,
     processed_logprobs,
-    top_k,
-    uniforms,
 )
 from engine.torch.model import SlotModel
 
@@ -24,20 +20,15 @@ from engine.torch.model import SlotModel
 def score_all(
     model: SlotModel,
     requests: Sequence[ScoreRequest],
-    seeds: Sequence[int],
     *,
     max_tokens: int,
     policy_version: int,
 ) -> list[Score]:
     """Score requests; contexts go through the model packed and sorted by length.
 
-    Tail draws are a function of (seed of the request, policy version, position). Scoring the same
-    tokens again under the same version and seed gives the same draws.
-
     Args:
         model: what scores; its slots are not used.
         requests: in any order; scores come back in the same order.
-        seeds: one for each request.
         max_tokens: most tokens of one pass; a single longer request still goes, alone. At most
             `MAX_LOGITS` logits are held at once, with the same exception.
         policy_version: of the weights.
@@ -49,13 +40,13 @@ def score_all(
     for i in order:
         wanted = len(requests[i].tokens) * model.vocab_size
         if batch and (tokens + _length(requests[i]) > max_tokens or logits + wanted > MAX_LOGITS):
-            scores |= _score_batch(model, requests, seeds, batch, policy_version)
+            scores |= _score_batch(model, requests, batch, policy_version)
             batch, tokens, logits = [], 0, 0
         batch.append(i)
         tokens += _length(requests[i])
         logits += wanted
     if batch:
-        scores |= _score_batch(model, requests, seeds, batch, policy_version)
+        scores |= _score_batch(model, requests, batch, policy_version)
     return [scores[i] for i in range(len(requests))]
 
 
@@ -66,7 +57,6 @@ def _length(request: ScoreRequest) -> int:
 def _score_batch(
     model: SlotModel,
     requests: Sequence[ScoreRequest],
-    seeds: Sequence[int],
     batch: list[int],
     policy_version: int,
 ) -> dict[int, Score]:
@@ -89,13 +79,8 @@ def _score_batch(
     )
     targets = torch.from_numpy(packed[wanted + 1].astype(np.int64)).to(logprobs.device)
     picked = logprobs.gather(1, targets[:, None]).squeeze(1).cpu().numpy()
-    ids, values = top_k(logprobs, max(r.sampling.top_k_logprobs for r in chosen))
-    reported = np.repeat([r.sampling.top_k_logprobs for r in chosen], counts)
-    known = np.where(np.arange(ids.shape[1]) < reported[:, None], ids, -1)
-    position = np.concatenate([np.arange(n) for n in counts])
-    seed = np.repeat(np.array([seeds[i] for i in batch], np.uint64), counts)
-    numbers = uniforms(forked(seed, Purpose.TAIL, policy_version), position)
-    tail_ids, tail_logprobs = draw_outside(logprobs, known, numbers)
+    listed = top_k(logprobs, max(r.sampling.top_k_logprobs for r in chosen))
+    ids, values = listed.ids.cpu().numpy(), listed.logprobs.cpu().numpy()
     spans = [slice(end - n, end) for end, n in zip(np.cumsum(counts), counts, strict=True)]
     return {
         i: Score(
@@ -103,8 +88,6 @@ def _score_batch(
             logprobs=picked[span].copy(),
             topk_ids=ids[span, : request.sampling.top_k_logprobs].copy(),
             topk_logprobs=values[span, : request.sampling.top_k_logprobs].copy(),
-            tail_ids=tail_ids[span].copy(),
-            tail_logprobs=tail_logprobs[span].copy(),
             policy_version=policy_version,
         )
         for i, request, span in zip(batch, chosen, spans, strict=True)

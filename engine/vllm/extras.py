@@ -7,12 +7,13 @@ write them here only. Imports neither vLLM nor torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from rollout.trajectory import IntArray
+from rollout.trajectory import IntArray, KeptTokens
 
 SECTION = "asyncrl"
 """Key of our part in vLLM's `additional_config` and in a request's `extra_args`."""
@@ -59,13 +60,11 @@ class RequestExtra:
     """Of sampling."""
     scored: int = 0
     """Last tokens of the prompt to score, in a scoring request."""
-    known: IntArray | None = None
-    """`[scored, K]` ids whose log-probabilities are wanted along with the most probable ones; tail
-    draws leave these out instead."""
+    kept: KeptTokens | None = None
+    """What is known of these tokens, if they are to be verified."""
 
     def to_extra_args(self) -> dict[str, Any]:
         """Plain values that msgpack takes."""
-        known = self.known
         return {
             SECTION: {
                 "seed": self.seed,
@@ -75,7 +74,7 @@ class RequestExtra:
                 "top_k": self.top_k,
                 "min_p": self.min_p,
                 "scored": self.scored,
-                "known": None if known is None else known.astype("<i4").tobytes(),
+                "kept": None if self.kept is None else _kept_to_plain(self.kept),
             }
         }
 
@@ -87,45 +86,73 @@ class RequestExtra:
             KeyError: the request does not carry our section, so this engine did not send it.
         """
         section = dict((extra_args or {})[SECTION])
-        draft, known = section.pop("draft"), section.pop("known")
+        draft, kept = section.pop("draft"), section.pop("kept")
         return cls(
             **section,
             draft=np.frombuffer(draft, "<i4").astype(np.int32),
-            known=None
-            if known is None
-            else np.frombuffer(known, "<i4").reshape(section["scored"], -1),
+            kept=None if kept is None else _kept_from_plain(kept),
         )
+
+
+_KEPT_ARRAYS = {
+    "tokens": "<i4",
+    "logprobs": "<f4",
+    "topk_ids": "<i4",
+    "topk_logprobs": "<f4",
+    "noise_seeds": "<u8",
+}
+
+
+def _kept_to_plain(kept: KeptTokens) -> dict[str, Any]:
+    arrays = {
+        name: np.ascontiguousarray(getattr(kept, name), dtype).tobytes()
+        for name, dtype in _KEPT_ARRAYS.items()
+    }
+    return arrays | {"k": int(kept.topk_ids.shape[1]), "lenience": kept.lenience}
+
+
+def _kept_from_plain(plain: dict[str, Any]) -> KeptTokens:
+    arrays = {name: np.frombuffer(plain[name], dtype) for name, dtype in _KEPT_ARRAYS.items()}
+    shape = len(arrays["tokens"]), plain["k"]
+    for name in ("topk_ids", "topk_logprobs"):
+        arrays[name] = arrays[name].reshape(shape)
+    return KeptTokens(**arrays, lenience=plain["lenience"])
+
+
+class Outcome(IntEnum):
+    """What became of a token that was scored."""
+
+    KEPT = 0
+    """It stays as it is."""
+    DRAWN = 1
+    """Another one was drawn in its place, with fresh noise."""
+    RENAMED = 2
+    """The same noise gives it another name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreColumns:
-    """Columns of the table that comes back for a scored request, one row for each scored token.
+    """Columns of the table that comes back for a scored request.
 
-    own token | K most probable | tail draw | K' tokens that the request named (`known`)
+    token | outcome | K listed tokens
+
+    It has a row for each scored token. If they were verified, it has rows for the tokens that stay
+    and for the one after them, if one was drawn. Their lists are those of the kept tokens; in all
+    other cases they are the K most probable tokens. The column of outcomes has no log-probability.
     """
 
     k: int
     """K."""
-    known: int = 0
-    """K'."""
     own: int = 0
+    outcome: int = 1
+    """An `Outcome`."""
 
     @property
-    def top_k(self) -> slice:
-        """The K most probable tokens."""
-        return slice(1, 1 + self.k)
-
-    @property
-    def tail(self) -> int:
-        """The draw from what lies outside the listed tokens."""
-        return 1 + self.k
-
-    @property
-    def named(self) -> slice:
-        """The tokens that the request named."""
-        return slice(2 + self.k, 2 + self.k + self.known)
+    def listed(self) -> slice:
+        """The list."""
+        return slice(2, 2 + self.k)
 
     @property
     def width(self) -> int:
         """Of the table."""
-        return 2 + self.k + self.known
+        return 2 + self.k

@@ -27,8 +27,13 @@ class StagingReport(msgspec.Struct, frozen=True):
 class RemoteWorker:
     """The calls; `engine.vllm.worker.extension` implements them."""
 
-    def asyncrl_attach(self, parent: int) -> None:
-        """Install our drawing, scoring and drafting, and exit when process `parent` has ended."""
+    def asyncrl_attach(self, parent: int, top_k: int) -> None:
+        """Install our drawing, scoring and drafting, and exit when process `parent` has ended.
+
+        Args:
+            parent: id of the generator's process.
+            top_k: K of the reported lists (engine.top_k_logprobs).
+        """
         raise NotImplementedError
 
     def asyncrl_begin_staging(self, manifest: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The processed distribution, the seeded streams, and draws from both."""
+"""The processed distribution and the seeded streams."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from enumerated_policies import truncated
 from scipy import stats
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine import sampling
 from engine.protocol import SamplingParams
 from engine.sampling import (
     Purpose,
     SamplingColumns,
-    draw,
-    draw_outside,
     forked,
     processed_logprobs,
-    top_k,
     uniforms,
 )
 
@@ -49,22 +45,6 @@ def test_uniforms_look_uniform_over_seeds_and_positions() -> None:
         assert stats.chisquare(counts).pvalue > 1e-6
         pairs = np.histogram2d(numbers[:-1:2], numbers[1::2], 16, [(0, 1), (0, 1)])[0]
         assert stats.chisquare(pairs.ravel()).pvalue > 1e-6
-
-
-def test_extreme_numbers_never_draw_a_token_without_mass() -> None:
-    logits = torch.tensor([[-np.inf, 0.0, -np.inf, 0.0, -np.inf]]).repeat(3, 1)
-    numbers = np.array([2.0**-51, 0.5, 1 - 2.0**-51])
-    assert draw(torch.log_softmax(logits, -1), numbers).tolist() == [1, 3, 3]
-
-
-def test_draws_follow_the_distribution() -> None:
-    n = 40_000
-    logits = torch.tensor([1.5, -0.3, 0.2, -2.0, 0.9]).repeat(n, 1)
-    logprobs = processed_logprobs(logits.clone(), columns_of(*[{"temperature": 0.7}] * n))
-    expected = torch.softmax(logits[0] / 0.7, -1).double().numpy()
-    seeds = np.arange(n, dtype=np.uint64)
-    counts = np.bincount(draw(logprobs, uniforms(seeds, np.full(n, 3))).numpy(), minlength=5)
-    assert stats.chisquare(counts, expected / expected.sum() * n).pvalue > 1e-6
 
 
 @pytest.mark.parametrize(
@@ -146,12 +126,6 @@ def test_top_k_alone_is_hugging_faces() -> None:
         torch.testing.assert_close(got, torch.log_softmax(want, -1), atol=1e-5, rtol=0)
 
 
-def test_top_k_is_padded_where_the_vocabulary_ends() -> None:
-    ids, values = top_k(torch.log_softmax(torch.tensor([[1.0, 2.0]]), -1), 3)
-    assert ids.tolist() == [[1, 0, -1]]
-    assert np.isneginf(values[0, 2])
-
-
 def test_streams_of_one_seed_share_nothing() -> None:
     """Drawing, accepting, residuals and tails, under two versions: each pair looks independent.
 
@@ -169,30 +143,3 @@ def test_streams_of_one_seed_share_nothing() -> None:
             assert stats.chisquare(pairs.ravel()).pvalue > 1e-6
             assert not np.isin(one, other).any()
     assert (forked(seeds, Purpose.TAIL, -1) != forked(seeds, Purpose.TAIL, 2**64 - 2)).all()
-
-
-def test_draws_outside_follow_the_rest_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_SLAB", 5000)  # in several pieces
-    n = 20_000
-    logprobs = torch.log_softmax(torch.tensor([1.5, -0.3, 0.2, -2.0, 0.9, -torch.inf]), 0)
-    known = np.array([[0, 3], [4, -1], [-1, -1]], np.int32)[np.arange(n) % 3]
-    ids, values = draw_outside(
-        logprobs.repeat(n, 1), known, uniforms(np.arange(n, dtype=np.uint64), np.zeros(n, np.int64))
-    )
-    np.testing.assert_allclose(values, logprobs.numpy()[ids], atol=1e-6)
-    for kind in range(3):
-        rest = logprobs.exp().double().numpy().copy()
-        rest[[i for i in known[kind] if i >= 0]] = 0
-        counts = np.bincount(ids[kind::3], minlength=6)
-        assert not counts[rest == 0].any()
-        there = rest > 0
-        expected = rest[there] / rest.sum() * counts.sum()
-        assert stats.chisquare(counts[there], expected).pvalue > 1e-6
-
-
-def test_nothing_is_drawn_where_nothing_is_left() -> None:
-    logprobs = torch.log(torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]))
-    known = np.array([[0, 1], [2, 1]], np.int32)
-    ids, values = draw_outside(logprobs, known, np.array([0.3, 0.999]))
-    assert ids.tolist() == [-1, 0]
-    assert values[0] == -np.inf

@@ -3,105 +3,84 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.acceptance import TopKDistributions, accept_lenient, verify_kept
-from rollout.trajectory import KeptTokens
-
-NO_TAIL = -np.inf
+from rollout.acceptance import accept_lenient, symbols_of, verify_kept
 
 
 def one_row(
-    tokens: list[int], q: TopKDistributions, p: TopKDistributions, **changes: object
-) -> tuple[int, int]:
-    n = len(tokens)
-    arguments: dict[str, object] = {
-        "tail_ids": np.full(n, -1),
-        "tail_logprobs": np.full(n, NO_TAIL),
-        "offsets": [0, n],
-        "uniforms": np.full((n, 2), 0.5),
-    }
-    verdicts = verify_kept(tokens, q, p, **(arguments | changes))  # type: ignore[arg-type]
-    return int(verdicts.accepted[0]), int(verdicts.token[0])
-
-
-def known(*rows: dict[int, float]) -> TopKDistributions:
-    width = max(map(len, rows))
-    ids = [[*row, *[-1] * (width - len(row))] for row in rows]
-    logs = [[*np.log(list(row.values())), *[NO_TAIL] * (width - len(row))] for row in rows]
-    return TopKDistributions(
-        np.zeros(len(rows), np.float32), np.array(ids, np.int32), np.array(logs, np.float32)
-    )
+    symbols: list[int], q: list[list[float]], p: list[list[float]], **changes: object
+) -> tuple[int, int, bool]:
+    """Accepted tokens, the symbol after them, whether it is renamed; q and p of listed tokens."""
+    n = len(symbols)
+    arguments: dict[str, object] = {"offsets": [0, n], "uniforms": np.full((n, 2), 0.5)} | changes
+    with np.errstate(divide="ignore"):
+        logs = (np.log(np.array(q, np.float32)), np.log(np.array(p, np.float32)))
+    verdicts = verify_kept(symbols, *logs, **arguments)  # type: ignore[arg-type]
+    return int(verdicts.accepted[0]), int(verdicts.symbol[0]), bool(verdicts.renamed[0])
 
 
 @pytest.mark.parametrize("block", [False, True])
-def test_a_token_that_is_missing_from_its_own_list_is_rejected(block: bool) -> None:
-    q, p = known({0: 0.6, 1: 0.2}), known({2: 0.9, 0: 0.1})
-    assert one_row([2], q, p, block=block) == (0, 2)
-    assert one_row([1], q, p, block=block) == (0, 2)
+def test_a_tail_is_a_symbol_like_any_other(block: bool) -> None:
+    """Listed 0.6 and 0.2 before, 0.5 and 0.1 now: the tail has 0.2 before and 0.4 now."""
+    q, p = [[0.6, 0.2]], [[0.5, 0.1]]
+    assert one_row([2], q, p, uniforms=[[0.999, 0.0]], block=block) == (1, -1, False)
+    assert one_row([1], q, p, uniforms=[[0.49, 0.0]], block=block) == (1, -1, False)
+    assert one_row([1], q, p, uniforms=[[0.51, 0.999]], block=block) == (0, 2, False)
+    assert one_row([2], p, q, uniforms=[[0.51, 0.99]], block=block) == (0, 1, False)
 
 
 @pytest.mark.parametrize("block", [False, True])
 def test_a_residual_that_vanished_by_rounding_is_drawn_from_p(block: bool) -> None:
-    # The lists of p and q agree, and 3 was drawn from a tail of 1e-9 that rounding removed.
-    q, p = known({0: 0.5, 1: 0.5}), known({0: 0.5, 1: 0.5})
-    assert one_row([3], q, p, uniforms=[[0.0, 0.99]], block=block) == (0, 1)
-    assert one_row([3], q, p, uniforms=[[0.0, 0.2]], block=block) == (0, 0)
+    # The lists of p and q agree, and a token was drawn from a tail of 1e-9 that rounding removed.
+    same = [[1.0, 0.0]]
+    assert one_row([2], same, same, uniforms=[[0.0, 0.99]], block=block) == (0, 0, False)
 
 
-def test_a_tail_is_drawn_with_its_probability() -> None:
-    q, p = known({0: 1.0}), known({0: 0.5})
-    tail = {"tail_ids": [7], "tail_logprobs": [np.log(0.3)], "block": False}
-    assert one_row([0], q, p, uniforms=[[0.49, 0.0]], **tail) == (1, -1)
-    assert one_row([0], q, p, uniforms=[[0.51, 0.0]], **tail) == (0, 7)
-    tail["tail_logprobs"] = [NO_TAIL]  # not drawn yet: the id stands for any token outside the list
-    assert one_row([0], q, p, uniforms=[[0.51, 0.0]], **tail) == (0, 7)
+@pytest.mark.parametrize("block", [False, True])
+def test_a_row_ends_with_a_new_name(block: bool) -> None:
+    """What followed the old name is not judged, and the new one is the token to append."""
+    q, p = [[0.5], [0.5], [0.5]], [[0.5], [0.5], [0.01]]
+    changed = [False, True, False]
+    assert one_row([0, 1, 0], q, p, renamed=changed, block=block) == (1, 1, True)
+    rejected = [[0.5], [0.99], [0.5]]
+    late = np.full((3, 2), 0.9)
+    found = one_row([0, 1, 0], q, rejected, renamed=changed, uniforms=late, block=block)
+    assert found == (1, 0, False), "the tail symbol itself is rejected"
+    twice = [[0.5], [0.5], [0.5]]
+    assert one_row([1, 1, 1], twice, twice, renamed=[True] * 3, block=block) == (0, 1, True)
 
 
 def test_by_block_a_likely_token_makes_up_for_an_unlikely_one() -> None:
     """A token with p/q = 1/2, then one with 2: together as likely as before, so both are kept."""
-    q = known({0: 0.5, 1: 0.5}, {0: 0.5, 1: 0.5})
-    p = known({0: 0.25, 1: 0.75}, {0: 1.0})
+    q, p = [[0.5, 0.5], [0.5, 0.5]], [[0.25, 0.75], [1.0, 0.0]]
     late = np.array([[0.9, 0.5], [0.9, 0.5]])
-    assert one_row([0, 0], q, p, uniforms=late, block=True) == (2, -1)
+    assert one_row([0, 0], q, p, uniforms=late, block=True) == (2, -1, False)
     assert one_row([0, 0], q, p, uniforms=late, block=False)[0] == 0
 
 
-def test_without_a_list_nothing_is_accepted() -> None:
-    empty = TopKDistributions(
-        np.zeros(1, np.float32), np.empty((1, 0), np.int32), np.empty((1, 0), np.float32)
-    )
-    assert one_row([0], empty, empty, tail_ids=[5], tail_logprobs=[-3.0]) == (0, 5)
+def test_without_a_list_every_token_is_of_the_tail() -> None:
+    assert one_row([0], [[]], [[]]) == (1, -1, False)
+    assert one_row([0], [[]], [[]], renamed=[True]) == (0, 0, True)
 
 
 def test_no_rows_and_empty_rows() -> None:
-    nothing = TopKDistributions(
-        np.empty(0, np.float32), np.empty((0, 2), np.int32), np.empty((0, 2), np.float32)
-    )
-    verdicts = verify_kept(
-        [], nothing, nothing, tail_ids=[], tail_logprobs=[], offsets=[0, 0, 0],
-        uniforms=np.empty((0, 2)),
-    )  # fmt: skip
+    nothing = np.empty((0, 2), np.float32)
+    verdicts = verify_kept([], nothing, nothing, offsets=[0, 0, 0], uniforms=np.empty((0, 2)))
     assert verdicts.accepted.tolist() == [0, 0]
-    assert verdicts.token.tolist() == [-1, -1]
+    assert verdicts.symbol.tolist() == [-1, -1]
+    assert verdicts.renamed.tolist() == [False, False]
 
 
-def test_rows_of_several_requests_are_concatenated() -> None:
-    parts = [
-        KeptTokens(np.zeros(n, np.int32), np.full(n, -1.0, np.float32),
-                   np.full((n, k), n, np.int32), np.full((n, k), -2.0, np.float32))
-        for n, k in ((1, 2), (0, 3), (2, 1))
-    ]  # fmt: skip
-    together = TopKDistributions.concatenate(parts)
-    assert together.topk_ids.tolist() == [[1, 1, -1], [2, -1, -1], [2, -1, -1]]
-    assert np.isneginf(together.topk_logprobs[1:, 1:]).all()
-    assert len(together.logprobs) == 3
-    assert TopKDistributions.concatenate([]).topk_ids.shape == (0, 0)
+def test_symbols_are_places_in_lists() -> None:
+    lists = np.array([[4, 9, -1], [9, 4, 7]], np.int32)
+    assert symbols_of(np.array([9, 5], np.int32), lists).tolist() == [1, 3]
+    assert symbols_of(np.array([7], np.int32), np.empty((1, 0), np.int32)).tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -109,25 +88,20 @@ def test_rows_of_several_requests_are_concatenated() -> None:
     [
         ({"offsets": [0, 2]}, "rise from 0 to 1"),
         ({"uniforms": np.zeros((1, 1))}, r"uniforms must be \(1, 2\)"),
-        ({"tail_ids": [1, 2]}, "as many tail draws"),
-        ({"tail_ids": [0], "tail_logprobs": [-3.0]}, "not a distribution"),
-        ({"tail_ids": [5], "tail_logprobs": [-0.1]}, "not a distribution"),
-        ({}, "not a distribution"),
+        ({"symbols": [2]}, "at most K = 1"),
+        ({"symbols": [-1]}, "must lie between 0"),
+        ({"p": [[0.5, 0.1]]}, "the same tokens, not 1 and 2"),
+        ({"p": [[1.2]]}, "has mass 1.2"),
+        ({"p": [[np.nan]]}, "current is not part of a distribution at position 0"),
+        ({"p": [[0.5], [0.5]]}, r"current needs log-probabilities of shape \(1, K\)"),
+        ({"renamed": [True, False]}, "one value a token"),
+        ({"renamed": [True]}, "true for the tail only"),
     ],
 )
-def test_contradictory_arguments_are_refused(changes: dict[str, object], said: str) -> None:
-    same = known({0: 0.5})
+def test_contradictory_arguments_are_refused(changes: dict[str, Any], said: str) -> None:
+    given_ = {"symbols": [0], "q": [[0.5]], "p": [[0.5]]} | changes
     with pytest.raises(ValueError, match=said):
-        one_row([0], same, same, **changes)
-
-
-def test_nan_and_wrong_shapes_are_refused() -> None:
-    same = known({0: 1.0})
-    broken = replace(same, topk_logprobs=np.array([[np.nan]], np.float32))
-    with pytest.raises(ValueError, match="log-probabilities of current are nan"):
-        one_row([0], same, broken)
-    with pytest.raises(ValueError, match=r"behaviour needs top-K of shape \(2, K\)"):
-        one_row([0, 0], same, same, uniforms=np.zeros((2, 2)))
+        one_row(**given_)
 
 
 # SPEC-RL's rule.

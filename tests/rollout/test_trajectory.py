@@ -22,6 +22,7 @@ def chunk(tokens: list[int], policy_version: int, **changes: Any) -> dict[str, A
         "logprobs": np.full(n, -0.5, np.float32),
         "topk_ids": np.array([[token, -1] for token in tokens], np.int32).reshape(n, 2),
         "topk_logprobs": np.full((n, 2), -0.5, np.float32),
+        "noise_seeds": np.full(n, 17, np.uint64),
         "provenance": np.full(n, Provenance.SAMPLED, np.uint8),
     }
     return arrays | {"policy_version": policy_version} | changes
@@ -57,6 +58,7 @@ def test_kept_tokens_are_those_appended_so_far() -> None:
     assert len(kept) == 3
     assert kept.tokens.tolist() == growing.tokens().tolist() == [1, 2, 3]
     assert kept.topk_ids.tolist() == [[1, -1], [2, -1], [3, -1]]
+    assert kept.noise_seeds.tolist() == [17] * 3
     assert kept.lenience is None
     assert growing.count(Provenance.DRAFTED) == 1
     assert growing.count(Provenance.VERIFIED) == 0

@@ -25,6 +25,7 @@ def delivery_of(
         logprobs=np.zeros(3, np.float32),
         topk_ids=np.zeros((3, 2), np.int32),
         topk_logprobs=np.zeros((3, 2), np.float32),
+        noise_seeds=np.full(3, 17, np.uint64),
         provenance=np.zeros(3, np.uint8),
         policy_version=step if version is None else version,
     )

@@ -94,6 +94,7 @@ class FakeEngine:
             np.full(n, -0.5 - version, np.float32),
             np.array(tokens, np.int32)[:, None],
             np.full((n, 1), -0.5 - version, np.float32),
+            np.full(n, 17, np.uint64),
             provenance,
             version,
             end,

@@ -34,6 +34,8 @@ REAL_VLLM = [
 ]
 """The `pytestmark` of modules that run a real engine."""
 VOCAB = 8
+TOP_K = 2
+"""Of the lists: some 30% of what is drawn lies outside."""
 MAX_LEN = 400
 SLOTS = 16
 PROMPT = np.array([1, 2, 3], np.int32)
@@ -82,7 +84,7 @@ def serving(
         slots=SLOTS,
         max_model_len=MAX_LEN,
         threads=1,
-        top_k_logprobs=4,
+        top_k_logprobs=TOP_K,
         # Drafts in every step: what a test sees must not depend on the clock.
         vllm=VllmConfig(
             kv_cache_gib=kv_cache_gib, max_step_tokens=64, max_prefill_tokens=max_prefill_tokens
@@ -102,7 +104,7 @@ def serving(
 def ask(name: str = "r", **changes: Any) -> GenerateRequest:
     fields: dict[str, Any] = {
         "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
-        "top_k_logprobs": 4, "seed": None, "stop_tokens": (),
+        "top_k_logprobs": TOP_K, "seed": None, "stop_tokens": (),
         "stop_rule": None,
     }  # fmt: skip
     sampling = {key: changes.pop(key, value) for key, value in fields.items()}
@@ -124,12 +126,34 @@ def tokens_of(chunks: list[TokenChunk]) -> np.ndarray:
     return np.concatenate([chunk.tokens for chunk in chunks])
 
 
+def noise_seeds_of(chunks: Sequence[TokenChunk]) -> np.ndarray:
+    return np.concatenate([chunk.noise_seeds for chunk in chunks])
+
+
 def logprobs_of(chunks: list[TokenChunk]) -> np.ndarray:
     return np.concatenate([chunk.logprobs for chunk in chunks])
 
 
 def provenance_of(chunks: Sequence[TokenChunk]) -> np.ndarray:
     return np.concatenate([chunk.provenance for chunk in chunks])
+
+
+def drift(served: Served, n: int, **how: float) -> list[GenerateRequest]:
+    """Requests whose kept tokens, 1 to 4 of 4, the old policy drew; the new one is installed."""
+    served.install(served.old)
+    drawing = [ask(f"old{i}", cache_key="drift", seed=i, **how) for i in range(n)]
+    old = served.call(collect_all(served.engine, drawing))
+    served.install(served.new)
+    return [
+        ask(
+            f"new{i}",
+            cache_key="drift",
+            seed=(1 << 40) + i,
+            kept=kept_of(c, slice(1 + i % 4)),
+            **how,
+        )
+        for i, c in enumerate(old)
+    ]
 
 
 def kept_of(chunks: list[TokenChunk], part: slice = slice(None)) -> KeptTokens:
@@ -139,6 +163,7 @@ def kept_of(chunks: list[TokenChunk], part: slice = slice(None)) -> KeptTokens:
         logprobs_of(chunks)[part],
         np.concatenate([chunk.topk_ids for chunk in chunks])[part],
         np.concatenate([chunk.topk_logprobs for chunk in chunks])[part],
+        noise_seeds_of(chunks)[part],
     )
 
 
@@ -189,13 +214,14 @@ def chi_square(responses: np.ndarray, expected: np.ndarray) -> float:
     if counts[expected == 0].any():
         return 0.0
     want = expected * len(responses)
-    order = np.argsort(want)
-    counts, want = counts[order], want[order]
-    # Rare responses share a cell: each cell expects at least 8.
-    first = np.searchsorted(np.cumsum(want), 8.0, side="left") + 1
-    rare = int(max(first, np.searchsorted(want, 8.0)))
-    counts = np.concatenate([[counts[:rare].sum()], counts[rare:]])
-    want = np.concatenate([[want[:rare].sum()], want[rare:]])
+    # Rare responses share cells, with those that begin alike: each cell expects at least 8.
+    rare = want < 8
+    last = max(int(want[rare].sum() / 16) - 1, 0)
+    group = np.minimum(np.cumsum(want[rare]) / 16, last).astype(np.int64)
+    counts = np.concatenate([counts[~rare], np.bincount(group, counts[rare])])
+    want = np.concatenate([want[~rare], np.bincount(group, want[rare])])
+    if want[-1] < 8:
+        counts, want = (np.append(one[:-2], one[-2:].sum()) for one in (counts, want))
     statistic = ((counts - want) ** 2 / want).sum()
     return float(chi2.sf(statistic, len(want) - 1))
 

@@ -16,7 +16,7 @@ from engine.drafting.source import DraftSource
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from engine.torch.core import CoreSettings, DecodeCore
 from engine.torch.model import SlotModel, load_model
-from rollout.trajectory import IntArray, KeptTokens
+from rollout.trajectory import IntArray, KeptTokens, Provenance
 
 PROMPT = np.array([1, 2, 3], np.int32)
 _SAMPLING = {field.name for field in fields(SamplingParams)}
@@ -104,14 +104,18 @@ def texts_of(chunks: dict[str, list[TokenChunk]]) -> dict[str, list[int]]:
 
 def kept_of(chunks: Sequence[TokenChunk], **changes: Any) -> KeptTokens:
     """A response as a request may bring it to be verified."""
-    names = ("tokens", "logprobs", "topk_ids", "topk_logprobs")
+    names = ("tokens", "logprobs", "topk_ids", "topk_logprobs", "noise_seeds")
     return replace(KeptTokens(*(joined(chunks, name) for name in names)), **changes)
 
 
 def first(kept: KeptTokens, size: int) -> KeptTokens:
     """The first `size` of kept tokens."""
     return KeptTokens(
-        kept.tokens[:size], kept.logprobs[:size], kept.topk_ids[:size], kept.topk_logprobs[:size]
+        kept.tokens[:size],
+        kept.logprobs[:size],
+        kept.topk_ids[:size],
+        kept.topk_logprobs[:size],
+        kept.noise_seeds[:size],
     )
 
 
@@ -135,7 +139,11 @@ def check_against_hf(
     got = joined(chunks, "logprobs")
     np.testing.assert_allclose(got, expected[np.arange(len(tokens)), tokens], atol=1e-4)
     top = joined(chunks, "topk_logprobs")
-    most_probable = -np.sort(-expected, axis=1)[:, : sampling.top_k_logprobs]
-    np.testing.assert_allclose(top, most_probable, atol=1e-4)
     ids = joined(chunks, "topk_ids")
     np.testing.assert_allclose(np.take_along_axis(expected, ids, 1), top, atol=1e-4)
+    # A verified token keeps its list, and so does the one drawn in the place of a rejected one.
+    listed_now = joined(chunks, "provenance") != Provenance.VERIFIED
+    if asked.kept is not None:
+        listed_now[: len(asked.kept)] = False
+    most_probable = -np.sort(-expected, axis=1)[:, : sampling.top_k_logprobs]
+    np.testing.assert_allclose(top[listed_now], most_probable[listed_now], atol=1e-4)

@@ -93,6 +93,7 @@ def make_group(
             logprobs=behaviour.astype(np.float32),
             topk_ids=tokens[:, None],
             topk_logprobs=behaviour.astype(np.float32)[:, None],
+            noise_seeds=np.full(length, 17, np.uint64),
             provenance=np.full(length, Provenance.SAMPLED, np.uint8),
             policy_version=version,
         )

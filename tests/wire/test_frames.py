@@ -27,6 +27,7 @@ def trajectory() -> Trajectory:
             logprobs=np.linspace(-2, -1, n, dtype=np.float32),
             topk_ids=np.arange(2 * n, dtype=np.int32).reshape(n, 2),
             topk_logprobs=np.full((n, 2), -0.5, np.float32),
+            noise_seeds=np.full(n, 17, np.uint64),
             provenance=np.full(n, Provenance.DRAFTED, np.uint8),
             policy_version=version,
         )

@@ -22,6 +22,7 @@ def kept(length: int, topk: int = 3) -> KeptTokens:
         -rng.random(length).astype(np.float32),
         rng.integers(0, 50, (length, topk)).astype(np.int32),
         np.full((length, topk), -np.inf, np.float32),
+        rng.integers(0, 2**64, length, np.uint64),
     )
 
 
@@ -39,7 +40,7 @@ def test_tokens_come_back_as_they_were(file: Path) -> None:
     assert [place.sample for place in index.places] == [SampleId(9, n) for n in range(3)]
     for n, place in enumerate(index.places):
         found, expected = read_sample(file, place, prompt_id=f"p{n}"), kept(5 + n)
-        for name in ("tokens", "logprobs", "topk_ids", "topk_logprobs"):
+        for name in ("tokens", "logprobs", "topk_ids", "topk_logprobs", "noise_seeds"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     assert [path.name for path in file.parent.iterdir()] == [file.name], "a temporary is left"
 

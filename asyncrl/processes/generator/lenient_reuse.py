@@ -93,6 +93,7 @@ class LenientReuse:
             logprobs,
             np.empty(no_top_k, np.int32),
             np.empty(no_top_k, np.float32),
+            np.zeros(len(tokens), np.uint64),
             lenience=self._lenience,
         )
 

@@ -49,9 +49,9 @@ class Core:
         """Of the weights that are loaded."""
         self._installations = 0
 
-    async def attach(self) -> None:
-        """Put our drawing, scoring and drafting into vLLM's worker."""
-        await self._call("attach to its worker", RemoteWorker.asyncrl_attach, os.getpid())
+    async def attach(self, top_k: int) -> None:
+        """Put our drawing, scoring and drafting into vLLM's worker; `top_k` tokens are reported."""
+        await self._call("attach to its worker", RemoteWorker.asyncrl_attach, os.getpid(), top_k)
         llm = self.process.vllm.llm
         await self.process.ask(llm.update_weight_version("0"), "set its weight version")
         await self.process.ask(llm.get_supported_tasks(), "name its tasks")

@@ -39,7 +39,6 @@ from engine.vllm.client.pausing import Pausing
 from engine.vllm.client.process import CoreProcess
 from engine.vllm.client.scoring import Scoring
 from engine.vllm.client.streams import Streams
-from engine.vllm.client.verification import warm_up
 from engine.vllm.client.weights import WeightSwap
 from engine.weights import ModelShapes
 from wire.records import EngineStats, TokenCounts
@@ -96,9 +95,9 @@ class VllmEngine:
         try:
             shapes = await asyncio.to_thread(ModelShapes.of_path, self._model_path)
             started = process.start(self._model_path, self._cache_config, self._seed, self._place)
-            await asyncio.gather(started, asyncio.to_thread(warm_up))
+            await started
             self._parts = self._assemble(shapes)
-            await self._parts.core.attach()
+            await self._parts.core.attach(self._config.top_k_logprobs)
         except EngineError as error:
             process.fail(error)
             await process.stop()

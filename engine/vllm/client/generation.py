@@ -11,7 +11,7 @@ from engine.vllm.client.core import Core
 from engine.vllm.client.requests import Table, check_temperature, generation, verification
 from engine.vllm.client.steps import ChunkBuilder
 from engine.vllm.client.streams import Reader, Streams
-from engine.vllm.client.verification import judge
+from engine.vllm.client.verification import after_verification
 from rollout.trajectory import KeptTokens, Provenance
 
 
@@ -78,7 +78,7 @@ class Generation:
                 yield first
                 if first.finish_reason is not None:
                     return
-        builder = ChunkBuilder(name, sampling.top_k_logprobs)
+        builder = ChunkBuilder(name, sampling.top_k_logprobs, seed)
         submitted = generation(request, seed, self._limits.vocab_size)
         async with aclosing(self._streams.steps(name, submitted, reader, request)) as parts:
             async for steps in parts:
@@ -88,11 +88,11 @@ class Generation:
     async def _verify(
         self, request: GenerateRequest, kept: KeptTokens, seed: int, reader: Reader
     ) -> tuple[TokenChunk | None, GenerateRequest] | None:
-        """Score and judge kept tokens (`client.verification`); None when that was interrupted."""
-        name, vocab_size = request.request_id, self._limits.vocab_size
-        submitted = verification(request, kept, seed, vocab_size)
+        """Have the worker verify kept tokens; None when that was interrupted."""
+        name = request.request_id
+        submitted = verification(request, kept, seed)
         step = await self._streams.scored_step(name, submitted, reader)
         if step is None:
             return None
-        table = Table.of(name, step, request.sampling.top_k_logprobs, vocab_size)
-        return judge(request, kept, table, seed, step.policy_version)
+        table = Table.of(name, step, request.sampling.top_k_logprobs)
+        return after_verification(request, kept, table, seed, step.policy_version)

@@ -10,7 +10,7 @@ import numpy as np
 from engine.errors import EngineError, RequestError
 from engine.protocol import GenerateRequest, SamplingParams, Score, ScoreRequest
 from engine.vllm.client.core import CoreRequest
-from engine.vllm.client.steps import Step, most_probable, not_finite
+from engine.vllm.client.steps import Step, not_finite
 from engine.vllm.extras import RequestExtra, ScoreColumns
 from rollout.trajectory import FloatArray, IntArray, KeptTokens
 
@@ -49,30 +49,28 @@ def generation(request: GenerateRequest, seed: int, vocab_size: int) -> CoreRequ
     return CoreRequest(_joined(request.prompt_tokens, prefix), params, request.priority)
 
 
-def scoring(request: ScoreRequest, seed: int, vocab_size: int) -> CoreRequest:
+def scoring(request: ScoreRequest, seed: int) -> CoreRequest:
     """Score the tokens of a request. vLLM must draw one token as well, which is thrown away."""
     count, sampling = len(request.tokens), request.sampling
     extra = RequestExtra(
         seed=seed, generated=count, scored=count, top_k=sampling.top_k, min_p=sampling.min_p
     )
-    params = _scoring(sampling, extra, vocab_size)
+    params = _scoring(sampling, extra)
     return CoreRequest(_joined(request.prompt_tokens, request.tokens), params, _SCORE_PRIORITY)
 
 
-def verification(
-    request: GenerateRequest, kept: KeptTokens, seed: int, vocab_size: int
-) -> CoreRequest:
-    """Score a request's kept tokens, and the tokens that were most probable in their place."""
+def verification(request: GenerateRequest, kept: KeptTokens, seed: int) -> CoreRequest:
+    """Verify a request's kept tokens."""
     prefix, count = request.prefix_tokens, len(kept)
     extra = RequestExtra(
         seed=seed,
         generated=len(prefix) + count,
         scored=count,
-        known=kept.topk_ids,
+        kept=kept,
         top_k=request.sampling.top_k,
         min_p=request.sampling.min_p,
     )
-    params = _scoring(request.sampling, extra, vocab_size)
+    params = _scoring(request.sampling, extra)
     tokens = _joined(request.prompt_tokens, prefix, kept.tokens)
     return CoreRequest(tokens, params, request.priority)
 
@@ -81,22 +79,20 @@ def verification(
 class Table:
     """The result of a scoring request, by the names of its columns (`engine.vllm.extras`)."""
 
-    own: FloatArray
-    """`[n]` log-probabilities of the tokens."""
+    tokens: IntArray
+    """`[n]` those that were scored, or those that verification leaves."""
+    logprobs: FloatArray
+    """`[n]`"""
+    outcomes: IntArray
+    """`[n]` of `engine.vllm.extras.Outcome`."""
     topk_ids: IntArray
     """`[n, K]`, padded with -1."""
     topk_logprobs: FloatArray
-    """`[n, K]`"""
-    tail_ids: IntArray
-    """`[n]`"""
-    tail_logprobs: FloatArray
-    """`[n]`"""
-    known_logprobs: FloatArray
-    """`[n, K']` at the ids that the request named."""
+    """`[n, K]`, padded with -inf."""
 
     @classmethod
-    def of(cls, name: str, step: Step, top_k: int, vocab_size: int) -> Table:
-        """Read the step of a scoring request that asked for the `top_k` most probable tokens.
+    def of(cls, name: str, step: Step, top_k: int) -> Table:
+        """Read the step of a scoring request that asked for lists of `top_k` tokens.
 
         Raises:
             EngineError: the table is missing, or the model's probabilities are not finite.
@@ -106,30 +102,24 @@ class Table:
             raise EngineError(f"request {name!r}: vLLM sent no prompt log-probabilities")
         if np.isnan(values).any():
             raise EngineError(not_finite(name))
-        k = min(top_k, vocab_size)
-        columns = ScoreColumns(k, ids.shape[1] - ScoreColumns(k).width)
-        listed = slice(0, columns.top_k.stop)
-        topk_ids, topk_logprobs = most_probable(ids[:, listed], values[:, listed], top_k)
+        columns = ScoreColumns(top_k)
         return cls(
-            own=np.ascontiguousarray(values[:, columns.own]),
-            topk_ids=topk_ids,
-            topk_logprobs=topk_logprobs,
-            tail_ids=np.ascontiguousarray(ids[:, columns.tail]),
-            tail_logprobs=np.ascontiguousarray(values[:, columns.tail]),
-            known_logprobs=np.ascontiguousarray(values[:, columns.named]),
+            tokens=ids[:, columns.own].copy(),
+            logprobs=values[:, columns.own].copy(),
+            outcomes=ids[:, columns.outcome].copy(),
+            topk_ids=ids[:, columns.listed].copy(),
+            topk_logprobs=values[:, columns.listed].copy(),
         )
 
 
-def score_of(request: ScoreRequest, step: Step, vocab_size: int) -> Score:
+def score_of(request: ScoreRequest, step: Step) -> Score:
     """The score in a scoring request's step."""
-    table = Table.of(request.request_id, step, request.sampling.top_k_logprobs, vocab_size)
+    table = Table.of(request.request_id, step, request.sampling.top_k_logprobs)
     return Score(
         request_id=request.request_id,
-        logprobs=table.own,
+        logprobs=table.logprobs,
         topk_ids=table.topk_ids,
         topk_logprobs=table.topk_logprobs,
-        tail_ids=table.tail_ids,
-        tail_logprobs=table.tail_logprobs,
         policy_version=step.policy_version,
     )
 
@@ -137,14 +127,11 @@ def score_of(request: ScoreRequest, step: Step, vocab_size: int) -> Score:
 def unscored(request: ScoreRequest, policy_version: int) -> Score:
     """The score of no tokens."""
     k = request.sampling.top_k_logprobs
-    none, no_ids = np.empty(0, np.float32), np.empty(0, np.int32)
     return Score(
         request_id=request.request_id,
-        logprobs=none,
+        logprobs=np.empty(0, np.float32),
         topk_ids=np.empty((0, k), np.int32),
         topk_logprobs=np.empty((0, k), np.float32),
-        tail_ids=no_ids,
-        tail_logprobs=none,
         policy_version=policy_version,
     )
 
@@ -165,8 +152,8 @@ def _common(sampling: SamplingParams, extra: RequestExtra) -> dict[str, Any]:
     }
 
 
-def _scoring(sampling: SamplingParams, extra: RequestExtra, vocab_size: int) -> dict[str, Any]:
+def _scoring(sampling: SamplingParams, extra: RequestExtra) -> dict[str, Any]:
     return _common(sampling, extra) | {
         "max_tokens": 1,
-        "prompt_logprobs": min(sampling.top_k_logprobs, vocab_size),
+        "prompt_logprobs": sampling.top_k_logprobs,
     }

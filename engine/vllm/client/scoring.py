@@ -52,12 +52,12 @@ class Scoring:
     async def _score(self, request: ScoreRequest) -> Score:
         if not len(request.tokens):
             return unscored(request, self._core.policy_version)
-        name, vocab_size = request.request_id, self._limits.vocab_size
-        submitted = scoring(request, self._seeds.seed_of(request.sampling), vocab_size)
+        name = request.request_id
+        submitted = scoring(request, self._seeds.seed_of(request.sampling))
         step = await self._streams.scored_step(name, submitted, Reader())
         if step is None:
             raise EngineError(f"request {name!r}: the engine was closed while scoring")
-        return score_of(request, step, vocab_size)
+        return score_of(request, step)
 
 
 async def _gather(calls: Sequence[Awaitable[T]]) -> list[T]:

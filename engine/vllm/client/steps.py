@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from engine.drawing import noise_seeds
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, TokenChunk
 from engine.stopping import StopRule
@@ -153,9 +154,10 @@ class AbortedError(EngineError):
 class ChunkBuilder:
     """Turns the steps of one request into chunks, with the K most probable tokens per position."""
 
-    def __init__(self, request_id: str, top_k: int) -> None:
+    def __init__(self, request_id: str, top_k: int, seed: int) -> None:
         self._request_id = request_id
         self._top_k = top_k
+        self._seed = np.array([seed], np.uint64)
         self._accepted = 0
 
     def chunks(self, steps: Sequence[Step]) -> list[TokenChunk]:
@@ -183,6 +185,7 @@ class ChunkBuilder:
             logprobs=np.ascontiguousarray(logprobs[:, 0]),
             topk_ids=topk_ids,
             topk_logprobs=topk_logprobs,
+            noise_seeds=np.repeat(noise_seeds(self._seed, steps[-1].policy_version), len(ids)),
             provenance=np.concatenate([self._provenance(step) for step in steps]),
             policy_version=steps[-1].policy_version,
             finish_reason=steps[-1].finish_reason,

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.drawing import UNREPORTED_K, noise_seeds
 from engine.protocol import SamplingParams
 from engine.sampling import SamplingColumns
 from engine.vllm.extras import RequestExtra
-from rollout.trajectory import IntArray
+from rollout.trajectory import IntArray, SeedArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,17 @@ class Batch:
 
     Args:
         runner: vLLM's `GPUModelRunner`.
+        listed: length of the lists that tokens are drawn with, reported or not.
     """
 
     runner: Any
-    seed: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    listed: int = UNREPORTED_K
+    policy_version: int = 0
+    """Of the weights that are loaded; set by `advance`."""
+    seed: SeedArray = field(default_factory=lambda: np.empty(0, np.uint64))
     """`[B]`"""
+    noise_seed: SeedArray = field(default_factory=lambda: np.empty(0, np.uint64))
+    """`[B]` of what the rows draw outside their lists (`engine.drawing.noise_seeds`)."""
     sampling: SamplingColumns = field(default_factory=lambda: SamplingColumns.unset(0))
     """`[B]` rows."""
     start: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -93,8 +100,14 @@ class Batch:
         self._entries = {name: entry for name, entry in self._entries.items() if name in alive}
         entries = [self.entry(name) for name in self.ids]
         self.seed = np.array([entry.extra.seed for entry in entries], np.uint64)
+        self.noise_seed = noise_seeds(self.seed, self.policy_version)
         self.sampling = SamplingColumns.of([entry.sampling for entry in entries])
         self.start = np.array([entry.start for entry in entries], np.int64)
+
+    def advance(self, policy_version: int) -> None:
+        """Draw from now on under this version."""
+        self.policy_version = policy_version
+        self.noise_seed = noise_seeds(self.seed, policy_version)
 
     def entry(self, request_id: str) -> Entry:
         """What is known of a request that the runner knows."""

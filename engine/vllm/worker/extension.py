@@ -14,12 +14,15 @@ from typing import Any
 
 import msgspec
 
+from engine.drawing import UNREPORTED_K
+from engine.drawing import warm_up as warm_up_drawing
 from engine.vllm.remote import RemoteWorker
 from engine.vllm.worker.batch import Batch
 from engine.vllm.worker.drafter import CacheDrafter
 from engine.vllm.worker.sampling import CoreSampler
 from engine.vllm.worker.scoring import CoreScorer
 from engine.vllm.worker.weights import WorkerWeights
+from rollout.acceptance import warm_up_verification
 from wire.weights.layout import WeightManifest
 
 _ORPHANED = 3
@@ -31,21 +34,27 @@ class WorkerExtension(RemoteWorker):
 
     model_runner: Any
     reload_weights: Callable[..., None]
-    _scorer: CoreScorer
+    _batch: Batch
     _weights: WorkerWeights
 
-    def asyncrl_attach(self, parent: int) -> None:
-        """Install our drawing, scoring and drafting, and exit when process `parent` has ended."""
+    def asyncrl_attach(self, parent: int, top_k: int) -> None:
+        """Install our drawing, scoring and drafting, and exit when process `parent` has ended.
+
+        Args:
+            parent: id of the generator's process.
+            top_k: K of the reported lists; 0: none is reported.
+        """
         runner = self.model_runner
-        batch = Batch(runner)
+        batch = self._batch = Batch(runner, top_k or UNREPORTED_K)
         sampler = CoreSampler(runner, batch)
         sampler.install()
-        self._scorer = CoreScorer(runner, batch)
-        self._scorer.install()
+        CoreScorer(runner, batch).install()
         self._weights = WorkerWeights(self)
         drafter = _drafter_of(runner)
         if drafter is not None:
             drafter.attach(runner, batch, sampler)
+        warm_up_drawing()
+        warm_up_verification()
         _exit_with(parent)
 
     def asyncrl_begin_staging(self, manifest: dict[str, Any]) -> None:
@@ -60,7 +69,7 @@ class WorkerExtension(RemoteWorker):
     def asyncrl_install(self, policy_version: int) -> None:
         """Load the staged weights of this version in place, while generation is paused."""
         self._weights.install(policy_version)
-        self._scorer.policy_version = policy_version
+        self._batch.advance(policy_version)
         drafter = _drafter_of(self.model_runner)
         if drafter is not None:
             drafter.advance(policy_version)

@@ -1,11 +1,12 @@
 """Draws tokens inside vLLM's model runner, the same ones with drafts and without.
 
 vLLM draws with one random generator per request, whose numbers depend on which drafts were
-accepted. Here a draw is a pure function of (distribution, seed of the request, position in the
-response), see `engine.sampling`. So neither the batch, the row, preemption nor drafts change which
-token a request generates. At each drafted position a token is drawn as without drafts, and the
-draft is accepted as far as it equals the draws (`rollout.acceptance.accept_chain`, exact for any
-draft). That needs none of vLLM's rejection kernels and costs one pass over the logits.
+accepted. Here a draw is a pure function of (distribution, seed of the request, policy version,
+position in the response), see `engine.drawing`. So neither the batch, the row, preemption nor
+drafts change which token a request generates. The list that is reported is the one that the draw
+used. At each drafted position a token is drawn as without drafts, and the draft is accepted as far
+as it equals the draws (`rollout.acceptance.accept_chain`, exact for any draft). That needs none of
+vLLM's rejection kernels and costs one pass over the logits.
 
 `CoreSampler` replaces `GPUModelRunner._sample` (vLLM 0.32.0), which gets one row of logits per
 request, and one more per draft token when the step has drafts.
@@ -19,7 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.sampling import draw, processed_logprobs, uniforms
+from engine.drawing import Drawn, Streams, draw
+from engine.sampling import processed_logprobs
 from engine.vllm.worker.batch import Batch
 from rollout.acceptance import accept_chain
 
@@ -58,9 +60,10 @@ class CoreSampler:
     def _plain(self, logits: torch.Tensor) -> Any:
         batch = self._batch
         logprobs = processed_logprobs(logits.float(), batch.sampling)
-        tokens = draw(logprobs, uniforms(batch.seed, batch.lengths() - batch.start))
-        tokens.clamp_(min=0)  # -1 if not finite; its log-probability is NaN then
-        return self._output(tokens.to(torch.int32)[:, None], self._listed(logprobs, tokens))
+        streams = Streams(batch.seed, batch.lengths() - batch.start, batch.noise_seed)
+        drawn = draw(logprobs, batch.listed, streams)
+        tokens = drawn.tokens.clamp_(min=0)  # -1 if not finite; its log-probability is NaN then
+        return self._output(tokens.to(torch.int32)[:, None], self._listed(logprobs, drawn))
 
     def _drafted(self, logits: torch.Tensor, metadata: Any, fed: NDArray[np.int64]) -> Any:
         batch, device = self._batch, logits.device
@@ -70,8 +73,9 @@ class CoreSampler:
         place = np.arange(len(row)) - starts[row]
         position = (batch.lengths() - batch.start)[row] + place
         logprobs = processed_logprobs(logits.float(), batch.sampling.at(row))
-        tokens = draw(logprobs, uniforms(batch.seed[row], position))
-        tokens.clamp_(min=0)
+        streams = Streams(batch.seed[row], position, batch.noise_seed[row])
+        drawn = draw(logprobs, batch.listed, streams)
+        tokens = drawn.tokens.clamp_(min=0)
         width = int(metadata.max_spec_len) + 1
         place_of = row * width + place
         flat = torch.from_numpy(place_of).to(device)
@@ -84,22 +88,21 @@ class CoreSampler:
         kept = accept_chain(samples, drafts, torch.from_numpy(fed).to(device))
         outside = torch.arange(width, device=device) > kept[:, None]
         out = samples.masked_fill(outside, _NO_TOKEN).to(torch.int32)
-        listed = self._listed(logprobs, tokens)
+        listed = self._listed(logprobs, drawn)
         if listed is not None:
             # vLLM picks from a table with every place of every row.
             listed = tuple(_spread(part, flat, len(counts) * width) for part in listed)
         return self._output(out, listed)
 
-    def _listed(self, logprobs: torch.Tensor, tokens: torch.Tensor) -> Any:
-        """Ids and log-probabilities of the drawn token and the K most probable: `[N, 1 + K]`."""
+    def _listed(self, logprobs: torch.Tensor, drawn: Drawn) -> Any:
+        """Ids and log-probabilities of the drawn token and its list: `[N, 1 + K]`."""
         k = self._runner.input_batch.sampling_metadata.max_num_logprobs
         if k is None:
             return None
-        values, ids = torch.topk(logprobs, min(k, logprobs.shape[-1]), dim=-1)
-        own = tokens.long()[:, None]
+        own = drawn.tokens[:, None]
         return (
-            torch.cat([own, ids], dim=1).to(torch.int32),
-            torch.cat([logprobs.gather(1, own), values], dim=1),
+            torch.cat([own.to(torch.int32), drawn.listed.ids[:, :k]], dim=1),
+            torch.cat([logprobs.gather(1, own), drawn.listed.logprobs[:, :k]], dim=1),
         )
 
     def _output(self, tokens: torch.Tensor, listed: Any) -> Any:

@@ -27,7 +27,7 @@ from benchmarks.exactness_loop.outcome import Delivered, Outcome
 from benchmarks.exactness_loop.statements import ALARM, TOLERANCE, Finding
 from engine.torch.core import DecodeCore
 from engine.torch.engine import TorchEngine
-from rollout.trajectory import Trajectory
+from rollout.trajectory import KeptTokens, Trajectory
 from wire.unfinished import UnfinishedSample
 
 pytestmark = pytest.mark.slow
@@ -130,7 +130,8 @@ def test_run_ahead_that_a_resumed_run_continues_is_exactly_on_policy(
 
     Each next run has a new engine and scheduler, and reads the run-ahead from the disk. All samples
     are judged, and once more those that were restored, since which ones are does not depend on
-    their tokens. If restored tokens pass for tokens of the checkpoint's policy, that is detected.
+    their tokens. If the probabilities that restored tokens were drawn with are mixed up, that is
+    detected.
     """
     name, samples = "verify, run resumed", 1440
     outcome = play(name, samples)
@@ -147,7 +148,12 @@ def test_run_ahead_that_a_resumed_run_continues_is_exactly_on_policy(
         assert finding.worst_logprob < TOLERANCE["torch"]
         assert statements.rewards_match(some)
     kept = UnfinishedSample.kept
-    monkeypatch.setattr(UnfinishedSample, "kept", lambda self: replace(kept(self), lenience=1e30))
+
+    def mixed_up(self: UnfinishedSample) -> KeptTokens:
+        tokens = kept(self)
+        return replace(tokens, topk_logprobs=tokens.topk_logprobs[:, ::-1])
+
+    monkeypatch.setattr(UnfinishedSample, "kept", mixed_up)
     wrong = play(name, samples)
     restored = [one for one in wrong.delivered if one.trajectory.id in wrong.restored]
     assert check(name, restored).p_value < ALARM

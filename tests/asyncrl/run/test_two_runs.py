@@ -23,7 +23,7 @@ from trainer.config import TrainerConfig
 from trainer.learner import Learner
 from wire.frames import decode_tokens
 
-PROMPTS, GROUP_SIZE, LENGTH = 48, 4, 2
+PROMPTS, GROUP_SIZE, LENGTH = 96, 4, 2
 FALSE_ALARM = 1e-6
 
 Samples = dict[tuple[str, int], Trajectory]
@@ -31,7 +31,9 @@ Samples = dict[tuple[str, int], Trajectory]
 
 
 def task() -> LoadedTask:
-    prompts = [Prompt(f"p{i}", np.array([i % 8, i // 8], np.int32), "", {}) for i in range(PROMPTS)]
+    prompts = [
+        Prompt(f"p{i}", np.array([i % 10, i // 10], np.int32), "", {}) for i in range(PROMPTS)
+    ]
     return LoadedTask(prompts, (), (), None)
 
 

@@ -24,6 +24,7 @@ KEPT = KeptTokens(
     np.array([-1, -2], np.float32),
     np.array([[3], [4]], np.int32),
     np.array([[-1], [-2]], np.float32),
+    np.array([17, 17], np.uint64),
 )
 SAMPLES = [SampleId(9, 0), SampleId(9, 1)]
 

@@ -148,9 +148,9 @@ def test_top_k_beyond_the_nucleus_is_padded(tiny_qwen3: str) -> None:
 def test_lower_priority_values_go_first_and_slots_are_bounded(tiny_qwen3: str) -> None:
     core = core_of(load(tiny_qwen3, slots=2))
     for i in range(4):
-        core.add(request(f"late{i}", priority=1))
-    core.add(request("first"))
-    core.add(request("second"))
+        core.add(request(f"late{i}", priority=1, stop_tokens=()))
+    core.add(request("first", stop_tokens=()))
+    core.add(request("second", stop_tokens=()))
     core.step()
     stats = core.stats()
     assert (stats.running, stats.waiting, stats.slots) == (2, 4, 2)

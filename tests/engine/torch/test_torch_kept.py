@@ -41,9 +41,11 @@ def drifted(drift: float = 0.03) -> torch.nn.Module:
 def core_of(
     model: SlotModel, source: DraftSource | None = None, *, version: int = 0, **changes: Any
 ) -> DecodeCore:
-    wide = {"max_step_tokens": 100, "max_prefill_tokens": 500, "top_k": VOCAB}
+    wide = {"max_step_tokens": 100, "max_prefill_tokens": 500, "top_k": 8}
     core = torch_cores.core_of(model, source, **(wide | changes))
-    core.policy_version = version  # of whatever weights the model has
+    if version:  # of whatever weights the model has
+        same = {name: value.clone() for name, value in model.module.state_dict().items()}
+        swap_weights(core, same.items(), version)
     return core
 
 
@@ -53,16 +55,16 @@ def request(name: str, seed: int, *, top_k: int = 8, **fields: Any) -> GenerateR
     )
 
 
-def old_texts(model: SlotModel, count: int, **fields: Any) -> list[KeptTokens]:
-    asked = [request(f"{i}", i, **fields) for i in range(count)]
-    done = run(core_of(model), asked)
+def old_texts(model: SlotModel, count: int, *, top_k: int = 8, **fields: Any) -> list[KeptTokens]:
+    asked = [request(f"{i}", i, top_k=top_k, **fields) for i in range(count)]
+    done = run(core_of(model, top_k=top_k), asked)
     return [kept_of(done[f"{i}"]) for i in range(count)]
 
 
 def test_the_same_policy_accepts_everything_in_one_step(tiny_qwen3: str) -> None:
     """Ratios are 1 up to rounding: finished responses are reported at once and whole."""
     model = load(tiny_qwen3)
-    texts = old_texts(model, 8, top_k=VOCAB, max_tokens=12)
+    texts = old_texts(model, 8, max_tokens=12)
     core = core_of(model)
     asked = [request(f"{i}", NEW_SEED + i, kept=k, max_tokens=12) for i, k in enumerate(texts)]
     done = run(core, asked)
@@ -134,7 +136,7 @@ def test_new_tokens_depend_only_on_the_text_and_the_seed(tiny_qwen3: str) -> Non
         # After a full acceptance the next token is the request's own draw already.
         known = accepted if accepted == 20 else accepted + 1
         prefix = np.array(tokens[:known], np.int32)
-        again = run(core_of(model), [replace(one, kept=None, prefix_tokens=prefix)])
+        again = run(core_of(model, version=1), [replace(one, kept=None, prefix_tokens=prefix)])
         assert joined(again[one.request_id], "tokens").tolist() == tokens[known:]
     assert 0 < all_kept < 12
 
@@ -159,15 +161,17 @@ def test_the_old_text_is_drafted_from_after_the_replaced_token(tiny_qwen3: str) 
     """The draws are those of a policy that generates the old text again."""
     model = load(tiny_qwen3)
     old = old_texts(model, 1, top_k=VOCAB, stop_tokens=())[0]
-    unlisted = replace(old, topk_ids=old.topk_ids.copy(), topk_logprobs=old.topk_logprobs.copy())
-    unlisted.topk_ids[5] = -1  # so that the sixth token cannot be accepted
-    unlisted.topk_logprobs[5] = -np.inf
-    core = core_of(model)
-    done = run(core, [request("a", 0, kept=unlisted, stop_tokens=())])  # the same seed, on purpose
+    impossible = replace(old, topk_logprobs=old.topk_logprobs.copy())
+    # The sixth token has a list of mass 1 without it, so it cannot be accepted.
+    impossible.topk_logprobs[5] = -np.inf
+    impossible.topk_logprobs[5, (old.topk_ids[5] != old.tokens[5]).argmax()] = 0.0
+    core = core_of(model, top_k=VOCAB)
+    # The same seed, on purpose.
+    done = run(core, [request("a", 0, top_k=VOCAB, kept=impossible, stop_tokens=())])
     tokens = joined(done["a"], "tokens").tolist()
-    plain = core_of(model)
+    plain = core_of(model, top_k=VOCAB)
     prefix = np.array(tokens[:6], np.int32)
-    run(plain, [request("a", 0, prefix_tokens=prefix, stop_tokens=())])
+    run(plain, [request("a", 0, top_k=VOCAB, prefix_tokens=prefix, stop_tokens=())])
     assert tokens[:5] == old.tokens[:5].tolist()
     assert core.stats().tokens.drafted > 0
     assert core.stats().steps <= 1 + plain.stats().steps
@@ -254,8 +258,14 @@ def test_empty_kept_tokens_make_an_ordinary_request(tiny_qwen3: str) -> None:
 
 def test_kept_tokens_after_a_prefix(tiny_qwen3: str) -> None:
     model = load(tiny_qwen3)
-    old = old_texts(model, 1, top_k=VOCAB, stop_tokens=())[0]
-    rest = KeptTokens(old.tokens[6:], old.logprobs[6:], old.topk_ids[6:], old.topk_logprobs[6:])
+    old = old_texts(model, 1, stop_tokens=())[0]
+    rest = KeptTokens(
+        old.tokens[6:],
+        old.logprobs[6:],
+        old.topk_ids[6:],
+        old.topk_logprobs[6:],
+        old.noise_seeds[6:],
+    )
     one = request("a", NEW_SEED, prefix_tokens=old.tokens[:6], kept=rest, stop_tokens=())
     chunks = run(core_of(model), [one])["a"]
     assert joined(chunks, "tokens").tolist() == old.tokens[6:].tolist()
@@ -265,7 +275,7 @@ def test_kept_tokens_after_a_prefix(tiny_qwen3: str) -> None:
 def test_a_stop_token_among_the_kept_ends_the_response(tiny_qwen3: str) -> None:
     """The stop tokens differ from those under which the tokens were drawn."""
     model = load(tiny_qwen3)
-    old = old_texts(model, 1, top_k=VOCAB, stop_tokens=())[0]
+    old = old_texts(model, 1, stop_tokens=())[0]
     stop = int(old.tokens[4])
     ends = old.tokens.tolist().index(stop) + 1
     chunks = run(core_of(model), [request("a", NEW_SEED, kept=old, stop_tokens=(stop,))])["a"]
@@ -275,7 +285,7 @@ def test_a_stop_token_among_the_kept_ends_the_response(tiny_qwen3: str) -> None:
 
 def test_an_abort_right_after_a_verification(tiny_qwen3: str) -> None:
     model = load(tiny_qwen3, slots=2)
-    old = first(old_texts(model, 1, top_k=VOCAB, stop_tokens=())[0], 12)
+    old = first(old_texts(model, 1, stop_tokens=())[0], 12)
     core = core_of(model)
     core.add(request("a", NEW_SEED, kept=old, stop_tokens=()))
     assert len(core.step()[0].tokens) == 13
@@ -290,11 +300,17 @@ def test_an_abort_right_after_a_verification(tiny_qwen3: str) -> None:
         ({"tokens": np.full(MAX_TOKENS + 1, 1, np.int32)}, "41 kept tokens"),
         ({"tokens": np.array([VOCAB] * 3, np.int32)}, "vocabulary"),
         ({"logprobs": np.zeros(2, np.float32)}, "as many logprobs"),
+        ({"noise_seeds": np.zeros(2, np.uint64)}, "noise seeds"),
         ({"logprobs": np.array([0, np.nan, 0], np.float32)}, "finite"),
-        ({"topk_ids": np.zeros((3, 1), np.int32)}, "two top-K tables"),
+        ({"topk_ids": np.zeros((3, 1), np.int32)}, r"two tables \[3, 2\]"),
+        (
+            {"topk_ids": np.zeros((3, 0), np.int32), "topk_logprobs": np.zeros((3, 0), np.float32)},
+            "engine.top_k_logprobs",
+        ),
         ({"topk_ids": np.array([[1, 1]] * 3, np.int32)}, "twice"),
         ({"topk_ids": np.array([[1, VOCAB]] * 3, np.int32)}, "vocabulary"),
         ({"topk_logprobs": np.full((3, 2), np.nan, np.float32)}, "nan"),
+        ({"topk_logprobs": np.full((3, 2), -0.5, np.float32)}, "mass 1.2131"),
         ({"lenience": 0.0}, "lenience"),
         ({"lenience": float("nan")}, "lenience"),
     ],
@@ -307,11 +323,12 @@ def test_impossible_kept_tokens_are_refused(
         np.zeros(3, np.float32),
         np.array([[1, 2]] * 3, np.int32),
         np.full((3, 2), -1, np.float32),
+        np.zeros(3, np.uint64),
     )
-    core = core_of(load(tiny_qwen3))
+    core = core_of(load(tiny_qwen3), top_k=2)
     with pytest.raises(RequestError, match=f"'bad'.*{message}"):
-        core.add(request("bad", 1, kept=replace(good, **changes)))
-    core.add(request("good", 1, kept=good))
+        core.add(request("bad", 1, top_k=2, kept=replace(good, **changes)))
+    core.add(request("good", 1, top_k=2, kept=good))
 
 
 def test_weights_that_are_not_finite_are_reported(tiny_qwen3: str) -> None:

@@ -77,7 +77,7 @@ REUSES = {
 
 
 def old_texts(model: SlotModel, reuse: Reuse, count: int) -> list[KeptTokens]:
-    core = core_of(model, None, top_k=VOCAB, **WIDE)
+    core = core_of(model, None, top_k=reuse.top_k, **WIDE)
     case = reuse.drawn_with or reuse.case
     asked = [request(case, f"{i}", i, top_k=reuse.top_k) for i in range(count)]
     return [first(kept_of(chunks), reuse.max_kept) for chunks in run(core, asked).values()]
@@ -88,7 +88,13 @@ def resumed(
 ) -> tuple[list[tuple[int, ...]], int]:
     """The resumed response of each text, and how many old tokens were accepted."""
     asked = [
-        request(reuse.case, f"{i}", NEW_SEEDS + i, kept=None if i % reuse.every else kept)
+        request(
+            reuse.case,
+            f"{i}",
+            NEW_SEEDS + i,
+            kept=None if i % reuse.every else kept,
+            top_k=reuse.top_k,
+        )
         for i, kept in enumerate(texts)
     ]
     done = run(core, asked)
@@ -114,7 +120,7 @@ def test_verified_and_resumed_responses_follow_the_current_policy(
         "cache": RolloutCache(CacheConfig(max_bytes=1 << 22, min_match=1, min_probability=0.0)),
         "random": RandomTrees(VOCAB),
     }[reuse.drafts]
-    core = core_of(model, source, max_draft_tokens=8, **WIDE)
+    core = core_of(model, source, max_draft_tokens=8, top_k=reuse.top_k, **WIDE)
     if source is not None:
         sample(core, reuse.case, 300, first_seed=10**8)
     swap_weights(core, new.state_dict().items(), 1)
@@ -135,7 +141,7 @@ def test_lenient_responses_do_not_and_the_test_detects_it(tiny_qwen3: str) -> No
     old, new = policies(reuse.case.drift)
     model = slots_with(tiny_qwen3, old, slots=200)
     texts = old_texts(model, reuse, SAMPLES)
-    core = core_of(model, None, **WIDE)
+    core = core_of(model, None, top_k=reuse.top_k, **WIDE)
     swap_weights(core, new.state_dict().items(), 1)
     distribution = enumerate_distribution(new, reuse.case)
     away, kept = [], []

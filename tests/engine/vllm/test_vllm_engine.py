@@ -18,6 +18,7 @@ from served_vllm import (
     PROMPT,
     REAL_VLLM,
     SLOTS,
+    TOP_K,
     VOCAB,
     WAYS,
     Served,
@@ -80,7 +81,7 @@ def test_the_statistic_sees_another_temperature() -> None:
     assert chi_square(responses, enumerated(model, 4, temperature=0.7)) < ALARM / 1000
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", [*WAYS, {"top_p": 0.3}])
 def test_logprobs_are_those_of_a_plain_forward_pass(served: Served, how: dict[str, float]) -> None:
     served.install(served.old)
     request = ask(cache_key="logprobs", max_tokens=60, **how)
@@ -90,9 +91,9 @@ def test_logprobs_are_those_of_a_plain_forward_pass(served: Served, how: dict[st
         np.testing.assert_allclose(
             logprobs_of(chunks), drawn(served.old, PROMPT, tokens, **how), atol=1e-3
         )
-        best, ids = everything.topk(5)
-        clear = ((best[:, :4] - best[:, 1:]) > 1e-3).all(-1).numpy()
-        best, ids = best[:, :4], ids[:, :4].masked_fill(best[:, :4].isneginf(), -1)
+        best, ids = everything.topk(TOP_K + 1)
+        clear = ((best[:, :-1] - best[:, 1:]) > 1e-3).all(-1).numpy()
+        best, ids = best[:, :-1], ids[:, :-1].masked_fill(best[:, :-1].isneginf(), -1)
         topk = np.concatenate([chunk.topk_logprobs for chunk in chunks])
         topk_ids = np.concatenate([chunk.topk_ids for chunk in chunks])
         np.testing.assert_allclose(topk, best.numpy(), atol=1e-3)
@@ -117,14 +118,14 @@ def test_scores_are_those_of_the_sampled_distribution(
 ) -> None:
     tokens = np.random.default_rng(1).integers(0, VOCAB, 50).astype(np.int32)
     version = served.install(served.old)
-    sampling = SamplingParams(max_tokens=1, top_k_logprobs=4, **how)
+    sampling = SamplingParams(max_tokens=1, top_k_logprobs=TOP_K, **how)
     requests = [ScoreRequest(f"s{i}", PROMPT, tokens[: i * 10], sampling) for i in range(6)]
     scores = served.call(served.engine.score(requests))
     assert [score.request_id for score in scores] == [f"s{i}" for i in range(6)]
     for score, request in zip(scores, requests, strict=True):
         want = drawn(served.old, PROMPT, request.tokens, **how)
         np.testing.assert_allclose(score.logprobs, want, atol=1e-3)
-        assert score.topk_ids.shape == (len(request.tokens), 4)
+        assert score.topk_ids.shape == (len(request.tokens), TOP_K)
         assert score.policy_version == version
     if how["top_p"] < 1:
         assert np.isneginf(scores[-1].logprobs).any()
@@ -259,7 +260,7 @@ def test_pause_holds_and_resume_continues(served: Served) -> None:
         version = engine.stats().policy_version + 1
         with pytest.raises(EngineError, match="paused"):
             await engine.score(
-                [ScoreRequest("s", PROMPT, PROMPT, SamplingParams(1, top_k_logprobs=4))]
+                [ScoreRequest("s", PROMPT, PROMPT, SamplingParams(1, top_k_logprobs=TOP_K))]
             )
         await give_weights(engine, served.new.state_dict().items(), version)
         await asyncio.wait([reader], timeout=0.05)
@@ -281,7 +282,7 @@ def test_pause_holds_and_resume_continues(served: Served) -> None:
         ({"temperature": 0.001}, "at least 0.01 on vLLM"),
         ({"max_tokens": 400}, "max_model_len"),
         ({"prompt_tokens": np.array([VOCAB], np.int32)}, "vocabulary"),
-        ({"top_k_logprobs": 5}, "top_k_logprobs"),
+        ({"top_k_logprobs": 4}, "top_k_logprobs"),
         ({"prefix_tokens": np.array([1, 2, 3, 4], np.int32)}, "prefix"),
     ],
 )

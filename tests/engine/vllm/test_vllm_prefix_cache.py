@@ -17,6 +17,7 @@ import pytest
 from new_weights import give_weights
 from served_vllm import (
     REAL_VLLM,
+    TOP_K,
     VOCAB,
     Served,
     ask,
@@ -54,7 +55,7 @@ def generate(served: Served, name: str, **changes: Any) -> list[TokenChunk]:
 
 
 def score_request(tokens: np.ndarray) -> ScoreRequest:
-    return ScoreRequest("s", PROMPT, tokens, SamplingParams(1, top_k_logprobs=4))
+    return ScoreRequest("s", PROMPT, tokens, SamplingParams(1, top_k_logprobs=TOP_K))
 
 
 def error(model: Any, tokens: np.ndarray, logprobs: np.ndarray) -> float:

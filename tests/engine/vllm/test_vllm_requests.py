@@ -1,8 +1,9 @@
-"""Requests as vLLM carries them between its processes, and the verdict on kept tokens."""
+"""Requests as vLLM carries them between its processes, and what comes back for kept tokens."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,59 +13,83 @@ import pytest
 
 from cache.config import CacheConfig
 from engine.config import EngineConfig
+from engine.drawing import noise_seeds
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.vllm.client.engine import VllmEngine
 from engine.vllm.client.requests import Table, generation
 from engine.vllm.client.steps import Step
-from engine.vllm.client.verification import judge, warm_up
-from engine.vllm.extras import RequestExtra, ScoreColumns
+from engine.vllm.client.verification import after_verification
+from engine.vllm.extras import Outcome, RequestExtra, ScoreColumns
 from engine.vllm.worker.batch import Entry
-from rollout.acceptance.kept import _verify as compiled_rule
-from rollout.trajectory import IntArray, KeptTokens
+from rollout.trajectory import IntArray, KeptTokens, Provenance
 
 
 def ids(*values: int) -> IntArray:
     return np.array(values, np.int32)
 
 
-@pytest.mark.parametrize("width", [None, 0, 3])
-def test_extras_arrive_as_they_were_sent(width: int | None) -> None:
-    known = None if width is None else np.arange(4 * width, dtype=np.int32).reshape(4, width)
+def kept_tokens(n: int, k: int, lenience: float | None = None) -> KeptTokens:
+    return KeptTokens(
+        tokens=np.arange(n, dtype=np.int32),
+        logprobs=np.full(n, -1.5, np.float32),
+        topk_ids=np.arange(n * k, dtype=np.int32).reshape(n, k) - 1,
+        topk_logprobs=-np.ones((n, k), np.float32),
+        noise_seeds=np.arange(n, dtype=np.uint64) + np.uint64(1 << 63),
+        lenience=lenience,
+    )
+
+
+@pytest.mark.parametrize("kept", [None, kept_tokens(4, 0), kept_tokens(4, 3, lenience=1.5)])
+def test_extras_arrive_as_they_were_sent(kept: KeptTokens | None) -> None:
     sent = RequestExtra(
-        seed=(1 << 64) - 1, generated=6, cache_key="k", draft=ids(1, 2), scored=4, known=known
+        seed=(1 << 64) - 1, generated=6, cache_key="k", draft=ids(1, 2), scored=4, kept=kept
     )
     carried = msgspec.msgpack.decode(msgspec.msgpack.encode(sent.to_extra_args()))
     got = RequestExtra.from_extra_args(carried)
     assert (got.seed, got.generated, got.cache_key, got.scored) == ((1 << 64) - 1, 6, "k", 4)
     np.testing.assert_array_equal(got.draft, sent.draft)
-    if known is None:
-        assert got.known is None
-    else:
-        np.testing.assert_array_equal(got.known, known)
+    assert (got.kept is None) == (kept is None)
+    if kept is not None and got.kept is not None:
+        assert got.kept.lenience == kept.lenience
+        for name in ("tokens", "logprobs", "topk_ids", "topk_logprobs", "noise_seeds"):
+            there, here = getattr(got.kept, name), getattr(kept, name)
+            assert there.dtype == here.dtype
+            np.testing.assert_array_equal(there, here)
     with pytest.raises(KeyError):
         RequestExtra.from_extra_args(None)
 
 
-@pytest.mark.parametrize("known", [0, 3])
-def test_a_scored_table_is_read_by_its_columns(known: int) -> None:
-    columns = ScoreColumns(2, known)
-    assert columns.width == 4 + known
-    row = np.arange(columns.width, dtype=np.int32)
-    scored = Step(
+def step_of(outcomes: list[Outcome], k: int = 2) -> Step:
+    """A scoring request's step: token i has log-probability -i / 10."""
+    columns, n = ScoreColumns(k), len(outcomes)
+    scored = np.tile(np.arange(columns.width, dtype=np.int32), (n, 1))
+    scored[:, columns.own], scored[:, columns.outcome] = np.arange(n), outcomes
+    values = -scored.astype(np.float32) / 10
+    return Step(
         tokens=ids(),
         logprob_ids=np.empty((0, 1), np.int32),
         logprobs=np.empty((0, 1), np.float32),
         policy_version=3,
-        scored_ids=row[None],
-        scored_logprobs=-row[None].astype(np.float32),
+        scored_ids=scored,
+        scored_logprobs=values,
     )
-    table = Table.of("r", scored, 2, 8)
-    assert table.own.tolist() == [0]
-    assert table.topk_ids.tolist() == [[1, 2]]
-    assert table.topk_logprobs.tolist() == [[-1, -2]]
-    assert (table.tail_ids.tolist(), table.tail_logprobs.tolist()) == ([3], [-3])
-    assert table.known_logprobs.tolist() == [[-4.0 - j for j in range(known)]]
+
+
+def test_a_scored_table_is_read_by_its_columns() -> None:
+    step = step_of([Outcome.KEPT, Outcome.RENAMED])
+    table = Table.of("r", step, 2)
+    assert (table.tokens.tolist(), table.outcomes.tolist()) == ([0, 1], [0, 2])
+    np.testing.assert_allclose(table.logprobs, [0, -0.1])
+    assert table.topk_ids.tolist() == [[2, 3], [2, 3]]
+    np.testing.assert_allclose(table.topk_logprobs, [[-0.2, -0.3]] * 2)
+    assert Table.of("r", step, 0).topk_ids.shape == (2, 0)  # a request that wants no lists
+    assert step.scored_logprobs is not None
+    step.scored_logprobs[0, 0] = np.nan
+    with pytest.raises(EngineError, match=r"'r'.*not finite"):
+        Table.of("r", step, 2)
+    with pytest.raises(EngineError, match="no prompt log-probabilities"):
+        Table.of("r", replace(step, scored_ids=None), 2)
 
 
 def test_a_request_carries_its_stream_and_its_place() -> None:
@@ -83,33 +108,52 @@ def test_a_request_carries_its_stream_and_its_place() -> None:
     assert extra.draft.tolist() == [6]
 
 
-@pytest.mark.parametrize("finished", [False, True])
-def test_no_verification_waits_for_a_compiler(finished: bool) -> None:
-    """Not of a finished trajectory either, whose arrays are read-only: numba's types know that."""
-    n = 5
-    table = np.tile(np.arange(4, dtype=np.int32), (n, 1))
-    probabilities = np.full((n, 4), np.log(0.25), np.float32)
-    arrays = table[:, 0].copy(), probabilities[:, 0].copy(), table, probabilities
-    for array in arrays:
-        array.setflags(write=not finished)
-    kept = KeptTokens(*arrays)
-    now = Table(
-        own=probabilities[:, 0].copy(),
-        topk_ids=table.copy(),
-        topk_logprobs=probabilities.copy(),
-        tail_ids=np.full(n, -1, np.int32),
-        tail_logprobs=np.full(n, -np.inf, np.float32),
-        known_logprobs=probabilities.copy(),
-    )
-    sampling = SamplingParams(max_tokens=9, top_k_logprobs=4)
-    request = GenerateRequest("r", "", ids(1, 2), sampling, kept=kept)
-    warm_up()
-    compiled = list(compiled_rule.signatures)
-    chunk, rest = judge(request, kept, now, 3, 1)
-    assert compiled_rule.signatures == compiled
+@pytest.mark.parametrize(
+    ("outcomes", "lenience", "noise"),
+    [
+        ([Outcome.KEPT] * 5, None, ["old"] * 5),
+        ([Outcome.KEPT, Outcome.KEPT, Outcome.DRAWN], None, ["old", "old", "new"]),
+        ([Outcome.KEPT, Outcome.RENAMED], None, ["old", "old"]),
+        ([Outcome.DRAWN], None, ["new"]),
+        ([Outcome.KEPT, Outcome.KEPT], 1.0, ["new", "new"]),
+        ([], 1.0, []),
+    ],
+)
+def test_what_the_worker_left_is_reported_and_continued(
+    outcomes: list[Outcome], lenience: float | None, noise: list[str]
+) -> None:
+    kept = kept_tokens(5, 2, lenience)
+    request = GenerateRequest("r", "", ids(9), SamplingParams(20, top_k_logprobs=2), ids(8))
+    table = Table.of("r", step_of(outcomes), 2)
+    chunk, rest = after_verification(request, kept, table, seed=7, policy_version=3)
+    n = len(outcomes)
+    assert rest.kept is None
+    assert rest.prefix_tokens.tolist() == [8, *range(n)]
+    assert rest.draft_tokens.tolist() == list(range(n, 5))
+    if chunk is None:
+        assert n == 0
+        return
+    assert (chunk.tokens.tolist(), chunk.policy_version) == (list(range(n)), 3)
+    kinds = [Provenance.VERIFIED if one == Outcome.KEPT else Provenance.SAMPLED for one in outcomes]
+    assert chunk.provenance.tolist() == kinds
+    (new,) = noise_seeds(np.array([7], np.uint64), 3)
+    want = [kept.noise_seeds[i] if name == "old" else new for i, name in enumerate(noise)]
+    assert chunk.noise_seeds.tolist() == want
+    assert chunk.finish_reason is None
+
+
+def test_a_response_ends_within_what_the_worker_left() -> None:
+    kept, table = kept_tokens(5, 2), Table.of("r", step_of([Outcome.KEPT] * 3), 2)
+    stopping = SamplingParams(20, top_k_logprobs=2, stop_tokens=(1,))
+    request = GenerateRequest("r", "", ids(9), stopping)
+    chunk, _ = after_verification(request, kept, table, seed=7, policy_version=3)
     assert chunk is not None
-    assert chunk.tokens.tolist() == [0] * n
-    assert rest.prefix_tokens.tolist() == [0] * n
+    assert (chunk.tokens.tolist(), chunk.finish_reason) == ([0, 1], "stop")
+    assert len(chunk.noise_seeds) == len(chunk.topk_ids) == 2
+    full = replace(request, sampling=SamplingParams(3, top_k_logprobs=2))
+    chunk, _ = after_verification(full, kept, table, seed=7, policy_version=3)
+    assert chunk is not None
+    assert (len(chunk.tokens), chunk.finish_reason) == (3, "length")
 
 
 def test_a_directory_without_a_model_ends_the_start(tmp_path: Path) -> None:

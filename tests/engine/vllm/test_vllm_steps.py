@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.drawing import noise_seeds
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.stopping import StopRule
@@ -29,19 +30,22 @@ def step(n: int, version: int = 0, **more: Any) -> Step:
 
 def test_a_chunk_never_spans_two_versions() -> None:
     steps = [step(1, 3), step(2, 3), step(1, 4, finish_reason="length")]
-    chunks = ChunkBuilder("r", 2).chunks(steps)
+    chunks = ChunkBuilder("r", 2, 7).chunks(steps)
     assert [(len(c.tokens), c.policy_version, c.finish_reason) for c in chunks] == [
         (3, 3, None),
         (1, 4, "length"),
     ]
     assert chunks[0].tokens.tolist() == [0, 0, 3]
     assert chunks[0].topk_ids.tolist() == [[1, 2], [1, 2], [4, 5]]
+    seed = np.array([7], np.uint64)
+    assert chunks[0].noise_seeds.tolist() == noise_seeds(seed, 3).tolist() * 3
+    assert chunks[1].noise_seeds.tolist() == noise_seeds(seed, 4).tolist()
 
 
 @pytest.mark.parametrize(("accepted", "last"), [(3, [1, 0]), (4, [1, 1]), (9, [1, 1])])
 def test_the_last_step_may_end_within_its_drafts(accepted: int, last: list[int]) -> None:
     steps = [step(1), step(3), step(2, finish_reason="stop", accepted=accepted)]
-    (chunk,) = ChunkBuilder("r", 2).chunks(steps)
+    (chunk,) = ChunkBuilder("r", 2, 7).chunks(steps)
     assert chunk.provenance.tolist() == [0, 1, 1, 0, *last]
     assert Provenance.DRAFTED == 1
 
@@ -56,7 +60,7 @@ def test_a_step_is_cut_where_a_stop_string_is_complete() -> None:
         queue.push(step(3))
     (cut,) = asyncio.run(queue.take())
     assert (cut.tokens.tolist(), cut.finish_reason) == ([0, 3], "stop")
-    (chunk,) = ChunkBuilder("r", 2).chunks([cut])
+    (chunk,) = ChunkBuilder("r", 2, 7).chunks([cut])
     assert chunk.provenance.tolist() == [1, 1], "the free draw of the step was cut off"
     assert len(chunk.logprobs) == len(chunk.topk_ids) == 2
 

@@ -51,6 +51,7 @@ def test_a_verification_gets_a_deadline_of_its_own():
         logprobs=np.zeros(1, np.float32),
         topk_ids=np.array([[3]], np.int32),
         topk_logprobs=np.zeros((1, 1), np.float32),
+        noise_seeds=np.full(1, 17, np.uint64),
         provenance=np.zeros(1, np.uint8),
         policy_version=1,
     )

@@ -56,7 +56,12 @@ def test_with_lenient_reuse_samples_begin_with_earlier_rollouts():
             assert (prompt_id, sample) == ("p", 1)
             one = np.zeros((1, 0))
             return KeptTokens(
-                np.array([3], np.int32), np.array([-1.0], np.float32), one, one, lenience=1.5
+                np.array([3], np.int32),
+                np.array([-1.0], np.float32),
+                one,
+                one,
+                np.zeros(1, np.uint64),
+                lenience=1.5,
             )
 
     async def scenario(harness: GeneratorHarness) -> None:

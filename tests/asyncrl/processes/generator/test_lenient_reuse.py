@@ -32,6 +32,7 @@ def trajectory(prompt="p", sample=0, *, length=10, group=0, first=1, reason="sto
         logprobs=np.linspace(-1, -0.1, length).astype(np.float32),
         topk_ids=np.zeros((length, 8), np.int32),
         topk_logprobs=np.zeros((length, 8), np.float32),
+        noise_seeds=np.full(length, 17, np.uint64),
         provenance=np.zeros(length, np.uint8),
         policy_version=group,
     )

@@ -38,6 +38,7 @@ def held(sample: SampleId, length: int) -> HeldSample:
         logprobs=np.full(length, -0.5, np.float32),
         topk_ids=np.zeros((length, 0), np.int32),
         topk_logprobs=np.zeros((length, 0), np.float32),
+        noise_seeds=np.zeros(length, np.uint64),
         provenance=np.full(length, Provenance.SAMPLED, np.uint8),
         policy_version=0,
     )
