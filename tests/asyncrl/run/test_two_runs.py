@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from coincidences import p_value
 from tiny_models import make_qwen3, save
 from torch_cores import core_of, hf_logprobs, load, request, run
 from transformers import AutoModelForCausalLM
@@ -79,14 +80,6 @@ def repetitions(model: str, first: Samples, second: Samples) -> tuple[int, Seque
             table = hf_logprobs(module, one.prompt_tokens, one.tokens.tolist())
             chances.append(float(np.exp(table[np.arange(LENGTH), one.tokens].sum())))
     return again, chances
-
-
-def p_value(again: int, chances: Sequence[float]) -> float:
-    """Chance that so many or more independent draws of these probabilities succeed."""
-    distribution = np.ones(1)
-    for chance in chances:
-        distribution = np.convolve(distribution, [1 - chance, chance])
-    return float(distribution[again:].sum())
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0], ids=["flat", "sharp"])
