@@ -38,6 +38,8 @@ from trainer.algorithms.registry import smallest_group
 from trainer.config import TrainerConfig
 from wire.limits import MAX_STEPS, MAX_THREADS, WEEK_SECONDS
 
+OnWrongPolicy = Literal["stop", "warn"]
+
 
 class RunSection(BaseModel):
     """Name, length, seed and folder of the run."""
@@ -60,6 +62,11 @@ class RunSection(BaseModel):
     (`scheduler.on_update: keep`, `max_off_policy_steps: 0`) with the torch engine on a CPU in
     float32. The engine is then slower when few rows decode, and the trainer takes groups in the
     order of their numbers (docs/reliability.md)."""
+    on_wrong_policy: OnWrongPolicy = "stop"
+    """What happens when a generator is found to sample from another policy than the trainer has for
+    that version: other weights, another temperature, another tokenizer, KV of older weights.
+    `stop`: the run ends before it trains on such tokens. `warn`: it continues and says so in the
+    terminal, metrics.jsonl, result.json and the report."""
     log_samples: Annotated[Literal["off", "jsonl"], BeforeValidator(unquoted_off)] = "off"
     """`jsonl`: write every trained sample with its text to RUN/samples/000001.jsonl and following
     files of up to 64 MB."""

@@ -9,6 +9,7 @@ AsyncrlError                  exit code 1: the run failed
 │       └── RewardFailed      it raised, lost its process, or returned no finite number
 │           └── RewardTimeout it did not return in time
 ├── RunFailed                 a process died for good, or nothing could be trained
+│   └── WrongPolicyError      a generator samples from another policy than the one trained
 ├── Interrupted               exit code 130: the user ended the run at once, by a second Ctrl-C
 └── WaitTimeout               a wait exceeded its limit; says what was waited for
 
@@ -71,6 +72,10 @@ class RewardTimeout(RewardFailed):
 
 class RunFailed(AsyncrlError):  # noqa: N818 - says what happened
     """The run cannot continue. Everything up to its last checkpoint is kept."""
+
+
+class WrongPolicyError(RunFailed):
+    """A generator samples from another policy than it says, and `run.on_wrong_policy` is stop."""
 
 
 class Interrupted(AsyncrlError):  # noqa: N818 - says what happened

@@ -25,7 +25,7 @@ from rollout.trajectory import (
 )
 from rollout.truncation import Truncation
 from wire.records import EngineStats
-from wire.weights.layout import WeightManifest
+from wire.weights.layout import Fingerprint, WeightManifest
 
 if TYPE_CHECKING:  # it needs numba, which the controller does without
     from engine.stopping import StopRule
@@ -215,6 +215,14 @@ class Engine(Protocol):
 
         Raises:
             WeightsError: this version is not staged; the engine keeps its weights.
+        """
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the weights that the engine decodes with.
+
+        It is computed on their device, from the parameters in use: at the start, and after each
+        installation before a token is drawn with the new weights. Names are those of the HF state
+        dict; a tensor that the engine holds in a form that cannot be compared is left out.
         """
 
     async def save_cache(self) -> int:

@@ -40,6 +40,7 @@ from monitoring.process_metrics import ProcessMetrics
 from wire.messages.from_trainer import CheckpointFault
 from wire.on_policy import OnPolicySteps
 from wire.records import LearnerMetrics, Measured, StepMetrics
+from wire.wrong_policy import Cause
 
 __all__ = [
     "ROLES",
@@ -153,6 +154,13 @@ class ControllerMetrics(ProcessMetrics):
         "Processes that ended before they were told to, by role.",
         label="role",
         values=("generator", "trainer"),
+    )
+
+    wrong_policy: By[Total] = counter(
+        "asyncrl_wrong_policy_total",
+        "Findings that a generator samples from another policy than the trainer has, by cause.",
+        label="cause",
+        values=get_args(Cause),
     )
 
     def count_on_policy(self, counts: OnPolicySteps) -> None:

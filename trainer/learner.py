@@ -35,9 +35,10 @@ from trainer.algorithms.base import Rewards, TokenBatch
 from trainer.algorithms.factory import make
 from trainer.checkpoint_manifest import settings_of
 from trainer.config import TrainerConfig
+from trainer.disagreement import SUMS, disagreement_of
 from trainer.errors import BatchError, CheckpointError, NonFiniteError, TrainerError
 from trainer.group_check import check_group, check_trajectory
-from trainer.optimizer import learning_rate, make_adamw, scale_and_clip
+from trainer.optimizer import learning_rate, make_adamw, take_step
 from trainer.packing import split_by_tokens
 from trainer.policy import PackedBatch, Policy
 from trainer.totals import StepTotals
@@ -124,19 +125,24 @@ class Learner:
         return self._version
 
     @property
-    def model(self) -> torch.nn.Module:
-        """The model being trained, with transformers' parameter names."""
-        model: torch.nn.Module = self._policy.model
-        return model
+    def policy(self) -> Policy:
+        """The policy being trained; its model has transformers' parameter names."""
+        return self._policy
 
     def check_trajectory(self, trajectory: Trajectory) -> None:
         """Refuse a trajectory that cannot be trained on now. Raises BatchError."""
         check_trajectory(trajectory, self._policy.vocab_size, self._version)
 
-    def add_group(self, trajectories: Sequence[Trajectory], rewards: FloatArray) -> None:
+    def add_group(
+        self, trajectories: Sequence[Trajectory], rewards: FloatArray
+    ) -> NDArray[np.float64]:
         """Run forward and backward for a complete group, adding to the step's gradient sums.
 
         `rewards` is `[G]`, in the order of `trajectories`.
+
+        Returns:
+            `[G, SUMS]` of `trainer.disagreement`, the engine's log-probabilities against the
+            learner's; zeros where nothing was computed or an older policy drew a token.
 
         Raises:
             BatchError: the group does not fit; nothing was accumulated.
@@ -155,16 +161,20 @@ class Learner:
             raise BatchError(f"group {group} was already added to step {self._version}")
         advantages = self._algorithm.advantages(values)
         silent = not advantages.any()
+        disagreement = np.zeros((len(trajectories), SUMS))
         if not (silent and self._skips_zero_variance):
             for indices in split_by_tokens(
                 [len(t.prompt_tokens) + len(t.tokens) for t in trajectories],
                 self._config.micro_batch_tokens,
             ):
-                self._accumulate([trajectories[i] for i in indices], advantages[indices], group)
+                disagreement[indices] = self._accumulate(
+                    [trajectories[i] for i in indices], advantages[indices], group
+                )
         self._seen.add(group)
         self._totals.add_group(
             trajectories, values, policy_version=self._version, zero_variance=silent
         )
+        return disagreement
 
     def step(self) -> LearnerMetrics:
         """Divide, clip, AdamW; `policy_version` grows by one. Returns the step's metrics.
@@ -184,7 +194,8 @@ class Learner:
         norm = 0.0
         if totals.groups:
             try:
-                norm = self._apply(rate, denominator)
+                model, limit = self._policy.model, self._config.max_grad_norm
+                norm = take_step(self._optimizer, model, rate, denominator, limit)
             except NonFiniteError as error:
                 self._reset()
                 raise NonFiniteError(f"step {self._version}: {error}") from error
@@ -205,8 +216,8 @@ class Learner:
                 yield name, tensor.detach()
 
     def fingerprint(self, dtype: torch.dtype) -> Fingerprint:
-        """Of `tensors` as engines of this data type hold them, computed from the live weights."""
-        return fingerprint(self.tensors(), dtype)
+        """Of the live weights as engines of this data type hold them; tied ones by each name."""
+        return fingerprint(self._policy.model.state_dict(keep_vars=True).items(), dtype)
 
     def save(
         self,
@@ -258,8 +269,8 @@ class Learner:
 
     def _accumulate(
         self, trajectories: Sequence[Trajectory], advantages: Rewards, group: int
-    ) -> None:
-        """Forward and backward of one micro-batch; its sums go into gradients and totals."""
+    ) -> NDArray[np.float64]:
+        """Forward and backward of one micro-batch; gives `[B, SUMS]` as `add_group` does."""
         packed = PackedBatch.of(
             [(t.prompt_tokens, t.tokens) for t in trajectories], self._policy.device
         )
@@ -277,18 +288,8 @@ class Learner:
         stale = np.concatenate([t.staleness(self._version) for t in trajectories])
         fresh = torch.from_numpy(stale == 0).to(self._policy.device)
         self._totals.add_tokens(batch, scores, sums, fresh)
-
-    def _apply(self, rate: float, denominator: float) -> float:
-        parameters = [p for p in self._policy.model.parameters() if p.requires_grad]
-        for parameter in parameters:
-            # AdamW skips a parameter without gradient, momentum and decay included.
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        norm = scale_and_clip(parameters, denominator, self._config.max_grad_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        return norm
+        current = np.array([one.oldest_version == self._version for one in trajectories])
+        return disagreement_of(scores.logprobs, scores.entropy, trajectories, current)
 
     def _reset(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)

@@ -69,3 +69,27 @@ def scale_and_clip(parameters: Iterable[Tensor], denominator: float, max_norm: f
     for grad in grads:
         grad.mul_(factor)
     return norm
+
+
+def take_step(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    rate: float,
+    denominator: float,
+    max_norm: float,
+) -> float:
+    """Divide the summed gradients, clip them and step; returns their norm before clipping.
+
+    Raises:
+        NonFiniteError: a gradient is not finite; the weights are unchanged.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for parameter in parameters:
+        # AdamW skips a parameter without gradient, momentum and decay included.
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    norm = scale_and_clip(parameters, denominator, max_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return norm

@@ -11,7 +11,8 @@ share of such tokens is reported (`mismatch.outside_nucleus`); at staleness 0 it
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -139,6 +140,27 @@ class Policy:
             if len(hidden) <= rows:
                 return self._process(self._head(hidden), batch.targets)
             return self._score_in_chunks(hidden, batch.targets, rows)
+
+    @contextmanager
+    def changed(
+        self, temperature: float | None, weights: Sequence[tuple[str, Tensor]]
+    ) -> Iterator[None]:
+        """Compute at another temperature, and with other weights, inside the block only."""
+        own_temperature, own = self.temperature, self.model.state_dict(keep_vars=True)
+        saved = [(name, own[name].detach().cpu().clone()) for name, _ in weights]
+        self.temperature = own_temperature if temperature is None else temperature
+        try:
+            self._set(weights)
+            yield
+        finally:
+            self.temperature = own_temperature
+            self._set(saved)
+
+    @torch.no_grad()
+    def _set(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        own = self.model.state_dict(keep_vars=True)
+        for name, tensor in weights:
+            own[name].copy_(tensor)
 
     def _score_in_chunks(self, hidden: Tensor, targets: Tensor, rows: int) -> TokenScores:
         def score(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -320,6 +320,9 @@ class StepMetrics(LearnerMetrics, frozen=True):
     reward_failures: dict[str, dict[str, int]] = {}
     """Reward calls that gave no reward, by function and reason, since the run began. Evaluation
     is included."""
+    wrong_policy: tuple[str, ...] = ()
+    """What was found since the step before: generators that sample from another policy than the
+    trainer has (`run.on_wrong_policy`)."""
 
 
 class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -365,3 +368,5 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """Held-out samples behind each accuracy."""
     reward_failures: dict[str, dict[str, int]] = {}
     """As in `StepMetrics`."""
+    wrong_policy: tuple[str, ...] = ()
+    """All findings of the run, as in `StepMetrics`; one of them may have ended it."""

@@ -9,6 +9,7 @@ import msgspec
 
 from asyncrl.config import RunConfig, load_config
 from wire.keys import HubKeys, LineKeys, RunKey
+from wire.wrong_policy import TokenizerDigest
 
 Role = Literal["generator", "trainer"]
 
@@ -32,6 +33,8 @@ class ChildSpec(msgspec.Struct, frozen=True):
     process_index: int = 1
     """Index of the process in the run; the controller is 0. Determines its metrics port."""
     stop_tokens: tuple[int, ...] = ()
+    tokenizer: TokenizerDigest | None = None
+    """Of the run's prompts, which the process's own must be; None: it is not compared."""
     resume_from: int | None = None
     """The trainer continues from the checkpoint after this many steps; None: from the model."""
     lineage: int = 0

@@ -48,6 +48,7 @@ from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.inbox import Inbox, Message
+from asyncrl.run.policy_watch import PolicyWatch
 from asyncrl.run.progress import Progress
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.trainer_restarts import TrainerRestarts
@@ -93,6 +94,8 @@ class Controller:
         )
         self._checkpoints = CheckpointRecord(directory.path / "checkpoints", progress.say)
         self._unfinished = UnfinishedWork(config, directory.path, fleet, requests, progress.say)
+        self.accuracy_before: Accuracy | None = None
+        """Held-out accuracy before training, once it is known."""
         self._evaluations = 0
         """Evaluations after training that were begun: one, unless steps were lost meanwhile."""
         restarts = TrainerRestarts(
@@ -114,6 +117,7 @@ class Controller:
             trainer_restarts=restarts,
             checkpoints=self._checkpoints,
             unfinished=self._unfinished,
+            policy_watch=PolicyWatch(config.run.on_wrong_policy, fleet, progress, self._waiter),
         )
         self._watchdog = Watchdog(
             fleet, restarts, training=self._training, evaluation=self._evaluation, progress=progress
@@ -212,6 +216,7 @@ class Controller:
             state.accuracy_before = accuracy.value
             state.evaluation_samples = accuracy.samples
             self._directory.write_state()
+        self.accuracy_before = accuracy
         self._progress.evaluated("before", accuracy)
         return accuracy
 

@@ -42,6 +42,7 @@ from monitoring.jsonl import read_undamaged
 from trainer.checkpoint_files import ResumePoint
 from wire.atomic_files import write_atomically
 from wire.records import RunResult, StepMetrics
+from wire.wrong_policy import TokenizerDigest
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class RunState(msgspec.Struct):
     """0 for a run that was not resumed, else a random number of this start: seeds depend on it."""
     metrics_ports: dict[str, int] = {}
     """For each process, the port on which it serves its metrics."""
+    tokenizer: TokenizerDigest | None = None
+    """That the run's prompts were made with at its first start."""
 
 
 class RunDirectory:
@@ -255,6 +258,7 @@ def _new_state(path: Path, *, resume: bool) -> RunState:
     if previous is not None:
         state.accuracy_before = previous.accuracy_before
         state.evaluation_samples = previous.evaluation_samples
+        state.tokenizer = previous.tokenizer
     return state
 
 

@@ -16,7 +16,15 @@ from functools import partial
 from rich.console import Console
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import AsyncrlError, Interrupted, RunFailed, UserError, WaitTimeout
+from asyncrl.errors import (
+    AsyncrlError,
+    Interrupted,
+    RunFailed,
+    UserError,
+    WaitTimeout,
+    WrongPolicyError,
+)
+from asyncrl.evaluation.round import Accuracy
 from asyncrl.launch import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.shared_memory import remove_stale_files
@@ -31,6 +39,7 @@ from asyncrl.run.prepare import Prepared
 from asyncrl.run.progress import Progress
 from asyncrl.run.resuming import rewind
 from asyncrl.suggestions import shortened
+from asyncrl.tasks.model_tokenizer import tokenizer_digest
 from monitoring.errors import MonitoringError, ReportError
 from monitoring.exporter import exporter_for
 from monitoring.live import LiveView
@@ -42,6 +51,7 @@ from wire.errors import AddressTooLong
 from wire.messages import control
 from wire.records import RunResult
 from wire.refusals import Refusals
+from wire.wrong_policy import TokenizerDigest, compare_tokenizers
 
 
 def execute(
@@ -156,7 +166,8 @@ async def _run(
             Refusals(metrics.count_refused),
         )
         closing.callback(hub.close)
-        spec = _trainer_spec(prepared, directory, runtime)
+        tokenizer = _tokenizer(prepared, directory, progress)
+        spec = _trainer_spec(prepared, directory, runtime, tokenizer)
         fleet = Fleet(config.launcher, launcher, spec, hub, run_key)
         hub.refusals.on_cut_off = fleet.cut_off
         controller = Controller(
@@ -172,9 +183,16 @@ async def _run(
         )
         closing.enter_context(interrupts.handled())
         ended: Ending = "failed"
+        wrong: WrongPolicyError | None = None
+        before: Accuracy | None = None
+        after: Accuracy | None = None
         try:
             before, after = await controller.run()
             ended = "done" if controller.is_complete else "stopped"
+        except WrongPolicyError as error:
+            wrong = error  # a clean end: checkpoint, result.json and report as of any run
+            before = controller.accuracy_before
+            progress.training_ends()
         except Interrupted:
             ended = "stopped"
             raise
@@ -191,6 +209,8 @@ async def _run(
             directory.write_state()
     result = progress.result(before, after, total_seconds=time.monotonic() - began)
     _write_result(directory, result, unsaved)
+    if wrong is not None:
+        raise wrong
     return result
 
 
@@ -252,8 +272,33 @@ def _open_progress(
         yield Progress(config, view=view, log=log, metrics=metrics, earlier=earlier)
 
 
+def _tokenizer(prepared: Prepared, directory: RunDirectory, progress: Progress) -> TokenizerDigest:
+    """The run's tokenizer, which must be that of its first start.
+
+    Raises:
+        UserError: it is another one, and `run.on_wrong_policy` is stop.
+    """
+    found, state = tokenizer_digest(prepared.task.tokenizer), directory.state
+    if state.tokenizer is None:
+        state.tokenizer = found
+        directory.write_state()
+    wrong = compare_tokenizers(prepared.model_path, expected=state.tokenizer, found=found)
+    if wrong is not None:
+        if prepared.config.run.on_wrong_policy == "stop":
+            raise UserError(
+                f"cannot resume {directory.path}: {wrong.text} when it began. Restore the "
+                "tokenizer's files, or start a new run under another name "
+                "(run.on_wrong_policy: warn resumes all the same)"
+            )
+        progress.found(wrong)
+    return found
+
+
 def _trainer_spec(
-    prepared: Prepared, directory: RunDirectory, runtime: RuntimeDirectory
+    prepared: Prepared,
+    directory: RunDirectory,
+    runtime: RuntimeDirectory,
+    tokenizer: TokenizerDigest,
 ) -> ChildSpec:
     point = directory.resume_point
     return ChildSpec(
@@ -266,6 +311,7 @@ def _trainer_spec(
         parent=os.getpid(),
         threads=1,
         stop_tokens=prepared.task.stop_tokens,
+        tokenizer=tokenizer,
         resume_from=None if point.directory is None else point.step,
     )
 

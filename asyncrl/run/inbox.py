@@ -12,6 +12,7 @@ from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet, Worker
+from asyncrl.run.policy_watch import PolicyWatch
 from asyncrl.run.progress import Progress
 from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
@@ -43,7 +44,9 @@ class Inbox:
         checkpoints: CheckpointRecord,
         trainer_restarts: TrainerRestarts,
         unfinished: UnfinishedWork,
+        policy_watch: PolicyWatch,
     ) -> None:
+        self._policy_watch = policy_watch
         self._unfinished = unfinished
         self._trainer_restarts = trainer_restarts
         self._directory = directory
@@ -60,6 +63,8 @@ class Inbox:
             from_generator.SampleDelivered: self._sample_delivered,
             from_generator.EvaluationSample: self._evaluation.returned,
             from_generator.WeightsInstalled: self._weights_installed,
+            from_generator.WrongPolicyFound: self._wrong_policy,
+            from_generator.Rescored: self._rescored,
             from_generator.Rewound: self._rewound,
             from_generator.GeneratorReport: self._generator_report,
             from_generator.Failure: self._failure,
@@ -73,6 +78,7 @@ class Inbox:
             from_trainer.TrainerReport: self._trainer_report,
             from_trainer.DeliveryRefused: self._delivery_refused,
             from_trainer.PeerCutOff: self._peer_cut_off,
+            from_trainer.WrongPolicyFound: self._suspected,
             from_trainer.Failure: self._failure,
             from_trainer.Goodbye: self._goodbye,
         }
@@ -108,6 +114,7 @@ class Inbox:
         self, worker: Worker, message: from_generator.GeneratorReady
     ) -> None:
         worker.ready(message.policy_version, message.slots, message.metrics_port)
+        self._policy_watch.generator_ready(worker, message.fingerprint)
         self._directory.state.metrics_ports = self._fleet.metrics_ports()
         self._directory.write_state()
         if self._training.has_begun:  # then the scheduler decides when it gets new weights
@@ -144,6 +151,17 @@ class Inbox:
         await self._training.apply(events.WeightsInstalled(worker.name, message.policy_version))
         await self._evaluation.fill(worker)
 
+    async def _wrong_policy(
+        self, _worker: Worker, message: from_generator.WrongPolicyFound
+    ) -> None:
+        self._policy_watch.found(message.found)
+
+    async def _suspected(self, _worker: Worker, message: from_trainer.WrongPolicyFound) -> None:
+        await self._policy_watch.suspected(message)
+
+    async def _rescored(self, _worker: Worker, message: from_generator.Rescored) -> None:
+        self._policy_watch.rescored(message)
+
     async def _rewound(self, worker: Worker, message: from_generator.Rewound) -> None:
         worker.policy_version = message.policy_version
         await self._training.apply(
@@ -160,6 +178,7 @@ class Inbox:
         worker.ready(message.policy_version, 0, message.metrics_port)
         worker.weights = message.manifest
         if worker is self._fleet.trainer:
+            self._policy_watch.compare()
             await self._trainer_restarts.ready(worker, message.initial_weights)
 
     async def _step_finished(self, worker: Worker, message: from_trainer.StepFinished) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from asyncrl.config import RunConfig
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
 from asyncrl.run import warnings
+from asyncrl.run.findings import Findings
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.generation_totals import GenerationTotals
 from asyncrl.run.group_totals import RunGroups, in_flight
@@ -33,6 +34,7 @@ from wire.records import (
     StepMetrics,
     TokenCounts,
 )
+from wire.wrong_policy import WrongPolicy
 
 
 class _StepWarnings:
@@ -45,9 +47,6 @@ class _StepWarnings:
 
     def check(self, step: StepMetrics, tokens: TokenCounts) -> None:
         """Look at a finished step and at all token counts of the generators' processes."""
-        self._give(
-            "mismatch", warnings.engine_disagrees(self._config, step.mismatch.fresh_abs_mean)
-        )
         drawn = tokens.generated + tokens.verified
         outside = tokens.outside_top_k
         self._give("noise floor", warnings.noise_floor(self._config, step.noise_floor))
@@ -106,6 +105,7 @@ class Progress:
         self._step = len(earlier)
         self.stopping = False
         self._warnings = _StepWarnings(config, self.say)
+        self._findings = Findings(earlier, self.say, metrics)
         before = RewardCounts(failed=earlier[-1].reward_failures if earlier else {})
         self._reward_totals = RewardTotals(config, self.say, before)
         for warning in warnings.at_start(config):
@@ -182,6 +182,10 @@ class Progress:
         self._groups.failed(group)
         self.say(f"group {group} is not trained on: {reason}")
 
+    def found(self, wrong: WrongPolicy) -> None:
+        """A generator was found to sample from another policy than the one trained."""
+        self._findings.add(wrong)
+
     def has_waiting_records(self) -> bool:
         """Whether lines of metrics.jsonl could not be written so far, and not now either."""
         return not self._log.flush()
@@ -200,6 +204,7 @@ class Progress:
             self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
         self._staleness.rewind(step)
         self._groups.rewind(earlier)
+        self._findings.rewind(earlier)
         if self._log.flush():  # the file may have been replaced
             self._log.close()
             self._log = MetricsLog(self._log.path)
@@ -217,6 +222,9 @@ class Progress:
         seconds = max(1e-9, now - self._last_step_at)
         recent = self._totals.recent(now)
         times = message.times.within(seconds)
+        wrong, learned = self._findings.of_step(), msgspec.structs.asdict(message.metrics)
+        if wrong:
+            learned["exactly_on_policy"] = False
         generators = max(1, len(self._fleet.generators()) if self._fleet is not None else 1)
         return StepMetrics(
             step=message.step,
@@ -235,7 +243,8 @@ class Progress:
             times=times,
             rewards=self._reward_totals.named(message.reward_terms),
             reward_failures=self._reward_totals.counts.failed,
-            **msgspec.structs.asdict(message.metrics),
+            wrong_policy=wrong,
+            **learned,
         )
 
     def _count(self) -> None:
@@ -344,4 +353,5 @@ class Progress:
             accuracy_after=None if after is None else after.value,
             evaluation_samples=0 if before is None else before.samples,
             reward_failures=self._reward_totals.counts.failed,
+            wrong_policy=self._findings.all,
         )

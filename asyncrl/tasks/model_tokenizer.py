@@ -7,11 +7,13 @@ class is known without them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ModelError
+from wire.wrong_policy import TokenizerDigest
 
 _QWEN = {"Qwen2Tokenizer": "Qwen2Tokenizer", "Qwen2TokenizerFast": "Qwen2Tokenizer"}
 _GENERAL = {
@@ -26,6 +28,9 @@ _CLASSES: dict[str, dict[str, str]] = {
 }
 """By `model_type` of config.json and `tokenizer_class` of tokenizer_config.json: the class that
 AutoTokenizer chooses. A test compares the two."""
+
+_BY_THE_CALL = frozenset({"padding", "truncation"})
+"""Parts of a fast tokenizer that each of its calls sets as it needs."""
 
 
 def load_tokenizer(model_path: str) -> Any:
@@ -43,6 +48,25 @@ def load_tokenizer(model_path: str) -> Any:
             "directory needs tokenizer.json (or its older forms) and tokenizer_config.json next to "
             "config.json; save both with tokenizer.save_pretrained(directory)."
         ) from error
+
+
+def tokenizer_digest(tokenizer: Any) -> TokenizerDigest:
+    """Digests of what a tokenizer does; settings of padding and truncation do not count."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # written in Python: its vocabulary and its class stand for what it does
+        words = sorted(tokenizer.get_vocab().items())
+        rules = f"{type(tokenizer).__qualname__} {words}"
+    else:
+        pipeline = json.loads(backend.to_str())
+        kept = {key: value for key, value in pipeline.items() if key not in _BY_THE_CALL}
+        rules = json.dumps(kept, sort_keys=True)
+    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    template = json.dumps(tokenizer.chat_template, sort_keys=True, default=str)
+    return TokenizerDigest(_digest(f"{special}\n{rules}"), _digest(template))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _known_class(directory: Path) -> Any:

@@ -9,7 +9,7 @@ import msgspec
 from rollout.trajectory import SampleId, Segment
 from wire.messages import control, data, from_generator, from_trainer, to_generator, to_trainer
 from wire.records import LearnerMetrics, TrainerTimes
-from wire.weights.layout import WeightManifest
+from wire.weights.layout import Fingerprint, WeightManifest
 
 
 def _tagged(tag: bytes, rest: bytes) -> bytes:
@@ -57,7 +57,7 @@ _DELIVERY = data.TrajectoryDelivery(
 )  # fmt: skip
 _WEIGHTS = WeightManifest(9, "forged", 0, ())
 _FORGED: list[msgspec.Struct] = [
-    from_generator.GeneratorReady("generator-0", 1 << 30, 7),
+    from_generator.GeneratorReady("generator-0", 1 << 30, 7, Fingerprint({}, "")),
     from_generator.SampleFinished("generator-0", _SAMPLE, 3, 0, "stop", b"d" * 16),
     from_generator.SampleFinished("generator-0", SampleId(-1, 1 << 40), 1, -5, "stop", b""),
     from_generator.SampleFailed("generator-0", _SAMPLE, "the run must end", True),

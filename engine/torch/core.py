@@ -114,6 +114,8 @@ class DecodeCore:
         self._generated = self._drafted = self._accepted = self._steps = 0
         self._busy_seconds = 0.0
         self.policy_version = 0
+        self.fingerprint = self._weights.fingerprint()
+        """Of the parameters in use."""
         self._installations = 0
         """Of weights, counted: a version may come twice, from two trainers."""
 
@@ -195,6 +197,7 @@ class DecodeCore:
             WeightsError: this version is not staged; nothing was changed.
         """
         self._weights.install(policy_version)
+        self.fingerprint = self._weights.fingerprint()
         chunks = self.flush()
         self.policy_version = policy_version
         self._installations += 1

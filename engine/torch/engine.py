@@ -30,7 +30,7 @@ from engine.torch.core import CoreSettings, DecodeCore
 from engine.torch.kernels import warm_up
 from engine.torch.model import load_model
 from wire.records import EngineStats
-from wire.weights.layout import WeightManifest
+from wire.weights.layout import Fingerprint, WeightManifest
 
 Delivery = TokenChunk | EngineError
 T = TypeVar("T")
@@ -168,6 +168,10 @@ class TorchEngine:
         """Replace the weights between two steps. Raises WeightsError if they are not staged."""
         async with self._between_steps() as core:
             self._deliver(await self._compute(lambda: core.install_weights(policy_version)))
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the parameters in use, taken before they drew a token."""
+        return self._running().fingerprint
 
     async def save_cache(self) -> int:
         """Write the snapshot of the cache, if it has a place for one; returns its bytes."""

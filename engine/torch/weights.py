@@ -6,7 +6,8 @@ import torch
 
 from engine.errors import WeightsError
 from engine.weights import ModelShapes, NamedTensors, StagedWeights
-from wire.weights.layout import WeightManifest
+from wire.weights.fingerprint import fingerprint
+from wire.weights.layout import Fingerprint, WeightManifest
 
 
 class ModuleWeights:
@@ -17,6 +18,7 @@ class ModuleWeights:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
         self._own = dict(module.state_dict(keep_vars=True))
         self._shapes = ModelShapes.of_module(module)
         self._staged = StagedWeights(self._check_tied)
@@ -43,6 +45,10 @@ class ModuleWeights:
         with self._staged.install(policy_version) as tensors, torch.no_grad():
             for name, tensor in tensors:
                 self._own[name].copy_(tensor)
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the parameters as they are now, by every name of the state dict."""
+        return fingerprint(self._module.state_dict(keep_vars=True).items())
 
     def _check_tied(self, tensors: NamedTensors) -> None:
         given = dict(tensors)

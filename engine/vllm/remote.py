@@ -51,6 +51,10 @@ class RemoteWorker:
         """Load the staged weights of this version in place, while generation is paused."""
         raise NotImplementedError
 
+    def asyncrl_fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+        """A `Fingerprint` (as builtins) of the weights in use, by names of the HF state dict."""
+        raise NotImplementedError
+
     def asyncrl_save_cache(self) -> int:
         """Write the snapshot of the cache of rollouts; returns its bytes."""
         raise NotImplementedError

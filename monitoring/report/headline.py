@@ -33,6 +33,7 @@ def headline(data: RunData) -> list[Child]:
         element("p", sentence(data), class_="lead"),
         element("div", _main_settings(data), class_="facts"),
         element("p", LENIENT, class_="note") if data.lenient else None,
+        [element("p", text, class_="note") for text in _wrong_policy(data)],
         [element("p", note, class_="note") for note in data.notes],
         element("div", *_tiles(data), class_="tiles"),
     ]
@@ -58,6 +59,22 @@ def sentence(data: RunData) -> str:
         return f"Held-out accuracy stayed at {percent(after, 1)} in {extent}."
     verb = "rose" if after > before else "fell"
     return f"Held-out accuracy {verb} from {percent(before, 1)} to {percent(after, 1)} in {extent}."
+
+
+def _wrong_policy(data: RunData) -> list[str]:
+    """A sentence if a generator sampled from another policy than the one trained."""
+    found = [text for step in data.steps for text in step.wrong_policy]
+    if data.result is not None:
+        found = list(data.result.wrong_policy)
+    if not found:
+        return []
+    more = f" ({len(found) - 1} more such findings)" if len(found) > 1 else ""
+    what = (
+        "Tokens of it were trained on, so the run is not on-policy"
+        if data.setting("run.on_wrong_policy") == "warn"
+        else "The run ended before it trained on such tokens"
+    )
+    return [f"Wrong policy: {found[0]}{more}. {what}."]
 
 
 def staleness(data: RunData) -> tuple[float | None, float | None]:

@@ -37,6 +37,7 @@ def test_all_that_the_learner_measures_is_compared() -> None:
         "step",
         "groups",
         "rewards",
+        "wrong_policy",
         *LearnerMetrics.__struct_fields__,
     }
 

@@ -37,7 +37,7 @@ from rollout.trajectory import Provenance, SampleId
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
 from wire.records import EngineStats, RewardCounts
-from wire.weights.layout import WeightManifest
+from wire.weights.layout import Fingerprint, WeightManifest
 
 SAMPLE = SampleId(group=5, sample=1)
 PROMPT = tg.PromptPayload("p", np.array([1, 2], "<i4").tobytes(), {"prompt": "?"})
@@ -58,6 +58,7 @@ class FakeEngine:
         self.serving: set[str] = set()
         self.unreported: dict[str, tuple[list[int], int]] = {}
         self.version = 0
+        self.held = Fingerprint({}, "")
         self.staged: list[int] = []
         self.updates: list[tuple[int, set[str]]] = []
         self.paused = False
@@ -114,6 +115,9 @@ class FakeEngine:
         assert self.staged[-1] == version
         self.updates.append((version, set(self.serving)))
         self.version = version
+
+    def fingerprint(self) -> Fingerprint:
+        return self.held
 
     async def pause(self) -> None:
         self.paused = True

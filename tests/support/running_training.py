@@ -12,6 +12,7 @@ from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.inbox import Inbox
+from asyncrl.run.policy_watch import PolicyWatch
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
@@ -86,6 +87,9 @@ class Run:
             checkpoints=CheckpointRecord(self.directory.path / "checkpoints", self.progress.say),
             unfinished=UnfinishedWork(
                 self.config, self.directory.path, self.fleet, requests, self.progress.say
+            ),
+            policy_watch=PolicyWatch(
+                self.config.run.on_wrong_policy, self.fleet, self.progress, self.waiter
             ),
             **controllers,
         )

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -40,6 +41,9 @@ MAX_LEN = 400
 SLOTS = 16
 PROMPT = np.array([1, 2, 3], np.int32)
 DEADLINE = 120.0
+EXTENSION = "engine.vllm.client.launch.EXTENSION_PATH"
+FAULTY = "faulty_worker.FaultyWorker"
+"""Our worker extension, which can also be told to do something wrong."""
 WAYS: list[dict[str, float]] = [
     {"temperature": 0.7, "top_p": 1.0},
     {"temperature": 1.4, "top_k": 6, "top_p": 0.85, "min_p": 0.25},
@@ -91,7 +95,7 @@ def serving(
         ),
     )
     cache = CacheConfig(max_draft_tokens=4, min_match=1, min_probability=0.0, max_bytes=1 << 26)
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, patch(EXTENSION, FAULTY):
         engine = VllmEngine(config, str(path), cache_config=cache, seed=3)
         served = Served(engine, runner, old, new)
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from deliveries_of import delivery_of, order_of
 from generator_harness import FakeLine
@@ -25,6 +26,7 @@ from monitoring.metrics import TrainerMetrics, new_registry
 from monitoring.timeline import Timeline
 from monitoring.trained_samples import read_trained_samples
 from rollout.trajectory import SampleId, Trajectory
+from trainer.disagreement import SUMS
 from trainer.errors import CheckpointUnwritable
 from trainer.group_check import check_trajectory
 from wire.messages import data, to_trainer
@@ -57,10 +59,11 @@ class FakeLearner:
     def check_trajectory(self, trajectory: Trajectory) -> None:
         check_trajectory(trajectory, 1000, self.policy_version)
 
-    def add_group(self, trajectories: Sequence[Trajectory], _rewards: Any) -> None:
+    def add_group(self, trajectories: Sequence[Trajectory], _rewards: Any) -> np.ndarray:
         assert len(trajectories) == GROUP_SIZE
         self.groups[-1].append(trajectories[0].id.group)
         self.added.set()
+        return np.zeros((GROUP_SIZE, SUMS))
 
     def step(self) -> Any:
         self.policy_version += 1
@@ -123,6 +126,8 @@ class TrainerHarness:
         in_order: bool = False,
         limit: float = 600.0,
         samples_follow_policy: bool = True,
+        check: Any = None,
+        stops: bool = True,
     ) -> None:
         self.learner, self.control, self.hub = FakeLearner(), FakeLine(), FakeHub()
         self.registry = new_registry()
@@ -130,7 +135,7 @@ class TrainerHarness:
         self.samples = TrainedSampleLog(
             directory / "samples", FakeTokenizer(), RunSection(log_sample_tokens=True), metrics
         )
-        records = TrainerRecords(metrics, Timeline(None, "trainer"), self.samples)
+        records = TrainerRecords(metrics, Timeline(None, "trainer"), self.samples, check)
         learner: Any = self.learner
         control: Any = self.control
         hub: Any = self.hub
@@ -151,6 +156,7 @@ class TrainerHarness:
             records,
             groups_per_step=2,
             in_order=in_order,
+            stops_on_wrong_policy=stops,
         )
 
     def deliver(self, group: int, *, step: int) -> None:

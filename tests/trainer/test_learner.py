@@ -48,9 +48,13 @@ def _gradient(learner: Learner, batch: Sequence[Group]) -> dict[str, torch.Tenso
     by_token = learner._config.loss_normalization == "token"
     totals = learner._totals
     scale_and_clip(
-        learner.model.parameters(), totals.tokens if by_token else totals.samples, float("inf")
+        learner.policy.model.parameters(),
+        totals.tokens if by_token else totals.samples,
+        float("inf"),
     )
-    return {n: p.grad.clone() for n, p in learner.model.named_parameters() if p.grad is not None}
+    return {
+        n: p.grad.clone() for n, p in learner.policy.model.named_parameters() if p.grad is not None
+    }
 
 
 def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -254,7 +258,7 @@ def test_steps_raise_the_likelihood_of_rewarded_tokens(
     ids = torch.from_numpy(np.concatenate([best.prompt_tokens, best.tokens])).long()
     start = len(best.prompt_tokens)
     chances = []
-    for state in (None, learner.model.state_dict()):
+    for state in (None, learner.policy.model.state_dict()):
         model = AutoModelForCausalLM.from_pretrained(model_path("llama")).eval()
         if state is not None:
             model.load_state_dict(state)
@@ -312,7 +316,7 @@ def test_bad_groups_are_refused_and_leave_no_trace(
     for trajectories, values, reason in bad:
         with pytest.raises(BatchError, match=reason):
             learner.add_group(trajectories, values)
-    assert all(p.grad is None for p in learner.model.parameters())
+    assert all(p.grad is None for p in learner.policy.model.parameters())
     learner.add_group(group, rewards)
     with pytest.raises(BatchError, match="already"):
         learner.add_group(group, rewards)
@@ -325,7 +329,9 @@ def test_a_gradient_that_is_not_a_number_changes_nothing(
     learner = _learner(model_path("qwen3"))
     before = {n: t.clone() for n, t in learner.tensors()}
     learner.add_group(group_of(0, np.random.default_rng(0)), np.arange(4, dtype=np.float32))
-    next(p for p in learner.model.parameters() if p.grad is not None).grad.fill_(float("nan"))
+    next(p for p in learner.policy.model.parameters() if p.grad is not None).grad.fill_(
+        float("nan")
+    )
     with pytest.raises(NonFiniteError, match="step 0"):
         learner.step()
     assert learner.policy_version == 0

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wire.weights import fingerprint as module
-from wire.weights.fingerprint import TensorHash, collect, fingerprint, hash_of
+from wire.weights.fingerprint import (
+    PROBES,
+    MatrixSums,
+    collect,
+    fingerprint,
+    probe_columns,
+    probe_of,
+    sums_of,
+)
+from wire.weights.layout import TensorDigest
 
 MASK = (1 << 64) - 1
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -78,13 +87,17 @@ def test_exchanged_rows_columns_and_elements_are_seen() -> None:
 def test_blocks_add_up_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     tensor = torch.randn(13, 11)
-    hashed = TensorHash(13, 11, tensor.device)
+    sums = MatrixSums(13, 11, tensor.device)
     for row, column in [(7, 5), (0, 5), (7, 0), (0, 0)]:
         block = tensor[row : 13 if row else 7, column : 11 if column else 5]
-        hashed.add(block, row, column)
-    assert torch.equal(hashed.value, hash_of(tensor).value)
+        sums.add(block, row, column)
+    whole = sums_of(tensor).whole
+    assert whole is not None
+    assert torch.equal(sums.value, whole)
     monkeypatch.setattr(module, "_CPU_BLOCK", 12)  # one row at a time
-    assert torch.equal(hashed.value, hash_of(tensor).value)
+    again = sums_of(tensor).whole
+    assert again is not None
+    assert torch.equal(sums.value, again)
 
 
 def test_numbers_are_converted_as_an_engine_holds_them() -> None:
@@ -128,4 +141,40 @@ def test_the_whole_digest_is_of_names_and_numbers_in_any_order() -> None:
     whole = fingerprint([("a", a), ("b", b)]).whole
     assert fingerprint([("b", b), ("a", a)]).whole == whole
     assert fingerprint([("a", b), ("b", a)]).whole != whole
-    assert collect([("a", hash_of(a), "float32"), ("b", hash_of(b), "float32")]).whole == whole
+    assert collect([("a", sums_of(a)), ("b", sums_of(b))]).whole == whole
+
+
+def test_a_tensor_of_two_names_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def counted(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> module.TensorSums:
+        read.append(id(tensor))
+        return sums_of(tensor, dtype)
+
+    monkeypatch.setattr(module, "sums_of", counted)
+    tied = torch.ones(4, 4)
+    found = fingerprint([("embedding", tied), ("head", tied), ("other", tied.clone())])
+    assert found.tensors["embedding"] == found.tensors["head"] == found.tensors["other"]
+    assert len(read) == 2
+
+
+def test_tensors_that_a_generator_makes_on_the_way_are_not_confused() -> None:
+    values = [float(n) for n in range(20)]
+    found = fingerprint((str(value), torch.full((3, 3), value)) for value in values)
+    assert len({digest.value for digest in found.tensors.values()}) == len(values)
+
+
+@pytest.mark.parametrize("columns", [1, PROBES, PROBES + 1, 100, 4096])
+def test_a_probe_is_of_fixed_columns(columns: int) -> None:
+    chosen = probe_columns(columns)
+    assert list(chosen) == sorted(set(chosen))
+    assert len(chosen) == min(columns, PROBES)
+    assert 0 <= chosen[0] <= chosen[-1] < columns
+    tensor = torch.randn(5, columns)
+    digest = fingerprint([("t", tensor)]).tensors["t"]
+    by_product = tensor @ torch.eye(columns)[:, chosen]  # exact: every other term is 0
+    value = probe_of(by_product).numpy().astype("<i8").tobytes().hex()
+    assert digest.agrees_with(TensorDigest("float32", "", value))
+    tensor[3, chosen[-1]] *= 2
+    assert not fingerprint([("t", tensor)]).tensors["t"].agrees_with(digest)
+    assert not digest.agrees_with(TensorDigest("bfloat16", "", value))

@@ -14,6 +14,7 @@ from rollout.trajectory import SampleId
 from wire import Hub, Line, NoReply, RunKey, RuntimeDirectory, Unreachable
 from wire.addresses import is_private, remove_stale_directories, runtime_directory_of
 from wire.messages import from_generator, to_generator
+from wire.weights.layout import Fingerprint
 
 KEY = RunKey.new()
 
@@ -35,7 +36,7 @@ def test_messages_go_both_ways_by_name(runtime: RuntimeDirectory) -> None:
         line: Line[to_generator.ToGenerator] = Line(
             address, KEY.line("control", "g"), to_generator.ToGenerator
         )
-        ready = from_generator.GeneratorReady("g", slots=4, policy_version=0)
+        ready = from_generator.GeneratorReady("g", 4, 0, Fingerprint({}, ""))
         await line.send(ready)
         async with asyncio.timeout(5):
             assert await hub.receive() == ("g", ready)

@@ -11,6 +11,8 @@ from wire.decoding import Count, Finite
 from wire.frames import DIGEST_BYTES
 from wire.noise_floor import NoiseFloor
 from wire.records import EngineStats, RewardCounts
+from wire.weights.layout import Fingerprint
+from wire.wrong_policy import WrongPolicy
 
 
 class Message(msgspec.Struct, frozen=True, tag=lambda name: f"generator.{name}"):
@@ -25,6 +27,8 @@ class GeneratorReady(Message, frozen=True):
     slots: Annotated[int, msgspec.Meta(ge=1)]
     """Samples that it decodes at once."""
     policy_version: int
+    fingerprint: Fingerprint
+    """Of the weights that it starts with."""
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     """None: it serves no metrics."""
 
@@ -73,6 +77,24 @@ class WeightsInstalled(Message, frozen=True):
     policy_version: int
 
 
+class WrongPolicyFound(Message, frozen=True):
+    """It samples from another policy than the trainer has for its version."""
+
+    found: WrongPolicy
+
+
+class Rescored(Message, frozen=True):
+    """The answer to `Rescore`."""
+
+    number: Count
+    policy_version: int
+    """That the tokens were scored under."""
+    logprobs: tuple[bytes, ...] = ()
+    """`[L]` float32 for each sample; empty if they could not be scored."""
+    reason: str = ""
+    """Why not."""
+
+
 class Rewound(Message, frozen=True):
     """The answer to `Rewind`."""
 
@@ -114,6 +136,8 @@ FromGenerator = (
     | SampleDelivered
     | EvaluationSample
     | WeightsInstalled
+    | WrongPolicyFound
+    | Rescored
     | Rewound
     | GeneratorReport
     | Failure

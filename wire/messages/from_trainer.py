@@ -10,6 +10,7 @@ from rollout.trajectory import SampleId
 from wire.decoding import Finite
 from wire.records import LearnerMetrics, TrainerTimes
 from wire.weights.layout import WeightManifest
+from wire.wrong_policy import WrongPolicy
 
 CheckpointFault = Literal["disk_full", "quota", "read_only", "io_error", "hanging"]
 """Why a disk does not take a checkpoint; the label of `asyncrl_checkpoints_failed_total`."""
@@ -88,6 +89,32 @@ class PeerCutOff(Message, frozen=True):
     reason: str
 
 
+class SuspectSample(msgspec.Struct, frozen=True):
+    """A sample whose recorded log-probabilities nothing explains."""
+
+    prompt_tokens: bytes
+    """`[P]` int32"""
+    tokens: bytes
+    """`[L]` int32"""
+    recorded: bytes
+    """`[L]` float32, the engine's."""
+    expected: bytes
+    """`[L]` float32, the trainer's."""
+
+
+class WrongPolicyFound(Message, frozen=True):
+    """Tokens of a generator do not follow the policy that they should; it is not trained on them.
+
+    With `run.on_wrong_policy: warn` it is.
+    """
+
+    found: WrongPolicy
+    limit: float = 0.0
+    """Mean difference of log-probabilities that rounding explains, in nats."""
+    samples: tuple[SuspectSample, ...] = ()
+    """For the generator to score again, where the trainer cannot tell the cause."""
+
+
 class Failure(Message, frozen=True):
     """The process failed and is about to end."""
 
@@ -107,6 +134,7 @@ FromTrainer = (
     | TrainerReport
     | DeliveryRefused
     | PeerCutOff
+    | WrongPolicyFound
     | Failure
     | Goodbye
 )

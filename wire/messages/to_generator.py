@@ -59,6 +59,15 @@ class Verify(Message, frozen=True):
     min_version: int
 
 
+class ToRescore(msgspec.Struct, frozen=True):
+    """Response tokens and their prompt."""
+
+    prompt_tokens: bytes
+    """`[P]` int32"""
+    tokens: bytes
+    """`[L]` int32"""
+
+
 class Evaluate(Message, frozen=True):
     """Generate one held-out sample, score it, report it, and forget it."""
 
@@ -89,6 +98,14 @@ class Rewind(Message, frozen=True):
     policy_version: int
     lineage: int
     """How many trainers the run had before the new one."""
+
+
+class Rescore(Message, frozen=True):
+    """Score tokens again without any cached KV; answer with `Rescored`."""
+
+    number: int
+    """Of this question."""
+    samples: tuple[ToRescore, ...]
 
 
 class SaveUnfinished(Message, frozen=True):
@@ -137,6 +154,7 @@ ToGenerator = (
     | Evaluate
     | InstallWeights
     | Rewind
+    | Rescore
     | SaveUnfinished
     | Deliver
     | Discard

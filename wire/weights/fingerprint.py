@@ -17,14 +17,18 @@ against forgery.
 Cost: the memory is read or written about four times where it lies, and one small array is copied
 from the device. It is a small part of the time of a copy over a bus.
 
--0.0 counts as 0.0: some engines hold weights in a packed form that only a product reveals.
+Some engines hold weights in a packed form that can only be multiplied by. A product with a unit
+vector gives one column exactly, except for the sign of a zero. So a digest has a second part, the
+same sums over a few fixed columns (`probe_columns`), and -0.0 counts as 0.0.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -36,14 +40,17 @@ _CPU_BLOCK: Final = 1 << 16
 """Elements: as int64 they stay in a core's cache, which makes both sums several times faster."""
 _GPU_BLOCK: Final = 1 << 26
 """Elements: bounds the temporary memory."""
+_MAX: Final = (1 << 63) - 1
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by size in bytes."""
-_ROWS, _COLUMNS = 0, 1 << 40
-"""Where the pseudo-random weights of rows and of columns begin."""
+_ROWS, _COLUMNS, _CHOICE = 0, 1 << 40, 1 << 41
+"""Where the pseudo-random numbers of rows, of columns and of the choice of columns begin."""
+PROBES: Final = 32
+"""Columns of a probe, unless the tensor has fewer."""
 
 
-class TensorHash:
-    """Computes the digest of one matrix of `rows` x `columns` from its blocks, in any order.
+class MatrixSums:
+    """The two sums of one matrix of `rows` x `columns`, from its blocks in any order.
 
     Args:
         rows: of the whole matrix.
@@ -58,12 +65,8 @@ class TensorHash:
         self._of_rows = _pseudo_random(_ROWS, rows, device)
         self._of_columns = _pseudo_random(_COLUMNS, columns, device)
         self._dtype = dtype
-        self._value = torch.zeros(2, dtype=torch.int64, device=device)
-
-    @property
-    def value(self) -> Tensor:
-        """`[2]` int64: the sums of the blocks that were added."""
-        return self._value
+        self.value = torch.zeros(2, dtype=torch.int64, device=device)
+        """`[2]`, of the blocks added so far."""
 
     def add(self, block: Tensor, row: int = 0, column: int = 0) -> None:
         """Add a `[r, c]` block whose first element is the matrix's element [row, column]."""
@@ -79,50 +82,98 @@ class TensorHash:
             of_rows = self._of_rows[first : first + len(bits)]
             by_row = (bits.sum(1, dtype=torch.int64) * of_rows).sum()
             by_column = (bits.sum(0, dtype=torch.int64) * of_columns).sum()
-            self._value += torch.stack([by_row, by_column])
+            self.value += torch.stack([by_row, by_column])
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSums:
+    """The sums of one tensor, still on its device."""
+
+    dtype: str
+    """What torch calls it, without prefix."""
+    whole: Tensor | None
+    """`[2]` int64; None if only the probe is known."""
+    probe: Tensor
+    """`[2]` int64: of the matrix of the columns that `probe_columns` names."""
+
+
+@functools.cache
+def probe_columns(columns: int) -> tuple[int, ...]:
+    """The columns of a probe, ascending: PROBES pseudo-random ones, or all if there are few."""
+    if columns <= PROBES:
+        return tuple(range(columns))
+    numbers = _pseudo_random(_CHOICE, 8 * PROBES, torch.device("cpu")) & _MAX
+    distinct = list(dict.fromkeys((numbers % columns).tolist()))
+    return tuple(sorted(distinct[:PROBES]))
 
 
 @torch.no_grad()
+def sums_of(tensor: Tensor, dtype: torch.dtype | None = None) -> TensorSums:
+    """Of a whole tensor of any number of dimensions, converted to `dtype` first."""
+    columns = tensor.shape[-1] if tensor.ndim else 1
+    matrix = tensor.detach().reshape(math.prod(tensor.shape[:-1]), columns)
+    whole = MatrixSums(len(matrix), columns, tensor.device, dtype)
+    whole.add(matrix)
+    chosen = torch.tensor(probe_columns(columns), device=tensor.device)
+    held = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return TensorSums(name_of(held), whole.value, probe_of(matrix.index_select(1, chosen), dtype))
+
+
+@torch.no_grad()
+def probe_of(columns: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The sums of the `[R, P]` columns that `probe_columns` names."""
+    sums = MatrixSums(columns.shape[0], columns.shape[1], columns.device, dtype)
+    sums.add(columns)
+    return sums.value
+
+
 def fingerprint(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
 ) -> Fingerprint:
     """The digest of every tensor, computed on the device where it lies.
 
     Args:
-        tensors: by name.
+        tensors: by name; a tensor of several names is read once.
         dtype: that floating-point tensors are converted to first, for comparison with an engine
             that holds them so; None: as they are.
     """
-    hashes = [(name, hash_of(tensor, dtype), _name(tensor, dtype)) for name, tensor in tensors]
-    return collect(hashes)
+    given = list(tensors)  # keeps all of them alive, so that an id belongs to one tensor
+    known: dict[int, TensorSums] = {}
+    named: list[tuple[str, TensorSums]] = []
+    for name, tensor in given:
+        if id(tensor) not in known:
+            known[id(tensor)] = sums_of(tensor, dtype)
+        named.append((name, known[id(tensor)]))
+    return collect(named)
 
 
-def hash_of(tensor: Tensor, dtype: torch.dtype | None = None) -> TensorHash:
-    """The hash of a whole tensor of any number of dimensions."""
-    columns = tensor.shape[-1] if tensor.ndim else 1
-    matrix = tensor.detach().reshape(math.prod(tensor.shape[:-1]), columns)
-    hashed = TensorHash(matrix.shape[0], matrix.shape[1], tensor.device, dtype)
-    hashed.add(matrix)
-    return hashed
-
-
-def collect(hashes: Iterable[tuple[str, TensorHash, str]]) -> Fingerprint:
-    """The fingerprint of names, hashes and data types; one copy from each device."""
-    found = list(hashes)
-    by_device: dict[torch.device, list[int]] = {}
-    for index, (_, hashed, _) in enumerate(found):
-        by_device.setdefault(hashed.value.device, []).append(index)
-    digests: dict[str, TensorDigest] = {}
-    for indices in by_device.values():
-        values = torch.stack([found[i][1].value for i in indices]).cpu().numpy()
-        for i, value in zip(indices, values.astype("<i8"), strict=True):
-            name, _, dtype = found[i]
-            digests[name] = TensorDigest(dtype, value.tobytes().hex())
-    return Fingerprint({name: digests[name] for name, _, _ in found}, _whole(digests))
+def collect(named: Sequence[tuple[str, TensorSums]]) -> Fingerprint:
+    """The fingerprint of tensors whose sums are computed; one copy from each device."""
+    pending = [part for _, sums in named for part in (sums.whole, sums.probe) if part is not None]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for part in pending:
+        by_device.setdefault(part.device, []).append(part)
+    hexadecimal: dict[int, str] = {}
+    for parts in by_device.values():
+        values = torch.stack(parts).cpu().numpy().astype("<i8")
+        hexadecimal |= {
+            id(part): value.tobytes().hex() for part, value in zip(parts, values, strict=True)
+        }
+    digests = {
+        name: TensorDigest(
+            sums.dtype,
+            "" if sums.whole is None else hexadecimal[id(sums.whole)],
+            hexadecimal[id(sums.probe)],
+        )
+        for name, sums in named
+    }
+    return Fingerprint(digests, _whole(digests))
 
 
 def _whole(digests: dict[str, TensorDigest]) -> str:
-    text = "\n".join(f"{name} {one.dtype} {one.value}" for name, one in sorted(digests.items()))
+    text = "\n".join(
+        f"{name} {one.dtype} {one.value} {one.probe}" for name, one in sorted(digests.items())
+    )
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -136,11 +187,12 @@ def _bit_patterns(block: Tensor, dtype: torch.dtype | None) -> Tensor:
     return block.contiguous().view(_BITS[block.dtype.itemsize])
 
 
-def _name(tensor: Tensor, dtype: torch.dtype | None) -> str:
-    held = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return str(held).removeprefix("torch.")
+def name_of(dtype: torch.dtype) -> str:
+    """What torch calls it, without prefix."""
+    return str(dtype).removeprefix("torch.")
 
 
+@functools.lru_cache(maxsize=256)  # a model has few sizes
 def _pseudo_random(first: int, count: int, device: torch.device) -> Tensor:
     """`[count]` int64: outputs `first`, `first` + 1, ... of SplitMix64."""
     x = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=device)

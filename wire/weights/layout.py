@@ -39,7 +39,21 @@ class TensorDigest(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     """In which the numbers are: torch's name without prefix."""
     value: str
-    """32 hexadecimal digits."""
+    """Of all elements, 32 hexadecimal digits; "" where only a probe is possible."""
+    probe: str
+    """Of the elements of a few columns, 32 hexadecimal digits."""
+
+    def agrees_with(self, other: TensorDigest) -> bool:
+        """Whether both can be of the same numbers, in the same data type."""
+        mine, theirs = (
+            (self.value, other.value)
+            if self.value and other.value
+            else (
+                self.probe,
+                other.probe,
+            )
+        )
+        return self.dtype == other.dtype and mine == theirs
 
 
 class Fingerprint(msgspec.Struct, frozen=True):

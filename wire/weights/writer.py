@@ -48,6 +48,11 @@ class _Slot:
     def mark(self, version: int) -> None:
         self.memory[:8] = version.to_bytes(8, "little", signed=True)
 
+    @property
+    def version(self) -> int:
+        """The version that it holds; WRITING: none."""
+        return int.from_bytes(self.memory[:8], "little", signed=True)
+
 
 class WeightPublisher:
     """Writes versions of one model's weights. Not thread-safe; one per trainer.
@@ -103,6 +108,14 @@ class WeightPublisher:
         return WeightManifest(
             policy_version, str(slot.path), self._nbytes, self._specs, fingerprint
         )
+
+    def tensors_of(self, policy_version: int) -> list[tuple[str, Tensor]]:
+        """A version that is still published, valid until the next `publish`; empty if it is not."""
+        for slot in self._slots:
+            if slot.version == policy_version:
+                names = [spec.name for spec in self._specs]
+                return list(zip(names, slot.views, strict=True))
+        return []
 
     def close(self) -> None:
         """Delete the files. A reader that has one open can still read it. Idempotent."""

@@ -252,7 +252,8 @@ class SampleGenerator:
         noise_floor_every: int | None = None,
     ) -> None:
         self._engine = engine
-        self._sampling = sampling
+        self.sampling = sampling
+        """Of every request; the seed is the sample's."""
         self._attempts_allowed = asyncio.Event()
         self._attempts_allowed.set()
         self._engine_unpaused = asyncio.Event()
@@ -340,7 +341,7 @@ class SampleGenerator:
     async def _attempt(self, generation: SampleGeneration) -> FinishReason:
         """Serve one request to its end and append its tokens as they come."""
         generation.begin_pending_verification()  # one may have been requested during the waits
-        request = generation.next_request(self._sampling)
+        request = generation.next_request(self.sampling)
         generation.request_id, generation.interrupting = request.request_id, False
         is_training = generation.purpose == "train"
         self._attempts += is_training

@@ -35,6 +35,7 @@ from asyncrl.processes.generator.generation import SampleGenerator
 from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.preemption import Preemption
 from asyncrl.processes.generator.reports import GeneratorRecords, GeneratorReports
+from asyncrl.processes.generator.rescoring import Rescoring
 from asyncrl.processes.generator.samples import Samples
 from asyncrl.processes.generator.unfinished_files import UnfinishedFiles
 from asyncrl.processes.generator.weight_installs import WeightInstalls
@@ -60,6 +61,7 @@ class GeneratorProcess:
         lenient_reuse: rollouts of earlier epochs, see `lenient_reuse`.
         deadline_seconds: see `deadlines`.
         kv_limit: see `preemption`.
+        stops_on_wrong_policy: see `weight_installs`.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class GeneratorProcess:
         lenient_reuse: LenientReuse | None = None,
         deadline_seconds: float | None = None,
         kv_limit: float = 1.0,
+        stops_on_wrong_policy: bool = True,
     ) -> None:
         metrics = records.metrics
         self._engine = engine
@@ -88,7 +91,15 @@ class GeneratorProcess:
         self._preemption = Preemption(engine, self.samples, metrics, kv_limit=kv_limit)
         self._evaluation = Evaluation(generator, controller)
         self.deliveries = Deliveries(self.samples.held, trainer, controller, records, lenient_reuse)
-        self._installs = WeightInstalls(engine, self.samples, controller, metrics, self._note)
+        self._installs = WeightInstalls(
+            engine,
+            self.samples,
+            controller,
+            metrics,
+            self._note,
+            stops_on_wrong_policy=stops_on_wrong_policy,
+        )
+        self._rescoring = Rescoring(engine, generator.sampling, controller)
         self._unfinished = UnfinishedFiles(self._installs, self._tasks)
         self._paused_at: float | None = None
 
@@ -97,7 +108,11 @@ class GeneratorProcess:
         stats = self._engine.stats()
         await self._controller.send(
             from_generator.GeneratorReady(
-                self._controller.generator, stats.slots, stats.policy_version, metrics_port
+                self._controller.generator,
+                stats.slots,
+                stats.policy_version,
+                self._engine.fingerprint(),
+                metrics_port,
             )
         )
         try:
@@ -129,15 +144,12 @@ class GeneratorProcess:
                 await self._verify(command)
             case to_generator.Evaluate():
                 self._evaluation.start(command, self._tasks)
-            case to_generator.InstallWeights():
-                self._generator.noise_floor.cancel()
-                self._tasks.start(self._installs.install(command))
+            case to_generator.InstallWeights() | to_generator.Deliver() | to_generator.Rescore():
+                self._start(command)
             case to_generator.Rewind():
                 await self._rewind(command)
             case to_generator.SaveUnfinished():
                 await self._unfinished.save(command)
-            case to_generator.Deliver():
-                self._tasks.start(self.deliveries.deliver(command))
             case to_generator.Discard():
                 self.samples.discard(command.samples)
                 self.deliveries.discard(command.samples)
@@ -147,6 +159,19 @@ class GeneratorProcess:
                 with contextlib.suppress(EngineError):  # a resumed run only starts without drafts
                     await self._engine.save_cache()
                 self._tasks.end()
+
+    def _start(
+        self, command: to_generator.InstallWeights | to_generator.Deliver | to_generator.Rescore
+    ) -> None:
+        """Carry out a command concurrently with those that follow it."""
+        match command:
+            case to_generator.InstallWeights():
+                self._generator.noise_floor.cancel()
+                self._tasks.start(self._installs.install(command))
+            case to_generator.Deliver():
+                self._tasks.start(self.deliveries.deliver(command))
+            case to_generator.Rescore():
+                self._tasks.start(self._rescoring.answer(command))
 
     async def _generate(self, command: to_generator.Generate) -> None:
         self.samples.generate(command, await self._unfinished.read(command))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.bring_up import bring_up, timeline_file
+from asyncrl.processes.checked_tokenizer import load_checked_tokenizer
 from asyncrl.processes.generator.activity import Activity
 from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.generator.engine_log import EngineLog
@@ -22,7 +24,6 @@ from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.processes.shared_memory import exchange_directory
 from asyncrl.processes.spec import ChildSpec, GeneratorKeys
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.tasks.model_tokenizer import load_tokenizer
 from asyncrl.tasks.token_bytes import stop_rule
 from cache.place import CachePlace
 from engine.errors import EngineError, EngineStartError, RequestError
@@ -41,7 +42,9 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
     async with bring_up(spec, keys, to_generator.ToGenerator, GeneratorMetrics, _failure) as child:
         config, closing = child.config, child.closing
         with child.timeline.span(SpanKind.STARTING):
-            tokenizer = load_tokenizer(spec.model_path)
+            tokenizer = await load_checked_tokenizer(
+                child, partial(from_generator.WrongPolicyFound, spec.name)
+            )
 
             def decode(tokens: list[int]) -> str:
                 return str(tokenizer.decode(tokens, skip_special_tokens=True))
@@ -95,6 +98,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
             lenient_reuse=LenientReuse.from_config(config.cache),
             deadline_seconds=config.scheduler.sample_deadline_seconds,
             kv_limit=config.scheduler.runahead_kv_limit,
+            stops_on_wrong_policy=config.run.on_wrong_policy == "stop",
         )
         await process.run(metrics_port=child.metrics_port)
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from asyncrl.errors import WrongPolicyError
 from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.generator.samples import Samples
 from engine.errors import WeightsSupersededError
@@ -14,6 +15,8 @@ from engine.protocol import Engine
 from monitoring.metrics import GeneratorMetrics
 from rollout.trajectory import KeptTokens, SampleId
 from wire.messages import from_generator, to_generator
+from wire.weights.layout import Fingerprint, WeightManifest
+from wire.wrong_policy import WrongPolicy, compare_weights
 
 logger = logging.getLogger("asyncrl.generator")
 
@@ -27,6 +30,8 @@ class WeightInstalls:
         controller: is told of each installation.
         metrics: gets the seconds of each installation.
         on_change: called when the engine stops for an installation and when it resumes.
+        stops_on_wrong_policy: whether the process ends when the engine turns out to decode with
+            other weights than the trainer has. Then no token drawn with them can be delivered.
     """
 
     def __init__(
@@ -36,12 +41,15 @@ class WeightInstalls:
         controller: ControllerLine,
         metrics: GeneratorMetrics,
         on_change: Callable[[], None],
+        *,
+        stops_on_wrong_policy: bool = True,
     ) -> None:
         self._engine = engine
         self._samples = samples
         self._controller = controller
         self._metrics = metrics
         self._on_change = on_change
+        self._stops_on_wrong_policy = stops_on_wrong_policy
         self._lock = asyncio.Lock()
         self._lineage = 0
         self._are_gone = False
@@ -60,6 +68,7 @@ class WeightInstalls:
 
         Raises:
             EngineError: the engine refused the weights or failed.
+            WrongPolicyError: it decodes with other ones; nothing is generated any more.
         """
         started = time.monotonic()
         version = command.manifest.policy_version
@@ -72,8 +81,11 @@ class WeightInstalls:
                 self._on_change()
                 if command.rebuild_kv:
                     await self._samples.interrupt_all()
+                before = self._engine.stats().policy_version, self._engine.fingerprint()
                 await self._engine.install_weights(version)
-                self._are_gone = False
+                wrong = self._compare(command.manifest, before)
+                self._are_gone = wrong is not None and self._stops_on_wrong_policy
+                await self._report(wrong)
             except WeightsSupersededError as error:
                 logger.info("version %d is not installed: %s", version, error)
             finally:
@@ -87,6 +99,29 @@ class WeightInstalls:
         await self._controller.send(
             from_generator.WeightsInstalled(self._controller.generator, installed)
         )
+
+    def _compare(
+        self, manifest: WeightManifest, before: tuple[int, Fingerprint]
+    ) -> WrongPolicy | None:
+        """What is wrong with the weights that the engine decodes with now."""
+        if manifest.fingerprint is None:
+            return None
+        return compare_weights(
+            self._controller.generator,
+            manifest.policy_version,
+            expected=manifest.fingerprint,
+            found=self._engine.fingerprint(),
+            before=before,
+        )
+
+    async def _report(self, wrong: WrongPolicy | None) -> None:
+        if wrong is None:
+            return
+        await self._controller.send(
+            from_generator.WrongPolicyFound(self._controller.generator, wrong)
+        )
+        if self._stops_on_wrong_policy:
+            raise WrongPolicyError(wrong.text)
 
     async def rewind(self, command: to_generator.Rewind) -> None:
         """The policies after a version are gone: relabel their tokens and stop using their weights.

@@ -52,6 +52,7 @@ class TrainerProcess:
         in_order: whether groups are accumulated in the order of their numbers, so that the rounding
             of their sum repeats.
         lineage: how many trainers the run had before; deliveries for one of those are not taken.
+        stops_on_wrong_policy: whether a step with tokens of another policy is not trained.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class TrainerProcess:
         groups_per_step: int,
         in_order: bool = False,
         lineage: int = 0,
+        stops_on_wrong_policy: bool = True,
     ) -> None:
         self._steps = steps
         self._queue = queue
@@ -79,6 +81,7 @@ class TrainerProcess:
         self._groups_per_step = groups_per_step
         self._in_order = in_order
         self._lineage = lineage
+        self._stops_on_wrong_policy = stops_on_wrong_policy
         self._plans: dict[int, frozenset[int]] = {}
         self._changed = asyncio.Event()
         self._shutdown: to_trainer.Shutdown | None = None
@@ -190,6 +193,14 @@ class TrainerProcess:
         return frozenset(sorted(plan - done)[:1])
 
     async def _finish_step(self) -> None:
+        wrong = await self._steps.wrong_policies()
+        for found in wrong:
+            await self._control.send(found)
+        if wrong and self._stops_on_wrong_policy:
+            while self._shutdown is None:  # the controller ends the run; nothing is trained on
+                self._changed.clear()
+                await self._steps.wait(self._changed, "the run's end")
+            return
         finished = await self._steps.finish_step()
         self._plans.pop(finished.step, None)
         self._queue.forget_before(self._steps.step)

@@ -6,21 +6,23 @@ import torch
 
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.bring_up import Child, bring_up
+from asyncrl.processes.checked_tokenizer import load_checked_tokenizer
 from asyncrl.processes.shared_memory import weights_id
 from asyncrl.processes.spec import ChildSpec, TrainerKeys
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.intake import Intake
+from asyncrl.processes.trainer.policy_check import PolicyCheck
 from asyncrl.processes.trainer.process import TrainerProcess
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
-from asyncrl.tasks.model_tokenizer import load_tokenizer
 from engine.config import EngineConfig
 from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
 from scheduler.admission import Admission
 from trainer.checkpoint_files import path_of
+from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES
 from trainer.errors import BatchError, NonFiniteError, TrainerError
 from trainer.learner import Learner, resolve_device
 from wire import Hub
@@ -57,7 +59,9 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         with child.timeline.span(SpanKind.STARTING):
             learner = _load_learner(child)
         drop_repeated(child.directory / "samples", learner.policy_version)
-        records = TrainerRecords(child.metrics, child.timeline, _sample_log(child))
+        engine_dtype, exact = _engine_arithmetic(config.engine)
+        check = PolicyCheck(FLOAT32_CPU if exact else TENSOR_CORES, learner.policy, publisher)
+        records = TrainerRecords(child.metrics, child.timeline, await _sample_log(child), check)
         if records.samples is not None:
             child.closing.push_async_callback(records.samples.close)
         queue = GroupQueue(config.scheduler.group_size)
@@ -73,7 +77,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
                 learner,
                 publisher,
                 records,
-                engine_dtype=_engine_dtype(config.engine),
+                engine_dtype=engine_dtype,
                 samples_follow_policy=config.samples_follow_policy,
             ),
             queue,
@@ -91,6 +95,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             groups_per_step=config.scheduler.groups_per_step,
             in_order=config.run.repeatable,
             lineage=spec.lineage,
+            stops_on_wrong_policy=config.run.on_wrong_policy == "stop",
         )
         await process.run(metrics_port=child.metrics_port)
 
@@ -117,18 +122,18 @@ def _load_learner(child: Child[TrainerMetrics]) -> Learner:
     return learner
 
 
-def _engine_dtype(config: EngineConfig) -> torch.dtype:
-    """In which the generators of this machine hold the weights."""
+def _engine_arithmetic(config: EngineConfig) -> tuple[torch.dtype, bool]:
+    """How this machine's generators hold the weights, and whether they compute in full float32."""
     on_cpu = config.device == "cpu" or not torch.cuda.is_available()
     dtype: torch.dtype = getattr(torch, config.weights_dtype(on_cpu=on_cpu))
-    return dtype
+    return dtype, on_cpu and dtype == torch.float32
 
 
-def _sample_log(child: Child[TrainerMetrics]) -> TrainedSampleLog | None:
+async def _sample_log(child: Child[TrainerMetrics]) -> TrainedSampleLog | None:
     settings = child.config.run
     if settings.log_samples == "off":
         return None
-    tokenizer = load_tokenizer(child.spec.model_path)
+    tokenizer = await load_checked_tokenizer(child, from_trainer.WrongPolicyFound)
     return TrainedSampleLog(child.directory / "samples", tokenizer, settings, child.metrics)
 
 

@@ -12,12 +12,13 @@ import msgspec
 import torch
 
 from asyncrl.processes.trainer.group_queue import WholeGroup
+from asyncrl.processes.trainer.policy_check import PolicyCheck
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
 from monitoring.timeline import Timeline
 from trainer.learner import Learner
-from wire.messages.from_trainer import StepFinished
+from wire.messages.from_trainer import StepFinished, WrongPolicyFound
 from wire.records import TrainerTimes
 from wire.weights.layout import WeightManifest
 from wire.weights.writer import WeightPublisher
@@ -31,6 +32,8 @@ class TrainerRecords:
     timeline: Timeline
     samples: TrainedSampleLog | None = None
     """None where `run.log_samples` is off."""
+    check: PolicyCheck | None = None
+    """Compares generators with the trainer; None: they are not compared."""
 
 
 class StepTrainer:
@@ -60,6 +63,7 @@ class StepTrainer:
         self._metrics = records.metrics
         self._timeline = records.timeline
         self._sample_log = records.samples
+        self._check = records.check
         self._start_step()
         self.busy_seconds = 0.0
         """Spent on gradients and optimizer steps since the start."""
@@ -97,7 +101,11 @@ class StepTrainer:
         """Add the gradient of a whole group. Raises TrainerError."""
         began = time.monotonic()
         with self._timeline.span(SpanKind.TRAINING, step=self.step):
-            await asyncio.to_thread(self._learner.add_group, group.trajectories, group.rewards)
+            rows = await asyncio.to_thread(
+                self._learner.add_group, group.trajectories, group.rewards
+            )
+        if self._check is not None:
+            self._check.add(group, rows)
         self._accumulated.append(group.group)
         self.done.add(group.group)
         self._samples += len(group.trajectories)
@@ -112,6 +120,12 @@ class StepTrainer:
         with self._timeline.waiting(cause, step=self.step):
             await changed.wait()
         self._waited[cause] += time.monotonic() - began
+
+    async def wrong_policies(self) -> list[WrongPolicyFound]:
+        """Generators whose tokens of this step do not follow the present policy."""
+        if self._check is None:
+            return []
+        return await asyncio.to_thread(self._check.findings, self.step)
 
     async def finish_step(self) -> StepFinished:
         """Take the optimizer step and publish the new weights.

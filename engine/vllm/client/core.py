@@ -13,7 +13,7 @@ import msgspec
 from engine.vllm.client.process import CoreProcess
 from engine.vllm.client.steps import StepQueue
 from engine.vllm.remote import RemoteWorker, StagingReport
-from wire.weights.layout import WeightManifest
+from wire.weights.layout import Fingerprint, WeightManifest
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -113,6 +113,12 @@ class Core:
         await self.process.ask(version, "set its weight version")
         self.policy_version = policy_version
         self._installations += 1
+
+    async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:
+        """Of the weights in use, by names and shapes of the HF state dict."""
+        call = self._call("compare its weights", RemoteWorker.asyncrl_fingerprint, shapes)
+        (found,) = await call
+        return msgspec.convert(found, Fingerprint)
 
     async def save_cache(self) -> int:
         """Write the snapshot of the cache inside the core; returns its bytes."""

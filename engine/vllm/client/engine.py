@@ -42,7 +42,7 @@ from engine.vllm.client.streams import Streams
 from engine.vllm.client.weights import WeightSwap
 from engine.weights import ModelShapes
 from wire.records import EngineStats, TokenCounts
-from wire.weights.layout import WeightManifest
+from wire.weights.layout import Fingerprint, WeightManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ class VllmEngine:
             await started
             self._parts = self._assemble(shapes)
             await self._parts.core.attach(self._config.top_k_logprobs)
+            await self._parts.weights.take_fingerprint()
         except EngineError as error:
             process.fail(error)
             await process.stop()
@@ -180,6 +181,10 @@ class VllmEngine:
             EngineError: vLLM failed during the installation; the engine has ended.
         """
         await self._running().weights.install(policy_version)
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the weights that vLLM's layers hold, taken before they drew a token."""
+        return self._running().weights.fingerprint
 
     async def save_cache(self) -> int:
         """Write the snapshot of the cache, if it has a place for one; returns its bytes."""

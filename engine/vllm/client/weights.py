@@ -10,7 +10,7 @@ from engine.vllm.client.core import Core
 from engine.vllm.client.pausing import Pausing
 from engine.vllm.client.streams import Streams
 from engine.weights import ModelShapes, not_staged
-from wire.weights.layout import WeightManifest
+from wire.weights.layout import Fingerprint, WeightManifest
 
 _FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.05
 """Between two questions whether weights are staged. Each is answered between two steps."""
@@ -42,6 +42,12 @@ class WeightSwap:
         self._timeout_seconds = timeout_seconds
         self._lock = asyncio.Lock()
         self._staged: int | None = None
+        self.fingerprint = Fingerprint({}, "")
+        """Of the weights in use, taken before they drew a token."""
+
+    async def take_fingerprint(self) -> None:
+        """Have the worker look at the weights in use. Raises EngineError."""
+        self.fingerprint = await self._core.fingerprint(self._shapes.shapes)
 
     async def stage(self, manifest: WeightManifest) -> None:
         """Have the worker copy published weights into its staging memory.
@@ -88,6 +94,7 @@ class WeightSwap:
             try:
                 async with self._pausing.stopped():
                     await self._core.install(policy_version)
+                    await self.take_fingerprint()
                     self._staged = None
                     await self._streams.restart_unstarted()
             except EngineError as error:

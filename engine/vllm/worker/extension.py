@@ -19,6 +19,7 @@ from engine.drawing import warm_up as warm_up_drawing
 from engine.vllm.remote import RemoteWorker
 from engine.vllm.worker.batch import Batch
 from engine.vllm.worker.drafter import CacheDrafter
+from engine.vllm.worker.held_weights import HeldWeights
 from engine.vllm.worker.sampling import CoreSampler
 from engine.vllm.worker.scoring import CoreScorer
 from engine.vllm.worker.weights import WorkerWeights
@@ -73,6 +74,14 @@ class WorkerExtension(RemoteWorker):
         drafter = _drafter_of(self.model_runner)
         if drafter is not None:
             drafter.advance(policy_version)
+
+    def asyncrl_fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+        """A `Fingerprint` of the weights in use, by the names and shapes of the HF state dict."""
+        held = HeldWeights(
+            self.model_runner.get_model(), {name: tuple(shape) for name, shape in shapes.items()}
+        )
+        found: dict[str, Any] = msgspec.to_builtins(held.fingerprint())
+        return found
 
     def asyncrl_save_cache(self) -> int:
         """Write the snapshot of the cache of rollouts; returns its bytes."""

@@ -37,6 +37,7 @@ from wire.records import (
     TrainerTimes,
 )
 from wire.weights.layout import WeightManifest
+from wire.wrong_policy import WrongPolicy
 
 GROUP_SIZE = 4
 
@@ -286,11 +287,20 @@ def test_the_noise_floor_is_that_of_all_generators_and_of_the_run_before(tmp_pat
     assert said.count("rejects 33.3% of the tokens of the very policy that verifies them") == 1
 
 
-def test_a_mismatch_on_fresh_tokens_is_said_once(watched: Watched) -> None:
+def test_a_finding_is_in_the_record_and_makes_the_run_off_policy(watched: Watched) -> None:
     watched.begin(0)
-    for step in range(2):
-        watched.finish(step, sent(), TrainerTimes())
-    assert watched.said.getvalue().count("engine and trainer disagree") == 1
+    fresh = sent(exactly_on_policy=True, staleness=StalenessMetrics())
+    first = watched.finish(0, fresh, TrainerTimes())
+    wrong = WrongPolicy("kv", "generator-0", 1, "KV of older weights was reused")
+    for _ in range(2):
+        watched.progress.found(wrong)
+    second = watched.finish(1, fresh, TrainerTimes())
+    assert (first.wrong_policy, first.exactly_on_policy) == ((), True)
+    assert (second.wrong_policy, second.exactly_on_policy) == ((wrong.text,) * 2, False)
+    assert watched.said.getvalue().count("WRONG POLICY: KV of older weights") == 1
+    watched.progress.training_ends()
+    result = watched.progress.result(None, None, total_seconds=1.0)
+    assert (result.wrong_policy, result.exactly_on_policy) == ((wrong.text,) * 2, False)
 
 
 def test_rates_are_taken_over_three_seconds_at_least() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +15,10 @@ from asyncrl_runs import ROOT, worst_mismatch
 from run_in_threads import ThreadedRun, ThreadLauncher
 from small_disks import small_disk
 
-from asyncrl.errors import RunFailed, UserError
+from asyncrl.errors import RunFailed, UserError, WrongPolicyError
+from asyncrl.processes.generator.generation import SampleGenerator
+from engine.protocol import SamplingParams
+from engine.torch.weights import ModuleWeights
 from wire.records import RunResult
 
 pytestmark = pytest.mark.slow
@@ -85,6 +90,43 @@ def test_the_same_run_on_real_vllm(threaded_run: ThreadedRun) -> None:
     assert result.steps == 3
     assert worst_mismatch(threaded_run.metrics()) < 1e-3
     assert result.staleness.max == 0
+
+
+def test_a_generator_at_another_temperature_ends_the_run_before_its_step(
+    threaded_run: ThreadedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Warmer(SampleGenerator):
+        def __init__(
+            self, engine: Any, rewards: Any, sampling: SamplingParams, **more: Any
+        ) -> None:
+            super().__init__(engine, rewards, replace(sampling, temperature=1.25), **more)
+
+    monkeypatch.setattr("asyncrl.processes.generator.setup.SampleGenerator", Warmer)
+    with pytest.raises(WrongPolicyError, match=r"temperature 1\.25 instead of 1") as ended:
+        threaded_run.run()
+    assert ended.value.exit_code == 1
+    result = msgspec.json.decode((threaded_run.folder / "result.json").read_bytes(), type=RunResult)
+    assert (result.steps, result.accuracy_before is not None) == (0, True)
+    assert "generator-0" in result.wrong_policy[0]
+    assert threaded_run.metrics() == [], "no step was trained"
+    for text in (threaded_run.said(), (threaded_run.folder / "report.html").read_text()):
+        assert "temperature 1.25 instead of 1" in text
+    assert json.loads((threaded_run.folder / "run.json").read_text())["ended"] == "failed"
+
+
+def test_a_run_that_is_to_warn_continues_with_weights_that_are_not_installed(
+    threaded_run: ThreadedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModuleWeights, "install", lambda _self, _version: None)
+    result = threaded_run.run(run__on_wrong_policy="warn")
+    assert result.steps == 3
+    assert not result.exactly_on_policy
+    assert "generator-0 decodes with other weights" in result.wrong_policy[0]
+    steps = threaded_run.metrics()
+    assert steps[0].exactly_on_policy
+    assert not steps[-1].exactly_on_policy
+    assert "They still have the numbers of version 0: they were not" in steps[1].wrong_policy[0]
+    assert "so the run is not on-policy" in (threaded_run.folder / "report.html").read_text()
 
 
 def test_a_run_on_a_disk_that_takes_no_checkpoint_trains_to_its_end_and_says_so(

@@ -24,6 +24,7 @@ from wire.messages import from_generator as fg
 from wire.messages import from_trainer as ft
 from wire.messages import to_generator as tg
 from wire.messages import to_trainer as tt
+from wire.weights.layout import Fingerprint
 
 IMPOSSIBLE = Reason.IMPOSSIBLE_EVENT
 
@@ -116,7 +117,7 @@ NEVER_ISSUED, OURS = SampleId(9, 0), SampleId(0, 0)
         fg.SampleFailed(G, NEVER_ISSUED, "no reason", user_error=False),
         fg.SampleDelivered(G, NEVER_ISSUED),
         fg.SampleDelivered(G, OURS),
-        fg.GeneratorReady(G, 3, 0),
+        fg.GeneratorReady(G, 3, 0, Fingerprint({}, "")),
         fg.EvaluationSample(G, 0, 10**12, 1.0, 0),
     ],
     ids=lambda message: type(message).__name__,
@@ -248,7 +249,7 @@ def test_a_new_generator_is_recorded_and_gets_the_weights_that_are_evaluated(
         assert [message.index for _, message in run.hub.take()] == [0, 1, 2]
         await run.evaluation.lost(run.fleet.generators()[0])
         run.hub.take()
-        ready = fg.GeneratorReady(G, 2, 0, metrics_port=4321)
+        ready = fg.GeneratorReady(G, 2, 0, Fingerprint({}, ""), metrics_port=4321)
         assert await run.hear(G, ready) == [(G, tg.InstallWeights(weights(3)))]
         state = read_state(run.directory.path)
         assert state is not None

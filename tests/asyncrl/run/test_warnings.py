@@ -78,16 +78,3 @@ def test_a_noise_floor_that_is_not_about_0_is_warned_about_once_enough_responses
         assert "engine.kind: torch" in defect
     nothing_accepted = NoiseFloor(samples=3, cut_samples=3, judged=9, rejected=9)
     assert "report this as a defect" in (warnings.noise_floor(run, nothing_accepted) or "")
-
-
-def test_an_engine_that_does_not_use_its_weights_is_detected() -> None:
-    run = config(engine={"device": "cpu", "dtype": "float32"})
-    assert warnings.engine_disagrees(run, None) is None
-    assert warnings.engine_disagrees(run, 1e-5) is None
-    warning = warnings.engine_disagrees(run, 0.04)
-    assert warning is not None
-    assert "differ by 0.04 on average" in warning
-    half = config(engine={"dtype": "bfloat16"})
-    assert warnings.engine_disagrees(half, 0.02) is None, "rounding explains it"
-    old_kv = config(scheduler={"max_off_policy_steps": 1}, engine={"dtype": "float32"})
-    assert warnings.engine_disagrees(old_kv, 0.04) is None, "old KV explains it"

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import transformers
@@ -13,7 +14,12 @@ from transformers import AutoTokenizer
 
 from asyncrl.errors import ModelError
 from asyncrl.tasks.model import builtin_tokenizer
-from asyncrl.tasks.model_tokenizer import _CLASSES, load_tokenizer, model_stop_tokens
+from asyncrl.tasks.model_tokenizer import (
+    _CLASSES,
+    load_tokenizer,
+    model_stop_tokens,
+    tokenizer_digest,
+)
 
 KNOWN = [(family, name) for family, names in _CLASSES.items() for name in names]
 TEXT = "What is 12 + 7?  Compute.\n"
@@ -88,3 +94,35 @@ print(len(task.train), sorted({{"torch", "numba"}} & sys.modules.keys()))
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["4", "[]"]
+
+
+def test_the_digest_is_of_what_a_tokenizer_does(tmp_path: Path) -> None:
+    def loaded() -> Any:
+        return load_tokenizer(str(path))
+
+    path = directory_of(tmp_path, "llama", "TokenizersBackend")
+    ours = tokenizer_digest(loaded())
+    used = loaded()
+    used([TEXT, "1"], padding=True, truncation=True, max_length=7)
+    assert tokenizer_digest(used) == ours
+
+    template = loaded()
+    template.chat_template = "{{ messages[0].content }}!"
+    found = tokenizer_digest(template)
+    assert found.vocabulary == ours.vocabulary
+    assert found.chat_template != ours.chat_template
+
+    more, special = loaded(), loaded()
+    more.add_tokens(["forty-two"])
+    special.pad_token = "1"
+    found = {tokenizer_digest(one).vocabulary for one in (more, special)} | {ours.vocabulary}
+    assert len(found) == 3
+
+    class InPython:
+        chat_template = None
+        special_tokens_map: ClassVar[dict[str, str]] = {}
+
+        def __init__(self, words: dict[str, int]) -> None:
+            self.get_vocab = lambda: words
+
+    assert tokenizer_digest(InPython({"a": 1})) != tokenizer_digest(InPython({"a": 2}))

@@ -15,7 +15,7 @@ from engine.vllm.client.pausing import Pausing
 from engine.vllm.client.weights import WeightSwap
 from engine.vllm.remote import StagingReport
 from engine.weights import ModelShapes
-from wire.weights.layout import TensorSpec, WeightManifest
+from wire.weights.layout import Fingerprint, TensorSpec, WeightManifest
 
 
 @dataclass
@@ -26,6 +26,7 @@ class FakeCore:
     calls: list[Any] = field(default_factory=list)
     failed: list[EngineError] = field(default_factory=list)
     broken: bool = False
+    installed: int = 0
 
     def __post_init__(self) -> None:
         meter = SimpleNamespace(busy=lambda: self.calls.append("busy"))
@@ -49,6 +50,11 @@ class FakeCore:
         if self.broken:
             raise EngineError("the core died")
         self.calls.append(("install", policy_version))
+        self.installed = policy_version
+
+    async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:
+        self.calls.append(("compare", *shapes))
+        return Fingerprint({}, f"version {self.installed}")
 
 
 class FakeStreams:
@@ -93,11 +99,13 @@ def test_weights_are_staged_while_running_and_installed_between_steps() -> None:
         with pytest.raises(WeightsError, match=r"version 5 cannot be installed: version 4 is"):
             await swap.install(5)
         await swap.install(4)
+        assert swap.fingerprint.whole == "version 4"
         with pytest.raises(WeightsError, match="no version is staged"):
             await swap.install(4)
 
     calls = play(FakeCore([RUNNING, RUNNING, STAGED]), scene)
-    swapped = ["pause", "flush", ("install", 4), "restart", "resume", "busy"]
+    compared = ("compare", "a")  # before a token is drawn with the new weights
+    swapped = ["pause", "flush", ("install", 4), compared, "restart", "resume", "busy"]
     assert calls == [("begin", 4), *swapped]
 
 
@@ -112,7 +120,7 @@ def test_a_paused_engine_stays_paused() -> None:
         await pausing.resume()
 
     calls = play(FakeCore([STAGED]), scene)
-    swapped = [("begin", 4), ("install", 4), "restart"]
+    swapped = [("begin", 4), ("install", 4), ("compare", "a"), "restart"]
     assert calls == ["pause", "flush", *swapped, "resume", "busy"]
 
 

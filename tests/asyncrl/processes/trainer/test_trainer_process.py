@@ -8,17 +8,21 @@ import threading
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from deliveries_of import delivery_of, order_of
 from trainer_harness import GROUP_SIZE, FakeLearner, TrainerHarness, play
 
 from asyncrl.errors import AsyncrlError, first_error
+from asyncrl.processes.trainer.group_queue import WholeGroup
 from asyncrl.processes.trainer.sample_log import drop_repeated
 from monitoring.trained_samples import read_trained_samples
 from rollout.trajectory import SampleId
+from trainer.disagreement import SUMS
 from wire.messages import from_trainer, to_trainer
 from wire.weights.fingerprint import fingerprint
+from wire.wrong_policy import WrongPolicy
 
 
 def test_a_step_is_taken_when_the_groups_of_its_plan_are_accumulated(tmp_path: Path) -> None:
@@ -254,3 +258,43 @@ def test_samples_that_cannot_be_dropped_do_not_end_the_trainer(
     drop_repeated(tmp_path, 3)
     assert "step 3 and later steps could not be dropped" in caplog.text
     assert "Is a directory" in caplog.text
+
+
+class SuspiciousCheck:
+    """Finds something wrong with step 0."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def add(self, group: WholeGroup, rows: np.ndarray) -> None:
+        assert rows.shape == (GROUP_SIZE, SUMS)
+        self.seen.append(group.group)
+
+    def findings(self, version: int) -> list[from_trainer.WrongPolicyFound]:
+        wrong = WrongPolicy("temperature", "g0", version, "it samples at another temperature")
+        return [from_trainer.WrongPolicyFound(wrong)] if version == 0 else []
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_step_with_tokens_of_another_policy_is_not_trained(
+    tmp_path: Path, *, stops: bool
+) -> None:
+    check = SuspiciousCheck()
+
+    async def scenario(harness: TrainerHarness) -> None:
+        for group in (0, 1):
+            harness.deliver(group, step=0)
+        harness.control.inbox.put_nowait(to_trainer.StepPlan(0, (0, 1)))
+        (found,) = await harness.sent(from_trainer.WrongPolicyFound, 1)
+        assert (found.found.cause, found.found.policy_version) == ("temperature", 0)
+        if not stops:
+            await harness.sent(from_trainer.StepFinished, 1)
+
+    harness = play(tmp_path, scenario, checkpoint=True, check=check, stops=stops)
+    assert sorted(check.seen) == [0, 1]
+    assert harness.learner.policy_version == (0 if stops else 1)
+    finished = [one for one in harness.control.sent if isinstance(one, from_trainer.StepFinished)]
+    assert len(finished) == (not stops)
+    saved = [path.name for path in harness.learner.saved]
+    assert saved == ([] if stops else ["step-000001"]), "nothing was trained that could be saved"
+    assert isinstance(harness.control.sent[-1], from_trainer.Goodbye)

@@ -1,0 +1,136 @@
+"""Compares the log-probabilities of each generator with the trainer's before they are trained on.
+
+    accumulate ─► add: sums by generator, its most suspicious trajectories
+    before the optimizer step ─► findings: generators beyond what rounding explains, and why
+
+Bits of weights do not show a wrong temperature, KV of older weights, or a kernel that reads other
+memory. Log-probabilities do. Only trajectories that are wholly of the trainer's version count:
+tokens on KV of several versions follow no policy, which `on_update: keep` allows.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.processes.trainer.group_queue import WholeGroup
+from rollout.trajectory import Trajectory
+from trainer.diagnosis import explain, logprobs_of
+from trainer.disagreement import MIN_TOKENS, Disagreement, Limits
+from trainer.policy import Policy
+from wire.frames import encode_floats, encode_tokens
+from wire.messages.from_trainer import SuspectSample, WrongPolicyFound
+from wire.weights.writer import WeightPublisher
+from wire.wrong_policy import WrongPolicy
+
+_SUSPECTS = 4
+"""Trajectories of a generator that are kept for an explanation."""
+_MAX_SUSPECT_TOKENS = 1 << 15
+"""Of those that are sent to the controller."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of one generator's tokens."""
+
+    sums: Disagreement = field(default_factory=Disagreement)
+    worst: list[tuple[float, int, Trajectory]] = field(default_factory=list)
+    """A heap: mean difference, a number that orders equal ones, the trajectory."""
+
+
+class PolicyCheck:
+    """Judges generators by the tokens of a step.
+
+    A generator with fewer than MIN_TOKENS in a step is judged with those of later steps.
+
+    Args:
+        limits: what rounding explains.
+        policy: the trainer's.
+        publisher: has the weights of the version before.
+    """
+
+    def __init__(self, limits: Limits, policy: Policy, publisher: WeightPublisher) -> None:
+        self._limits = limits
+        self._policy = policy
+        self._publisher = publisher
+        self._records: dict[str, _Record] = {}
+        self._count = 0
+
+    def add(self, group: WholeGroup, rows: NDArray[np.float64]) -> None:
+        """Note the `[G, SUMS]` disagreement of a group's trajectories."""
+        for generator, trajectory, row in zip(
+            group.generators, group.trajectories, rows, strict=True
+        ):
+            found = Disagreement(*row.tolist())
+            if not found.tokens:
+                continue
+            record = self._records.setdefault(generator, _Record())
+            record.sums += found
+            self._count += 1
+            entry = (found.mean, self._count, trajectory)
+            push = heapq.heappushpop if len(record.worst) == _SUSPECTS else heapq.heappush
+            push(record.worst, entry)
+
+    def findings(self, version: int) -> list[WrongPolicyFound]:
+        """The generators whose tokens do not follow the trainer's policy, and forget the step.
+
+        Slow if there is one.
+        """
+        found = [
+            self._explained(name, record, version)
+            for name, record in sorted(self._records.items())
+            if self._limits.exceeded_by(record.sums)
+        ]
+        self._records = {
+            name: record
+            for name, record in self._records.items()
+            if record.sums.tokens < MIN_TOKENS
+        }
+        return found
+
+    def _explained(self, generator: str, record: _Record, version: int) -> WrongPolicyFound:
+        sums = record.sums
+        suspects = [trajectory for _, _, trajectory in sorted(record.worst, reverse=True)]
+        text = (
+            f"the log-probabilities of {generator} are not those of version {version}: over "
+            f"{sums.tokens:.0f} tokens they differ from the trainer's by {sums.mean:.2g} on "
+            f"average, where rounding explains {self._limits.mean:g}"
+        )
+        known = explain(
+            self._policy,
+            suspects,
+            self._limits,
+            previous=self._publisher.tensors_of(version - 1),
+            version=version,
+        )
+        if known is not None:
+            wrong = WrongPolicy(known.cause, generator, version, f"{text}; {known.text}")
+            return WrongPolicyFound(wrong)
+        return WrongPolicyFound(
+            WrongPolicy("unknown", generator, version, text),
+            limit=self._limits.mean,
+            samples=_to_send(self._policy, suspects),
+        )
+
+
+def _to_send(policy: Policy, suspects: list[Trajectory]) -> tuple[SuspectSample, ...]:
+    """The most suspicious samples, within bounds, with the trainer's log-probabilities."""
+    chosen: list[Trajectory] = []
+    room = _MAX_SUSPECT_TOKENS
+    for one in suspects:
+        room -= len(one.prompt_tokens) + len(one.tokens)
+        if room < 0 and chosen:
+            break
+        chosen.append(one)
+    return tuple(
+        SuspectSample(
+            prompt_tokens=encode_tokens(one.prompt_tokens),
+            tokens=encode_tokens(one.tokens),
+            recorded=encode_floats(one.behaviour_logprobs),
+            expected=encode_floats(expected),
+        )
+        for one, expected in zip(chosen, logprobs_of(policy, chosen), strict=True)
+    )

@@ -1,0 +1,110 @@
+"""What happens when a process is found to sample from another policy than the one trained.
+
+generators, trainer ── WrongPolicyFound ─► PolicyWatch ─► said, counted, recorded
+                                                └─ run.on_wrong_policy: stop ─► the run ends
+             generator ◄─ Rescore, Rescored ─► where the trainer cannot tell the cause
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.config import OnWrongPolicy
+from asyncrl.errors import WrongPolicyError
+from asyncrl.run.fleet import Fleet, Worker
+from asyncrl.run.progress import Progress
+from asyncrl.run.rescored import conclusion
+from asyncrl.run.waiting import Waiter
+from wire.messages.from_generator import Rescored
+from wire.messages.from_trainer import WrongPolicyFound
+from wire.messages.to_generator import Rescore, ToRescore
+from wire.weights.layout import Fingerprint
+from wire.wrong_policy import WrongPolicy, compare_weights, listed, not_compared
+
+RESCORE_SECONDS = 30.0
+"""Longest wait for a generator that scores tokens again."""
+
+
+class PolicyWatch:
+    """Takes findings of all processes, and compares the weights that generators start with.
+
+    Args:
+        action: what follows a finding.
+        fleet: the processes.
+        progress: records findings.
+        waiter: ends the run.
+    """
+
+    def __init__(
+        self, action: OnWrongPolicy, fleet: Fleet, progress: Progress, waiter: Waiter
+    ) -> None:
+        self._action = action
+        self._fleet = fleet
+        self._progress = progress
+        self._waiter = waiter
+        self._asked: dict[int, WrongPolicyFound] = {}
+        """Findings whose generator scores the tokens again, by the number of the question."""
+        self._questions = 0
+        self._at_start: list[tuple[Worker, Fingerprint]] = []
+        """Generators whose first weights are still to be compared."""
+
+    def found(self, wrong: WrongPolicy) -> None:
+        """Record a finding; end the run if it is to stop."""
+        self._progress.found(wrong)
+        if self._action == "stop":
+            self._waiter.fail(
+                WrongPolicyError(
+                    f"{wrong.text}. The run ends before it trains on such tokens "
+                    "(run.on_wrong_policy: stop); docs/reliability.md says what each cause means"
+                )
+            )
+
+    async def suspected(self, message: WrongPolicyFound) -> None:
+        """The trainer found something. If it cannot tell the cause, ask the generator first."""
+        generators = {worker.name for worker in self._fleet.generators()}
+        if not message.samples or message.found.generator not in generators:
+            self.found(message.found)
+            return
+        self._questions += 1
+        number = self._questions
+        self._asked[number] = message
+        samples = tuple(ToRescore(one.prompt_tokens, one.tokens) for one in message.samples)
+        await self._fleet.send(message.found.generator, Rescore(number, samples))
+        asyncio.get_running_loop().call_later(RESCORE_SECONDS, self._give_up, number)
+
+    def rescored(self, answer: Rescored) -> None:
+        """A generator has scored tokens again. Late answers and those to nothing are ignored."""
+        asked = self._asked.pop(answer.number, None)
+        if asked is not None:
+            self.found(conclusion(asked, answer))
+
+    def _give_up(self, number: int) -> None:
+        if number in self._asked:
+            reason = f"it did not answer within {RESCORE_SECONDS:.0f} s"
+            self.rescored(Rescored("", number, -1, reason=reason))
+
+    def generator_ready(self, worker: Worker, fingerprint: Fingerprint) -> None:
+        """Compare the weights that a generator has started with, now or when a trainer is ready."""
+        self._at_start.append((worker, fingerprint))
+        self.compare()
+
+    def compare(self) -> None:
+        """Compare what is waiting with the newest weights of the trainer, if it is ready."""
+        weights = self._fleet.weights
+        if weights is None or weights.fingerprint is None:
+            return
+        expected, version = weights.fingerprint, weights.policy_version
+        waiting, self._at_start = self._at_start, []
+        for worker, fingerprint in waiting:
+            missing = not_compared(expected, fingerprint)
+            if missing:
+                self._progress.say(
+                    f"WARNING: {len(missing)} of {len(expected.tensors)} tensors of {worker.name} "
+                    f"cannot be compared with the trainer's: {listed(missing)}. Their names, their "
+                    "data types or their layout in the engine differ, so a fault in them would "
+                    "only show in the log-probabilities"
+                )
+            if worker.policy_version == version and not worker.is_gone:
+                wrong = compare_weights(worker.name, version, expected=expected, found=fingerprint)
+                if wrong is not None:
+                    self.found(wrong)

@@ -1,0 +1,170 @@
+"""Sabotage: each way to sample from another policy is named within one step, and health is not.
+
+Real engine, trainer and checks in one process (`policy_loop`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from policy_loop import GENERATOR, PolicyLoop
+from tiny_models import make_llama, make_qwen3, save
+from torch_cores import request
+
+from engine.torch.weights import ModuleWeights
+
+Make = Callable[..., PolicyLoop]
+HEALTHY = 3
+"""Steps before something breaks."""
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(make_qwen3(seed=5, scale=3.0), tmp_path_factory.mktemp("tied"))
+
+
+@pytest.fixture
+def make(tied: str, tmp_path: Path) -> Iterator[Make]:
+    made: list[PolicyLoop] = []
+
+    def of(model: str = tied, **settings: Any) -> PolicyLoop:
+        made.append(PolicyLoop(model, tmp_path, **settings))
+        return made[-1]
+
+    yield of
+    for loop in made:
+        loop.close()
+
+
+def healthy(loop: PolicyLoop) -> PolicyLoop:
+    for _ in range(HEALTHY):
+        assert loop.step() == []
+    return loop
+
+
+def named(loop: PolicyLoop, cause: str, *, version: int) -> str:
+    """The sentence of the only finding of one step."""
+    (found,) = loop.step()
+    assert (found.cause, found.generator, found.policy_version) == (cause, GENERATOR, version)
+    return found.text
+
+
+def test_weights_that_are_not_installed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = healthy(make())
+    monkeypatch.setattr(ModuleWeights, "install", lambda _self, _version: None)
+    text = named(loop, "weights", version=HEALTHY + 1)
+    assert f"all 25 tensors differ. They still have the numbers of version {HEALTHY}" in text
+
+
+@pytest.mark.parametrize("skipped", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_tensor_that_is_skipped(
+    make: Make, monkeypatch: pytest.MonkeyPatch, skipped: str
+) -> None:
+    loop = healthy(make())
+    own = loop.core._weights._own
+    monkeypatch.setitem(own, skipped, own[skipped].detach().clone())
+    text = named(loop, "weights", version=HEALTHY + 1)
+    assert f"1 of 25 tensors differ ({skipped})" in text
+
+
+def test_a_tied_head_that_is_left_behind(make: Make) -> None:
+    loop = healthy(make())
+    module = loop.core._model.module
+    module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.detach().clone())
+    text = named(loop, "weights", version=HEALTHY + 1)
+    assert "1 of 25 tensors differ (lm_head.weight). They still have the numbers of" in text
+
+
+def test_one_changed_row_of_an_embedding(make: Make) -> None:
+    """Few elements: a sample of elements would miss it."""
+    loop = healthy(make())
+    install = loop.core._weights.install
+
+    def all_but_a_row(version: int) -> None:
+        rows = loop.core._model.module.model.embed_tokens.weight
+        kept = rows[7].detach().clone()
+        install(version)
+        with torch.no_grad():
+            rows[7] = kept
+
+    loop.core._weights.install = all_but_a_row  # type: ignore[method-assign]
+    text = named(loop, "weights", version=HEALTHY + 1)
+    assert "2 of 25 tensors differ (model.embed_tokens.weight, lm_head.weight)" in text
+
+
+def test_a_temperature_that_is_wrong(make: Make) -> None:
+    for temperature in (0.9, 1.02):
+        loop = healthy(make())
+        loop.temperature = temperature
+        text = named(loop, "temperature", version=HEALTHY)
+        assert f"samples at temperature {temperature:.3g} instead of 1:" in text
+
+
+def test_kv_of_older_weights(make: Make) -> None:
+    """New requests copy the KV of a sibling that has run through the installation."""
+    loop = make()
+    core = loop.core
+
+    def leave_siblings_running() -> None:
+        for index in range(2):
+            core.interrupt(f"sibling {index}")
+            prompt = loop.prompt(2 * loop.learner.policy_version + index)
+            core.add(request(f"sibling {index}", prompt, max_tokens=100, stop_tokens=()))
+        core.step()
+
+    loop.before_installing = leave_siblings_running
+    healthy(loop)
+
+    def take_their_kv_for_new() -> None:
+        core._rows.kv_installation[: core._rows.n] = core._installations
+
+    loop.before_drawing = take_their_kv_for_new
+    text = named(loop, "kv", version=HEALTHY)
+    assert "they were drawn on KV that other weights had computed" in text
+
+
+def test_one_hidden_step_of_lag(make: Make) -> None:
+    """The parameters that are looked at are right, and the ones that decode are a step behind."""
+    loop = healthy(make())
+    right = loop.core._model.module
+    behind = copy.deepcopy(right)
+    install = loop.core._weights.install
+
+    def one_behind(version: int) -> None:
+        behind.load_state_dict(right.state_dict())
+        install(version)
+
+    loop.core._weights.install = one_behind  # type: ignore[method-assign]
+    loop.core._model.module = behind
+    assert loop.step() == [], "these tokens were drawn before the first late installation"
+    text = named(loop, "lag", version=HEALTHY + 1)
+    assert f"its tokens follow version {HEALTHY}, one step behind" in text
+
+
+def test_another_attention_is_named_as_unknown(make: Make) -> None:
+    loop = healthy(make())
+    for layer in loop.core._model.module.model.layers:
+        layer.self_attn.scaling *= 0.9
+    text = named(loop, "unknown", version=HEALTHY)
+    assert "computes another policy from the same weights" in text
+
+
+def test_a_model_with_a_head_of_its_own_is_healthy(make: Make, tmp_path: Path) -> None:
+    healthy(make(save(make_llama(seed=6, scale=3.0), tmp_path / "untied")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_thousand_healthy_steps_are_not_mentioned(
+    make: Make, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """500 steps with each kind of engine: 64 fresh tokens and one installation in each."""
+    model = save(make_qwen3(seed=5, scale=3.0, num_hidden_layers=1), tmp_path / "one layer")
+    loop = make(model, dtype=dtype, groups=1, group_size=16, tokens=4)
+    assert [found for _ in range(500) for found in loop.step()] == []
+    assert max(loop.means) < (1e-5 if dtype == torch.float32 else 0.02), "far from the limit"
