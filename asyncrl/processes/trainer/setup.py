@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.bring_up import Child, bring_up
 from asyncrl.processes.checked_tokenizer import load_checked_tokenizer
@@ -22,7 +23,7 @@ from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
 from scheduler.admission import Admission
 from trainer.checkpoint_files import path_of
-from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES
+from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
 from trainer.errors import BatchError, NonFiniteError, TrainerError
 from trainer.learner import Learner, resolve_device
 from wire import Hub
@@ -59,8 +60,9 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         with child.timeline.span(SpanKind.STARTING):
             learner = _load_learner(child)
         drop_repeated(child.directory / "samples", learner.policy_version)
-        engine_dtype, exact = _engine_arithmetic(config.engine)
-        check = PolicyCheck(FLOAT32_CPU if exact else TENSOR_CORES, learner.policy, publisher)
+        engine_dtype = _engine_dtype(config.engine)
+        limits = rounding_limits(config, engine_dtype, learner.policy.device)
+        check = PolicyCheck(limits, learner.policy, publisher)
         records = TrainerRecords(child.metrics, child.timeline, await _sample_log(child), check)
         if records.samples is not None:
             child.closing.push_async_callback(records.samples.close)
@@ -122,11 +124,26 @@ def _load_learner(child: Child[TrainerMetrics]) -> Learner:
     return learner
 
 
-def _engine_arithmetic(config: EngineConfig) -> tuple[torch.dtype, bool]:
-    """How this machine's generators hold the weights, and whether they compute in full float32."""
-    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
-    dtype: torch.dtype = getattr(torch, config.weights_dtype(on_cpu=on_cpu))
-    return dtype, on_cpu and dtype == torch.float32
+def _engine_dtype(config: EngineConfig) -> torch.dtype:
+    """In which the generators of this machine hold the weights."""
+    dtype: torch.dtype = getattr(torch, config.weights_dtype(on_cpu=_generates_on_cpu(config)))
+    return dtype
+
+
+def _generates_on_cpu(config: EngineConfig) -> bool:
+    return config.device == "cpu" or not torch.cuda.is_available()
+
+
+def rounding_limits(
+    config: RunConfig, engine_dtype: torch.dtype, trainer_device: torch.device
+) -> Limits:
+    """By how much the log-probabilities of healthy engine and trainer may differ.
+
+    The tight limits hold only if both compute in float32 or better, on CPUs.
+    """
+    on_cpus = _generates_on_cpu(config.engine) and trainer_device.type == "cpu"
+    exact = engine_dtype == torch.float32 and config.trainer.dtype != "bfloat16"
+    return FLOAT32_CPU if on_cpus and exact else TENSOR_CORES
 
 
 async def _sample_log(child: Child[TrainerMetrics]) -> TrainedSampleLog | None:

@@ -16,7 +16,10 @@ from policy_loop import GENERATOR, PolicyLoop
 from tiny_models import make_llama, make_qwen3, save
 from torch_cores import request
 
+from asyncrl.config import RunConfig
+from asyncrl.processes.trainer.setup import rounding_limits
 from engine.torch.weights import ModuleWeights
+from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
 
 Make = Callable[..., PolicyLoop]
 HEALTHY = 3
@@ -156,6 +159,23 @@ def test_another_attention_is_named_as_unknown(make: Make) -> None:
 
 def test_a_model_with_a_head_of_its_own_is_healthy(make: Make, tmp_path: Path) -> None:
     healthy(make(save(make_llama(seed=6, scale=3.0), tmp_path / "untied")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "trainer_device", "limits"),
+    [
+        ({}, torch.float32, "cpu", FLOAT32_CPU),
+        ({"trainer": {"dtype": "float64"}}, torch.float32, "cpu", FLOAT32_CPU),
+        ({"trainer": {"dtype": "bfloat16"}}, torch.float32, "cpu", TENSOR_CORES),
+        ({}, torch.bfloat16, "cpu", TENSOR_CORES),
+        ({}, torch.float32, "cuda", TENSOR_CORES),
+    ],
+)
+def test_limits_follow_the_less_exact_side(
+    changes: dict[str, Any], engine: torch.dtype, trainer_device: str, limits: Limits
+) -> None:
+    config = RunConfig.model_validate({"engine": {"device": "cpu"}, **changes})
+    assert rounding_limits(config, engine, torch.device(trainer_device)) is limits
 
 
 @pytest.mark.slow
