@@ -118,9 +118,8 @@ class EngineConfig(BaseModel):
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
     """Number of CPU threads of the engine's process. null: torch's choice."""
     top_k_logprobs: int = Field(default=8, ge=0, le=MAX_TOP_K_LOGPROBS)
-    """K: number of most probable tokens reported per position; a request may ask for fewer. Tokens
-    that `scheduler.on_update: verify` can accept are among them, so use 64 for a large vocabulary
-    at temperature 1."""
+    """K: number of most probable tokens reported per position. `scheduler.on_update: verify` judges
+    these one by one and all others together, as one symbol: a larger K keeps more of them."""
     torch: TorchConfig = TorchConfig()
     """Settings of the torch engine. Only used when kind is torch."""
     vllm: VllmConfig = VllmConfig()

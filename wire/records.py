@@ -48,7 +48,7 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     rejected: int = 0
     """Tokens of an older policy version that verification rejected; they are regenerated."""
     outside_top_k: int = 0
-    """Tokens that are not among the top K stored with them."""
+    """Tokens that are not among the top K stored with them, verified ones included."""
 
     def __add__(self, other: Self) -> Self:
         """The sum, count by count."""

@@ -64,11 +64,6 @@ class GenerationTotals:
         """Engine time inside steps in the training phase."""
         return self._now.busy_seconds - self._base.busy_seconds
 
-    @property
-    def tokens_of_processes(self) -> TokenCounts:
-        """Counted since the generators' processes began, evaluation included."""
-        return self._now.tokens
-
     def recent(self, now: float) -> RecentWork:
         """Rates up to now, over `RATE_SECONDS` at least where there was that much."""
         history = self._history

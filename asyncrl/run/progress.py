@@ -45,12 +45,10 @@ class _StepWarnings:
         self._say = say
         self._given: set[str] = set()
 
-    def check(self, step: StepMetrics, tokens: TokenCounts) -> None:
-        """Look at a finished step and at all token counts of the generators' processes."""
-        drawn = tokens.generated + tokens.verified
-        outside = tokens.outside_top_k
+    def check(self, step: StepMetrics) -> None:
+        """Look at a finished step."""
         self._give("noise floor", warnings.noise_floor(self._config, step.noise_floor))
-        self._give("top-K", warnings.outside_top_k(self._config, drawn=drawn, outside=outside))
+        self._give("top-K", warnings.small_top_k(self._config, step.tokens))
 
     def _give(self, kind: str, text: str | None) -> None:
         if text is not None and kind not in self._given:
@@ -164,7 +162,7 @@ class Progress:
         step = self._record(message, now)
         self._step, self._steps_here = message.step + 1, self._steps_here + 1
         self._last_step_at, self._last_step = now, step
-        self._warnings.check(step, self._totals.tokens_of_processes)
+        self._warnings.check(step)
         self._log.append(step)
         self._rewards.append(step.learning.reward_mean)
         self._staleness.add(step)

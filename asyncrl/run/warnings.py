@@ -10,11 +10,16 @@ from asyncrl.processes.generator.deadlines import deadline_warning
 from asyncrl.processes.generator.lenient_reuse import lenient_warning
 from engine.config import MAX_TOP_K_LOGPROBS
 from wire.noise_floor import NoiseFloor
+from wire.records import TokenCounts
 
-MAX_OUTSIDE_SHARE = 0.001
-"""Share of tokens outside the stored top-K above which a larger K is worth suggesting."""
-MIN_OUTSIDE_TOKENS = 20_000
-"""Tokens that must have been generated before that share is meaningful."""
+MIN_OUTSIDE_SHARE = 0.01
+"""Share of tokens outside the stored top-K above which a larger K is worth suggesting. By the model
+of docs/simulation.md, a tenth of what is rejected then comes from there if responses have 250
+tokens, and a third if they have 4,000."""
+MIN_REJECTED_SHARE = 0.1
+"""Share of tokens that verification must reject before a larger K is worth suggesting."""
+MIN_JUDGED_TOKENS = 20_000
+"""Tokens that must have been verified before these shares are meaningful."""
 MAX_NOISE_FLOOR = 0.02
 """Share of tokens that verification may reject under unchanged weights without a warning. An
 optimizer step that learns makes verification reject 4% to 10% (docs/simulation.md): above this, the
@@ -58,32 +63,23 @@ def noise_floor(config: RunConfig, measured: NoiseFloor) -> str | None:
     )
 
 
-def outside_top_k(config: RunConfig, *, drawn: int, outside: int) -> str | None:
-    """Suggest a larger top-K when verification rejects many tokens because K is small.
+def small_top_k(config: RunConfig, tokens: TokenCounts) -> str | None:
+    """Suggest a larger top-K when verification rejects much and many tokens lie outside K.
 
     Args:
         config: of the run.
-        drawn: response tokens generated so far.
-        outside: how many of those were not among the top K stored with them.
+        tokens: of all generators, since the run began.
     """
-    verifies = config.scheduler.on_update == "verify"
-    if not verifies or drawn < MIN_OUTSIDE_TOKENS or outside < MAX_OUTSIDE_SHARE * drawn:
+    k = config.engine.top_k_logprobs
+    judged, reported = tokens.verified + tokens.rejected, tokens.generated + tokens.verified
+    if judged < MIN_JUDGED_TOKENS or k >= MAX_TOP_K_LOGPROBS:
         return None
-    share, k = outside / drawn, config.engine.top_k_logprobs
-    half_life = max(1, round(0.69 / share))
+    rejected, outside = tokens.rejected / judged, tokens.outside_top_k / reported
+    if rejected < MIN_REJECTED_SHARE or outside < MIN_OUTSIDE_SHARE:
+        return None
     return (
-        f"{share:.1%} of the tokens lie outside the {k} most probable ones that are stored with "
-        "each (engine.top_k_logprobs). Verification must reject those, so half of all responses "
-        f"are cut within {half_life:,} tokens even if the policy does not change. This is exact "
-        f"but slow: {_fewer_outside(config)}."
+        f"Verification rejects {rejected:.0%} of the tokens, and {outside:.1%} of all tokens are "
+        f"drawn outside the {k} most probable ones (engine.top_k_logprobs). A response is also cut "
+        "where new weights would have drawn another token there, so a larger K keeps more: set "
+        f"engine.top_k_logprobs to {MAX_TOP_K_LOGPROBS}."
     )
-
-
-def _fewer_outside(config: RunConfig) -> str:
-    """What the user can still change so that fewer tokens lie outside the stored ones."""
-    top_p = config.sampling.top_p
-    mass = "set sampling.top_p below 1" if top_p == 1 else f"lower sampling.top_p (it is {top_p:g})"
-    mass += f", or sampling.top_k to at most {MAX_TOP_K_LOGPROBS}"
-    if config.engine.top_k_logprobs >= MAX_TOP_K_LOGPROBS:
-        return f"{mass}; engine.top_k_logprobs is at its limit"
-    return f"set engine.top_k_logprobs to {MAX_TOP_K_LOGPROBS}, or {mass}"

@@ -81,6 +81,11 @@ class NoiseFloorProbe:
             self._task = tasks.start(self._measure(request, version))
             self._task.add_done_callback(self._ended)
 
+    async def idle(self) -> None:
+        """Wait until no response is being verified again."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
     def cancel(self) -> None:
         """Drop the measurement that is running, if there is one."""
         if self._task is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.run import warnings
 from wire.noise_floor import NoiseFloor
+from wire.records import TokenCounts
 
 
 def config(**sections: object) -> RunConfig:
@@ -27,31 +28,20 @@ def test_biased_and_cut_samples_are_warned_about() -> None:
     assert not config(scheduler={"sample_deadline_seconds": 3}).samples_follow_policy
 
 
-def test_a_small_top_k_is_warned_about_once_enough_tokens_are_measured() -> None:
+def test_a_larger_top_k_is_suggested_where_much_is_rejected_and_many_tokens_lie_outside() -> None:
+    def said(run: RunConfig, **changes: int) -> str | None:
+        counts = {"generated": 80_000, "verified": 20_000, "rejected": 5_000}
+        return warnings.small_top_k(run, TokenCounts(**counts | {"outside_top_k": 4_000} | changes))
+
     run = config(engine={"top_k_logprobs": 8})
-    assert warnings.outside_top_k(run, drawn=1000, outside=500) is None, "too few tokens"
-    assert warnings.outside_top_k(run, drawn=100_000, outside=10) is None, "a negligible share"
-    warning = warnings.outside_top_k(run, drawn=100_000, outside=3000)
-    assert warning is not None
-    assert "3.0% of the tokens lie outside the 8 most probable" in warning
-    assert "within 23 tokens" in warning
-    assert warning.endswith(
-        "set engine.top_k_logprobs to 64, or set sampling.top_p below 1, "
-        "or sampling.top_k to at most 64."
-    )
-    for engine, sampling, advice in (
-        (
-            {"top_k_logprobs": 64},
-            {},
-            "below 1, or sampling.top_k to at most 64; engine.top_k_logprobs is at its",
-        ),
-        ({"top_k_logprobs": 64}, {"top_p": 0.9}, "lower sampling.top_p (it is 0.9), or"),
-        ({"top_k_logprobs": 32}, {"top_p": 0.9}, "set engine.top_k_logprobs to 64, or lower samp"),
-    ):
-        run = config(engine=engine, sampling=sampling)
-        assert advice in (warnings.outside_top_k(run, drawn=100_000, outside=3000) or "")
-    keeps = config(scheduler={"on_update": "keep"})
-    assert warnings.outside_top_k(keeps, drawn=100_000, outside=3000) is None
+    text = said(run)
+    assert text is not None
+    assert "rejects 20% of the tokens, and 4.0% of all tokens are drawn outside the 8 most" in text
+    assert text.endswith("set engine.top_k_logprobs to 64.")
+    assert said(run, verified=12_000, rejected=3_000) is None, "too few tokens"
+    assert said(run, rejected=2_000) is None, "verification keeps nearly all"
+    assert said(run, outside_top_k=900) is None, "few tokens lie outside"
+    assert said(config(engine={"top_k_logprobs": 64})) is None, "K is at its limit"
 
 
 def test_a_noise_floor_that_is_not_about_0_is_warned_about_once_enough_responses_are_cut() -> None:

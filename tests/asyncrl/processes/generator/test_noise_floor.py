@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, verify
-from tiny_models import STOP, VOCAB
+from tiny_models import STOP
 
 from asyncrl.processes.generator.background import BackgroundTasks
 from asyncrl.processes.generator.noise_floor import EVERY, NoiseFloorProbe
@@ -218,8 +218,7 @@ async def responses(
     texts = []
     for start in range(0, 60, 3):
         texts += await asyncio.gather(*(response(start + i) for i in range(3)))
-    if probe._task is not None:
-        await asyncio.wait([probe._task])
+    await probe.idle()
     tasks.raise_failure()
     await engine.close()
     return texts, source.fed, probe.measured
@@ -229,12 +228,13 @@ def test_a_real_engine_has_no_noise_in_float32_and_its_samples_and_its_cache_sta
     tiny_qwen3: str,
 ) -> None:
     async def main() -> None:
-        texts, fed, measured = await responses(tiny_qwen3, top_k=VOCAB, every=1)
+        # With four of ten tokens listed, the noise that named the others has to stay with them.
+        texts, fed, measured = await responses(tiny_qwen3, top_k=4, every=1)
         assert measured.samples > 5
         assert measured.judged > 40
         assert measured.rejected == 0
         assert measured.abs_mean is not None
         assert measured.abs_mean < 1e-5
-        assert (texts, fed) == (await responses(tiny_qwen3, top_k=VOCAB, every=None))[:2]
+        assert (texts, fed) == (await responses(tiny_qwen3, top_k=4, every=None))[:2]
 
     asyncio.run(asyncio.wait_for(main(), 300))  # compiling may take minutes
