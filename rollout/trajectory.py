@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -114,7 +114,7 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished sample. Arrays are read-only; L is the response length, K the stored top-K."""
+    """One finished sample, with what is trained on. Arrays are read-only; L is its length."""
 
     id: SampleId
     prompt_id: str
@@ -125,12 +125,6 @@ class Trajectory:
     """`[L]` response token ids, the stop token included."""
     behaviour_logprobs: FloatArray
     """`[L]` log-probability (after temperature and truncation) with which each token was drawn."""
-    topk_ids: IntArray
-    """`[L, K]` as in `KeptTokens`: for a token that was not verified, the K most probable ones."""
-    topk_logprobs: FloatArray
-    """`[L, K]` their log-probabilities; padded with id -1 and -inf where fewer have mass."""
-    noise_seeds: SeedArray
-    """`[L]` as in `KeptTokens`."""
     provenance: ByteArray
     """`[L]` a `Provenance` value per token."""
     segments: tuple[Segment, ...]
@@ -144,7 +138,7 @@ class Trajectory:
             out[segment.start : segment.end] = segment.policy_version
         return out
 
-    def without_versions_after(self, version: int) -> Trajectory:
+    def without_versions_after(self, version: int) -> Self:
         """The same tokens, now that the policies of later versions are gone.
 
         If any token is of such a policy, all of them count as of an unknown one: they are verified
@@ -153,6 +147,31 @@ class Trajectory:
         if self.segments[-1].policy_version <= version:
             return self
         return replace(self, segments=(Segment(UNKNOWN_VERSION, 0, len(self.tokens)),))
+
+    @property
+    def oldest_version(self) -> int:
+        """Lowest policy version among the segments."""
+        return self.segments[0].policy_version
+
+    def staleness(self, trained_by: int) -> IntArray:
+        """`[L]` optimizer steps from each token's policy version to the one that trains on it."""
+        return np.asarray(trained_by - self.versions(), np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiableTrajectory(Trajectory):
+    """A trajectory where it was generated: its tokens can still be verified.
+
+    Training reads nothing of what it adds, so that does not travel to the trainer. K is the stored
+    top-K.
+    """
+
+    topk_ids: IntArray
+    """`[L, K]` as in `KeptTokens`: for a token that was not verified, the K most probable ones."""
+    topk_logprobs: FloatArray
+    """`[L, K]` their log-probabilities; padded with id -1 and -inf where fewer have mass."""
+    noise_seeds: SeedArray
+    """`[L]` as in `KeptTokens`."""
 
     def kept(self) -> KeptTokens:
         """All tokens as `KeptTokens`, to be verified under a newer policy."""
@@ -163,15 +182,6 @@ class Trajectory:
             self.topk_logprobs,
             self.noise_seeds,
         )
-
-    @property
-    def oldest_version(self) -> int:
-        """Lowest policy version among the segments."""
-        return self.segments[0].policy_version
-
-    def staleness(self, trained_by: int) -> IntArray:
-        """`[L]` optimizer steps from each token's policy version to the one that trains on it."""
-        return np.asarray(trained_by - self.versions(), np.int32)
 
 
 @dataclass(slots=True)
@@ -204,7 +214,7 @@ class TrajectoryBuilder:
         provenance: ByteArray,
         policy_version: int,
     ) -> None:
-        """Append n tokens drawn under one policy version; shapes as in `Trajectory`.
+        """Append n tokens drawn under one policy version; shapes as in `VerifiableTrajectory`.
 
         Raises:
             ValueError: arrays of different lengths, or a version older than the last one.
@@ -255,11 +265,11 @@ class TrajectoryBuilder:
         """The tokens appended so far, to be verified. Raises ValueError if there are none."""
         return self.finish("abort").kept()
 
-    def finish(self, reason: FinishReason) -> Trajectory:
+    def finish(self, reason: FinishReason) -> VerifiableTrajectory:
         """The immutable trajectory. Raises ValueError if nothing was appended."""
         if not self._length:
             raise ValueError(f"trajectory {self.id}: finished without any token")
-        return Trajectory(
+        return VerifiableTrajectory(
             id=self.id,
             prompt_id=self.prompt_id,
             prompt_tokens=_frozen(self.prompt_tokens, np.int32),

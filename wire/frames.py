@@ -27,7 +27,7 @@ DIGEST_BYTES = 16
 """Of the digest of a trajectory, in a report and in an order."""
 
 _TOKEN_BYTES = 64
-"""Bytes of a response token without its top-K, in a segment of its own."""
+"""Bytes of a response token in a segment of its own; without it, 9."""
 _HEAD_BYTES = 1 << 16
 """Bytes of a delivery without its tokens: names, ids and a prompt id of any usual length."""
 
@@ -70,9 +70,9 @@ def decode_seeds(data: bytes | memoryview) -> SeedArray:
     return np.frombuffer(data, _UINT64)
 
 
-def max_delivery_bytes(*, tokens: int, topk: int) -> int:
-    """Longest delivery of a run: `tokens` of prompt and response together, `topk` stored."""
-    return tokens * (_TOKEN_BYTES + 8 * topk) + _HEAD_BYTES
+def max_delivery_bytes(tokens: int) -> int:
+    """Longest delivery of a run: `tokens` of prompt and response together."""
+    return tokens * _TOKEN_BYTES + _HEAD_BYTES
 
 
 def encode_trajectory(
@@ -94,9 +94,6 @@ def encode_trajectory(
         prompt_tokens=_raw(trajectory.prompt_tokens, _INT32),
         tokens=_raw(trajectory.tokens, _INT32),
         behaviour_logprobs=_raw(trajectory.behaviour_logprobs, _FLOAT32),
-        topk=int(trajectory.topk_ids.shape[1]),
-        topk_ids=_raw(trajectory.topk_ids, _INT32),
-        topk_logprobs=_raw(trajectory.topk_logprobs, _FLOAT32),
         provenance=_raw(trajectory.provenance, _UINT8),
         segments=trajectory.segments,
         finish_reason=trajectory.finish_reason,
@@ -112,8 +109,8 @@ def digest_of(delivery: TrajectoryDelivery) -> bytes:
     They are the first of a SHA-256, for which processors have instructions.
     """
     d = delivery
-    head = (d.sample, d.prompt_id, d.topk, d.segments, d.finish_reason)
-    arrays = (d.prompt_tokens, d.tokens, d.behaviour_logprobs, d.topk_ids, d.topk_logprobs)
+    head = (d.sample, d.prompt_id, d.segments, d.finish_reason)
+    arrays = (d.prompt_tokens, d.tokens, d.behaviour_logprobs)
     hashed = hashlib.sha256(msgspec.msgpack.encode((head, [len(array) for array in arrays])))
     for array in (*arrays, d.provenance):
         hashed.update(array)
@@ -138,9 +135,6 @@ def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
         prompt_tokens=decode_tokens(delivery.prompt_tokens),
         tokens=tokens,
         behaviour_logprobs=decode_floats(delivery.behaviour_logprobs),
-        topk_ids=decode_tokens(delivery.topk_ids).reshape(length, delivery.topk),
-        topk_logprobs=decode_floats(delivery.topk_logprobs).reshape(length, delivery.topk),
-        noise_seeds=np.zeros(length, np.uint64),
         provenance=np.frombuffer(delivery.provenance, _UINT8),
         segments=delivery.segments,
         finish_reason=delivery.finish_reason,

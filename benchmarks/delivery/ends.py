@@ -26,18 +26,19 @@ GROUP = 8
 _PROMPT = 200
 
 
-def trajectory_of(tokens: int, top_k: int) -> Trajectory:
-    """A trajectory of random tokens, half of them drafted, with the arrays of a real one."""
+def trajectory_of(tokens: int) -> Trajectory:
+    """A trajectory of random tokens, half of them drafted.
+
+    Its stored top-K is empty: that does not travel to the trainer.
+    """
     rng = np.random.default_rng(tokens)
-    ids = rng.integers(0, VOCAB, (tokens, top_k), np.int32)
-    logprobs = -np.sort(rng.exponential(2.0, (tokens, top_k)).astype(np.float32), axis=1)
     builder = TrajectoryBuilder(sample_of(0), "train-17", rng.integers(0, VOCAB, _PROMPT, np.int32))
     builder.append(
         tokens=rng.integers(0, VOCAB, tokens, np.int32),
         logprobs=-rng.exponential(1.0, tokens).astype(np.float32),
-        topk_ids=ids,
-        topk_logprobs=logprobs,
-        noise_seeds=np.full(tokens, 17, np.uint64),
+        topk_ids=np.empty((tokens, 0), np.int32),
+        topk_logprobs=np.empty((tokens, 0), np.float32),
+        noise_seeds=np.zeros(tokens, np.uint64),
         provenance=rng.integers(0, len(Provenance), tokens, np.uint8),
         policy_version=0,
     )

@@ -39,7 +39,6 @@ from benchmarks.delivery.rank import Rank, take_in
 from benchmarks.report import write_json
 
 TOKENS = (64, 1_000, 8_000, 32_000)
-TOP_K = (8, 0)
 NEEDED_PER_S = 12_800
 """Samples per second of 1,000 GPUs with 256 samples in flight each, of 20 s (architecture.md)."""
 
@@ -60,7 +59,6 @@ class Result:
     """Measurements of one length; all times in microseconds per trajectory."""
 
     tokens: int
-    top_k: int
     size: int
     """Bytes of its message."""
     cpu_us: dict[str, float]
@@ -85,32 +83,30 @@ class Result:
         return NEEDED_PER_S / self.rank.per_s
 
 
-def measure(tokens: int, top_k: int, effort: Effort) -> Result:
+def measure(tokens: int, effort: Effort) -> Result:
     """All measurements of one length."""
     rounds = effort.rounds
-    trajectory = trajectory_of(tokens, top_k)
+    trajectory = trajectory_of(tokens)
     size = len(msgspec.msgpack.encode(delivery_of(trajectory)))
     repeats = max(2, min(400, int(effort.megabytes * 1e6 / size)))
     times = asyncio.run(compare_paths(trajectory, repeats=repeats, rounds=rounds))
     return Result(
         tokens,
-        top_k,
         size,
         cpu_us={name: min(cpu for _, cpu in each) for name, each in times.items()},
         wall_us={name: min(wall for wall, _ in each) for name, each in times.items()},
         median_us={name: statistics.median(cpu for _, cpu in each) for name, each in times.items()},
         stage_us=stages(trajectory, repeats, rounds),
         floor_parts_us=floor(size, repeats, rounds),
-        rank=take_in(tokens, top_k, count=max(2 * GROUP, repeats * min(rounds, 8))),
+        rank=take_in(tokens, count=max(2 * GROUP, repeats * min(rounds, 8))),
     )
 
 
 def ratios_of(results: list[Result]) -> dict[str, float]:
-    """By name, with the number of tokens; `no_topk` means trajectories without top-K."""
+    """By name, with the number of tokens."""
     ratios: dict[str, float] = {}
     for r in results:
-        name = f"{r.tokens}" if r.top_k else f"{r.tokens}_no_topk"
-        whole = r.cpu_us["whole"]
+        name, whole = f"{r.tokens}", r.cpu_us["whole"]
         ratios[f"delivery_whole_over_curve_{name}"] = whole / r.cpu_us["curve"]
         ratios[f"delivery_whole_over_ipc_{name}"] = whole / r.cpu_us["ipc"]
         ratios[f"delivery_whole_over_floor_{name}"] = whole / r.floor_us
@@ -133,7 +129,7 @@ def tables(results: list[Result]) -> list[Table]:
         ("wall µs", "main µs", "I/O µs", "samples/s", "GB/s", "ranks for 1,000 GPUs"),
     )
     for r in results:
-        head = (f"{r.tokens:,}", str(r.top_k), f"{r.size:,}")
+        head = (f"{r.tokens:,}", f"{r.size:,}")
         whole, one = r.cpu_us["whole"], r.rank
         paths.add_row(
             *head,
@@ -156,7 +152,7 @@ def tables(results: list[Result]) -> list[Table]:
 
 def _table(title: str, columns: tuple[str, ...]) -> Table:
     table = Table(title=title)
-    for column in ("tokens", "K", "bytes", *columns):
+    for column in ("tokens", "bytes", *columns):
         table.add_column(column, justify="right")
     return table
 
@@ -168,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     args = parser.parse_args(arguments)
     effort = QUICK if args.quick else FULL
-    results = [measure(tokens, top_k, effort) for top_k in TOP_K for tokens in TOKENS]
+    results = [measure(tokens, effort) for tokens in TOKENS]
     ratios = ratios_of(results)
     console = Console()
     for table in tables(results):

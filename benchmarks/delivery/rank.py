@@ -39,13 +39,13 @@ class Rank:
         return 1e6 / max(self.main_us, self.io_us)
 
 
-def take_in(tokens: int, top_k: int, count: int) -> Rank:
+def take_in(tokens: int, count: int) -> Rank:
     """Take in what another process sends as fast as it can."""
-    return asyncio.run(_take_in(tokens, top_k, count))
+    return asyncio.run(_take_in(tokens, count))
 
 
-async def _take_in(tokens: int, top_k: int, count: int) -> Rank:
-    end = TrainerEnd(trajectory_of(tokens, top_k))
+async def _take_in(tokens: int, count: int) -> Rank:
+    end = TrainerEnd(trajectory_of(tokens))
     for _ in range(count):
         end.order()
     key, folder = RunKey.new(), RuntimeDirectory()
@@ -54,7 +54,7 @@ async def _take_in(tokens: int, top_k: int, count: int) -> Rank:
         address, key.hub("data"), TrajectoryDelivery, max_bytes=MAX_BYTES
     )
     sender = multiprocessing.get_context("spawn").Process(
-        target=send, args=(address, key.line("data", NAME), tokens, top_k, count)
+        target=send, args=(address, key.line("data", NAME), tokens, count)
     )
     sender.start()
     try:
@@ -84,12 +84,12 @@ def _clocks() -> tuple[float, float, float]:
     return time.perf_counter(), time.thread_time(), time.process_time()
 
 
-def send(address: str, keys: LineKeys, tokens: int, top_k: int, count: int) -> None:
+def send(address: str, keys: LineKeys, tokens: int, count: int) -> None:
     """Deliver `count` trajectories, with WINDOW of them unacknowledged. Runs in its own process."""
 
     async def deliver() -> None:
         line: Line[Received] = Line(address, keys, Received)
-        trajectory = trajectory_of(tokens, top_k)
+        trajectory = trajectory_of(tokens)
         for index in range(count + WINDOW):
             if index >= WINDOW and index - WINDOW < count:
                 await line.receive_within(_SECONDS, what="an acknowledgement")

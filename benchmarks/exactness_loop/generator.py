@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from asyncrl.processes.generator.activity import Activity
 from asyncrl.processes.generator.controller_line import ControllerLine
-from asyncrl.processes.generator.generation import SampleGenerator
+from asyncrl.processes.generator.generation import HeldSample, SampleGenerator
 from asyncrl.processes.generator.process import GeneratorProcess
 from asyncrl.processes.generator.reports import GeneratorRecords
 from asyncrl.processes.generator.sample_rewards import SampleRewards
@@ -17,6 +19,7 @@ from benchmarks.exactness_loop.outcome import reward_of
 from engine.protocol import Engine, SamplingParams
 from monitoring.metrics import GeneratorMetrics, new_registry
 from monitoring.timeline import Timeline
+from rollout.trajectory import SampleId, Trajectory, VerifiableTrajectory
 from wire.records import RewardCounts
 
 NAME = "g0"
@@ -80,13 +83,41 @@ class SlowRewards:
         return Reward(reward_of(map(int, text.split())))
 
 
+class DeliveredLists:
+    """In place of a generator's sample recorder: keeps what does not travel to the trainer."""
+
+    def __init__(self) -> None:
+        self._held: dict[SampleId, VerifiableTrajectory] = {}
+
+    def consider(self, held: HeldSample, *, reward: float, step: int) -> None:
+        """A sample is being delivered."""
+        del reward, step
+        self._held[held.trajectory.id] = held.trajectory
+
+    def rewind(self) -> None:
+        """Samples for a lost trainer are delivered again."""
+        self._held.clear()
+
+    def of(self, received: Trajectory) -> VerifiableTrajectory:
+        """The trajectory that was delivered as this one."""
+        held = self._held.pop(received.id)
+        assert np.array_equal(held.tokens, received.tokens)
+        assert np.array_equal(held.behaviour_logprobs, received.behaviour_logprobs)
+        assert held.segments == received.segments
+        return held
+
+
 def generator_process(
-    engine: Engine, sampling: SamplingParams, control: FakeLine, trainer: FakeLine
-) -> tuple[GeneratorProcess, SampleGenerator]:
-    """A generator on this engine, and its part that counts verified tokens."""
+    engine: Engine,
+    sampling: SamplingParams,
+    control: FakeLine,
+    trainer: FakeLine,
+) -> tuple[GeneratorProcess, SampleGenerator, DeliveredLists]:
+    """A generator on this engine, its part that counts verified tokens, and what it delivered."""
     metrics = GeneratorMetrics.register(new_registry(), NAME)
-    fakes: Any = (SlowRewards(), control, trainer)
-    pool, control_line, trainer_line = fakes
+    delivered = DeliveredLists()
+    fakes: Any = (SlowRewards(), control, trainer, delivered)
+    pool, control_line, trainer_line, recorder = fakes
     rewards = SampleRewards(pool, lambda tokens: " ".join(map(str, tokens)), metrics)
     generator = SampleGenerator(engine, rewards, sampling)
     process = GeneratorProcess(
@@ -94,6 +125,6 @@ def generator_process(
         generator,
         ControllerLine(NAME, control_line),
         trainer_line,
-        GeneratorRecords(metrics, Activity(Timeline(None, NAME), metrics)),
+        GeneratorRecords(metrics, Activity(Timeline(None, NAME), metrics), samples=recorder),
     )
-    return process, generator
+    return process, generator, delivered

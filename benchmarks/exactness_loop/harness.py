@@ -86,7 +86,7 @@ class Harness:
         self._messages: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         self._control = FakeLine(self._delay)
         self._trainer_line = FakeLine(self._receive)
-        self._process, self._generator = generator_process(
+        self._process, self._generator, self._lists = generator_process(
             engine, settings.sampling, self._control, self._trainer_line
         )
         self._run_ahead = RunAhead(settings.scheduler, directory, self._requests, self._send)
@@ -230,7 +230,7 @@ class Harness:
     def _receive(self, message: data.TrajectoryDelivery) -> None:
         if message.lineage != self._lineage:
             return
-        trajectory = decode_trajectory(message)
+        trajectory = self._lists.of(decode_trajectory(message))
         index = self._requests.prompt_index(trajectory.id.group)
         assert trajectory.id not in self._received
         assert message.prompt_id == f"p{index}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.protocol import SamplingParams
-from rollout.trajectory import SampleId, Trajectory
+from rollout.trajectory import SampleId, VerifiableTrajectory
 from scheduler.config import SchedulerConfig
 
 
@@ -44,7 +44,8 @@ class Delivered:
     step: int
     prompt: int
     """Index of its prompt."""
-    trajectory: Trajectory
+    trajectory: VerifiableTrajectory
+    """As the trainer received it, with the stored top-K that its generator had."""
     reward: float
 
     @property

@@ -51,8 +51,7 @@ _LONG = [body for body in CORPUS.values() if len(body) >= 1000]
 _SAMPLE = SampleId(3, 1)
 _DELIVERY = data.TrajectoryDelivery(
     step=0, sample=_SAMPLE, prompt_id="train-0", prompt_tokens=b"\1\0\0\0", tokens=b"\2\0\0\0" * 3,
-    behaviour_logprobs=b"\0\0\0\0" * 3, topk=1, topk_ids=b"\2\0\0\0" * 3,
-    topk_logprobs=b"\0\0\0\0" * 3, provenance=b"\0\0\0", segments=(Segment(0, 0, 3),),
+    behaviour_logprobs=b"\0\0\0\0" * 3, provenance=b"\0\0\0", segments=(Segment(0, 0, 3),),
     finish_reason="stop", reward=251.0,
 )  # fmt: skip
 _WEIGHTS = WeightManifest(9, "forged", 0, ())

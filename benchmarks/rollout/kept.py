@@ -28,7 +28,13 @@ from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.factory import create_engine
 from engine.protocol import Engine, GenerateRequest, SamplingParams, TokenChunk
-from rollout.trajectory import KeptTokens, Provenance, SampleId, Trajectory, TrajectoryBuilder
+from rollout.trajectory import (
+    KeptTokens,
+    Provenance,
+    SampleId,
+    TrajectoryBuilder,
+    VerifiableTrajectory,
+)
 from wire.weights.writer import published
 
 _SAMPLES = 8
@@ -72,7 +78,7 @@ async def kept_tokens(
 
 
 async def _compare(
-    engine: Engine, texts: Sequence[Trajectory], sampling: SamplingParams
+    engine: Engine, texts: Sequence[VerifiableTrajectory], sampling: SamplingParams
 ) -> dict[str, float]:
     """The tokens that each rule keeps of the texts."""
     kept, accepted = dict.fromkeys(_RULES, 0.0), 0.0
@@ -103,7 +109,11 @@ async def _compare(
 
 
 async def _verify(
-    engine: Engine, text: Trajectory, kept: KeptTokens, sampling: SamplingParams, seed: int
+    engine: Engine,
+    text: VerifiableTrajectory,
+    kept: KeptTokens,
+    sampling: SamplingParams,
+    seed: int,
 ) -> TokenChunk:
     """The first chunk of a response that begins with the verification of a text."""
     # Not one of the seeds that the engine drew the texts with.
@@ -117,7 +127,7 @@ async def _verify(
 
 async def _generate(
     engine: Engine, prompt: Prompt, name: SampleId, sampling: SamplingParams
-) -> Trajectory:
+) -> VerifiableTrajectory:
     request = GenerateRequest(str(name), "", prompt.tokens, sampling)
     builder = TrajectoryBuilder(name, prompt.prompt_id, prompt.tokens)
     async for chunk in engine.generate(request):

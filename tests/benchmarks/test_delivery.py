@@ -15,7 +15,7 @@ from wire.parts import PART_BYTES
 def test_it_measures_every_path_and_writes_the_ratios(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "TOKENS", (3000,))
+    monkeypatch.setattr(main, "TOKENS", (24_000, 3000))
     monkeypatch.setattr(main, "QUICK", main.Effort(rounds=2, megabytes=0.5))
     file = tmp_path / "delivery.json"
     main.main(["--quick", "--json", str(file)])
@@ -28,6 +28,6 @@ def test_it_measures_every_path_and_writes_the_ratios(
         assert set(one["cpu_us"]) == set(PATHS)
         assert min(*one["cpu_us"].values(), *one["stage_us"].values()) > 0
         assert min(one["rank"].values()) > 0
-    assert {"delivery_whole_over_curve_3000", "delivery_ranks_for_1000_gpus_3000_no_topk"} < set(
+    assert {"delivery_whole_over_curve_3000", "delivery_ranks_for_1000_gpus_3000"} < set(
         written["ratios"]
     )

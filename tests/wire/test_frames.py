@@ -6,7 +6,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from rollout.trajectory import (
+    Provenance,
+    SampleId,
+    Trajectory,
+    TrajectoryBuilder,
+    VerifiableTrajectory,
+)
 from wire.frames import (
     DIGEST_BYTES,
     decode_tokens,
@@ -14,19 +20,20 @@ from wire.frames import (
     digest_of,
     encode_tokens,
     encode_trajectory,
+    max_delivery_bytes,
 )
 from wire.messages.data import TrajectoryDelivery
 
 
-def trajectory() -> Trajectory:
+def trajectory(topk: int = 2) -> VerifiableTrajectory:
     builder = TrajectoryBuilder(SampleId(3, 1), "add-17", np.array([5, 6], np.int32))
     for version, tokens in ((1, [7, 8]), (2, [9])):
         n = len(tokens)
         builder.append(
             tokens=np.array(tokens, np.int32),
             logprobs=np.linspace(-2, -1, n, dtype=np.float32),
-            topk_ids=np.arange(2 * n, dtype=np.int32).reshape(n, 2),
-            topk_logprobs=np.full((n, 2), -0.5, np.float32),
+            topk_ids=np.arange(topk * n, dtype=np.int32).reshape(n, topk),
+            topk_logprobs=np.full((n, topk), -0.5, np.float32),
             noise_seeds=np.full(n, 17, np.uint64),
             provenance=np.full(n, Provenance.DRAFTED, np.uint8),
             policy_version=version,
@@ -43,15 +50,36 @@ def test_a_trajectory_survives_the_wire() -> None:
     assert (sent.step, sent.reward) == (4, 0.5)
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=TrajectoryDelivery)
     before, after = trajectory(), decode_trajectory(received)
+    assert type(after) is Trajectory
     for name in ("id", "prompt_id", "segments", "finish_reason"):
         assert getattr(after, name) == getattr(before, name)
-    for name in (
-        "prompt_tokens", "tokens", "behaviour_logprobs", "topk_ids", "topk_logprobs", "provenance",
-    ):  # fmt: skip
+    for name in ("prompt_tokens", "tokens", "behaviour_logprobs", "provenance"):
         expected, decoded = getattr(before, name), getattr(after, name)
         assert decoded.dtype == expected.dtype
         assert not decoded.flags.writeable
         np.testing.assert_array_equal(decoded, expected)
+
+
+def test_the_stored_top_k_does_not_travel() -> None:
+    sizes = {
+        len(msgspec.msgpack.encode(encode_trajectory(trajectory(topk), reward=0.5, step=4)))
+        for topk in (0, 8, 64)
+    }
+    assert len(sizes) == 1
+    long = replace(
+        trajectory(),
+        **{
+            name: np.zeros(1000, dtype)
+            for name, dtype in (
+                ("tokens", np.int32),
+                ("behaviour_logprobs", np.float32),
+                ("provenance", np.uint8),
+            )
+        },
+    )
+    body = msgspec.msgpack.encode(encode_trajectory(long, reward=0.5, step=4))
+    assert 9 * 1000 < len(body) < 9 * 1000 + 400, "nine bytes a token"
+    assert len(body) < max_delivery_bytes(1000)
 
 
 def test_arrays_are_not_copied() -> None:
@@ -61,7 +89,7 @@ def test_arrays_are_not_copied() -> None:
     body = msgspec.msgpack.encode(sent)
     after = decode_trajectory(msgspec.msgpack.decode(body, type=TrajectoryDelivery))
     whole = np.frombuffer(body, np.uint8)
-    for name in ("tokens", "behaviour_logprobs", "topk_ids", "topk_logprobs", "provenance"):
+    for name in ("tokens", "behaviour_logprobs", "provenance"):
         assert np.shares_memory(np.asarray(getattr(sent, name)), getattr(before, name))
         assert np.shares_memory(whole, getattr(after, name))
 
@@ -71,7 +99,7 @@ def test_arrays_of_another_layout_are_sent_as_the_wire_has_them() -> None:
     other = replace(
         before,
         tokens=before.tokens.astype(">i4"),
-        topk_logprobs=np.asfortranarray(before.topk_logprobs, np.float64),
+        behaviour_logprobs=before.behaviour_logprobs.astype(np.float64),
     )
     assert encode_trajectory(other, reward=0.5, step=4) == delivery()
 
@@ -99,7 +127,6 @@ def test_tokens_are_little_endian_int32() -> None:
     [
         ("behaviour_logprobs", b"\0" * 8, r"3\.1 has 3 tokens, but .* 2, 3 and 3"),
         ("provenance", b"\0", r"3\.1 has 3 tokens, but .* 3, 1 and 3"),
-        ("topk_ids", b"\0" * 4, "reshape"),
         ("tokens", b"\0", "multiple of element size"),
         ("segments", (), r"3\.1 has no segments"),
     ],

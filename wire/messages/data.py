@@ -16,7 +16,8 @@ class TrajectoryDelivery(Message, frozen=True):
     """One trajectory with its reward. Sent again until a `Received` names its sample.
 
     `wire.frames` encodes and decodes it. Its arrays are bytes of a trajectory's arrays or of the
-    received message. With L response tokens, P prompt tokens and K = `topk`:
+    received message. The stored top-K does not travel: only verification reads it, and a delivered
+    trajectory is not verified any more. With L response tokens and P prompt tokens:
     """
 
     step: int
@@ -29,11 +30,6 @@ class TrajectoryDelivery(Message, frozen=True):
     """`[L]` int32"""
     behaviour_logprobs: memoryview
     """`[L]` float32"""
-    topk: int
-    topk_ids: memoryview
-    """`[L, K]` int32"""
-    topk_logprobs: memoryview
-    """`[L, K]` float32"""
     provenance: memoryview
     """`[L]` uint8, `rollout.trajectory.Provenance`"""
     segments: tuple[Segment, ...]

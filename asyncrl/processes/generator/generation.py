@@ -36,6 +36,7 @@ from rollout.trajectory import (
     SampleId,
     Trajectory,
     TrajectoryBuilder,
+    VerifiableTrajectory,
 )
 from wire.frames import decode_tokens
 from wire.messages.to_generator import PromptPayload
@@ -59,7 +60,7 @@ class PendingVerification(NamedTuple):
 class HeldSample:
     """A finished sample that was not delivered yet."""
 
-    trajectory: Trajectory
+    trajectory: VerifiableTrajectory
     prompt: PromptPayload
     reward: asyncio.Task[Reward]
     """Computed after the sample has left its slot; raises AsyncrlError."""

@@ -27,7 +27,7 @@ import numpy as np
 
 from asyncrl.processes.generator.background import BackgroundTasks
 from engine.protocol import Engine, GenerateRequest, SamplingParams, TokenChunk
-from rollout.trajectory import KeptTokens, Provenance, SampleId, Trajectory
+from rollout.trajectory import KeptTokens, Provenance, SampleId, VerifiableTrajectory
 from wire.noise_floor import NoiseFloor
 
 logger = logging.getLogger("asyncrl.generator")
@@ -64,7 +64,7 @@ class NoiseFloorProbe:
         """Whether a response is being verified again."""
         return self._task is not None
 
-    def consider(self, trajectory: Trajectory, tasks: BackgroundTasks) -> None:
+    def consider(self, trajectory: VerifiableTrajectory, tasks: BackgroundTasks) -> None:
         """Verify a finished sample again, concurrently, if it is chosen and fit for it.
 
         It is fit if the installed policy drew at least its last token, and drew or verified all
@@ -106,7 +106,9 @@ class NoiseFloorProbe:
     def _is_chosen(self, sample: SampleId) -> bool:
         return self._every is not None and _hash("chosen", sample) % self._every == 0
 
-    def _request(self, trajectory: Trajectory, first: int, version: int) -> GenerateRequest:
+    def _request(
+        self, trajectory: VerifiableTrajectory, first: int, version: int
+    ) -> GenerateRequest:
         """Verify the tokens from the `first` on; tokens before it were verified when they came."""
         sample = trajectory.id
         return GenerateRequest(

@@ -48,9 +48,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             keys.data,
             data.FromGeneratorData,
             Refusals(child.metrics.count_refused, limit=_LIMIT),
-            max_bytes=max_delivery_bytes(
-                tokens=config.engine.max_model_len, topk=config.engine.top_k_logprobs
-            ),
+            max_bytes=max_delivery_bytes(config.engine.max_model_len),
         )
         child.closing.callback(generators.close)
         publisher = WeightPublisher(
