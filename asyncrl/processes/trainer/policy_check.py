@@ -84,8 +84,9 @@ class PolicyCheck:
             for name, record in sorted(self._records.items())
             if self._limits.exceeded_by(record.sums)
         ]
+        # Too few tokens are added to those of the next step. Its suspects are of its own version.
         self._records = {
-            name: record
+            name: _Record(record.sums)
             for name, record in self._records.items()
             if record.sums.tokens < MIN_TOKENS
         }

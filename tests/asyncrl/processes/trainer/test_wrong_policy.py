@@ -108,6 +108,24 @@ def test_a_temperature_that_is_wrong(make: Make) -> None:
         assert f"samples at temperature {temperature:.3g} instead of 1:" in text
 
 
+def test_a_temperature_that_is_wrong_in_bfloat16(make: Make) -> None:
+    loop = healthy(make(dtype=torch.bfloat16))
+    loop.temperature = 1.2
+    assert "samples at temperature 1.2 instead of 1:" in named(loop, "temperature", version=HEALTHY)
+
+
+def test_few_tokens_are_judged_with_those_of_the_next_steps(make: Make) -> None:
+    """40 tokens a step: the second step is named, by trajectories of its own version."""
+    loop = make(tokens=10, groups=1)
+    assert loop.step() == []
+    assert loop.step() == []
+    loop.temperature = 1.25
+    assert loop.step() == [], "40 tokens say nothing"
+    text = named(loop, "temperature", version=3)
+    assert "over 80 tokens" in text
+    assert "samples at temperature 1.25 instead of 1:" in text
+
+
 def test_kv_of_older_weights(make: Make) -> None:
     """New requests copy the KV of a sibling that has run through the installation."""
     loop = make()
