@@ -1,0 +1,1 @@
+"""Verification and drawing under a real vocabulary."""

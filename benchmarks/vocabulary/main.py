@@ -1,0 +1,152 @@
+"""Verification and drawing under a real vocabulary.
+
+    python -m benchmarks.vocabulary [--quick] [--json FILE]
+
+    language  a small language model of 32,000 tokens, trained here on this machine's documentation
+              (`benchmarks.vocabulary.language_model`), and policy steps taken with it by
+              `asyncrl run` (`benchmarks.vocabulary.policies`): mass outside the top K, and the
+              share of a text that each rule keeps one and four optimizer steps later
+    flat      the same for a model of 5,000 tokens that has learned nothing: 31,312 tokens
+    chains    Markov chains with a chosen drift, in plain NumPy (`benchmarks.vocabulary.markov`)
+    cost      drawing and verification per token, next to the head (`benchmarks.vocabulary.cost`)
+
+Shares "by the engine" are those of the torch engine, which generates, takes the later weights and
+verifies; the others are expectations (`benchmarks.vocabulary.expected`). The first run also makes
+the models, which takes some minutes; they stay in the cache directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.report import write_json
+from benchmarks.vocabulary import cost, markov
+from benchmarks.vocabulary.engine_share import Job, measure
+from benchmarks.vocabulary.expected import expected
+from benchmarks.vocabulary.findings import Findings, Pair
+from benchmarks.vocabulary.language_model import model_record
+from benchmarks.vocabulary.policies import FLAT, LANGUAGE, PolicyVersions, ensure_versions
+from benchmarks.vocabulary.rules import kept_shares
+from benchmarks.vocabulary.tables import tables
+from rollout.trajectory import IntArray
+
+KS = (4, 8, 16, 64)
+LENGTHS = (64, 256)
+K = 64
+"""Of the engine, and of the ratios."""
+FLAT_TEXTS, FLAT_LENGTH = 103, 304
+"""31,312 tokens."""
+
+
+class Effort(NamedTuple):
+    """How much is measured."""
+
+    texts: int
+    """Of the language model, 256 tokens each."""
+    chain_texts: int
+    rounds: int
+    """Of the costs."""
+
+
+QUICK, FULL = Effort(32, 128, 9), Effort(256, 512, 31)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="some minutes on two quiet cores")
+    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    options = parser.parse_args(arguments)
+    effort = QUICK if options.quick else FULL
+    console = Console(width=120)
+    disable_progress_bar()
+    load_before = os.getloadavg()[0]
+    language, flat = ensure_versions(LANGUAGE), ensure_versions(FLAT)
+    began = time.monotonic()
+    findings = Findings(
+        model=model_record(language.paths[0]),
+        rewards=language.record,
+        language=[
+            measure_pair(
+                language, versions, Job(effort.texts, max(LENGTHS), K, temperature), LENGTHS
+            )
+            for versions, temperature in (
+                ((4, 5), LANGUAGE.temperature),
+                ((4, 8), LANGUAGE.temperature),
+                ((4, 5), 1.0),
+            )
+        ],
+        flat=measure_pair(flat, (4, 5), Job(FLAT_TEXTS, FLAT_LENGTH, K), (FLAT_LENGTH,)),
+        chains=[measure_chain(chain, effort.chain_texts) for chain in markov.CHAINS],
+        costs=[
+            cost.measure(vocabulary, k, effort.rounds)
+            for vocabulary in cost.VOCABULARIES
+            for k in (8, K)
+        ],
+    )
+    for table in tables(findings):
+        console.print(table)
+    if options.json:
+        raw = asdict(findings) | {
+            "quick": options.quick,
+            "seconds": round(time.monotonic() - began, 1),
+            "load_before": load_before,
+            "load_after": os.getloadavg()[0],
+        }
+        write_json(options.json, "vocabulary", raw, findings.ratios())
+    return 0
+
+
+def measure_pair(
+    made: PolicyVersions, versions: tuple[int, int], job: Job, lengths: Sequence[int]
+) -> Pair:
+    """Texts of one version, verified under another by the engine and in expectation."""
+    earlier, later = (made.paths[version] for version in versions)
+    began = time.monotonic()
+    found = asyncio.run(measure(earlier, later, prompts_of(made), job))
+    old, new = (AutoModelForCausalLM.from_pretrained(path) for path in (earlier, later))
+    expectation = expected(old, new, found.texts, KS, lengths, job.temperature)
+    sys.stdout.write(
+        f"{job.texts} texts of {earlier.parent.name} judged in {time.monotonic() - began:.0f} s\n"
+    )
+    return Pair(
+        earlier=versions[0],
+        later=versions[1],
+        temperature=job.temperature,
+        tokens=job.texts * job.length,
+        k=job.k,
+        engine_share=found.share,
+        engine_outside=found.outside,
+        expected=expectation,
+    )
+
+
+def prompts_of(made: PolicyVersions) -> list[IntArray]:
+    """The tokens of the held-out prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(made.paths[0])
+    lines = made.prompts.read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line)["prompt"] for line in lines]
+    return [np.array(ids, np.int32) for ids in tokenizer(texts)["input_ids"]]
+
+
+def measure_chain(chain: markov.Chain, texts: int) -> dict[str, float]:
+    """The expected shares of a Markov chain, and the tokens that were drawn outside."""
+    ratios = markov.simulate(*markov.policies(chain), texts, chain.length, chain.k)
+    return {
+        **asdict(chain),
+        **kept_shares(ratios),
+        "texts": float(texts),
+        "drawn_outside": float(ratios.in_tail.mean()),
+    }
