@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from engine.drawing import Streams, draw, identify, top_k, warm_up
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.drawing import Streams, draw, identify, top_k, warm_up
 from engine.sampling import uniforms
 from rollout.acceptance import symbols_of, verify_kept
 

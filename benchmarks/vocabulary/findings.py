@@ -45,16 +45,21 @@ class Findings:
     costs: list[Cost]
 
     def ratios(self) -> dict[str, float]:
-        """The numbers with a target, by name, and what they are made of."""
-        one_step = self.language[0]
+        """The numbers with a target, by name, and what they are made of.
+
+        `kept_tail_vs_all` divides two expectations over the same texts, whose noise cancels. That
+        the engine keeps what is expected is `engine_vs_expected`, over all pairs of versions.
+        """
+        shares = self.language[0].longest(self.language[0].k)
+        pairs = [*self.language, self.flat]
         dearest = max(self.costs, key=lambda cost: (cost.vocabulary, cost.k))
-        every = one_step.longest(one_step.k)["all"]
         return {
-            "kept_tail_vs_all": one_step.engine_share / every,
-            "kept_tail_vs_all_expected": one_step.longest(one_step.k)["tail"] / every,
+            "kept_tail_vs_all": shares["tail"] / shares["all"],
             "kept_flat": self.flat.engine_share,
-            "kept_flat_expected": self.flat.longest(self.flat.k)["tail"],
             "draw_vs_before": dearest.draw_vs_before,
+            "engine_vs_expected": sum(pair.engine_share for pair in pairs)
+            / sum(pair.longest(pair.k)["tail"] for pair in pairs),
+            "kept_flat_expected": self.flat.longest(self.flat.k)["tail"],
             "draw_only_vs_before": dearest.draw_only_vs_before,
             "draw_vs_head": dearest.parts["draw"] / dearest.parts["head"],
             "verification_vs_head": dearest.parts["verify"] / dearest.parts["head"],

@@ -66,7 +66,9 @@ QUICK, FULL = Effort(32, 128, 9), Effort(256, 512, 31)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="some minutes on two quiet cores")
+    parser.add_argument(
+        "--quick", action="store_true", help="3 minutes on two cores; in full some 20"
+    )
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     options = parser.parse_args(arguments)
     effort = QUICK if options.quick else FULL

@@ -4,9 +4,8 @@ Embeddings start as factors of the tokens' co-occurrence counts (positive pointw
 information, Levy and Goldberg 2014), so that rare tokens, which training hardly meets, have
 neighbours. The matrices of the layers are trained by Muon (Jordan et al. 2024).
 
-The loss is over the whole vocabulary in every step. A sampled softmax was twice as fast and left
-too much mass on rare tokens: 0.24 outside the 64 most probable ones, where the texts have 0.1. The
-tail is what this model is for.
+The loss is over the whole vocabulary in every step: a sampled softmax is faster, but what it says
+about rare tokens is rough, and the tail is what this model is for.
 """
 
 from __future__ import annotations

@@ -218,8 +218,10 @@ def test_costs_and_findings_are_reported(versions: list[Path]) -> None:
     made = {"vocabulary": 300, "parameters": 1, "perplexity": 2.0, "held_out_perplexity": 3.0}
     findings = Findings(made, {}, [pair], pair, [row], [one])
     assert findings.ratios()["kept_flat"] == 0.5
-    wanted = 0.5 / pair.expected.kept[9][8]["all"]
-    assert findings.ratios()["kept_tail_vs_all"] == pytest.approx(wanted)
+    shares = pair.expected.kept[9][8]
+    ratios_ = findings.ratios()
+    assert ratios_["kept_tail_vs_all"] == pytest.approx(shares["tail"] / shares["all"])
+    assert ratios_["engine_vs_expected"] == pytest.approx(0.5 / shares["tail"])
     assert [table.row_count for table in tables(findings)][:4] == [4, 4, 1, 1]
 
 
