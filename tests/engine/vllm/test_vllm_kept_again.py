@@ -153,7 +153,7 @@ def long_texts(served: Served) -> tuple[list[GenerateRequest], Any]:
     served.install(served.old)
     drawing = [ask(f"o{i}", max_tokens=350, seed=i, **TORCH_TOO) for i in range(24)]
     kept = [kept_of(chunks) for chunks in served.call(collect_all(served.engine, drawing))]
-    policy = near(served.old, 0.03)
+    policy = near(served.old, 0.01)
     served.install(policy)
     requests = again(kept, 1, max_tokens=352, **TORCH_TOO)
     return requests, policy
