@@ -60,7 +60,7 @@ class ScoredRequest:
         self.k: int = self.columns.ids.shape[1]
         """K."""
         self.reading = Reading.empty(n, self.k)
-        self.listed = not self.columns.exact.all()
+        self.reports_top_k = not self.columns.exact.all()
         """Whether the current K most probable tokens are reported."""
         self.ids = self.columns.ids.copy()
         """`[n, K]` the lists that are reported."""
@@ -70,7 +70,7 @@ class ScoredRequest:
 
     def add_hidden(self, first: int, hidden: torch.Tensor) -> None:
         """Keep the hidden states of some positions; those of an earlier attempt are dropped."""
-        if self.kept is None or self.listed:
+        if self.kept is None or self.reports_top_k:
             return
         while self._hidden and self._hidden[-1][0] >= first:
             self._hidden.pop()
@@ -88,7 +88,7 @@ class ScoredRequest:
         values = np.zeros(ids.shape, np.float32)
         ids[:, columns.own], values[:, columns.own] = self.columns.tokens, self.reading.own
         ids[:, columns.listed] = self.ids
-        values[:, columns.listed] = self.values if self.listed else self.reading.listed
+        values[:, columns.listed] = self.values if self.reports_top_k else self.reading.listed
         return ids, values
 
     def verdict_table(self, verdict: Verdict, row: int) -> tuple[IntArray, FloatArray]:

@@ -111,7 +111,7 @@ class CoreScorer:
             request, source = part.request, slice(end - len(part.rows), end)
             request.reading.fill(part.span, reading, source)
             request.add_hidden(part.first, hidden[source].clone())
-            if request.listed:
+            if request.reports_top_k:
                 request.ids[part.span] = ids[source, : request.k]
                 request.values[part.span] = values[source, : request.k]
 
@@ -158,7 +158,7 @@ def _listed(
     logprobs: torch.Tensor, parts: list[ScoredPart], counts: NDArray[np.int64]
 ) -> tuple[IntArray, FloatArray]:
     """`[N, K]` the most probable tokens, where a part reports them."""
-    wanted = [part.request.k if part.request.listed else 0 for part in parts]
+    wanted = [part.request.k if part.request.reports_top_k else 0 for part in parts]
     k = max(wanted)
     ids = np.full((len(logprobs), k), -1, np.int32)
     values = np.full((len(logprobs), k), -np.inf, np.float32)
