@@ -68,13 +68,20 @@ class ScoredRequest:
         """`[n, K]`"""
         self._hidden: list[tuple[int, torch.Tensor]] = []
 
-    def add_hidden(self, first: int, hidden: torch.Tensor) -> None:
-        """Keep the hidden states of some positions; those of an earlier attempt are dropped."""
+    def keep_hidden(self, first: int, hidden: torch.Tensor) -> None:
+        """Keep a copy of some hidden states, if the exact rule judges.
+
+        Those of an earlier attempt are dropped.
+
+        Args:
+            first: index of the first one among all scored positions.
+            hidden: `[n, H]`
+        """
         if self.kept is None or self.reports_top_k:
             return
         while self._hidden and self._hidden[-1][0] >= first:
             self._hidden.pop()
-        self._hidden.append((first, hidden))
+        self._hidden.append((first, hidden.clone()))
 
     def hidden_at(self, index: int) -> torch.Tensor:
         """`[H]` at one of the scored positions."""

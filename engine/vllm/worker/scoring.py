@@ -110,7 +110,7 @@ class CoreScorer:
         for part, end in zip(parts, ends, strict=True):
             request, source = part.request, slice(end - len(part.rows), end)
             request.reading.fill(part.span, reading, source)
-            request.add_hidden(part.first, hidden[source].clone())
+            request.keep_hidden(part.first, hidden[source])
             if request.reports_top_k:
                 request.ids[part.span] = ids[source, : request.k]
                 request.values[part.span] = values[source, : request.k]
