@@ -197,10 +197,12 @@ class DraftPlanner:
         self, ranked: Floats, rows: int, base: int, best: int, values: Floats, worth: float
     ) -> int:
         """Another number of nodes, if it may be better and the bank can pay if it is not."""
-        if self._since_exploring < _PAUSE or len(ranked) == 0:
+        if self._since_exploring < _PAUSE:
             return best
         self._since_exploring = 0
         limit = len(ranked)
+        if not limit:
+            return best
         optimistic = _yields(rows, self.calibration.optimistic(ranked))
         seconds = self._drafted(rows, base, limit, optimistic=True)
         merit = optimistic - worth * seconds

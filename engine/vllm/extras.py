@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from rollout.trajectory import IntArray, KeptTokens
+from rollout.trajectory import FloatArray, IntArray, KeptTokens
 
 SECTION = "asyncrl"
 """Key of our part in vLLM's `additional_config` and in a request's `extra_args`."""
@@ -58,6 +59,8 @@ class RequestExtra:
     """Of sampling. vLLM does not sample, and would warn about min-p with drafts."""
     min_p: float = 0.0
     """Of sampling."""
+    top_k_logprobs: int = 0
+    """Of sampling. vLLM is asked for none: it would slice the step's table for every request."""
     scored: int = 0
     """Last tokens of the prompt to score, in a scoring request."""
     kept: KeptTokens | None = None
@@ -73,6 +76,7 @@ class RequestExtra:
                 "draft": self.draft.astype("<i4").tobytes(),
                 "top_k": self.top_k,
                 "min_p": self.min_p,
+                "top_k_logprobs": self.top_k_logprobs,
                 "scored": self.scored,
                 "kept": None if self.kept is None else _kept_to_plain(self.kept),
             }
@@ -117,6 +121,25 @@ def _kept_from_plain(plain: dict[str, Any]) -> KeptTokens:
     for name in ("topk_ids", "topk_logprobs"):
         arrays[name] = arrays[name].reshape(shape)
     return KeptTokens(**arrays, lenience=plain["lenience"])
+
+
+class StepTable(NamedTuple):
+    """What one step generated, in one piece for all of its requests.
+
+    It comes with the first output of the step's message, in the fields of vLLM's `LogprobsLists`,
+    which this type repeats in order. Some rows belong to no output: vLLM discards the token of a
+    prompt that is not all in, and of a request that was aborted meanwhile.
+    """
+
+    ids: IntArray
+    """`[N, 1 + K]` the token that was drawn at each place, then its list, padded with -1."""
+    logprobs: FloatArray
+    """`[N, 1 + K]` their log-probabilities, padded with -inf."""
+    starts: NDArray[np.int64]
+    """`[R]` for each output of the message, the row of its first token; -1: it has no token."""
+    counts: list[int] | None
+    """`[R]` tokens of each output, in consecutive rows; None: one each. Accepted drafts that vLLM
+    cut off, after a stop token or at the limit, are not counted."""
 
 
 class Outcome(IntEnum):

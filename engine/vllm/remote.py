@@ -14,6 +14,8 @@ EXTENSION_PATH = "engine.vllm.worker.extension.WorkerExtension"
 """What `worker_extension_cls` names."""
 DRAFTER_PATH = "engine.vllm.worker.drafter.CacheDrafter"
 """What `speculative_config["model"]` names."""
+SCHEDULER_PATH = "engine.vllm.worker.scheduler.make_scheduler"
+"""What `scheduler_cls` names."""
 
 
 class StagingReport(msgspec.Struct, frozen=True):

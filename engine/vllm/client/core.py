@@ -10,16 +10,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
+from engine.vllm.client.inbox import Inbox
 from engine.vllm.client.process import CoreProcess
-from engine.vllm.client.steps import StepQueue
 from engine.vllm.remote import RemoteWorker, StagingReport
 from wire.weights.layout import Fingerprint, WeightManifest
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-_OUTPUTS_AT_ONCE = 128
-"""vLLM's output task yields after so many outputs (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +36,10 @@ class Core:
 
     Args:
         process: a started vLLM.
-        slots: requests that run at once.
     """
 
-    def __init__(self, process: CoreProcess, slots: int) -> None:
+    def __init__(self, process: CoreProcess) -> None:
         self.process = process
-        self._slots = slots
         self.policy_version = 0
         """Of the weights that are loaded."""
         self._installations = 0
@@ -56,13 +51,13 @@ class Core:
         await self.process.ask(llm.update_weight_version("0"), "set its weight version")
         await self.process.ask(llm.get_supported_tasks(), "name its tasks")
 
-    async def submit(self, request_id: str, queue: StepQueue, request: CoreRequest) -> None:
-        """Give vLLM a request whose steps go to `queue`. The id must never have been used."""
+    async def submit(self, request_id: str, inbox: Inbox[Any], request: CoreRequest) -> None:
+        """Give vLLM a request that is answered to `inbox`. The id must never have been used."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 
         vllm = self.process.vllm
-        vllm.processor.expect(request_id, queue)
+        vllm.processor.expect(request_id, inbox)
         vllm.meter.busy()
         prompt = tokens_input(request.tokens, cache_salt=self._salt())
         params = SamplingParams(**request.params)
@@ -77,8 +72,12 @@ class Core:
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests; those already over are ignored."""
-        if request_ids and not self.process.died.is_set():
-            await self.process.ask(self.process.vllm.llm.abort(request_ids), "abort requests")
+        if self.process.died.is_set():
+            return
+        served = self.process.vllm.processor.external_req_ids
+        running = [request_id for request_id in request_ids if request_id in served]
+        if running:
+            await self.process.ask(self.process.vllm.llm.abort(running), "abort requests")
 
     async def pause(self) -> None:
         """Return when no step runs any more and all steps have come; requests stay as they are."""
@@ -87,8 +86,7 @@ class Core:
         await self.process.ask(call, "pause")
         # `AsyncLLM.pause_generation` sleeps for 20 ms here, at every update. The last steps came
         # before the answer, by the same socket: the output task only has to take them.
-        yields = 1 + self._slots // _OUTPUTS_AT_ONCE
-        for _ in range(2 + yields * (1 + client.outputs_queue.qsize())):
+        for _ in range(3 + client.outputs_queue.qsize()):
             await asyncio.sleep(0)
         self.process.vllm.meter.idle()
 

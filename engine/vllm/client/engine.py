@@ -2,11 +2,11 @@
 
     this process (client/)                               vLLM's engine-core process (worker/)
     Generation, Scoring ─► Streams ─► AsyncLLM ────────► scheduler, model, CacheDrafter
-    StepQueue ◄─ StepProcessor ◄── steps, each stamped ◄─ with the version that drew it
+    Inbox ◄── StepProcessor ◄───── steps, each stamped ◄─ with the version that drew it
     WeightSwap ── manifest, by rpc ────────────────────► WorkerWeights copies the published file
                ── version, by rpc, while paused ───────► and loads its copy
 
-    output task (AsyncLLM's)   consumes: messages of the core · produces: steps, a queue per request
+    output task (AsyncLLM's)   consumes: messages of the core · produces: chunks, by request
                                waits for: the core · unblocked by: its death too
     core watch (CoreProcess)   waits for: the core process to end · then wakes every consumer
 
@@ -16,8 +16,9 @@ their prompt's KV would be of the old version. Prefix KV is shared by requests o
 (the version is the salt of its hash); running requests keep theirs.
 
 The parts are `process` (starting, watching, stopping vLLM), `core` (the calls), `streams` (the
-requests being served), `generation`, `verification` and `scoring` (what they are for), `pausing`
-and `weights`. What both processes agree on is in `engine.vllm.remote` and `engine.vllm.extras`.
+requests being served), `responses` (steps become chunks), `generation`, `verification` and
+`scoring` (what requests are for), `pausing` and `weights`. What both processes agree on is in
+`engine.vllm.remote` and `engine.vllm.extras`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from engine.vllm.client.pausing import Pausing
 from engine.vllm.client.process import CoreProcess
 from engine.vllm.client.scoring import Scoring
 from engine.vllm.client.streams import Streams
+from engine.vllm.client.unreported import warm_up
 from engine.vllm.client.weights import WeightSwap
 from engine.weights import ModelShapes
 from wire.records import EngineStats, TokenCounts
@@ -95,7 +97,7 @@ class VllmEngine:
         try:
             shapes = await asyncio.to_thread(ModelShapes.of_path, self._model_path)
             started = process.start(self._model_path, self._cache_config, self._seed, self._place)
-            await started
+            await asyncio.gather(started, asyncio.to_thread(warm_up))
             self._parts = self._assemble(shapes)
             await self._parts.core.attach(self._config.top_k_logprobs)
             await self._parts.weights.take_fingerprint()
@@ -110,8 +112,8 @@ class VllmEngine:
         config, vocab_size = self._config, self._process.vllm.vocab_size
         limits = Limits(config.max_model_len, vocab_size, config.top_k_logprobs)
         seeds = SeedStream(self._seed)
-        core = Core(self._process, config.slots)
-        streams = Streams(core, config.vllm.chunk_tokens)
+        core = Core(self._process)
+        streams = Streams(core)
         self._process.on_end = streams.fail
         pausing = Pausing(core, streams)
         return _Parts(

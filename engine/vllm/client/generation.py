@@ -9,7 +9,6 @@ from engine.protocol import GenerateRequest, TokenChunk
 from engine.requests import Limits, SeedStream
 from engine.vllm.client.core import Core
 from engine.vllm.client.requests import Table, check_temperature, generation, verification
-from engine.vllm.client.steps import ChunkBuilder
 from engine.vllm.client.streams import Reader, Streams
 from engine.vllm.client.verification import after_verification
 from rollout.trajectory import KeptTokens, Provenance
@@ -31,8 +30,12 @@ class Generation:
         self._limits = limits
         self._seeds = seeds
         self._readers: dict[str, Reader] = {}
-        self.tokens_drawn = 0
+        self._residual = 0
+
+    @property
+    def tokens_drawn(self) -> int:
         """Response tokens since the start; those that verification accepted are not drawn."""
+        return self._core.process.vllm.processor.responses.tokens + self._residual
 
     async def chunks(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """The response, until its end or an interruption.
@@ -48,7 +51,6 @@ class Generation:
         try:
             async with aclosing(self._response(request, reader)) as chunks:
                 async for chunk in chunks:
-                    self.tokens_drawn += int((chunk.provenance != Provenance.VERIFIED).sum())
                     yield chunk
                     if chunk.finish_reason is not None:
                         return
@@ -67,22 +69,21 @@ class Generation:
         self, request: GenerateRequest, reader: Reader
     ) -> AsyncGenerator[TokenChunk, None]:
         """Chunks up to the last one, fewer if the reader is interrupted."""
-        name, sampling = request.request_id, request.sampling
-        seed = self._seeds.seed_of(sampling)
+        seed = self._seeds.seed_of(request.sampling)
         if request.kept is not None and len(request.kept):
             verified = await self._verify(request, request.kept, seed, reader)
             if verified is None:
                 return
             first, request = verified
             if first is not None:
+                self._residual += int((first.provenance != Provenance.VERIFIED).sum())
                 yield first
                 if first.finish_reason is not None:
                     return
-        builder = ChunkBuilder(name, sampling.top_k_logprobs, seed)
-        submitted = generation(request, seed, self._limits.vocab_size)
-        async with aclosing(self._streams.steps(name, submitted, reader, request)) as parts:
-            async for steps in parts:
-                for chunk in builder.chunks(steps):
+        submitted = generation(request, seed)
+        async with aclosing(self._streams.chunks(request, seed, submitted, reader)) as parts:
+            async for chunks in parts:
+                for chunk in chunks:
                     yield chunk
 
     async def _verify(
@@ -91,8 +92,8 @@ class Generation:
         """Have the worker verify kept tokens; None when that was interrupted."""
         name = request.request_id
         submitted = verification(request, kept, seed)
-        step = await self._streams.scored_step(name, submitted, reader)
-        if step is None:
+        scored = await self._streams.scored(name, submitted, reader)
+        if scored is None:
             return None
-        table = Table.of(name, step, request.sampling.top_k_logprobs)
-        return after_verification(request, kept, table, seed, step.policy_version)
+        table = Table.of(name, scored, request.sampling.top_k_logprobs)
+        return after_verification(request, kept, table, seed, scored.policy_version)

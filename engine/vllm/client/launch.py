@@ -18,8 +18,9 @@ from engine.config import EngineConfig
 from engine.errors import EngineStartError
 from engine.vllm.client.meter import Meter
 from engine.vllm.client.outputs import StepProcessor
+from engine.vllm.client.responses import Responses
 from engine.vllm.extras import DrafterSettings
-from engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH
+from engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
 
 _CPU_KV_GIB = 0.5
 _PREFILL, _CPU_PREFILL = 4096, 512
@@ -55,13 +56,14 @@ def launch(
     _check_device(config)
     meter = Meter()
     args = AsyncEngineArgs(**engine_args(config, model_path, cache_config, seed, place))
-    with _without_compilers(args):
+    with without_compilers(args):
         llm = AsyncLLM.from_engine_args(args, stat_loggers=[meter.logger])
     # The output task starts with the first request and uses the processor that it finds then.
     if llm.output_handler is not None:
         llm.shutdown()
         raise EngineStartError("launch() must not run on an event loop: vLLM reads outputs already")
-    llm.output_processor = processor = StepProcessor()
+    processor = StepProcessor(Responses(config.vllm.chunk_tokens))
+    llm.output_processor = processor
     return Launched(llm, processor, meter, llm.model_config.get_vocab_size())
 
 
@@ -102,6 +104,7 @@ def engine_args(
         "use_tqdm_on_load": False,
         "enable_log_requests": False,
         "worker_extension_cls": EXTENSION_PATH,
+        "scheduler_cls": SCHEDULER_PATH,
     }
     if kv_gib is None:
         args["gpu_memory_utilization"] = ours.gpu_memory_utilization
@@ -123,7 +126,7 @@ def engine_args(
 
 
 @contextmanager
-def _without_compilers(args: AsyncEngineArgs) -> Iterator[None]:
+def without_compilers(args: AsyncEngineArgs) -> Iterator[None]:
     """Keep vLLM from compiling with `enforce_eager` on a CPU.
 
     It would still compile a few helpers of its sampler, which takes longer than the whole start and

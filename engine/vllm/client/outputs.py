@@ -1,8 +1,10 @@
-"""Our output processor inside `AsyncLLM`: hands each step to its consumer with its version.
+"""Our output processor inside `AsyncLLM`: hands each step to its readers with its version.
 
 vLLM's own processor merges the steps of a slow consumer, keeps only the last weight version of a
-request and builds a Python object per log-probability. This one forwards each step's arrays with
-the version that the core stamped on it. Written against vLLM 0.32.0.
+request and builds a Python object per log-probability. This one takes the table of a whole step
+(`engine.vllm.extras.StepTable`) with the version that the core stamped on it. A step costs a few
+array operations for any number of requests, and Python only for those that begin or end. Written
+against vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 
 from engine.errors import EngineError
-from engine.vllm.client.steps import Step, StepQueue
+from engine.vllm.client.inbox import Inbox, Scored
+from engine.vllm.client.responses import Response, Responses
+from engine.vllm.client.unreported import NO_ROW, Index
+from engine.vllm.extras import StepTable
 from rollout.trajectory import FinishReason as Reason
 
 _REASONS: dict[Any, Reason] = {
@@ -22,26 +27,34 @@ _REASONS: dict[Any, Reason] = {
     FinishReason.LENGTH: "length",
     FinishReason.ABORT: "abort",
 }
-_NO_IDS = np.empty((0, 1), np.int32)
-_NO_LOGPROBS = np.empty((0, 1), np.float32)
 
 
 class StepProcessor(OutputProcessor):
-    """Hands every request's steps to the `StepQueue` announced for it."""
+    """Hands what comes for a request to the inbox announced for it.
 
-    def __init__(self) -> None:
+    Args:
+        responses: of the requests that generate; the others are scored.
+    """
+
+    def __init__(self, responses: Responses) -> None:
         super().__init__(None, log_stats=True)
-        self._expected: dict[str, StepQueue] = {}
+        self.responses = responses
+        self._expected: dict[str, Inbox[Any]] = {}
+        self._names: list[str] = []
+        self._rows: Index = np.empty(0, np.int64)
+        self._changes = 0
+        self._table: StepTable | None = None
+        self._taken = 0
 
-    def expect(self, request_id: str, queue: StepQueue) -> None:
+    def expect(self, request_id: str, inbox: Inbox[Any]) -> None:
         """Announce where the steps of a request go, just before it is added."""
-        self._expected[request_id] = queue
+        self._expected[request_id] = inbox
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Add a request as the parent does, then replace its queue by the announced one."""
+        """Add a request as the parent does, then replace its queue by the announced inbox."""
         super().add_request(request, *args, **kwargs)
-        queue = self._expected.pop(request.external_req_id)
-        self.request_states[request.request_id].queue = queue
+        inbox = self._expected.pop(request.external_req_id)
+        self.request_states[request.request_id].queue = inbox
 
     def process_outputs(
         self,
@@ -50,41 +63,80 @@ class StepProcessor(OutputProcessor):
         iteration_stats: Any = None,  # noqa: ARG002
         weight_version: str | None = None,
     ) -> OutputProcessorOutput:
-        """Forward steps; outputs of requests already aborted are dropped."""
+        """Hand over a message of the core's; outputs of requests already aborted are dropped.
+
+        Args:
+            engine_core_outputs: of the message, or the next ones of it: vLLM splits long messages.
+            engine_core_timestamp: unused.
+            iteration_stats: unused.
+            weight_version: of the weights that drew the step.
+
+        Raises:
+            EngineError: there are tokens without their table. vLLM passes it to every inbox.
+        """
+        version = int(weight_version or 0)
+        rows, table = self._rows_of(engine_core_outputs), self._table_of(engine_core_outputs)
+        if table is not None:
+            self.responses.record(rows, table, version)
         for output in engine_core_outputs:
-            state = self.request_states.get(output.request_id)
-            if state is None:
-                continue
-            if output.finish_reason is not None and output.finish_reason not in _REASONS:
-                state.queue.put(EngineError(f"vLLM ended a request with {output.finish_reason}"))
-            else:
-                state.queue.push(_step(output, int(weight_version or 0)))
-            if output.finished:
-                self._finish_request(state)
+            if output.finish_reason is not None:
+                self._end(output, version)
+        self.responses.report_due()
         return OutputProcessorOutput(request_outputs=[], reqs_to_abort=[])
 
+    def _rows_of(self, outputs: list[EngineCoreOutput]) -> Index:
+        """`[R]` the responses' rows. They are looked up again only when they have changed."""
+        names = [output.request_id for output in outputs]
+        if names != self._names or self.responses.changes != self._changes:
+            self._rows = np.array([self._row(name) for name in names], np.int64)
+            self._names, self._changes = names, self.responses.changes
+        return self._rows
 
-def _step(output: EngineCoreOutput, policy_version: int) -> Step:
-    ids, logprobs = _NO_IDS, _NO_LOGPROBS
-    if output.new_logprobs is not None:
-        ids = np.array(output.new_logprobs.logprob_token_ids, np.int32)
-        logprobs = np.array(output.new_logprobs.logprobs, np.float32)
-    scored_ids = scored_logprobs = None
-    scored = output.new_prompt_logprobs_tensors
-    if scored is not None:
-        scored_ids = scored.logprob_token_ids.numpy().astype(np.int32)
-        scored_logprobs = scored.logprobs.numpy().astype(np.float32)
-    metrics = output.spec_decode_metrics
-    accepted = None
-    if metrics is not None:
-        accepted = sum(j * count for j, count in enumerate(metrics.histogram))
-    return Step(
-        tokens=np.array(output.new_token_ids, np.int32),
-        logprob_ids=ids,
-        logprobs=logprobs,
-        policy_version=policy_version,
-        finish_reason=None if output.finish_reason is None else _REASONS[output.finish_reason],
-        accepted=accepted,
-        scored_ids=scored_ids,
-        scored_logprobs=scored_logprobs,
-    )
+    def _row(self, request_id: str) -> int:
+        state = self.request_states.get(request_id)
+        inbox = None if state is None else state.queue
+        if not isinstance(inbox, Response):
+            return NO_ROW
+        return inbox.row if inbox.row != NO_ROW else self.responses.open(inbox)
+
+    def _table_of(self, outputs: list[EngineCoreOutput]) -> StepTable | None:
+        """The part of the message's table that belongs to these outputs; None: no tokens."""
+        first = outputs[0].new_logprobs
+        if first is not None:
+            self._table, self._taken = StepTable(*first), 0
+        table = self._table
+        if table is None:
+            if any(output.new_token_ids for output in outputs):
+                raise EngineError("vLLM sent tokens without the table of their log-probabilities")
+            return None
+        part = slice(self._taken, self._taken + len(outputs))
+        self._taken = part.stop
+        if self._taken >= len(table.starts):
+            self._table = None
+        if part.start == 0 and self._table is None:
+            return table
+        counts = None if table.counts is None else table.counts[part]
+        return table._replace(starts=table.starts[part], counts=counts)
+
+    def _end(self, output: EngineCoreOutput, policy_version: int) -> None:
+        """The last output of a request."""
+        state = self.request_states.get(output.request_id)
+        if state is None:
+            return
+        inbox, reason = state.queue, _REASONS.get(output.finish_reason)
+        scored = output.new_prompt_logprobs_tensors
+        if reason is None:
+            inbox.put(EngineError(f"vLLM ended a request with {output.finish_reason}"))
+        elif isinstance(inbox, Response):
+            metrics = output.spec_decode_metrics
+            accepted = None
+            if metrics is not None:
+                accepted = sum(j * count for j, count in enumerate(metrics.histogram))
+            self.responses.end(inbox, reason, accepted)
+        elif scored is not None:
+            ids = scored.logprob_token_ids.numpy().astype(np.int32)
+            logprobs = scored.logprobs.numpy().astype(np.float32)
+            inbox.push(Scored(ids, logprobs, policy_version), last=True)
+        else:
+            inbox.put(None)
+        self._finish_request(state)

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_STATUS_SECONDS = 0.2
+"""Longest wait for the exit status of a dead core: one of vLLM's threads may be just reading it."""
 _SHUTDOWN_SECONDS = 10.0
 """Then the process is killed. It needs 2 to 4, and logs what it left open when it is killed."""
 _SOCKETS = (
@@ -153,7 +156,10 @@ class CoreProcess:
 
     def _how_it_ended(self) -> str:
         processes = self.vllm.llm.engine_core.resources.engine_manager.processes
-        codes = [code for one in processes if (code := one.exitcode) is not None]
+        codes: list[int] = []
+        deadline = time.monotonic() + _STATUS_SECONDS
+        while not codes and time.monotonic() < deadline:
+            codes = [code for one in processes if (code := one.exitcode) is not None]
         if codes and codes[0] < 0:
             return f"was killed by signal {-codes[0]} ({signal.strsignal(-codes[0])})"
         return f"ended with exit code {codes[0]}" if codes else "has died"

@@ -10,7 +10,7 @@ import numpy as np
 from engine.errors import EngineError, RequestError
 from engine.protocol import GenerateRequest, SamplingParams, Score, ScoreRequest
 from engine.vllm.client.core import CoreRequest
-from engine.vllm.client.steps import Step, not_finite
+from engine.vllm.client.inbox import Scored, not_finite
 from engine.vllm.extras import RequestExtra, ScoreColumns
 from rollout.trajectory import FloatArray, IntArray, KeptTokens
 
@@ -30,7 +30,7 @@ def check_temperature(name: str, sampling: SamplingParams) -> None:
         )
 
 
-def generation(request: GenerateRequest, seed: int, vocab_size: int) -> CoreRequest:
+def generation(request: GenerateRequest, seed: int) -> CoreRequest:
     """Continue a request from its prefix."""
     sampling, prefix = request.sampling, request.prefix_tokens
     extra = RequestExtra(
@@ -40,11 +40,11 @@ def generation(request: GenerateRequest, seed: int, vocab_size: int) -> CoreRequ
         draft=request.draft_tokens,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
+        top_k_logprobs=sampling.top_k_logprobs,
     )
     params = _common(sampling, extra) | {
         "max_tokens": sampling.max_tokens - len(prefix),
         "stop_token_ids": list(sampling.stop_tokens),
-        "logprobs": min(sampling.top_k_logprobs, vocab_size),
     }
     return CoreRequest(_joined(request.prompt_tokens, prefix), params, request.priority)
 
@@ -91,15 +91,13 @@ class Table:
     """`[n, K]`, padded with -inf."""
 
     @classmethod
-    def of(cls, name: str, step: Step, top_k: int) -> Table:
-        """Read the step of a scoring request that asked for lists of `top_k` tokens.
+    def of(cls, name: str, scored: Scored, top_k: int) -> Table:
+        """Read the table of a scoring request that asked for lists of `top_k` tokens.
 
         Raises:
-            EngineError: the table is missing, or the model's probabilities are not finite.
+            EngineError: the model's probabilities are not finite.
         """
-        ids, values = step.scored_ids, step.scored_logprobs
-        if ids is None or values is None:
-            raise EngineError(f"request {name!r}: vLLM sent no prompt log-probabilities")
+        ids, values = scored.ids, scored.logprobs
         if np.isnan(values).any():
             raise EngineError(not_finite(name))
         columns = ScoreColumns(top_k)
@@ -112,15 +110,15 @@ class Table:
         )
 
 
-def score_of(request: ScoreRequest, step: Step) -> Score:
-    """The score in a scoring request's step."""
-    table = Table.of(request.request_id, step, request.sampling.top_k_logprobs)
+def score_of(request: ScoreRequest, scored: Scored) -> Score:
+    """The score in a scoring request's table."""
+    table = Table.of(request.request_id, scored, request.sampling.top_k_logprobs)
     return Score(
         request_id=request.request_id,
         logprobs=table.logprobs,
         topk_ids=table.topk_ids,
         topk_logprobs=table.topk_logprobs,
-        policy_version=step.policy_version,
+        policy_version=scored.policy_version,
     )
 
 

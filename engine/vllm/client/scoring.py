@@ -54,10 +54,10 @@ class Scoring:
             return unscored(request, self._core.policy_version)
         name = request.request_id
         submitted = scoring(request, self._seeds.seed_of(request.sampling))
-        step = await self._streams.scored_step(name, submitted, Reader())
-        if step is None:
+        scored = await self._streams.scored(name, submitted, Reader())
+        if scored is None:
             raise EngineError(f"request {name!r}: the engine was closed while scoring")
-        return score_of(request, step)
+        return score_of(request, scored)
 
 
 async def _gather(calls: Sequence[Awaitable[T]]) -> list[T]:

@@ -1,13 +1,14 @@
 """The requests of vLLM's batch as arrays, one entry a row. Imports no vLLM.
 
 vLLM moves rows when its batch is condensed or a request is preempted. A request's parameters are
-read once, when it first appears. The arrays are rebuilt only when the list of rows has changed, so
-an ordinary step costs a comparison of two lists.
+read once, when it first appears, into a column of its own. When the list of rows has changed, the
+rows are picked from the columns; an ordinary step costs a comparison of two lists.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,6 @@ class Entry:
         )
 
 
-@dataclass(slots=True)
 class Batch:
     """Follows the batch of one model runner, see the module's docstring.
 
@@ -71,23 +71,26 @@ class Batch:
         listed: length of the lists that tokens are drawn with, reported or not.
     """
 
-    runner: Any
-    listed: int = UNREPORTED_K
-    policy_version: int = 0
-    """Of the weights that are loaded; set by `advance`."""
-    seed: SeedArray = field(default_factory=lambda: np.empty(0, np.uint64))
-    """`[B]`"""
-    noise_seed: SeedArray = field(default_factory=lambda: np.empty(0, np.uint64))
-    """`[B]` of what the rows draw outside their lists (`engine.drawing.noise_seeds`)."""
-    sampling: SamplingColumns = field(default_factory=lambda: SamplingColumns.unset(0))
-    """`[B]` rows."""
-    start: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """`[B]` as `Entry.start`."""
-    ids: list[str] = field(default_factory=list)
-    """`[B]` request ids."""
-    changes: int = 0
-    """How many times the rows have changed."""
-    _entries: dict[str, Entry] = field(default_factory=dict)
+    def __init__(self, runner: Any, listed: int = UNREPORTED_K) -> None:
+        self.runner = runner
+        self.listed = listed
+        self.policy_version = 0
+        """Of the weights that are loaded; set by `advance`."""
+        self.ids: list[str] = []
+        """`[B]` request ids."""
+        self.seed: SeedArray = np.empty(0, np.uint64)
+        """`[B]`"""
+        self.noise_seed: SeedArray = np.empty(0, np.uint64)
+        """`[B]` of what the rows draw outside their lists (`engine.drawing.noise_seeds`)."""
+        self.sampling = SamplingColumns.unset(0)
+        """`[B]` rows."""
+        self.start: NDArray[np.int64] = np.empty(0, np.int64)
+        """`[B]` as `Entry.start`."""
+        self.top_k_logprobs = 0
+        """Entries of the lists that are reported: as many as some row asks for."""
+        self.changes = 0
+        """How many times the rows have changed."""
+        self._known = _Columns()
 
     def refresh(self) -> None:
         """Take over the runner's rows; cheap when they are the same as before."""
@@ -96,13 +99,17 @@ class Batch:
             return
         self.ids = list(ids)
         self.changes += 1
-        alive = self.runner.requests
-        self._entries = {name: entry for name, entry in self._entries.items() if name in alive}
-        entries = [self.entry(name) for name in self.ids]
-        self.seed = np.array([entry.extra.seed for entry in entries], np.uint64)
+        known, alive = self._known, self.runner.requests
+        for name in [name for name in known.entries if name not in alive]:
+            known.remove(name)
+        for name in ids:
+            if name not in known.entries:
+                self.entry(name)
+        columns = known.columns_of(ids)
+        self.seed, self.start = known.seed[columns], known.start[columns]
         self.noise_seed = noise_seeds(self.seed, self.policy_version)
-        self.sampling = SamplingColumns.of([entry.sampling for entry in entries])
-        self.start = np.array([entry.start for entry in entries], np.int64)
+        self.sampling = known.sampling.at(columns)
+        self.top_k_logprobs = int(known.top_k_logprobs[columns].max(initial=0))
 
     def advance(self, policy_version: int) -> None:
         """Draw from now on under this version."""
@@ -111,12 +118,61 @@ class Batch:
 
     def entry(self, request_id: str) -> Entry:
         """What is known of a request that the runner knows."""
-        entry = self._entries.get(request_id)
+        entry = self._known.entries.get(request_id)
         if entry is None:
-            entry = self._entries[request_id] = Entry.read(self.runner.requests[request_id])
+            entry = Entry.read(self.runner.requests[request_id])
+            self._known.add(request_id, entry)
         return entry
 
     def lengths(self) -> NDArray[np.int64]:
         """`[B]` tokens of each row now, drafts not counted."""
         lengths: NDArray[np.int64] = self.runner.input_batch.num_tokens_no_spec[: len(self.ids)]
         return lengths.astype(np.int64)
+
+
+class _Columns:
+    """The parameters of all requests that the runner knows, a column each."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.seed: SeedArray = np.empty(0, np.uint64)
+        self.start: NDArray[np.int64] = np.empty(0, np.int64)
+        self.top_k_logprobs: NDArray[np.int64] = np.empty(0, np.int64)
+        self.sampling = SamplingColumns.unset(0)
+        self._column: dict[str, int] = {}
+        self._free: list[int] = []
+
+    def columns_of(self, names: Sequence[str]) -> NDArray[np.int64]:
+        """`[n]` the columns of known requests."""
+        column = self._column
+        return np.array([column[name] for name in names], np.int64)
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Write a new request into a free column."""
+        if not self._free:
+            self._grow()
+        self.entries[name] = entry
+        self._column[name] = self._free.pop()
+        self._write(name)
+
+    def remove(self, name: str) -> None:
+        """Free the column of a request."""
+        del self.entries[name]
+        self._free.append(self._column.pop(name))
+
+    def _write(self, name: str) -> None:
+        column, entry = self._column[name], self.entries[name]
+        self.seed[column] = entry.extra.seed
+        self.start[column] = entry.start
+        self.top_k_logprobs[column] = entry.extra.top_k_logprobs
+        self.sampling.set(column, entry.sampling)
+
+    def _grow(self) -> None:
+        have = len(self.seed)
+        size = max(16, 2 * have)
+        self.seed, self.start = np.empty(size, np.uint64), np.empty(size, np.int64)
+        self.top_k_logprobs = np.empty(size, np.int64)
+        self.sampling = SamplingColumns.unset(size)
+        self._free = list(range(size - 1, have - 1, -1))
+        for name in self._column:
+            self._write(name)

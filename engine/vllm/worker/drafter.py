@@ -12,6 +12,7 @@ cheap as one without speculation: no verification, and no drafts for the schedul
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from engine.drafting.fixed_budget import FixedBudget
 from engine.drafting.planner import DraftPlanner, Planner
 from engine.vllm.extras import DrafterSettings
 from engine.vllm.worker.batch import Batch
-from engine.vllm.worker.rows import NO_SLOT, RowBook
+from engine.vllm.worker.rows import NO_SLOT, RowBook, warm_up
 from engine.vllm.worker.sampling import CoreSampler
 from rollout.trajectory import IntArray
 
@@ -77,9 +78,12 @@ class CacheDrafter:
         row = cache.open("warm-up", context)
         cache.draft(np.array([row], np.int32), np.array([2], np.int32))
         cache.close(row)
+        warm_up()
 
     def advance(self, policy_version: int) -> None:
         """Label what is generated from now on with this policy version."""
+        if self._batch is not None:
+            self._record(self._batch, set(self._batch.ids))
         self._cache.advance(policy_version)
 
     def save(self) -> int:
@@ -138,14 +142,19 @@ class CacheDrafter:
                     context=last.context,
                     seconds=now - last.began,
                 )
+        if self._batch is not None and scheduler_output.finished_req_ids:
+            # Their rows of vLLM's table are about to be used again.
+            self._record(self._batch, scheduler_output.finished_req_ids)
         fed: dict[str, int] = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
         running = scheduler_output.scheduled_cached_reqs.req_ids
-        decoding = [name for name in running if fed[name] == 1 + len(drafts.get(name, ()))]
+        drafted = sum(map(len, drafts.values()))
         tokens: int = scheduler_output.total_num_scheduled_tokens
-        ordinary = len(decoding) + sum(len(draft) for draft in drafts.values())
-        if decoding and tokens <= 2 * ordinary and not self._runner.num_prompt_logprobs:
-            self._taken = _Taken(now, tokens, len(decoding))
+        decoding = len(running)
+        if tokens > len(fed) + drafted:  # some rows take in more than a token and its drafts
+            decoding = sum(fed[name] == 1 + len(drafts.get(name, ())) for name in running)
+        if decoding and tokens <= 2 * (decoding + drafted) and not self._runner.num_prompt_logprobs:
+            self._taken = _Taken(now, tokens, decoding)
         if not tokens and self._batch is not None:
             self._follow(self._batch)  # nothing is running: close the rows of ended requests
 
@@ -177,12 +186,14 @@ class CacheDrafter:
         lengths = batch.lengths()
         if sampler.fed is not None:
             book.judge(self._slots, sampler.fed, got - 1)
-        grown = np.flatnonzero((self._slots != NO_SLOT) & (got > 0))
-        if len(grown):
-            book.record(self._slots[grown], grown, lengths[grown], token_ids_cpu)
+        if ((self._slots != NO_SLOT) & (got > 0)).any():
             decode = np.flatnonzero(got)
             chosen = book.draft(
-                self._slots[decode], lengths[decode], other_tokens=self._other_tokens(got)
+                self._slots[decode],
+                decode,
+                lengths[decode],
+                token_ids_cpu,
+                other_tokens=self._other_tokens(got),
             )
             for at, draft in chosen.items():
                 row = int(decode[at])
@@ -199,8 +210,15 @@ class CacheDrafter:
         if batch.changes != self._changes:
             self._changes = batch.changes
             self._book.forget(batch.runner.requests)
-            slots = [self._book.slot(name, batch.entry(name)) for name in batch.ids]
-            self._slots = np.array(slots, np.int64)
+            self._slots = self._book.slots(batch.ids, batch.entry)
+
+    def _record(self, batch: Batch, names: Container[str]) -> None:
+        """Tell the cache what these requests have generated, as far as they have rows."""
+        self._follow(batch)
+        rows = np.array([row for row, name in enumerate(batch.ids) if name in names], np.int64)
+        if len(rows):
+            table = batch.runner.input_batch.token_ids_cpu
+            self._book.record(self._slots[rows], rows, batch.lengths()[rows], table)
 
     def _other_tokens(self, got: NDArray[np.int64]) -> int:
         """Tokens of unfinished prompts that the next step takes in."""

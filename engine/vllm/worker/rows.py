@@ -1,8 +1,9 @@
 """Follows what vLLM's decode steps generate, and decides what to draft for the next one.
 
 A request has a slot here as long as vLLM knows it, wherever its row lies and however often it is
-preempted. Slots are kept in arrays, and a step looks only at tokens that are new since the last
-one, so it costs some forty array operations for any number of rows of any length. Imports no vLLM.
+preempted. Slots are kept in arrays. What rows have generated stays in vLLM's table until drafts are
+wanted or the row ends, so a step without drafts costs some twenty array operations for any number
+of rows of any length. Imports no vLLM.
 
 A request's row in the cache opens when vLLM takes the request in and closes when vLLM forgets it.
 A wrong draft costs time, never exactness.
@@ -10,7 +11,8 @@ A wrong draft costs time, never exactness.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,10 @@ from engine.drafting.planner import Planner
 from engine.drafting.proposals import Proposer, offsets_of
 from engine.drafting.source import NO_HANDLE, DraftSource
 from engine.vllm.worker.batch import Entry
+from rollout.jit import Compiler
 from rollout.trajectory import FloatArray, IntArray
+
+kernel = Compiler(Path(__file__).parent)
 
 NO_SLOT = -1
 _NOT_A_TOKEN = -1
@@ -54,32 +59,44 @@ class RowBook:
         self._guessed = np.empty(0, np.int64)
 
     def __len__(self) -> int:
-        return len(self._slot_of)
+        return len(self._handle) - len(self._free)
 
-    def slot(self, request_id: str, entry: Entry) -> int:
-        """The request's slot, a new one if it is new; NO_SLOT when it does not draft."""
+    def slots(self, request_ids: Sequence[str], entry_of: Callable[[str], Entry]) -> Index:
+        """`[n]` the slots of requests, new ones for new requests; NO_SLOT for those not to draft.
+
+        Args:
+            request_ids: n requests.
+            entry_of: what is known of a request.
+        """
+        slot_of = self._slot_of
+        for request_id in request_ids:
+            if request_id not in slot_of:
+                slot_of[request_id] = self._begin(entry_of(request_id))
+        return np.array([slot_of[request_id] for request_id in request_ids], np.int64)
+
+    def _begin(self, entry: Entry) -> int:
         if not entry.extra.cache_key:
             return NO_SLOT
-        slot = self._slot_of.get(request_id)
-        if slot is None:
-            if not self._free:
-                self._grow()
-            slot = self._slot_of[request_id] = self._free.pop()
-            self._handle[slot] = self._source.open(entry.extra.cache_key, entry.context[-64:])
-            self._limit[slot] = entry.limit
-            self._start[slot] = self._known[slot] = len(entry.context)
-            self._over[slot] = False
-            self._guessed[slot] = 0
-            self._widen("_stops", len(entry.stop_tokens), _NOT_A_TOKEN)
-            self._stops[slot] = _NOT_A_TOKEN
-            self._stops[slot, : len(entry.stop_tokens)] = entry.stop_tokens
-            self._old.begin(slot, entry.extra.draft)
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self._handle[slot] = self._source.open(entry.extra.cache_key, entry.context[-64:])
+        self._limit[slot] = entry.limit
+        self._start[slot] = self._known[slot] = len(entry.context)
+        self._over[slot] = False
+        self._guessed[slot] = 0
+        self._widen("_stops", len(entry.stop_tokens), _NOT_A_TOKEN)
+        self._stops[slot] = _NOT_A_TOKEN
+        self._stops[slot, : len(entry.stop_tokens)] = entry.stop_tokens
+        self._old.begin(slot, entry.extra.draft)
         return slot
 
     def forget(self, alive: Container[str]) -> None:
         """Close the rows of requests that are not `alive` any more."""
         for request_id in [r for r in self._slot_of if r not in alive]:
             slot = self._slot_of.pop(request_id)
+            if slot == NO_SLOT:
+                continue
             self._source.close(int(self._handle[slot]))
             self._old.end(slot)
             self._free.append(slot)
@@ -101,59 +118,65 @@ class RowBook:
         self._planner.judge(self._guess[slots][:, : len(place)][inside], kept[inside])
 
     def record(self, slots: Index, rows: Index, lengths: Index, table: IntArray) -> None:
-        """Tell the cache what each row has generated.
+        """Tell the cache what rows have generated since they were last recorded.
 
         Args:
-            slots: `[n]` slots that have new tokens.
+            slots: `[n]` of the rows; those with NO_SLOT are left out.
             rows: `[n]` their rows of the table.
             lengths: `[n]` tokens of each row now.
             table: `[R, M]` tokens of each row.
         """
-        limit = self._limit[slots]
+        mine = np.flatnonzero(slots != NO_SLOT)
+        slots, rows, lengths = slots[mine], rows[mine], lengths[mine]
         known = self._known[slots]
-        grown = np.where(self._over[slots], 0, np.maximum(np.minimum(lengths, limit) - known, 0))
-        row, place, tokens = _new_tokens(rows, known, grown, table)
-        over = lengths >= limit
-        if self._stops.shape[1]:
-            stops = (tokens[:, None] == self._stops[slots][row]).any(axis=1)
-            if stops.any():
-                # Nothing after a stop token belongs to the response, as vLLM will see as well.
-                first = np.flatnonzero(stops)[::-1]
-                grown[row[first]] = place[first] + 1
-                over[row[first]] = True
-                tokens = tokens[place < grown[row]]
+        tokens = np.empty(int(np.maximum(lengths - known, 0).sum()), np.int32)
+        grown = np.zeros(len(slots), np.int64)
+        total = _new_tokens(
+            slots, rows, lengths, table, self._limit, self._stops, self._known, self._over, grown,
+            tokens,
+        )  # fmt: skip
         if self._old:
             self._old.follow(slots, grown, table, rows, known + grown, self._start[slots])
-        self._known[slots] = known + grown
-        self._over[slots] |= over
         grew = np.flatnonzero(grown)
         if len(grew):
-            self._source.extend(self._handle[slots[grew]], tokens, offsets_of(grown[grew]))
+            handles = self._handle[slots[grew]]
+            self._source.extend(handles, tokens[:total], offsets_of(grown[grew]))
 
-    def draft(self, slots: Index, lengths: Index, *, other_tokens: int) -> dict[int, list[int]]:
+    def draft(
+        self, slots: Index, rows: Index, lengths: Index, table: IntArray, *, other_tokens: int
+    ) -> dict[int, list[int]]:
         """What to propose for the next step.
+
+        The rows are recorded only if the planner wants drafts: tokens of several steps cost the
+        cache less together. A row that ended by a stop token in this step may still be counted when
+        the planner is asked.
 
         Args:
             slots: `[n]` of the rows that decode in it; NO_SLOT for those that do not draft.
+            rows: `[n]` their rows of the table.
             lengths: `[n]` tokens of each row now.
+            table: `[R, M]` tokens of each row.
             other_tokens: tokens of the next step that belong to none of them.
 
         Returns:
             Drafts by index into `slots`; rows without one are missing.
         """
-        self._guessed[slots[slots != NO_SLOT]] = 0
-        lasting = np.flatnonzero((slots == NO_SLOT) | ~self._over[slots])
-        slots, lengths = slots[lasting], lengths[lasting]
-        left = np.where(slots == NO_SLOT, 1, self._limit[slots] - lengths).astype(np.int32)
-        budgets, min_probability = self._planner.ask(left, other_tokens=other_tokens)
+        mine = slots != NO_SLOT
+        self._guessed[slots[mine]] = 0
+        left = np.where(mine, self._limit[slots] - lengths, 1).astype(np.int32)
+        lasting = np.flatnonzero(~mine | (~self._over[slots] & (left > 0)))
+        budgets, min_probability = self._planner.ask(left[lasting], other_tokens=other_tokens)
         if not budgets.any():
             return {}
+        self.record(slots, rows, lengths, table)
+        running = ~(self._over[slots[lasting]] & mine[lasting])
+        lasting, budgets = lasting[running], budgets[running]
+        slots = slots[lasting]
         handles = np.where(slots == NO_SLOT, NO_HANDLE, self._handle[slots])
         drafts = self._proposer.propose(
             slots, handles, budgets, budgets, min_probability=min_probability
         )
-        if not len(drafts.tokens):
-            return {}
+        # Also where nothing was found: the planner learns that asking does not pay.
         keep = self._planner.choose(
             drafts.path_probabilities, drafts.offsets, rows=len(slots), other_tokens=other_tokens
         )
@@ -196,13 +219,54 @@ class RowBook:
             setattr(self, name, np.concatenate([array, pad], axis=1))
 
 
+@kernel
 def _new_tokens(
-    rows: Index, known: Index, grown: Index, table: IntArray
-) -> tuple[Index, Index, IntArray]:
-    """New tokens of all rows, flat, with the index of each one's row and its place among them."""
-    if (grown == 1).all():
-        index = np.arange(len(rows))
-        return index, np.zeros(len(rows), np.int64), table[rows, known]
-    row = np.repeat(np.arange(len(rows)), grown)
-    place = np.arange(len(row)) - np.repeat(np.cumsum(grown) - grown, grown)
-    return row, place, table[rows[row], known[row] + place]
+    slots: Index,
+    rows: Index,
+    lengths: Index,
+    table: IntArray,
+    limit: Index,
+    stops: IntArray,
+    known: Index,
+    over: NDArray[np.bool_],
+    grown: Index,
+    tokens: IntArray,
+) -> int:
+    """Collect the new tokens of rows up to their end; update `known` and `over` of their slots.
+
+    Args:
+        slots: `[n]`
+        rows: `[n]`
+        lengths: `[n]`
+        table: `[R, M]`
+        limit: `[S]` by slot, as the others of this shape.
+        stops: `[S, W]` nothing after one of these belongs to the response, as vLLM will see too.
+        known: `[S]`
+        over: `[S]`
+        grown: `[n]` set to the new tokens of each row.
+        tokens: the new tokens, flat.
+
+    Returns:
+        How many there are.
+    """
+    total = 0
+    for i in range(len(slots)):
+        slot = slots[i]
+        at = known[slot]
+        while not over[slot] and at < min(lengths[i], limit[slot]):
+            token = table[rows[i], at]
+            tokens[total] = token
+            total += 1
+            at += 1
+            over[slot] = (stops[slot] == token).any() or at >= limit[slot]
+        grown[i] = at - known[slot]
+        known[slot] = at
+    return total
+
+
+def warm_up() -> None:
+    """Compile what `RowBook.record` calls, or load it compiled."""
+    index, table = np.zeros(1, np.int64), np.zeros((1, 1), np.int32)
+    _new_tokens(
+        index, index, index, table, index, table, index, np.zeros(1, np.bool_), index, table[0]
+    )

@@ -88,31 +88,27 @@ class CoreSampler:
         kept = accept_chain(samples, drafts, torch.from_numpy(fed).to(device))
         outside = torch.arange(width, device=device) > kept[:, None]
         out = samples.masked_fill(outside, _NO_TOKEN).to(torch.int32)
-        listed = self._listed(logprobs, drawn)
-        if listed is not None:
-            # vLLM picks from a table with every place of every row.
-            listed = tuple(_spread(part, flat, len(counts) * width) for part in listed)
-        return self._output(out, listed)
+        # vLLM picks from a table with every place of every row.
+        ids, values = (
+            _spread(part, flat, len(counts) * width) for part in self._listed(logprobs, drawn)
+        )
+        return self._output(out, (ids, values))
 
-    def _listed(self, logprobs: torch.Tensor, drawn: Drawn) -> Any:
+    def _listed(self, logprobs: torch.Tensor, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and log-probabilities of the drawn token and its list: `[N, 1 + K]`."""
-        k = self._runner.input_batch.sampling_metadata.max_num_logprobs
-        if k is None:
-            return None
+        k = self._batch.top_k_logprobs
         own = drawn.tokens[:, None]
         return (
             torch.cat([own.to(torch.int32), drawn.listed.ids[:, :k]], dim=1),
             torch.cat([logprobs.gather(1, own), drawn.listed.logprobs[:, :k]], dim=1),
         )
 
-    def _output(self, tokens: torch.Tensor, listed: Any) -> Any:
+    def _output(self, tokens: torch.Tensor, listed: tuple[torch.Tensor, torch.Tensor]) -> Any:
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
-        tensors = None
-        if listed is not None:
-            ids, values = listed
-            # vLLM requires ranks; nothing reads them here.
-            tensors = LogprobsTensors(ids, values, ids.new_zeros(len(ids)))
+        ids, values = listed
+        # vLLM requires ranks; nothing reads them here.
+        tensors = LogprobsTensors(ids, values, ids.new_zeros(len(ids)))
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=tensors)
 
 

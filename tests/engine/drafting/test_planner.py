@@ -70,6 +70,21 @@ def test_prompts_take_the_room_of_drafts() -> None:
     assert planner.choose(paths, offsets, rows=8, other_tokens=50).sum() == 6
 
 
+def test_a_cache_that_finds_nothing_is_asked_seldom_and_again_when_it_does() -> None:
+    """Asking costs something at every row. It must not be paid in every step for nothing."""
+    planner = DraftPlanner(max_step_tokens=64, max_draft_tokens=8)
+    asked = []
+    for step in range(400):
+        budgets, _ = planner.ask(np.full(8, 100, np.int32))
+        asked.append(bool(budgets.any()))
+        found = 8 if step >= 300 else 0
+        if asked[-1]:
+            planner.choose(*_chains([found] * 8, rate=0.95), rows=8)
+        planner.observe(tokens=8, rows=8, context=800, seconds=0.01)
+    assert 5 < sum(asked[100:300]) <= 200 // 6
+    assert sum(asked[350:]) > 40, "it pays now"
+
+
 def test_no_rows_and_no_nodes() -> None:
     planner = _planner(steps=4)
     budgets, _ = planner.ask(np.zeros(0, np.int32))

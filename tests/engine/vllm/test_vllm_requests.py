@@ -17,8 +17,8 @@ from engine.drawing import noise_seeds
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.vllm.client.engine import VllmEngine
+from engine.vllm.client.inbox import Scored
 from engine.vllm.client.requests import Table, generation
-from engine.vllm.client.steps import Step
 from engine.vllm.client.verification import after_verification
 from engine.vllm.extras import Outcome, RequestExtra, ScoreColumns
 from engine.vllm.worker.batch import Entry
@@ -60,43 +60,33 @@ def test_extras_arrive_as_they_were_sent(kept: KeptTokens | None) -> None:
         RequestExtra.from_extra_args(None)
 
 
-def step_of(outcomes: list[Outcome], k: int = 2) -> Step:
-    """A scoring request's step: token i has log-probability -i / 10."""
+def scored_of(outcomes: list[Outcome], k: int = 2) -> Scored:
+    """A scoring request's table: token i has log-probability -i / 10."""
     columns, n = ScoreColumns(k), len(outcomes)
     scored = np.tile(np.arange(columns.width, dtype=np.int32), (n, 1))
     scored[:, columns.own], scored[:, columns.outcome] = np.arange(n), outcomes
     values = -scored.astype(np.float32) / 10
-    return Step(
-        tokens=ids(),
-        logprob_ids=np.empty((0, 1), np.int32),
-        logprobs=np.empty((0, 1), np.float32),
-        policy_version=3,
-        scored_ids=scored,
-        scored_logprobs=values,
-    )
+    return Scored(scored, values, policy_version=3)
 
 
 def test_a_scored_table_is_read_by_its_columns() -> None:
-    step = step_of([Outcome.KEPT, Outcome.RENAMED])
-    table = Table.of("r", step, 2)
+    scored = scored_of([Outcome.KEPT, Outcome.RENAMED])
+    table = Table.of("r", scored, 2)
     assert (table.tokens.tolist(), table.outcomes.tolist()) == ([0, 1], [0, 2])
     np.testing.assert_allclose(table.logprobs, [0, -0.1])
     assert table.topk_ids.tolist() == [[2, 3], [2, 3]]
     np.testing.assert_allclose(table.topk_logprobs, [[-0.2, -0.3]] * 2)
-    assert Table.of("r", step, 0).topk_ids.shape == (2, 0)  # a request that wants no lists
-    assert step.scored_logprobs is not None
-    step.scored_logprobs[0, 0] = np.nan
+    assert Table.of("r", scored, 0).topk_ids.shape == (2, 0)  # a request that wants no lists
+    scored.logprobs[0, 0] = np.nan
     with pytest.raises(EngineError, match=r"'r'.*not finite"):
-        Table.of("r", step, 2)
-    with pytest.raises(EngineError, match="no prompt log-probabilities"):
-        Table.of("r", replace(step, scored_ids=None), 2)
+        Table.of("r", scored, 2)
 
 
 def test_a_request_carries_its_stream_and_its_place() -> None:
     """A resumed response continues in its own stream of numbers, after what was generated."""
     sampling = SamplingParams(max_tokens=9, seed=5)
     request = GenerateRequest("r", "tree", ids(1, 2), sampling, ids(3, 4, 5), ids(6))
-    submitted = generation(request, 5, 10)
+    submitted = generation(request, 5)
     tokens, params = submitted.tokens, submitted.params
     assert tokens == [1, 2, 3, 4, 5]
     assert params["max_tokens"] == 6
@@ -124,7 +114,7 @@ def test_what_the_worker_left_is_reported_and_continued(
 ) -> None:
     kept = kept_tokens(5, 2, lenience)
     request = GenerateRequest("r", "", ids(9), SamplingParams(20, top_k_logprobs=2), ids(8))
-    table = Table.of("r", step_of(outcomes), 2)
+    table = Table.of("r", scored_of(outcomes), 2)
     chunk, rest = after_verification(request, kept, table, seed=7, policy_version=3)
     n = len(outcomes)
     assert rest.kept is None
@@ -143,7 +133,7 @@ def test_what_the_worker_left_is_reported_and_continued(
 
 
 def test_a_response_ends_within_what_the_worker_left() -> None:
-    kept, table = kept_tokens(5, 2), Table.of("r", step_of([Outcome.KEPT] * 3), 2)
+    kept, table = kept_tokens(5, 2), Table.of("r", scored_of([Outcome.KEPT] * 3), 2)
     stopping = SamplingParams(20, top_k_logprobs=2, stop_tokens=(1,))
     request = GenerateRequest("r", "", ids(9), stopping)
     chunk, _ = after_verification(request, kept, table, seed=7, policy_version=3)

@@ -1,4 +1,4 @@
-"""Stop strings on real vLLM, which knows nothing of them: see `client.steps.StopWatch`.
+"""Stop strings on real vLLM, which knows nothing of them: see `client.responses`.
 
 A token depends on the request's seed and place only, so a response with stop strings is the one
 without them, cut where the text has one.

@@ -1,0 +1,1 @@
+"""What the generator costs vLLM: see `benchmarks.vllm_host.main`."""

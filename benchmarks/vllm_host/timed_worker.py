@@ -1,0 +1,75 @@
+"""Worker extensions that time what runs inside vLLM's core process. They run there.
+
+`TimedExtension` times every entry point of ours: the sampler, the drafter's hooks around a step,
+and the part of the scheduler that is not vLLM's. `PlainExtension` times vLLM's own sampler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.vllm_host.clocks import DRAW, SAMPLER
+from engine.vllm.worker import sampling, scheduler
+from engine.vllm.worker.extension import WorkerExtension
+
+
+class _Timed:
+    """CPU seconds of the core's main thread by function, since the last reading."""
+
+    model_runner: Any
+    _seconds: dict[str, float]
+    _inside: list[float]
+    """Seconds of timed functions that the running ones have called."""
+
+    def host_seconds(self) -> dict[str, float]:
+        """What was spent since the last call."""
+        spent, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return spent
+
+    def _time(self, owner: Any, name: str, label: str) -> None:
+        """Replace a function by one that is timed, without what it calls that is timed as well."""
+        function: Callable[..., Any] = getattr(owner, name)
+        self._seconds.setdefault(label, 0.0)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            self._inside.append(0.0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent = time.thread_time() - began
+                self._seconds[label] += spent - self._inside.pop()
+                if self._inside:
+                    self._inside[-1] += spent
+
+        setattr(owner, name, timed)
+
+
+class TimedExtension(_Timed, WorkerExtension):
+    """Ours, timed."""
+
+    def asyncrl_attach(self, parent: int) -> None:
+        """Attach as in a run, then put the clocks around everything that was installed."""
+        self._seconds, self._inside = {}, []
+        for name in ("processed_logprobs", "draw"):
+            self._time(sampling, name, DRAW)
+        self._time(sampling.CoreSampler, "_listed", DRAW)
+        super().asyncrl_attach(parent)
+        runner = self.model_runner
+        self._time(runner, "_sample", SAMPLER)
+        self._time(scheduler, "table_of", "table")
+        drafter = getattr(runner, "drafter", None)
+        if drafter is not None:
+            self._time(drafter, "begin", "drafter, before the step")
+            self._time(drafter, "propose", "drafter, after the step")
+
+
+class PlainExtension(_Timed):
+    """VLLM's own sampler, timed."""
+
+    def host_attach(self) -> None:
+        """Put the clock around it."""
+        self._seconds, self._inside = {}, []
+        self._time(self.model_runner, "_sample", DRAW)
