@@ -83,7 +83,7 @@ async def measure_topk(effort: Effort, folder: Path) -> dict[str, list[Spent]]:
         )
         plain = await stack.enter_async_context(Plain.running(config, path))
         for side, top_k in ((ours, k), (ours, 0), (plain, 0)):
-            await timed(side, rows, 16, top_k)
+            await timed(side, rows, min(16, tokens), top_k)
         for _ in range(effort.rounds):
             rounds["ours"].append(await timed(ours, rows, tokens, k))
             rounds["plain"].append(await timed(plain, rows, tokens, 0))
@@ -102,8 +102,8 @@ async def measure_host(effort: Effort, folder: Path) -> dict[str, list[Spent]]:
     async with AsyncExitStack() as stack:
         ours = await stack.enter_async_context(Ours.running(config, path, CacheConfig()))
         plain = await stack.enter_async_context(Plain.running(config, path))
-        await timed(ours, rows, 64, HOST_K)
-        await timed(plain, rows, 64, 0)
+        await timed(ours, rows, min(64, tokens), HOST_K)
+        await timed(plain, rows, min(64, tokens), 0)
         for _ in range(effort.rounds):
             rounds["ours"].append(await timed(ours, rows, tokens, HOST_K))
             rounds["plain"].append(await timed(plain, rows, tokens, 0))

@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.protocol import SamplingParams
 from engine.vllm.client.engine import VllmEngine
 from engine.vllm.client.environment import prepare, process_log
+from engine.vllm.client.process import shut_down
 from engine.vllm.config import VllmConfig
 from rollout.trajectory import SampleId
 from wire.frames import encode_tokens
@@ -183,8 +184,7 @@ class Plain:
             await llm.collective_rpc("host_attach")
             yield cls(llm)
         finally:
-            llm.output_handler.cancel()
-            await asyncio.to_thread(llm.shutdown, 10.0)
+            await shut_down(llm)
 
     async def generate(self, rows: int, length: int, top_k: int) -> None:
         """`Side`"""

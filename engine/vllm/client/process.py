@@ -176,13 +176,13 @@ class CoreProcess:
         self._unwatch()
         launched, self._launched = self._launched, None
         if launched is not None:
-            await _shut_down(launched.llm)
+            await shut_down(launched.llm)
             # AsyncLLM lies in a reference cycle, and its __del__ fails when the interpreter ends.
             del launched
             gc.collect()
 
 
-async def _shut_down(llm: AsyncLLM) -> None:
+async def shut_down(llm: AsyncLLM) -> None:
     """End the core's process, then what vLLM leaves open in this one: tasks, sockets, a context."""
     resources = llm.engine_core.resources
     tasks = [task for task in (llm.output_handler, resources.output_queue_task) if task is not None]
