@@ -211,8 +211,9 @@ class LearnerMetrics(msgspec.Struct, frozen=True, kw_only=True):
     batch: BatchMetrics = BatchMetrics()
     staleness: StalenessMetrics = StalenessMetrics()
     exactly_on_policy: bool | None = None
-    """Whether staleness was 0, without lenient reuse and without a sample deadline. None: recorded
-    by an earlier version of asyncrl (`wire.on_policy`)."""
+    """Whether staleness was 0, without lenient reuse and without a sample deadline, and no process
+    was known to have another policy (`wrong_policy`). None: recorded by an earlier version of
+    asyncrl (`wire.on_policy`)."""
     mismatch: MismatchMetrics = MismatchMetrics()
     algorithm: dict[str, Measured] = {}
     """The signals that the algorithm declares (`trainer.algorithms.base.Signal`), by name."""
@@ -322,7 +323,8 @@ class StepMetrics(LearnerMetrics, frozen=True):
     is included."""
     wrong_policy: tuple[str, ...] = ()
     """What was found since the step before: generators that sample from another policy than the
-    trainer has (`run.on_wrong_policy`)."""
+    trainer has (`run.on_wrong_policy`). The steps after it are not exactly on-policy either, until
+    the policies agree again."""
 
 
 class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):

@@ -145,6 +145,7 @@ class Inbox:
         self, worker: Worker, message: from_generator.WeightsInstalled
     ) -> None:
         worker.policy_version = message.policy_version
+        self._policy_watch.installed(worker.name, message.policy_version)
         weights = self._fleet.weights
         if weights is not None and message.policy_version < weights.policy_version:
             self._trainer_restarts.check_weights(weights)

@@ -59,6 +59,10 @@ class PolicyWatch:
                 )
             )
 
+    def installed(self, generator: str, version: int) -> None:
+        """A generator has compared these weights with the trainer's and would have reported it."""
+        self._progress.installed(generator, version)
+
     async def suspected(self, message: WrongPolicyFound) -> None:
         """The trainer found something. If it cannot tell the cause, ask the generator first."""
         generators = {worker.name for worker in self._fleet.generators()}

@@ -120,8 +120,9 @@ class Progress:
         self._metrics.events.of(event).inc()
         self._metrics.event_time.inc(seconds)
 
-    def died(self, role: str) -> None:
+    def died(self, role: str, name: str) -> None:
         """A process of this role ended before it was told to."""
+        self._findings.died(name)
         self._metrics.process_failures.of(role).inc()
 
     def evaluated(self, when: str, accuracy: Accuracy) -> None:
@@ -184,6 +185,10 @@ class Progress:
         """A generator was found to sample from another policy than the one trained."""
         self._findings.add(wrong)
 
+    def installed(self, generator: str, version: int) -> None:
+        """A generator decodes with the weights of this version."""
+        self._findings.installed(generator, version)
+
     def has_waiting_records(self) -> bool:
         """Whether lines of metrics.jsonl could not be written so far, and not now either."""
         return not self._log.flush()
@@ -210,6 +215,12 @@ class Progress:
         self._metrics.policy_version.set(step)
         self._metrics.count_on_policy(self._on_policy)
 
+    def _exactly_on_policy(self) -> bool | None:
+        """Whether all steps were. A run that warned may have had a finding after its last step."""
+        if self._findings.all and self._config.run.on_wrong_policy == "warn":
+            return False
+        return self._on_policy.exactly
+
     @property
     def _on_policy(self) -> OnPolicySteps:
         """How many steps of the run were exactly on-policy."""
@@ -221,7 +232,7 @@ class Progress:
         recent = self._totals.recent(now)
         times = message.times.within(seconds)
         wrong, learned = self._findings.of_step(), msgspec.structs.asdict(message.metrics)
-        if wrong:
+        if wrong or self._findings.last:
             learned["exactly_on_policy"] = False
         generators = max(1, len(self._fleet.generators()) if self._fleet is not None else 1)
         return StepMetrics(
@@ -346,7 +357,7 @@ class Progress:
             tokens=self._tokens_before + self._trained_tokens,
             groups=self._groups.settled(self._snapshot()),
             staleness=self._staleness.staleness(),
-            exactly_on_policy=self._on_policy.exactly,
+            exactly_on_policy=self._exactly_on_policy(),
             accuracy_before=None if before is None else before.value,
             accuracy_after=None if after is None else after.value,
             evaluation_samples=0 if before is None else before.samples,

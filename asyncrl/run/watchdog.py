@@ -39,7 +39,7 @@ class Watchdog:
         deaths = self._fleet.deaths()
         for worker, reason in deaths:
             self._progress.say(_what_died(worker, reason))
-            self._progress.died("trainer" if worker.is_trainer else "generator")
+            self._progress.died("trainer" if worker.is_trainer else "generator", worker.name)
             if worker.is_trainer:
                 await self._trainer_restarts.replace(worker, reason)
                 continue

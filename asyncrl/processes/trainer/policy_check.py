@@ -44,7 +44,8 @@ class _Record:
 class PolicyCheck:
     """Judges generators by the tokens of a step.
 
-    A generator with fewer than MIN_TOKENS in a step is judged with those of later steps.
+    A generator with fewer than MIN_TOKENS in a step is judged with those of later steps. Until then
+    what was last found of it holds.
 
     Args:
         limits: what rounding explains.
@@ -57,10 +58,17 @@ class PolicyCheck:
         self._policy = policy
         self._publisher = publisher
         self._records: dict[str, _Record] = {}
+        self._disagreed: set[str] = set()
+        """Generators beyond the limits when they were last judged."""
+        self._of_step: set[str] = set()
+        """Generators whose trajectories are in the step."""
+        self.follows = True
+        """Whether no generator of the step that was judged last is beyond the limits."""
         self._count = 0
 
     def add(self, group: WholeGroup, rows: NDArray[np.float64]) -> None:
         """Note the `[G, SUMS]` disagreement of a group's trajectories."""
+        self._of_step.update(group.generators)
         for generator, trajectory, row in zip(
             group.generators, group.trajectories, rows, strict=True
         ):
@@ -84,6 +92,11 @@ class PolicyCheck:
             for name, record in sorted(self._records.items())
             if self._limits.exceeded_by(record.sums)
         ]
+        judged = {n for n, record in self._records.items() if record.sums.tokens >= MIN_TOKENS}
+        self._disagreed -= judged
+        self._disagreed.update(one.found.generator for one in found)
+        self.follows = self._disagreed.isdisjoint(self._of_step)
+        self._of_step.clear()
         # Too few tokens are added to those of the next step. Its suspects are of its own version.
         self._records = {
             name: _Record(record.sums)

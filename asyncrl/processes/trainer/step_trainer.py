@@ -138,7 +138,8 @@ class StepTrainer:
         began = time.monotonic()
         with self._timeline.span(SpanKind.TRAINING, step=step):
             learned = await asyncio.to_thread(self._learner.step)
-        on_policy = self._samples_follow_policy and learned.staleness.max == 0
+        follow = self._samples_follow_policy and (self._check is None or self._check.follows)
+        on_policy = follow and learned.staleness.max == 0
         metrics = msgspec.structs.replace(learned, exactly_on_policy=on_policy)
         self._count_training(time.monotonic() - began)
         if self._sample_log is not None:

@@ -107,7 +107,7 @@ class Deaths:
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def died(self, role: str) -> None:
+    def died(self, role: str, name: str) -> None:
         self.said.append(role)
 
     def kill(self, name: str, code: int = -9) -> bool:

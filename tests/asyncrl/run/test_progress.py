@@ -37,7 +37,7 @@ from wire.records import (
     TrainerTimes,
 )
 from wire.weights.layout import WeightManifest
-from wire.wrong_policy import WrongPolicy
+from wire.wrong_policy import Cause, WrongPolicy
 
 GROUP_SIZE = 4
 
@@ -301,6 +301,51 @@ def test_a_finding_is_in_the_record_and_makes_the_run_off_policy(watched: Watche
     watched.progress.training_ends()
     result = watched.progress.result(None, None, total_seconds=1.0)
     assert (result.wrong_policy, result.exactly_on_policy) == ((wrong.text,) * 2, False)
+
+
+@pytest.mark.parametrize("ends", ["newer weights", "death"])
+@pytest.mark.parametrize("cause", ["weights", "tokenizer"])
+def test_steps_are_off_policy_until_the_policies_agree_again(
+    watched: Watched, cause: Cause, ends: str
+) -> None:
+    fresh = sent(exactly_on_policy=True, staleness=StalenessMetrics())
+
+    def flag(step: int) -> bool | None:
+        return watched.finish(step, fresh, TrainerTimes()).exactly_on_policy
+
+    watched.begin(0)
+    watched.progress.installed("generator-0", 0)
+    assert flag(0) is True
+    watched.progress.found(WrongPolicy(cause, "generator-0", 1, "it has something else"))
+    watched.progress.installed("generator-0", 1)  # the version that the finding is about
+    watched.progress.installed("generator-1", 2)
+    watched.progress.died("generator", "generator-1")
+    assert [flag(1), flag(2)] == [False, False]
+    if ends == "death":
+        watched.progress.died("generator", "generator-0")
+    else:
+        watched.progress.installed("generator-0", 2)
+    agree = ends == "death" or cause == "weights"
+    assert flag(3) is agree, "new weights do not make another tokenizer right"
+    watched.progress.rewound([], 0)
+    again = watched.finish(0, fresh, TrainerTimes())
+    assert (again.exactly_on_policy, bool(again.wrong_policy)) == (agree, not agree)
+
+
+@pytest.mark.parametrize(("action", "expected"), [("warn", False), ("stop", True)])
+def test_a_finding_after_the_last_record_is_in_the_result(
+    tmp_path: Path, action: str, expected: bool
+) -> None:
+    """A run that stops has not trained on what was found; one that warns may have."""
+    watched = Watched(tmp_path / "metrics.jsonl", [], run={"on_wrong_policy": action})
+    watched.begin(0)
+    fresh = sent(exactly_on_policy=True, staleness=StalenessMetrics())
+    watched.finish(0, fresh, TrainerTimes())
+    watched.progress.found(WrongPolicy("kv", "generator-0", 1, "KV of older weights was reused"))
+    watched.progress.training_ends()
+    result = watched.progress.result(None, None, total_seconds=1.0)
+    assert result.exactly_on_policy is expected
+    watched.log.close()
 
 
 def test_rates_are_taken_over_three_seconds_at_least() -> None:

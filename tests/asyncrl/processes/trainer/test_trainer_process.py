@@ -263,6 +263,8 @@ def test_samples_that_cannot_be_dropped_do_not_end_the_trainer(
 class SuspiciousCheck:
     """Finds something wrong with step 0."""
 
+    follows = False
+
     def __init__(self) -> None:
         self.seen: list[int] = []
 
@@ -288,7 +290,8 @@ def test_a_step_with_tokens_of_another_policy_is_not_trained(
         (found,) = await harness.sent(from_trainer.WrongPolicyFound, 1)
         assert (found.found.cause, found.found.policy_version) == ("temperature", 0)
         if not stops:
-            await harness.sent(from_trainer.StepFinished, 1)
+            (finished,) = await harness.sent(from_trainer.StepFinished, 1)
+            assert finished.metrics.exactly_on_policy is False
 
     harness = play(tmp_path, scenario, checkpoint=True, check=check, stops=stops)
     assert sorted(check.seen) == [0, 1]

@@ -126,6 +126,18 @@ def test_few_tokens_are_judged_with_those_of_the_next_steps(make: Make) -> None:
     assert "samples at temperature 1.25 instead of 1:" in text
 
 
+def test_a_generator_is_wrong_until_its_tokens_agree_again(make: Make) -> None:
+    loop = make(tokens=10, groups=1)
+    follow = []
+    for temperature in (1.0, 1.0, 1.25, 1.25, 1.0, 1.0):
+        loop.temperature = temperature
+        loop.step()
+        follow.append(loop.check.follows)
+    assert follow == [True, True, True, False, False, True], "judged every second step"
+    loop.check.findings(6)
+    assert loop.check.follows, "a step without its tokens"
+
+
 def test_kv_of_older_weights(make: Make) -> None:
     """New requests copy the KV of a sibling that has run through the installation."""
     loop = make()
