@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -76,8 +77,19 @@ def run(
         bool,
         typer.Option("--explain", help="Like --dry-run, with the meaning of every key."),
     ] = False,
+    end_with: Annotated[
+        int | None,
+        typer.Option(
+            "--end-with",
+            metavar="PID",
+            min=1,
+            help="End as by Ctrl-C when the process that started this one, PID, ends.",
+        ),
+    ] = None,
 ) -> None:
     """Train: evaluate, run the steps, evaluate again, write a report."""
+    if end_with is not None:
+        _end_with(end_with)
     from asyncrl.config import dump_config, load_config
     from asyncrl.config_reference import explain_config
 
@@ -109,6 +121,20 @@ def run(
         result,
         to_continue=resume_command(config.directory, config_file, overrides or []),
     )
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this command when its parent ends. Raises UserError: not its parent."""
+    from asyncrl.rewards.process_tree import end_with_parent
+
+    if sys.platform != "linux":
+        raise UserError("--end-with works on Linux only")
+    if os.getppid() != parent:
+        raise UserError(
+            f"--end-with {parent}: this command was started by process {os.getppid()}, or process "
+            f"{parent} has ended. Give the id of the process that starts it"
+        )
+    end_with_parent(parent, signal.SIGTERM)
 
 
 @app.command()

@@ -22,7 +22,6 @@ import itertools
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -41,6 +40,7 @@ from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.tasks.warm_start_recipe import WarmStart
 from benchmarks.policies_variety import Variety, teach
+from benchmarks.run_command import run_command
 from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.factory import create_engine
@@ -145,9 +145,7 @@ def _make(recipe: Recipe, making: Path, cache_dir: Path) -> dict[str, float]:
         *("trainer.checkpoint_every=1", f"trainer.keep_checkpoints={max(recipe.keep) + 1}"),
         *recipe.overrides,
     )
-    command = [sys.executable, "-m", "asyncrl", "run", str(_ROOT / recipe.example)]
-    for setting in settings:
-        command += ["--set", setting]
+    command = run_command(_ROOT / recipe.example, settings)
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=TRAINING_SECONDS, check=False
     )

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,6 +29,7 @@ from asyncrl.simulation.fit import Fit, fit_run
 from asyncrl.simulation.study import MODES, Cluster, as_json, cluster, compare
 from asyncrl.simulation.tables import mode_table
 from benchmarks.report import write_json
+from benchmarks.run_command import run_command
 
 EXAMPLE = "examples/arithmetic.yaml"
 RUNS = {
@@ -50,9 +50,7 @@ def real_run(name: str, settings: dict[str, Any], steps: int, directory: Path) -
         "evaluation.prompts": 8,
         "trainer.checkpoint_every": 10 * steps,
     }
-    command = [sys.executable, "-m", "asyncrl", "run", EXAMPLE]
-    for key, value in overrides.items():
-        command += ["--set", f"{key}={value}"]
+    command = run_command(EXAMPLE, [f"{key}={value}" for key, value in overrides.items()])
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

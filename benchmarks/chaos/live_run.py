@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import msgspec
 from asyncrl.launch.identity import ProcessIdentity, send, with_variable
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecord
 from asyncrl.run.directory import read_state
+from benchmarks.run_command import run_command
 from monitoring.jsonl import read_jsonl
 from monitoring.metrics_log import read_metrics
 from wire.records import StepMetrics
@@ -77,9 +77,7 @@ class LiveRun:
             f"run.steps={self.steps}",
             *self.setup.settings,
         )
-        command = [sys.executable, "-m", "asyncrl", "run", str(self.setup.config), *more]
-        for setting in settings:
-            command += ["--set", setting]
+        command = run_command(self.setup.config, settings, *more)
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
@@ -55,7 +56,7 @@ class Run:
         order = Order(str(config), [*settings, *own], self.key.secret, garbage)
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.hostile.victim"],
+                [sys.executable, "-m", "benchmarks.hostile.victim", str(os.getpid())],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=log,

@@ -1,13 +1,15 @@
 """The controller of the run under attack: `asyncrl run` with a key that the benchmark knows.
 
-    python -m benchmarks.hostile.victim < ORDER
+    python -m benchmarks.hostile.victim PARENT < ORDER
 
+It ends with its parent, the benchmark, whose process id is PARENT.
 With `garbage` above 0 the controller is faulty, too: after each of its messages to a process it
 sends this many frames of nonsense, so that the processes' own lines are attacked as well.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import zmq
 from rich.console import Console
 
 from asyncrl.config import load_config
+from asyncrl.rewards.process_tree import end_with_parent
 from asyncrl.run.execute import execute
 from asyncrl.run.prepare import prepare
 from benchmarks.hostile.frames import Frames
@@ -54,6 +57,7 @@ def add_garbage(count: int) -> None:
 
 def main() -> None:
     """Run to the end."""
+    end_with_parent(int(sys.argv[1]), signal.SIGTERM)
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     if order.garbage:
         add_garbage(order.garbage)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.pipeline.modes import CONFIG, Effort, Mode
+from benchmarks.run_command import run_command
 from monitoring.metrics_log import read_metrics
 from monitoring.spans import Span, SpanKind, clip, flatten, idle_by_cause, read_timelines
 
@@ -83,9 +83,7 @@ def carry_out(mode: Mode, seed: int, *, model: Path, effort: Effort, folder: Pat
         *(f"run.seed={seed}", f"model.path={model}"),
         *mode.settings,
     )
-    command = [sys.executable, "-m", "asyncrl", "run", str(CONFIG)]
-    for setting in settings:
-        command += ["--set", setting]
+    command = run_command(CONFIG, settings)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=effort.timeout_seconds, check=False

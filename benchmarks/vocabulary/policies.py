@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.tasks.model import default_cache_dir
+from benchmarks.run_command import run_command
 from benchmarks.vocabulary.language_model import PROMPTS, LanguageModel, ensure_language_model
 from benchmarks.vocabulary.training import TrainingRecipe
 
@@ -102,9 +103,7 @@ def _make(steps: Steps, model: Path, making: Path) -> None:
         *(f"task.path={model / PROMPTS}", f"trainer.keep_checkpoints={last + 1}"),
         *(f"sampling.temperature={steps.temperature}", *steps.overrides),
     )
-    command = [sys.executable, "-m", "asyncrl", "run", str(_ROOT / _RUN[0])]
-    for setting in settings:
-        command += ["--set", setting]
+    command = run_command(_ROOT / _RUN[0], settings)
     sys.stdout.write(f"taking {last} policy steps with {model.name} (once)\n")
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=TRAINING_SECONDS, check=False, cwd=_ROOT
