@@ -146,7 +146,6 @@ def _draw_on_cpu(
     draw_rows(
         table, rows, streams.seeds, streams.positions, streams.noise_seeds, tokens, ids, values
     )
-    tokens[~(values[:, 0] > -np.inf)] = -1
     return Drawn(torch.from_numpy(tokens), TopK(torch.from_numpy(ids), torch.from_numpy(values)))
 
 

@@ -47,7 +47,7 @@ def draw_rows(
         seeds: `[N]` of the requests.
         positions: `[N]` in the responses.
         noise_seeds: `[N]` of the noise outside the lists.
-        tokens: `[N]` to fill; what it holds where a row is not finite means nothing.
+        tokens: `[N]` to fill; -1 where a row is not finite.
         ids: `[N, K]` to fill, most probable first, padded with -1.
         values: `[N, K]` to fill, padded with -inf; not finite if the row is not.
     """
@@ -56,6 +56,9 @@ def draw_rows(
     for n in range(len(rows)):
         row = logprobs[rows[n]]
         found = _most_probable(row, ids[n], values[n])
+        tokens[n] = -1
+        if found == 0:
+            continue
         place = _symbol(ids[n], values[n], found, _uniform(seeds[n], positions[n]), order)
         if place < 0:
             tokens[n] = _identity(row, ids[n], _stream_bits(noise_seeds[n], positions[n]))

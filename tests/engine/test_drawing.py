@@ -135,15 +135,19 @@ def test_some_rows_in_any_order() -> None:
     assert lists(some)[0] == lists(alone)[0]
 
 
+@pytest.mark.parametrize("k", [2, 8])
 @pytest.mark.parametrize("by_tensors", [False, True])
-def test_what_is_not_finite_is_told(by_tensors: bool) -> None:
-    logits = torch.zeros(3, 5)
-    logits[1, 2] = torch.nan
-    logits[2, 2] = torch.inf
+def test_what_is_not_finite_is_told(by_tensors: bool, k: int) -> None:
+    """Also where no row before it was finite, so that nothing has been written anywhere."""
+    logits = torch.zeros(4, 500)
+    logits[0, 2] = torch.nan
+    logits[1, 2] = torch.inf
+    logits[3] = -torch.inf
     logprobs = torch.log_softmax(logits, -1)
-    streams = streams_of(np.arange(3))
-    drawn = draw_by_tensors(logprobs, 2, streams) if by_tensors else draw(logprobs, 2, streams)
-    assert (drawn.tokens < 0).tolist() == [False, True, True]
+    logprobs[1, ::2] = -torch.inf  # as truncation leaves it
+    streams = streams_of(np.arange(4))
+    drawn = draw_by_tensors(logprobs, k, streams) if by_tensors else draw(logprobs, k, streams)
+    assert (drawn.tokens < 0).tolist() == [True, True, False, True]
 
 
 def test_nothing_is_named_where_nothing_is_outside() -> None:
