@@ -197,6 +197,10 @@ class GeneratorMetrics(ProcessMetrics):
         "asyncrl_rejected_tokens_total",
         "Tokens of an older policy version that verification rejected; they are regenerated.",
     )
+    outside_top_k_tokens: Total = counter(
+        "asyncrl_outside_top_k_tokens_total",
+        "Generated and verified tokens that are not among the top K stored with them.",
+    )
     noise_floor_judged: Total = counter(
         "asyncrl_noise_floor_judged_tokens_total",
         "Tokens of the current policy version that were verified again under that version.",

@@ -45,7 +45,10 @@ def simulate(
     ] = None,
     rule: Annotated[
         Literal["token", "block"] | None,
-        typer.Option(help="Verification rule: token by token (the worst case) or by block."),
+        typer.Option(
+            help="Verification rule: token by token (the worst case; default) or by block, as in "
+            "a run (default with --from)."
+        ),
     ] = None,
     outside: Annotated[
         float | None,

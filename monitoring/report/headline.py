@@ -61,20 +61,34 @@ def sentence(data: RunData) -> str:
     return f"Held-out accuracy {verb} from {percent(before, 1)} to {percent(after, 1)} in {extent}."
 
 
+def _findings(data: RunData) -> list[str]:
+    """All findings of the run that a process had another policy."""
+    if data.result is not None:
+        return list(data.result.wrong_policy)
+    return [text for step in data.steps for text in step.wrong_policy]
+
+
 def _wrong_policy(data: RunData) -> list[str]:
     """A sentence if a generator sampled from another policy than the one trained."""
-    found = [text for step in data.steps for text in step.wrong_policy]
-    if data.result is not None:
-        found = list(data.result.wrong_policy)
+    found = _findings(data)
     if not found:
         return []
     more = f" ({len(found) - 1} more such findings)" if len(found) > 1 else ""
     what = (
-        "Tokens of it were trained on, so the run is not on-policy"
+        "Its tokens were trained on, so the run is not on-policy"
         if data.setting("run.on_wrong_policy") == "warn"
         else "The run ended before it trained on such tokens"
     )
     return [f"Wrong policy: {found[0]}{more}. {what}."]
+
+
+def _wrong_or_lenient(data: RunData) -> str:
+    """Why steps without stale tokens are not on-policy."""
+    settings = "lenient reuse or a sample deadline"
+    if not _findings(data):
+        return settings
+    deadline = data.setting("scheduler.sample_deadline_seconds") is not None
+    return f"{settings}, and a wrong policy" if data.lenient or deadline else "a wrong policy"
 
 
 def staleness(data: RunData) -> tuple[float | None, float | None]:
@@ -188,8 +202,8 @@ def _staleness_tile(data: RunData) -> Markup:
     details = "exactly on-policy: every token follows the trained policy"
     if steps.no:
         details = (
-            f"by version only: {count(steps.no)} of {count(_steps_done(data))} steps trained under "
-            "lenient reuse or with a sample deadline, and are not on-policy"
+            f"by version only: {count(steps.no)} of {count(_steps_done(data))} steps are not "
+            f"on-policy ({_wrong_or_lenient(data)})"
         )
     elif steps.unknown:
         details = (

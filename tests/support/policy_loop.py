@@ -27,6 +27,7 @@ from trainer.learner import Learner
 from wire.frames import decode_tokens, encode_floats
 from wire.messages.from_generator import Rescored
 from wire.messages.from_trainer import WrongPolicyFound
+from wire.weights.layout import Fingerprint
 from wire.weights.writer import WeightPublisher
 from wire.wrong_policy import WrongPolicy, compare_weights, not_compared
 
@@ -77,8 +78,7 @@ class PolicyLoop:
         self._dtype = dtype
         self._tokens, self._groups, self._group_size = tokens, groups, group_size
         self._rng = np.random.default_rng(0)
-        self._publish()
-        expected = self._expected()
+        expected = self._publish()
         assert not_compared(expected, self.core.fingerprint) == []
         assert self._compared(0, expected) == []
 
@@ -100,10 +100,10 @@ class PolicyLoop:
         found = [self._concluded(one) for one in self.check.findings(version)]
         self.learner.step()
         before = version, self.core.fingerprint
-        self._publish()
+        expected = self._publish()
         self.before_installing()
         self.core.install_weights(version + 1)
-        return found + self._compared(version + 1, self._expected(), before)
+        return found + self._compared(version + 1, expected, before)
 
     def prompt(self, group: int) -> np.ndarray:
         """24 tokens that depend on the group."""
@@ -135,16 +135,16 @@ class PolicyLoop:
                         ended[chunk.request_id] = builders[chunk.request_id].finish("length")
         return [ended[name] for name in names]
 
-    def _expected(self) -> Any:
-        return self.learner.fingerprint(self._dtype)
-
-    def _publish(self) -> None:
+    def _publish(self) -> Fingerprint:
+        """Publish the trainer's weights with this fingerprint, and stage them."""
+        expected = self.learner.fingerprint(self._dtype)
         manifest = self.publisher.publish(
-            self.learner.tensors(), self.learner.policy_version, self._expected()
+            self.learner.tensors(), self.learner.policy_version, expected
         )
         self.core.stage_weights(manifest)
+        return expected
 
-    def _compared(self, version: int, expected: Any, before: Any = None) -> list[WrongPolicy]:
+    def _compared(self, version: int, expected: Fingerprint, before: Any = None) -> list[WrongPolicy]:
         wrong = compare_weights(
             GENERATOR, version, expected=expected, found=self.core.fingerprint, before=before
         )

@@ -90,6 +90,7 @@ class GeneratorReports:
         metrics.accepted_tokens.follow(engine.tokens.accepted)
         metrics.verified_tokens.follow(engine.tokens.verified)
         metrics.rejected_tokens.follow(engine.tokens.rejected)
+        metrics.outside_top_k_tokens.follow(engine.tokens.outside_top_k)
         metrics.noise_floor_judged.follow(report.noise_floor.judged)
         metrics.noise_floor_rejected.follow(report.noise_floor.rejected)
         if report.noise_floor.abs_mean is not None:

@@ -11,6 +11,7 @@ tokens on KV of several versions follow no policy, which `on_update: keep` allow
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -110,8 +111,10 @@ class PolicyCheck:
         suspects = [trajectory for _, _, trajectory in sorted(record.worst, reverse=True)]
         text = (
             f"the log-probabilities of {generator} are not those of version {version}: over "
-            f"{sums.tokens:.0f} tokens they differ from the trainer's by {sums.mean:.2g} on "
-            f"average, where rounding explains {self._limits.mean:g}"
+            f"{sums.tokens:.0f} tokens they differ from the trainer's by {sums.mean:.2g} nats on "
+            f"average (rounding explains {self._limits.mean:g}), as if its temperature were "
+            f"{100 * math.expm1(sums.slope):+.2g}% off (rounding explains "
+            f"{100 * self._limits.slope:g}%)"
         )
         known = explain(
             self._policy,
