@@ -144,7 +144,9 @@ class PolicyLoop:
         self.core.stage_weights(manifest)
         return expected
 
-    def _compared(self, version: int, expected: Fingerprint, before: Any = None) -> list[WrongPolicy]:
+    def _compared(
+        self, version: int, expected: Fingerprint, before: Any = None
+    ) -> list[WrongPolicy]:
         wrong = compare_weights(
             GENERATOR, version, expected=expected, found=self.core.fingerprint, before=before
         )

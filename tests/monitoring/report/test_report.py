@@ -141,7 +141,9 @@ def test_only_a_run_without_stale_or_lenient_tokens_is_called_on_policy(tmp_path
     assert "do NOT follow" in read
     read = of_steps(False, True, True)  # lenient reuse was turned off
     assert "by version only: 1 of 3 steps" in read
-    read = of_steps(False, True, config="run: {on_wrong_policy: warn}\n", wrong_policy=("g samples otherwise",))
+    read = of_steps(
+        False, True, config="run: {on_wrong_policy: warn}\n", wrong_policy=("g samples otherwise",)
+    )
     assert "Wrong policy: g samples otherwise. Its tokens were trained on" in read
     assert "1 of 2 steps are not on-policy (a wrong policy)" in read
     read = of_steps(None, True)
