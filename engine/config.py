@@ -117,9 +117,10 @@ class EngineConfig(BaseModel):
     """Device of the engine. `auto`: a GPU if torch sees one, otherwise the CPU."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
     """Number of CPU threads of the engine's process. null: torch's choice."""
-    top_k_logprobs: int = Field(default=8, ge=0, le=MAX_TOP_K_LOGPROBS)
-    """K: number of most probable tokens reported per position. `scheduler.on_update: verify` judges
-    these one by one and all others together, as one symbol: a larger K keeps more of them."""
+    top_k_logprobs: int = Field(default=64, ge=0, le=MAX_TOP_K_LOGPROBS)
+    """K: number of most probable tokens stored per position, 8 bytes each. A vocabulary of at most
+    K tokens is stored whole. `scheduler.on_update: verify` judges these tokens one by one and all
+    others together, as one symbol: a larger K keeps more of them."""
     torch: TorchConfig = TorchConfig()
     """Settings of the torch engine. Only used when kind is torch."""
     vllm: VllmConfig = VllmConfig()

@@ -50,8 +50,9 @@ class SamplingParams:
     """Drawing one of these ends the response. It is part of the response."""
     stop_rule: StopRule | None = None
     """Completing a stop string ends the response; the token that completes it is part of it."""
-    top_k_logprobs: int = 8
-    """K: how many of the most probable tokens are reported per position: the engine's, or 0."""
+    top_k_logprobs: int = 64
+    """K: how many of the most probable tokens are reported per position: the engine's, or 0. Of a
+    vocabulary of fewer tokens all are reported, and the rest of each list is padding."""
     seed: int | None = None
     """Seed of this request's own random stream; None: the next one of the engine's stream."""
 

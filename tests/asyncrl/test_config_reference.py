@@ -68,7 +68,7 @@ def test_the_explained_configuration_loads_again(path: Path) -> None:
 
 
 def test_bounds_choices_and_defaults_come_from_the_fields() -> None:
-    assert setting_named("engine", "top_k_logprobs").summary == "integer ≥ 0, ≤ 64; default: 8"
+    assert setting_named("engine", "top_k_logprobs").summary == "integer ≥ 0, ≤ 64; default: 64"
     threads = setting_named("engine", "threads").summary
     assert threads == "integer ≥ 1, ≤ 1,024, or null; default: null"
     assert setting_named("sampling", "top_p").summary == "number ≥ 0.01, ≤ 1; default: 1.0"

@@ -17,9 +17,10 @@ from tree_sources import RandomTrees
 
 from cache.config import CacheConfig
 from cache.tree import RolloutCache
+from engine.config import EngineConfig
 from engine.drafting.source import DraftSource
 from engine.errors import EngineError, RequestError
-from engine.protocol import GenerateRequest
+from engine.protocol import GenerateRequest, SamplingParams
 from engine.torch import core as core_module
 from engine.torch.core import DecodeCore
 from engine.torch.model import SlotModel
@@ -114,6 +115,32 @@ def test_a_drifted_policy_reports_its_own_numbers(tiny_qwen3: str, source: str) 
         assert chunks[-1].finish_reason == ("stop" if tokens[-1] == STOP else "length")
         check_against_hf(new, one, chunks)
     assert len(lengths) > 4
+
+
+def test_a_vocabulary_of_fewer_than_k_tokens_is_listed_whole(tiny_qwen3: str) -> None:
+    """The default K with fewer tokens: the rest of a list is padding, which changes nothing."""
+    default = SamplingParams(1).top_k_logprobs
+    assert default == EngineConfig().top_k_logprobs > VOCAB
+    done = []
+    for k in (VOCAB, default):
+        texts = old_texts(load(tiny_qwen3), 12, top_k=k)
+        core = core_of(load(tiny_qwen3), top_k=k)
+        swap_weights(core, drifted(0.3).state_dict().items(), 3)
+        asked = [request(f"{i}", NEW_SEED + i, top_k=k, kept=one) for i, one in enumerate(texts)]
+        done.append(run(core, asked))
+    accepted = [joined(chunks, "provenance") == Provenance.VERIFIED for chunks in done[0].values()]
+    assert np.concatenate(accepted).any()
+    assert not np.concatenate(accepted).all()
+    for i in range(12):
+        whole, padded = (one[f"{i}"] for one in done)
+        for what in ("tokens", "logprobs", "provenance"):
+            np.testing.assert_array_equal(joined(padded, what), joined(whole, what))
+        ids, logprobs = joined(padded, "topk_ids"), joined(padded, "topk_logprobs")
+        np.testing.assert_array_equal(ids[:, :VOCAB], joined(whole, "topk_ids"))
+        assert ids.shape == logprobs.shape == (len(joined(whole, "tokens")), default)
+        assert (ids[:, VOCAB:] == -1).all()
+        assert np.isneginf(logprobs[:, VOCAB:]).all()
+        assert [chunk.outside_top_k() for chunk in padded] == [0] * len(padded)
 
 
 def test_new_tokens_depend_only_on_the_text_and_the_seed(tiny_qwen3: str) -> None:
