@@ -37,6 +37,8 @@ from rollout.trajectory import (
 )
 from wire.weights.writer import published
 
+_TOP_K = 8
+"""Of a vocabulary of 64 tokens: some lie outside, as with a language's vocabulary."""
 _SAMPLES = 8
 _DRAWS = 8
 """Number of sets of seeds."""
@@ -56,9 +58,11 @@ async def kept_tokens(
         prompts: 8 texts are generated for each.
         max_tokens: most tokens of a text.
     """
-    config = EngineConfig(slots=64, max_model_len=128)
+    config = EngineConfig(slots=64, max_model_len=128, top_k_logprobs=_TOP_K)
     engine = create_engine(config, str(earlier), cache_config=CacheConfig(enabled=False), seed=0)
-    sampling = SamplingParams(max_tokens=max_tokens, stop_tokens=task.stop_tokens)
+    sampling = SamplingParams(
+        max_tokens=max_tokens, stop_tokens=task.stop_tokens, top_k_logprobs=_TOP_K
+    )
     await engine.start()
     try:
         texts = await asyncio.gather(

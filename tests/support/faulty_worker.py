@@ -1,14 +1,15 @@
-"""vLLM's worker with our extension, which can be told to install weights wrongly."""
+"""vLLM's worker with our extension, which can be told to do something wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from engine.vllm.worker import weights
+from engine.vllm.worker import sampling, weights
 from engine.vllm.worker.extension import WorkerExtension
 
 _REPACK = weights._repack_tied
+_PROCESSED = sampling.processed_logprobs
 
 
 class FaultyWorker(WorkerExtension):
@@ -17,7 +18,13 @@ class FaultyWorker(WorkerExtension):
     reload_weights: Callable[..., None]
 
     def asyncrl_fault(self, kind: str, name: str = "") -> None:
-        """`stale head`: never repack a tied head. `skip`: leave tensor `name` as it is."""
+        """Begin a fault and end all others.
+
+        `stale head`: never repack a tied head. `skip`: leave tensor `name` as it is.
+        `temperature`: draw at 1.1 times the temperature. Another kind: none.
+        """
+        factor = 1.1 if kind == "temperature" else 1.0
+        sampling.processed_logprobs = lambda logits, columns: _PROCESSED(logits / factor, columns)
         weights._repack_tied = _REPACK if kind != "stale head" else lambda _model: None
         vars(self).pop("reload_weights", None)
         if kind == "skip":

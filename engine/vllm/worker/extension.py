@@ -22,7 +22,7 @@ from engine.vllm.worker.drafter import CacheDrafter
 from engine.vllm.worker.held_weights import HeldWeights
 from engine.vllm.worker.sampling import CoreSampler
 from engine.vllm.worker.scoring import CoreScorer
-from engine.vllm.worker.weights import WorkerWeights
+from engine.vllm.worker.weights import WorkerWeights, check_reloadable
 from rollout.acceptance import warm_up_verification
 from wire.weights.layout import WeightManifest
 
@@ -46,6 +46,7 @@ class WorkerExtension(RemoteWorker):
             top_k: K of the reported lists; 0: none is reported.
         """
         runner = self.model_runner
+        check_reloadable(runner.get_model())
         batch = self._batch = Batch(runner, top_k or UNREPORTED_K)
         sampler = CoreSampler(runner, batch)
         sampler.install()

@@ -7,7 +7,8 @@ parameter with two uses, and on a CPU its packed copy can be left behind, so bot
 at.
 
 Names that have no counterpart are left out of the fingerprint, and the run names them
-(`wire.wrong_policy.not_compared`).
+(`wire.wrong_policy.not_compared`): the experts of a mixture where vLLM's kernel needs them in
+another layout, tensors that vLLM renames or computes, and those of quantized layers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from wire.weights.fingerprint import (
 from wire.weights.layout import Fingerprint
 
 Shape = tuple[int, ...]
+_EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+"""Names of the experts' tensors in the HF state dict, `[E, 2I, H]` and `[E, H, I]`, and in vLLM."""
+_AS_LOADED = ("TRITON", "BATCHED_TRITON")
+"""vLLM's kernels for experts that take them in the layout in which they are loaded."""
 _Place = tuple[str, int]
 """The module that holds a tensor, and the tensor's first row there."""
 
@@ -76,7 +81,7 @@ class HeldWeights:
         module = modules[path]
         if leaf == "weight" and hasattr(module, "cpu_linear") and not _looks_up(module, name):
             return _sums_by_product(module, first, shape)
-        tensor = getattr(module, leaf, None)
+        tensor = _experts(module, leaf) if leaf in _EXPERTS else getattr(module, leaf, None)
         rows = shape[0] if shape else 1
         if not isinstance(tensor, Tensor) or tensor.ndim != len(shape):
             return None
@@ -99,6 +104,15 @@ class HeldWeights:
         if whole not in modules or any(one not in self._shapes for one in above):
             return None
         return whole, sum(self._shapes[one][0] for one in above)
+
+
+def _experts(runner: Any, leaf: str) -> Tensor | None:
+    """All experts' weights of one kind; None if vLLM keeps them in another layout."""
+    routed = getattr(runner, "routed_experts", None)
+    backend = getattr(getattr(routed, "quant_method", None), "unquantized_backend", None)
+    if getattr(backend, "name", "") not in _AS_LOADED:
+        return None
+    return getattr(routed, _EXPERTS[leaf], None)
 
 
 def _looks_up(module: Any, name: str) -> bool:

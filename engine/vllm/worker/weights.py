@@ -60,6 +60,21 @@ class WorkerWeights:
             _repack_tied(self._worker.model_runner.get_model())
 
 
+def check_reloadable(model: torch.nn.Module) -> None:
+    """Raise WeightsError if vLLM cannot load new weights into this model.
+
+    On a CPU it packs the experts of a mixture after the first loading only (0.32.0). New ones are
+    copied unpacked in the place of the packed ones, and the model then computes something else.
+    """
+    for name, layer in model.named_modules():
+        backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
+        if getattr(backend, "name", "") == "CPU":
+            raise WeightsError(
+                f"vLLM cannot load new weights into the experts {name!r} on a CPU: it packs them "
+                "once. Use engine.kind: torch for mixture-of-experts models, or a GPU"
+            )
+
+
 def check_finite(tensors: NamedTensors) -> None:
     """Raise WeightsError if a value is infinite or not a number: vLLM would sample nonsense."""
     for name, tensor in tensors:

@@ -94,7 +94,9 @@ def test_requests_after_an_update_share_no_kv_with_older_rows(tiny_qwen3: str) -
         bench.add(f"sibling{round_}")
         bench.add(f"resumed{round_}", prefix_tokens=old)
         bench.add(f"kept{round_}", kept=kept_of(bench.chunks[f"runs{round_}"]))
-        (score,) = bench.core.score([ScoreRequest("s", PROMPT, old, SamplingParams(1))])
+        (score,) = bench.core.score(
+            [ScoreRequest("s", PROMPT, old, SamplingParams(1, top_k_logprobs=VOCAB))]
+        )
         np.testing.assert_allclose(score.logprobs, reference(bench.model, old), atol=1e-4)
         bench.step()
         bench.add(f"late{round_}")  # copies from a row of this version
