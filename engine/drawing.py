@@ -111,20 +111,14 @@ def identify(
         positions: `[N]` in the responses.
         noise_seeds: `[N]`
     """
-    tokens = np.empty(len(rows), np.int64)
     if logprobs.device.type == "cpu":
+        tokens = np.empty(len(rows), np.int64)
         table, rows = _on_cpu(logprobs, rows)
         known = np.ascontiguousarray(ids, np.int32)
         identify_rows(table, rows, known, positions, noise_seeds, tokens)
         return tokens
     keys = stream_bits(noise_seeds, positions)
-    slab = max(1, _SLAB // logprobs.shape[1])
-    for start in range(0, len(rows), slab):
-        part = slice(start, start + slab)
-        at = torch.from_numpy(rows[part]).to(logprobs.device)
-        listed = torch.from_numpy(ids[part]).to(logprobs.device)
-        tokens[part] = identify_by_tensors(logprobs[at], listed, keys[part]).cpu().numpy()
-    return tokens
+    return identify_elsewhere(logprobs, rows, ids, keys).cpu().numpy()
 
 
 def warm_up() -> None:
@@ -195,6 +189,21 @@ def _name_tails(
     for start in range(0, len(tail), slab):
         rows = tail[start : start + slab]
         names[rows] = identify_by_tensors(logprobs[rows], ids[rows], keys[rows.cpu().numpy()])
+    return names
+
+
+def identify_elsewhere(
+    logprobs: torch.Tensor, rows: NDArray[np.int64], ids: IntArray, keys: SeedArray
+) -> torch.Tensor:
+    """`identify` on any device, by the same operations as draws there: `[N]` int64."""
+    device = logprobs.device
+    at, listed = torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device)
+    names = torch.full_like(at, -1)
+    symbols = torch.full_like(at, ids.shape[1])
+    slab = max(1, _SLAB // logprobs.shape[1])
+    for start in range(0, len(rows), slab):
+        part = slice(start, start + slab)
+        names[part] = _name_tails(logprobs[at[part]], listed[part], keys[part], symbols[part])
     return names
 
 

@@ -36,7 +36,8 @@ _BITS = 50
 """Random bits of a uniform number: few enough that `u * total` rounds to less than `total`."""
 
 MAX_LOGITS = 1 << 27
-"""Most logits that are held at once (half a gibibyte in float32), unless one request needs more."""
+"""Most logits that are held at once (half a gibibyte in float32). The torch engine holds more where
+one request needs more."""
 
 
 class Purpose(IntEnum):

@@ -29,7 +29,8 @@ from wire.frames import (
     encode_tokens,
 )
 
-_MAGIC = b"asyncrl unfinished 1\n"
+_MAGIC = b"asyncrl unfinished 2\n"
+"""The number rises with the format: 2 has the seeds of the noise."""
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 16
 _TAIL_BYTES = _LENGTH_BYTES + _DIGEST_BYTES

@@ -18,6 +18,7 @@ from engine.drawing import (
     draw_by_tensors,
     identify,
     identify_by_tensors,
+    identify_elsewhere,
     noise_seeds,
     top_k,
 )
@@ -101,8 +102,12 @@ def test_slabs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logprobs = rows_of(torch.randn(50, generator=torch.Generator().manual_seed(0)), 300)
     streams = streams_of(np.arange(300))
     whole = draw_by_tensors(logprobs, 2, streams).tokens
+    rows, ids = np.arange(299, -1, -3), top_k(logprobs, 2).ids.numpy()[::-3].copy()
+    keys = stream_bits(streams.noise_seeds, streams.positions)[::-3].copy()
+    names = identify(logprobs, rows, ids, streams.positions[rows], streams.noise_seeds[rows])
     monkeypatch.setattr(drawing, "_SLAB", 130)
     assert torch.equal(draw_by_tensors(logprobs, 2, streams).tokens, whole)
+    assert identify_elsewhere(logprobs, rows, ids, keys).tolist() == names.tolist()
 
 
 def test_lists_are_in_order_and_ties_go_to_the_lower_id() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.drawing import Streams, draw, draw_by_tensors, noise_seeds
+from engine.drawing import Streams, draw, draw_by_tensors, identify, noise_seeds
 
 CHECK = """
 import numpy as np, torch
@@ -62,3 +62,6 @@ def test_a_gpu_draws_the_same_tokens() -> None:
     here, tensors = draw(logprobs, 16, streams), draw_by_tensors(logprobs, 16, streams)
     assert torch.equal(here.tokens, tensors.tokens)
     assert torch.equal(there.tokens.cpu(), here.tokens)
+    rows, ids = np.arange(0, 500, 3), here.listed.ids.numpy()[::3].copy()
+    which = rows, ids, streams.positions[::3], streams.noise_seeds[::3]
+    np.testing.assert_array_equal(identify(logprobs.cuda(), *which), identify(logprobs, *which))

@@ -148,9 +148,10 @@ def p_value(texts: Texts, table: torch.Tensor) -> float:
     have = np.bincount(np.ravel_multi_index(tuple(texts.tokens.T), (V,) * L), minlength=V**L)
     if have[want == 0].any():
         return 0.0
-    rare = want < 8
-    cells = np.append(want[~rare], want[rare].sum())
-    counts = np.append(have[~rare], have[rare].sum())
+    rare = (want > 0) & (want < 8)
+    cells, counts = want[want >= 8], have[want >= 8]
+    if rare.any():
+        cells, counts = np.append(cells, want[rare].sum()), np.append(counts, have[rare].sum())
     return float(chi2.sf(((counts - cells) ** 2 / cells).sum(), len(cells) - 1))
 
 

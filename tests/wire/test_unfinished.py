@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,14 @@ def test_flipped_bits_and_truncations_are_refused(file: Path) -> None:
             read_index(file)
     file.unlink()
     with pytest.raises(UnfinishedRefused, match="cannot be read"):
+        read_index(file)
+
+
+def test_a_file_of_another_format_is_refused_as_a_whole(file: Path) -> None:
+    """Version 1 had no seeds of the noise. Its records could not be read one by one."""
+    content = file.read_bytes()[:-16].replace(b"asyncrl unfinished 2", b"asyncrl unfinished 1", 1)
+    file.write_bytes(content + hashlib.blake2b(content, digest_size=16).digest())
+    with pytest.raises(UnfinishedRefused, match="not a file of unfinished samples"):
         read_index(file)
 
 

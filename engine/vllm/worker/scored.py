@@ -35,6 +35,13 @@ class ScoredPart:
         """Among all scored positions of the request."""
         return slice(self.first, self.first + len(self.rows))
 
+    def split(self, count: int) -> tuple[ScoredPart, ScoredPart]:
+        """The first `count` positions, and those after them."""
+        return (
+            ScoredPart(self.request, self.rows[:count], self.first),
+            ScoredPart(self.request, self.rows[count:], self.first + count),
+        )
+
 
 class ScoredRequest:
     """The n scored tokens of one request, with lists of K ids.

@@ -49,6 +49,7 @@ class CoreScorer:
         """The tables of the requests whose prompts are complete after this step, as vLLM's."""
         pending: dict[str, int] = self._runner.num_prompt_logprobs
         if not pending:
+            self._requests.clear()  # their prompts were aborted
             return {}
         parts: list[ScoredPart] = []
         done: list[str] = []
@@ -82,18 +83,19 @@ class CoreScorer:
         return ScoredPart(self._requests[request_id], rows, low - first), begin + count >= total
 
     def _read_all(self, hidden_states: torch.Tensor, parts: list[ScoredPart]) -> None:
-        """Read in batches of parts, so that at most `MAX_LOGITS` logits are held at once."""
-        vocab = self._runner.model_config.get_vocab_size()
+        """Read in batches, so that at most `MAX_LOGITS` logits are held at once."""
+        limit = max(1, MAX_LOGITS // self._runner.model_config.get_vocab_size())
         batch: list[ScoredPart] = []
         held = 0
         for part in parts:
-            wanted = len(part.rows) * vocab
-            if batch and held + wanted > MAX_LOGITS:
-                self._read(hidden_states, batch)
-                batch, held = [], 0
-            if wanted:
-                batch.append(part)
-                held += wanted
+            left = part
+            while len(left.rows):
+                piece, left = left.split(limit - held)
+                batch.append(piece)
+                held += len(piece.rows)
+                if held == limit:
+                    self._read(hidden_states, batch)
+                    batch, held = [], 0
         if batch:
             self._read(hidden_states, batch)
 

@@ -1,0 +1,91 @@
+"""Positions to score go through the output layer in bounded batches, whatever their requests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.vllm.extras import RequestExtra
+from engine.vllm.worker import scoring
+from engine.vllm.worker.batch import Batch
+from engine.vllm.worker.scored import ScoredRequest
+from engine.vllm.worker.scoring import CoreScorer
+
+VOCAB, WIDTH = 11, 5
+
+
+class Runner:
+    """What `CoreScorer` needs of vLLM's model runner: requests whose prompts take several steps."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        rng = np.random.default_rng(0)
+        self.head = torch.from_numpy(rng.normal(size=(WIDTH, VOCAB)).astype(np.float32))
+        self.asked: list[int] = []
+        self.model = SimpleNamespace(compute_logits=self.compute_logits)
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB)
+        names = [f"r{i}" for i in range(len(lengths))]
+        self.num_prompt_logprobs = dict.fromkeys(names, 3)
+        self.requests = {
+            name: SimpleNamespace(
+                num_computed_tokens=0,
+                prompt_token_ids=rng.integers(0, VOCAB, n + 2).tolist(),
+                sampling_params=SimpleNamespace(
+                    extra_args=RequestExtra(seed=0, generated=n, scored=n).to_extra_args(),
+                    max_tokens=1,
+                    stop_token_ids=[],
+                    temperature=1.0,
+                    top_p=1.0,
+                ),
+            )
+            for name, n in zip(names, lengths, strict=True)
+        }
+        self.input_batch = SimpleNamespace(
+            req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)}
+        )
+        starts = np.cumsum([0, *(n + 1 for n in lengths)])
+        self.query_start_loc = SimpleNamespace(np=starts)
+        self.hidden = torch.from_numpy(rng.normal(size=(starts[-1], WIDTH)).astype(np.float32))
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.asked.append(len(hidden))
+        return hidden @ self.head
+
+    def step(self, scorer: CoreScorer) -> dict[str, ScoredRequest]:
+        """All but the last token of each prompt."""
+        fed = {name: len(one.prompt_token_ids) - 1 for name, one in self.requests.items()}
+        assert scorer.compute(self.hidden, fed) == {}
+        return scorer._requests
+
+
+def scored(lengths: list[int]) -> tuple[Runner, list[Any]]:
+    runner = Runner(lengths)
+    requests = runner.step(CoreScorer(runner, Batch(runner)))
+    return runner, [(*one.reading, one.ids, one.values) for one in requests.values()]
+
+
+@pytest.mark.parametrize("limit", [1, 4, 7, 30])
+def test_no_request_is_too_long(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [3, 20, 1, 9]
+    _, whole = scored(lengths)
+    monkeypatch.setattr(scoring, "MAX_LOGITS", limit * VOCAB + 3)
+    runner, parts = scored(lengths)
+    assert max(runner.asked) == limit
+    assert sum(runner.asked) == sum(lengths)
+    for one, other in zip(parts, whole, strict=True):
+        assert not np.isnan(one[0]).any()
+        for mine, theirs in zip(one, other, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+
+
+def test_requests_that_were_aborted_are_forgotten() -> None:
+    """They may hold hidden states."""
+    runner = Runner([4, 5])
+    scorer = CoreScorer(runner, Batch(runner))
+    assert len(runner.step(scorer)) == 2
+    runner.num_prompt_logprobs.clear()
+    scorer.compute(runner.hidden, {})
+    assert not scorer._requests
