@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,11 +32,15 @@ def test_a_run_ends_with_the_killed_benchmark_that_started_it(command_line: Comm
     assert is_alive(state.pid)
     benchmark.kill()
     benchmark.wait()
-    until(
-        lambda: not is_alive(state.pid) and not command_line.children("trainer"),
-        seconds=120,
-        what="the end of the run",
-    )
+    try:
+        until(
+            lambda: not is_alive(state.pid) and not command_line.children("trainer"),
+            seconds=120,
+            what="the end of the run",
+        )
+    finally:
+        if is_alive(state.pid):  # the test has failed
+            os.kill(state.pid, signal.SIGKILL)
 
 
 def test_another_process_than_the_parent_is_refused() -> None:
