@@ -1,8 +1,13 @@
-"""Fixtures shared by all tests: tiny models on disk. And the order in which workers take files."""
+"""Fixtures shared by all tests: tiny models on disk, and real vLLM engines.
+
+And the order in which workers take files.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -47,3 +52,28 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Directory of a random Llama: 10 tokens, 2 layers, separate output embeddings."""
     return str(save(make_llama(), tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A `served_vllm.Served`, started once for all modules that ask for it (half a minute).
+
+    It has KV space for all slots, and takes prompts in whole. `test_vllm_process_death` ends it.
+    """
+    from served_vllm import serving
+
+    with serving(tmp_path_factory.mktemp("vllm-model")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def served_in_small_kv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Another one, with 32 blocks of 128 tokens, where 16 responses of 390 tokens would need 64.
+
+    So vLLM preempts. Prompts longer than 128 tokens are taken in by parts.
+    """
+    from served_vllm import serving
+
+    path = tmp_path_factory.mktemp("vllm-small-kv")
+    with serving(path, kv_cache_gib=0.002, max_prefill_tokens=128) as running:
+        yield running

@@ -50,7 +50,7 @@ from rich.table import Table
 from benchmarks.report import write_json
 from benchmarks.vllm_host.clocks import DRAW
 from benchmarks.vllm_host.models import tiny_model, wide_model
-from benchmarks.vllm_host.sides import PROMPT, Ours, Plain, Spent, config_of, timed
+from benchmarks.vllm_host.sides import PROMPT, Ours, Plain, Side, Spent, config_of, timed
 from cache.config import CacheConfig
 
 
@@ -98,15 +98,23 @@ async def measure_host(effort: Effort, folder: Path) -> dict[str, list[Spent]]:
     config = config_of(rows, tokens, HOST_K, max_prefill_tokens=rows)
     tiny_model(folder / "tiny", PROMPT + tokens + 1)
     path = str(folder / "tiny")
-    rounds: dict[str, list[Spent]] = {"ours": [], "plain": []}
     async with AsyncExitStack() as stack:
         ours = await stack.enter_async_context(Ours.running(config, path, CacheConfig()))
         plain = await stack.enter_async_context(Plain.running(config, path))
-        await timed(ours, rows, min(64, tokens), HOST_K)
-        await timed(plain, rows, min(64, tokens), 0)
-        for _ in range(effort.rounds):
-            rounds["ours"].append(await timed(ours, rows, tokens, HOST_K))
-            rounds["plain"].append(await timed(plain, rows, tokens, 0))
+        return await host_rounds(effort, ours, plain, HOST_K)
+
+
+async def host_rounds(
+    effort: Effort, ours: Side, plain: Side, top_k: int
+) -> dict[str, list[Spent]]:
+    """Rounds of two engines that run; `top_k` is that of ours."""
+    rows, tokens = effort.host_rows, effort.host_tokens
+    rounds: dict[str, list[Spent]] = {"ours": [], "plain": []}
+    await timed(ours, rows, min(64, tokens), top_k)
+    await timed(plain, rows, min(64, tokens), 0)
+    for _ in range(effort.rounds):
+        rounds["ours"].append(await timed(ours, rows, tokens, top_k))
+        rounds["plain"].append(await timed(plain, rows, tokens, 0))
     return rounds
 
 

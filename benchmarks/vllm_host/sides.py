@@ -102,7 +102,7 @@ class Ours:
     """The generator's engine and `SampleGenerator`, down to finished trajectories.
 
     Args:
-        engine: started.
+        engine: started, with OURS as its worker extension.
     """
 
     def __init__(self, engine: VllmEngine) -> None:
@@ -123,9 +123,15 @@ class Ours:
         engine = VllmEngine(config, path, cache_config=cache, seed=1)
         await engine.start()
         try:
-            yield cls(engine)
+            ours = cls(engine)
+            await ours.attach()
+            yield ours
         finally:
             await engine.close()
+
+    async def attach(self) -> None:
+        """Put the clocks around what runs in vLLM's core. Once."""
+        await self._llm.collective_rpc("host_attach")
 
     async def generate(self, rows: int, length: int, top_k: int) -> None:
         """`Side`"""

@@ -50,13 +50,12 @@ class _Timed:
 class TimedExtension(_Timed, WorkerExtension):
     """Ours, timed."""
 
-    def asyncrl_attach(self, parent: int, top_k: int) -> None:
-        """Attach as in a run, then put the clocks around everything that was installed."""
+    def host_attach(self) -> None:
+        """Put the clocks around everything that was installed."""
         self._seconds, self._inside = {}, []
         for name in ("processed_logprobs", "draw"):
             self._time(sampling, name, DRAW)
         self._time(sampling.CoreSampler, "_listed", DRAW)
-        super().asyncrl_attach(parent, top_k)
         runner = self.model_runner
         self._time(runner, "_sample", SAMPLER)
         self._time(scheduler, "table_of", "table")

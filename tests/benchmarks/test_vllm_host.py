@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from served_vllm import REAL_VLLM
+from served_vllm import REAL_VLLM, TOP_K, Served
 
 from benchmarks.vllm_host import main
-from benchmarks.vllm_host.sides import Spent
+from benchmarks.vllm_host.sides import Ours, Plain, Spent, config_of
 
 pytestmark = REAL_VLLM
 
@@ -27,11 +27,26 @@ def test_ratios_are_medians_of_pairs_and_costs_are_differences() -> None:
 
 
 @pytest.mark.slow
-def test_both_parts_run_and_write_their_ratios(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_rounds_of_both_sides_become_ratios(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    effort = main.Effort(1, 8, 8, topk_rows=4, top_k=4, host_rows=4)
-    monkeypatch.setattr(main, "QUICK", effort)
+    """Ours is the engine of other tests; plain vLLM has its own."""
+    effort = main.Effort(1, 8, 8, topk_rows=4, top_k=TOP_K, host_rows=4)
+    config = config_of(effort.host_rows, effort.host_tokens, TOP_K)
+    served.old.save_pretrained(tmp_path / "model")
+
+    async def rounds() -> dict[str, list[Spent]]:
+        ours = Ours(served.engine)
+        await ours.attach()
+        async with Plain.running(config, str(tmp_path / "model")) as plain:
+            return await main.host_rounds(effort, ours, plain, TOP_K)
+
+    measured = served.call(rounds())
+
+    async def recorded(*_: object) -> dict[str, list[Spent]]:
+        return measured
+
+    monkeypatch.setattr(main, "measure_host", recorded)
     file = tmp_path / "host.json"
     main.main(["--quick", "--part", "host", "--json", str(file)])
     written = json.loads(file.read_text(encoding="utf-8"))

@@ -41,6 +41,12 @@ TINY = LanguageModel(
 )
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where language models are kept."""
+    return tmp_path_factory.mktemp("models")
+
+
 def test_the_text_is_prose_and_nothing_is_there_twice() -> None:
     shape = TINY.corpus
     paragraphs = [line for text in corpus.read_corpus(shape) for line in text.splitlines()]
@@ -70,19 +76,19 @@ List information about the
 
 
 def test_a_model_is_made_once_learns_and_is_made_again_when_its_record_is_missing(
-    tmp_path: Path,
+    models: Path,
 ) -> None:
-    place = ensure_language_model(TINY, tmp_path)
+    place = ensure_language_model(TINY, models)
     made = model_record(place)
     assert made["vocabulary"] == 600
     assert made["perplexity"] < 400  # an even guess has 600
     assert len((place / PROMPTS).read_text().splitlines()) == 8
     weights = place / "model.safetensors"
     before = weights.stat().st_mtime_ns
-    assert ensure_language_model(TINY, tmp_path) == place
+    assert ensure_language_model(TINY, models) == place
     assert weights.stat().st_mtime_ns == before
     (place / "language_model.json").unlink()  # as if it had been interrupted
-    ensure_language_model(TINY, tmp_path)
+    ensure_language_model(TINY, models)
     assert weights.stat().st_mtime_ns > before
     assert model_record(place)["text_sha256"] == made["text_sha256"]
     other = replace(TINY, reads=10_000)
@@ -226,20 +232,20 @@ def test_costs_and_findings_are_reported(versions: list[Path]) -> None:
 
 
 @pytest.mark.slow
-def test_policy_steps_are_taken_once(tmp_path: Path) -> None:
+def test_policy_steps_are_taken_once(models: Path) -> None:
     settings = ("scheduler.groups_per_step=2", "sampling.max_tokens=8", "engine.slots=16")
     steps = Steps(TINY, (0, 1), 0.9, (*settings, "task.evaluation_size=1", "evaluation.prompts=1"))
-    made = ensure_versions(steps, tmp_path)
+    made = ensure_versions(steps, models)
     old, new = (load_file(made.paths[version] / "model.safetensors") for version in (0, 1))
     assert old.keys() == new.keys()
     assert not all(torch.equal(old[name], new[name]) for name in old)
     assert 0 <= made.record["reward_1"] <= 1
     weights = made.paths[1] / "model.safetensors"
     before = weights.stat().st_mtime_ns
-    assert ensure_versions(steps, tmp_path).paths == made.paths
+    assert ensure_versions(steps, models).paths == made.paths
     assert weights.stat().st_mtime_ns == before
     with pytest.raises(RuntimeError, match=r"(?s)taking policy steps failed.*unknown_key"):
-        ensure_versions(replace(steps, overrides=("unknown_key=1",)), tmp_path)
+        ensure_versions(replace(steps, overrides=("unknown_key=1",)), models)
 
 
 def test_plain_words_are_counted() -> None:

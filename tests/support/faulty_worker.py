@@ -1,19 +1,19 @@
-"""vLLM's worker with our extension, which can be told to do something wrong."""
+"""vLLM's worker with our extension, which can be timed, and told to do something wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from benchmarks.vllm_host.timed_worker import TimedExtension
 from engine.vllm.worker import sampling, weights
-from engine.vllm.worker.extension import WorkerExtension
 
 _REPACK = weights._repack_tied
 _PROCESSED = sampling.processed_logprobs
 
 
-class FaultyWorker(WorkerExtension):
-    """Behaves as `WorkerExtension` until a fault is asked for."""
+class FaultyWorker(TimedExtension):
+    """Behaves as `WorkerExtension` until a fault or a clock is asked for."""
 
     reload_weights: Callable[..., None]
 

@@ -43,7 +43,7 @@ PROMPT = np.array([1, 2, 3], np.int32)
 DEADLINE = 120.0
 EXTENSION = "engine.vllm.client.launch.EXTENSION_PATH"
 FAULTY = "faulty_worker.FaultyWorker"
-"""Our worker extension, which can also be told to do something wrong."""
+"""Our worker extension, which can also be told to do something wrong, and be timed."""
 WAYS: list[dict[str, float]] = [
     {"temperature": 0.7, "top_p": 1.0},
     {"temperature": 1.4, "top_k": 6, "top_p": 0.85, "min_p": 0.25},

@@ -151,7 +151,7 @@ def short_texts(served: Served) -> tuple[list[GenerateRequest], Any]:
 def long_texts(served: Served) -> tuple[list[GenerateRequest], Any]:
     """350 kept tokens each, in three or four parts, more than there is KV space for."""
     served.install(served.old)
-    drawing = [ask(f"o{i}", max_tokens=350, seed=i, **TORCH_TOO) for i in range(24)]
+    drawing = [ask(f"o{i}", max_tokens=350, seed=i, **TORCH_TOO) for i in range(16)]
     kept = [kept_of(chunks) for chunks in served.call(collect_all(served.engine, drawing))]
     policy = near(served.old, 0.01)
     served.install(policy)
