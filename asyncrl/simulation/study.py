@@ -141,7 +141,7 @@ class Cluster:
         """Describe what is simulated, in one sentence."""
         drift = f"total variation {self.drift:.2g} per token and step, acceptance by {self.rule}"
         if self.outside:
-            drift += f", {self.outside:.3g} of the tokens outside the top K"
+            drift += f", {100 * self.outside:.3g}% of the tokens outside the top K"
         if self.noise:
             drift += f", noise floor {self.noise:.2g} per token"
         groups = f"{self.step_groups} groups of {self.scheduler.group_size} a step"

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from served_vllm import REAL_VLLM, TOP_K, Served
+from served_vllm import REAL_VLLM, TOP_K, VOCAB, Served
 
-from benchmarks.vllm_host import main
+from benchmarks.vllm_host import main, sides
 from benchmarks.vllm_host.sides import Ours, Plain, Spent, config_of
 
 pytestmark = REAL_VLLM
@@ -34,6 +34,8 @@ def test_rounds_of_both_sides_become_ratios(
     effort = main.Effort(1, 8, 8, topk_rows=4, top_k=TOP_K, host_rows=4)
     config = config_of(effort.host_rows, effort.host_tokens, TOP_K)
     served.old.save_pretrained(tmp_path / "model")
+    prompt = [place % VOCAB for place in range(sides.PROMPT)]
+    monkeypatch.setattr(sides, "prompt_of", lambda _index: prompt)
 
     async def rounds() -> dict[str, list[Spent]]:
         ours = Ours(served.engine)
