@@ -33,6 +33,18 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
     verification, in nats. About twice the total variation between the two distributions. None: no
     token was accepted."""
 
+    def __post_init__(self) -> None:
+        """Refuse counts that contradict each other: a generator reports them."""
+        if self.rejected > self.judged:
+            raise ValueError(
+                f"{self.rejected} rejected tokens cannot be more than {self.judged} judged ones"
+            )
+        if self.cut_samples > self.samples:
+            raise ValueError(
+                f"{self.cut_samples} cut responses cannot be more than the {self.samples} that "
+                "were verified again"
+            )
+
     @property
     def accepted(self) -> int:
         """Tokens that were accepted."""

@@ -31,6 +31,8 @@ from wire.frames import (
 
 _MAGIC = b"asyncrl unfinished 2\n"
 """The number rises with the format: 2 has the seeds of the noise."""
+_ANY_MAGIC = b"asyncrl unfinished "
+"""Of all formats."""
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 16
 _TAIL_BYTES = _LENGTH_BYTES + _DIGEST_BYTES
@@ -62,20 +64,26 @@ class Index(msgspec.Struct, frozen=True):
 
 
 class UnfinishedSample(msgspec.Struct, frozen=True):
-    """The tokens of one sample, with the distributions that they were drawn from.
+    """The L tokens of one sample, with the distributions that they were drawn from.
 
-    Arrays as in `wire.messages.data.TrajectoryDelivery`. Versions are left out: a policy of a later
+    Arrays are those of `rollout.trajectory.KeptTokens`. Versions are left out: a policy of a later
     version than the checkpoint's no longer exists, and all tokens are verified in any case.
     """
 
     sample: SampleId
     prompt_id: str
     tokens: bytes
+    """`[L]` int32"""
     logprobs: bytes
+    """`[L]` float32"""
     topk: Count
+    """K"""
     topk_ids: bytes
+    """`[L, K]` int32"""
     topk_logprobs: bytes
+    """`[L, K]` float32"""
     noise_seeds: bytes
+    """`[L]` uint64"""
 
     @classmethod
     def of(cls, sample: SampleId, prompt_id: str, kept: KeptTokens) -> UnfinishedSample:
@@ -150,7 +158,12 @@ def read_index(path: Path) -> Index:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             end = size - _TAIL_BYTES
-            if file.read(len(_MAGIC)) != _MAGIC or end < len(_MAGIC):
+            magic = file.read(len(_MAGIC))
+            if magic != _MAGIC and magic.startswith(_ANY_MAGIC):
+                raise UnfinishedRefused(
+                    f"{path} was written by another version of asyncrl, in another format"
+                )
+            if magic != _MAGIC or end < len(_MAGIC):
                 raise UnfinishedRefused(f"{path} is not a file of unfinished samples")
             file.seek(0)
             digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)

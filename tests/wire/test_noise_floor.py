@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,10 @@ from wire.noise_floor import NoiseFloor
 def measurements(draw: st.DrawFn) -> NoiseFloor:
     judged = draw(st.integers(0, 10_000))
     rejected = draw(st.integers(0, judged))
+    samples = draw(st.integers(0, 99))
     return NoiseFloor(
-        samples=draw(st.integers(0, 99)),
-        cut_samples=draw(st.integers(0, 99)),
+        samples=samples,
+        cut_samples=draw(st.integers(0, samples)),
         judged=judged,
         rejected=rejected,
         abs_mean=draw(st.floats(0, 9)) if rejected < judged else None,
@@ -37,3 +39,13 @@ def test_the_sum_of_measurements_is_the_measurement_of_all(parts: list[NoiseFloo
 def test_the_share_of_nothing_is_unknown() -> None:
     assert NoiseFloor().share is None
     assert NoiseFloor(judged=8, rejected=2).share == 0.25
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [{"judged": 3, "rejected": 4, "abs_mean": 0.1}, {"samples": 1, "cut_samples": 2, "judged": 9}],
+)
+def test_a_report_of_more_rejected_than_judged_is_refused(sent: dict[str, float]) -> None:
+    """Added up, it would make a mean below 0, which no later start of the run could read."""
+    with pytest.raises(msgspec.ValidationError, match="cannot be more than"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=NoiseFloor)

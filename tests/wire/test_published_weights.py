@@ -54,6 +54,19 @@ def test_round_trip_and_alternation(tmp_path: Path) -> None:
     publisher.close()
 
 
+def test_only_versions_that_are_published_can_be_had_again(tmp_path: Path) -> None:
+    """The second file is reserved but unwritten at first: its zeros are no version -1."""
+    with WeightPublisher(tmp_path, "run-1") as publisher:
+        assert publisher.tensors_of(0) == []
+        publisher.publish(_weights(5.0), 0)
+        assert publisher.tensors_of(-1) == []
+        publisher.publish(_weights(6.0), 1)
+        before = dict(publisher.tensors_of(0))
+        assert all(torch.equal(before[name], want) for name, want in _weights(5.0))
+        publisher.publish(_weights(7.0), 2)
+        assert publisher.tensors_of(0) == []
+
+
 @pytest.mark.parametrize("overwritten", ["before the copy", "after the copy"])
 def test_overwritten_while_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwritten: str

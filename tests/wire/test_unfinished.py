@@ -69,7 +69,7 @@ def test_a_file_of_another_format_is_refused_as_a_whole(file: Path) -> None:
     """Version 1 had no seeds of the noise. Its records could not be read one by one."""
     content = file.read_bytes()[:-16].replace(b"asyncrl unfinished 2", b"asyncrl unfinished 1", 1)
     file.write_bytes(content + hashlib.blake2b(content, digest_size=16).digest())
-    with pytest.raises(UnfinishedRefused, match="not a file of unfinished samples"):
+    with pytest.raises(UnfinishedRefused, match="another version of asyncrl"):
         read_index(file)
 
 

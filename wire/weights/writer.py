@@ -112,7 +112,7 @@ class WeightPublisher:
     def tensors_of(self, policy_version: int) -> list[tuple[str, Tensor]]:
         """A version that is still published, valid until the next `publish`; empty if it is not."""
         for slot in self._slots:
-            if slot.version == policy_version:
+            if slot.version == policy_version != WRITING:
                 names = [spec.name for spec in self._specs]
                 return list(zip(names, slot.views, strict=True))
         return []
