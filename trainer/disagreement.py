@@ -9,6 +9,16 @@ log-probability is rounding if both have the same policy. Two numbers are judged
 g is the derivative of log p(x) with respect to the logarithm of the inverse temperature. So an
 engine that samples at temperature T * exp(slope) in place of T has d = slope * g to first order.
 Rounding is uncorrelated with g, so the slope shows a wrong temperature far below the size of d.
+
+Where a policy is sure of its token, d and g are both near 0, so a few uncertain tokens may decide
+about the slope. Its error must then not be estimated from the residuals of all tokens: they are
+near 0 by themselves. So a slope is judged by a ratio, with e = d - limit * g:
+
+    sum of sign(g) * e  /  root of (sum of e**2)
+
+If the slope is at the limit and the signs of e are random, the ratio exceeds x with a probability
+below exp(-x**2 / 2), however large or small each e is (Hoeffding). It is at most the root of the
+number of tokens, so a few tokens that decide alone cannot exceed it.
 """
 
 from __future__ import annotations
@@ -27,10 +37,10 @@ from rollout.trajectory import Trajectory
 
 MIN_TOKENS = 64
 """Fewer say nothing: a single token of small probability can be far off."""
-SIGMAS = 8.0
-"""Standard errors by which a slope must exceed its limit."""
+MIN_RATIO = 7.0
+"""That shows a slope beyond its limit: by chance, once in 2 * 10**10 checks of either sign."""
 
-SUMS = 5
+SUMS = 7
 """Columns of `disagreement_of`: the fields of `Disagreement`."""
 
 
@@ -42,11 +52,15 @@ class Disagreement:
     gaps: float = 0.0
     """Of min(|d|, 1), in nats."""
     squares: float = 0.0
-    """Of min(|d|, 1) squared."""
+    """Of d**2. Here and below, d is cut to -1 and 1."""
     products: float = 0.0
-    """Of d * g, where d is between -1 and 1."""
+    """Of d * g."""
     slopes: float = 0.0
-    """Of g squared."""
+    """Of g**2."""
+    signed: float = 0.0
+    """Of d * sign(g)."""
+    sizes: float = 0.0
+    """Of |g|."""
 
     def __add__(self, other: Self) -> Self:
         """The sums over both."""
@@ -67,13 +81,12 @@ class Disagreement:
         """Logarithm of the engine's temperature over the trainer's, to first order."""
         return self.products / self.slopes if self.slopes else 0.0
 
-    @property
-    def slope_error(self) -> float:
-        """Standard error of the slope; infinite where nothing can be said."""
-        if self.tokens < MIN_TOKENS or self.slopes <= 0:
-            return math.inf
-        rest = max(0.0, self.squares - self.products**2 / self.slopes)
-        return math.sqrt(rest / (self.tokens - 1) / self.slopes)
+    def ratio_beyond(self, limit: float) -> float:
+        """The ratio of the module's docstring; above MIN_RATIO, |slope| is beyond this limit."""
+        side = math.copysign(1.0, self.signed)
+        over = abs(self.signed) - limit * self.sizes
+        scale = self.squares - 2 * limit * side * self.products + limit**2 * self.slopes
+        return over / math.sqrt(scale) if over > 0 and scale > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +102,7 @@ class Limits:
         """Whether these tokens follow another policy than the trainer's."""
         if found.tokens < MIN_TOKENS:
             return False
-        tilted = abs(found.slope) - SIGMAS * found.slope_error > self.slope
-        return found.mean > self.mean or tilted
+        return found.mean > self.mean or found.ratio_beyond(self.slope) > MIN_RATIO
 
 
 FLOAT32_CPU = Limits(mean=1e-3, slope=1e-3)
@@ -118,7 +130,10 @@ def disagreement_of(
     recorded = np.concatenate([one.behaviour_logprobs for one in trajectories])
     gap = (logprobs - torch.from_numpy(recorded).to(logprobs.device)).clamp(-1.0, 1.0)
     slope = logprobs + entropy.detach().double()
-    columns = torch.stack([torch.ones_like(gap), gap.abs(), gap**2, gap * slope, slope**2], 1)
+    ones, sign = torch.ones_like(gap), slope.sign()
+    columns = torch.stack(
+        [ones, gap.abs(), gap**2, gap * slope, slope**2, gap * sign, slope.abs()], 1
+    )
     lengths = [len(one.tokens) for one in trajectories]
     owner = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(gap.device)
     sums = columns.new_zeros(len(lengths), SUMS).index_add_(0, owner, columns)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from wire.noise_floor import NoiseFloor
 from wire.records import StepMetrics
 
 
@@ -25,6 +26,10 @@ def full_step() -> StepMetrics:
                 values[field.name] = {"score": {"raised": next(counter)}}
             elif field.name == "exactly_on_policy":
                 values[field.name] = True
+            elif isinstance(field.default, NoiseFloor):
+                values[field.name] = noise = filled(NoiseFloor)
+                for whole, part in (("samples", "cut_samples"), ("judged", "rejected")):
+                    noise[whole], noise[part] = noise[part], noise[whole]  # a part is smaller
             elif isinstance(field.default, msgspec.Struct):
                 values[field.name] = filled(type(field.default))
             elif field.default_factory is dict:
