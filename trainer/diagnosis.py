@@ -90,24 +90,26 @@ def rescored(
         temperature: None: the policy's own.
         weights: by HF name; empty: the policy's own.
     """
-    packed = _packed(policy, trajectories)
+    found = Disagreement()
     with policy.changed(temperature, weights):
-        scores = policy.score(packed)
-    every = np.ones(len(trajectories), bool)
-    return Disagreement.total(disagreement_of(scores.logprobs, scores.entropy, trajectories, every))
+        for one in trajectories:
+            scores = policy.score(_packed(policy, one))
+            rows = disagreement_of(scores.logprobs, scores.entropy, [one], np.ones(1, bool))
+            found += Disagreement.total(rows)
+    return found
 
 
 @torch.no_grad()
 def logprobs_of(policy: Policy, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
     """The policy's log-probabilities `[L]` of each trajectory's response tokens, in nats."""
-    packed = _packed(policy, trajectories)
-    scores = policy.score(packed).logprobs.float().cpu().numpy()
-    ends = np.cumsum([len(one.tokens) for one in trajectories])[:-1]
-    return list(np.split(scores, ends))
+    return [
+        policy.score(_packed(policy, one)).logprobs.float().cpu().numpy() for one in trajectories
+    ]
 
 
-def _packed(policy: Policy, trajectories: Sequence[Trajectory]) -> PackedBatch:
-    return PackedBatch.of([(one.prompt_tokens, one.tokens) for one in trajectories], policy.device)
+def _packed(policy: Policy, trajectory: Trajectory) -> PackedBatch:
+    """One at a time: together they may be longer than a micro-batch that fits into memory."""
+    return PackedBatch.of([(trajectory.prompt_tokens, trajectory.tokens)], policy.device)
 
 
 def _temperature(policy: Policy, trajectories: Sequence[Trajectory]) -> float:

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from wire.noise_floor import NoiseFloor
 from wire.records import StepMetrics
 
 
@@ -26,10 +25,6 @@ def full_step() -> StepMetrics:
                 values[field.name] = {"score": {"raised": next(counter)}}
             elif field.name == "exactly_on_policy":
                 values[field.name] = True
-            elif isinstance(field.default, NoiseFloor):
-                values[field.name] = noise = filled(NoiseFloor)
-                for whole, part in (("samples", "cut_samples"), ("judged", "rejected")):
-                    noise[whole], noise[part] = noise[part], noise[whole]  # a part is smaller
             elif isinstance(field.default, msgspec.Struct):
                 values[field.name] = filled(type(field.default))
             elif field.default_factory is dict:
@@ -40,6 +35,14 @@ def full_step() -> StepMetrics:
                 values[field.name] = (next(counter), next(counter))
             else:
                 values[field.name] = next(counter)
-        return values
+        return _consistent(values)
 
     return msgspec.convert(filled(StepMetrics), StepMetrics)
+
+
+def _consistent(values: dict[str, Any]) -> dict[str, Any]:
+    """A part is smaller than its whole, in the noise floor."""
+    for whole, part in (("samples", "cut_samples"), ("judged", "rejected")):
+        if part in values and whole in values:
+            values[whole], values[part] = values[part], values[whole]
+    return values

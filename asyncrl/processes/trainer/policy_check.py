@@ -1,7 +1,7 @@
 """Compares the log-probabilities of each generator with the trainer's before they are trained on.
 
     accumulate ─► add: sums by generator, its most suspicious trajectories
-    before the optimizer step ─► findings: generators beyond what rounding explains, and why
+    before the optimizer step ─► findings: generators newly beyond what rounding explains, and why
 
 Bits of weights do not show a wrong temperature, KV of older weights, or a kernel that reads other
 memory. Log-probabilities do. Only trajectories that are wholly of the trainer's version count:
@@ -14,6 +14,7 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,8 +30,12 @@ from wire.wrong_policy import WrongPolicy
 
 _SUSPECTS = 4
 """Trajectories of a generator that are kept for an explanation."""
-_MAX_SUSPECT_TOKENS = 1 << 15
-"""Of those that are sent to the controller."""
+_EXPLAINED = 2
+"""Generators whose cause is looked for in a step. It takes about ten forward passes over the
+suspects of each, and as long as two copies of the weights; what is wrong with many is mostly the
+same."""
+_MAX_SUSPECT_TOKENS = 1 << 17
+"""Of those that are sent to the controller, with 16 bytes each: 2 of the 16 MiB of a message."""
 
 
 @dataclass(slots=True)
@@ -84,18 +89,19 @@ class PolicyCheck:
             push(record.worst, entry)
 
     def findings(self, version: int) -> list[WrongPolicyFound]:
-        """The generators whose tokens do not follow the trainer's policy, and forget the step.
+        """The generators that are newly found not to follow the trainer's policy.
 
-        Slow if there is one.
+        Forgets the step. Slow if there is one. A generator is found again after it has agreed.
         """
+        wrong = {n: one for n, one in self._records.items() if self._limits.exceeded_by(one.sums)}
+        new = sorted(wrong.keys() - self._disagreed, key=lambda n: (-wrong[n].sums.mean, n))
         found = [
-            self._explained(name, record, version)
-            for name, record in sorted(self._records.items())
-            if self._limits.exceeded_by(record.sums)
+            self._explained(name, wrong[name], version, look=place < _EXPLAINED)
+            for place, name in enumerate(new)
         ]
         judged = {n for n, record in self._records.items() if record.sums.tokens >= MIN_TOKENS}
         self._disagreed -= judged
-        self._disagreed.update(one.found.generator for one in found)
+        self._disagreed.update(wrong)
         self.follows = self._disagreed.isdisjoint(self._of_step)
         self._of_step.clear()
         # Too few tokens are added to those of the next step. Its suspects are of its own version.
@@ -106,7 +112,10 @@ class PolicyCheck:
         }
         return found
 
-    def _explained(self, generator: str, record: _Record, version: int) -> WrongPolicyFound:
+    def _explained(
+        self, generator: str, record: _Record, version: int, *, look: bool
+    ) -> WrongPolicyFound:
+        """The finding about a generator, with its cause if it is to be looked for."""
         sums = record.sums
         suspects = [trajectory for _, _, trajectory in sorted(record.worst, reverse=True)]
         text = (
@@ -116,6 +125,17 @@ class PolicyCheck:
             f"{100 * math.expm1(sums.slope):+.2g}% off (rounding explains "
             f"{100 * self._limits.slope:g}%)"
         )
+        wrong = WrongPolicy("unknown", generator, version, text)
+        if not look:
+            return _unexplained(wrong, f"was not looked for, as {_EXPLAINED} others are worse")
+        try:
+            return self._with_cause(wrong, suspects)
+        except RuntimeError as error:  # mostly no memory; without the cause, it is still a finding
+            return _unexplained(wrong, f"could not be looked for: {error}")
+
+    def _with_cause(self, wrong: WrongPolicy, suspects: list[Trajectory]) -> WrongPolicyFound:
+        """The finding with the cause that the trainer can tell, or with samples to score again."""
+        version = wrong.policy_version
         known = explain(
             self._policy,
             suspects,
@@ -124,13 +144,16 @@ class PolicyCheck:
             version=version,
         )
         if known is not None:
-            wrong = WrongPolicy(known.cause, generator, version, f"{text}; {known.text}")
-            return WrongPolicyFound(wrong)
-        return WrongPolicyFound(
-            WrongPolicy("unknown", generator, version, text),
-            limit=self._limits.mean,
-            samples=_to_send(self._policy, suspects),
-        )
+            text = f"{wrong.text}; {known.text}"
+            return WrongPolicyFound(msgspec.structs.replace(wrong, cause=known.cause, text=text))
+        samples = _to_send(self._policy, suspects)
+        if not samples:
+            return _unexplained(wrong, "is not known; the samples are too long to be scored again")
+        return WrongPolicyFound(wrong, limit=self._limits.mean, samples=samples)
+
+
+def _unexplained(wrong: WrongPolicy, why: str) -> WrongPolicyFound:
+    return WrongPolicyFound(msgspec.structs.replace(wrong, text=f"{wrong.text}; the cause {why}"))
 
 
 def _to_send(policy: Policy, suspects: list[Trajectory]) -> tuple[SuspectSample, ...]:
@@ -138,10 +161,10 @@ def _to_send(policy: Policy, suspects: list[Trajectory]) -> tuple[SuspectSample,
     chosen: list[Trajectory] = []
     room = _MAX_SUSPECT_TOKENS
     for one in suspects:
-        room -= len(one.prompt_tokens) + len(one.tokens)
-        if room < 0 and chosen:
-            break
-        chosen.append(one)
+        tokens = len(one.prompt_tokens) + len(one.tokens)
+        if tokens <= room:
+            room -= tokens
+            chosen.append(one)
     return tuple(
         SuspectSample(
             prompt_tokens=encode_tokens(one.prompt_tokens),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from policy_loop import GENERATOR, PolicyLoop
@@ -17,9 +18,14 @@ from tiny_models import make_llama, make_qwen3, save
 from torch_cores import request
 
 from asyncrl.config import RunConfig
+from asyncrl.processes.trainer import policy_check
+from asyncrl.processes.trainer.group_queue import WholeGroup
 from asyncrl.processes.trainer.setup import rounding_limits
 from engine.torch.weights import ModuleWeights
+from trainer.diagnosis import logprobs_of, rescored
 from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
+from trainer.policy import PackedBatch
+from wire.messages.from_trainer import WrongPolicyFound
 
 Make = Callable[..., PolicyLoop]
 HEALTHY = 3
@@ -136,6 +142,75 @@ def test_a_generator_is_wrong_until_its_tokens_agree_again(make: Make) -> None:
     assert follow == [True, True, True, False, False, True], "judged every second step"
     loop.check.findings(6)
     assert loop.check.follows, "a step without its tokens"
+
+
+def several_wrong(loop: PolicyLoop, first: int) -> list[WrongPolicyFound]:
+    """Findings about four generators at a wrong temperature, one group of 80 tokens of each."""
+    loop.temperature = 1.25
+    for index in range(4):
+        rewards, samples = np.arange(4, dtype=np.float32), loop._draw(first + index)
+        rows = loop.learner.add_group(samples, rewards)
+        names = [f"generator-{index}"] * 4
+        loop.check.add(WholeGroup(first + index, samples, rewards, names, []), rows)
+    return loop.check.findings(0)
+
+
+def test_two_causes_are_looked_for_in_a_step_and_each_generator_is_found_once(make: Make) -> None:
+    """With 1,000 generators, the run would otherwise stand for hours, at every step."""
+    loop = make(tokens=20)
+    found = several_wrong(loop, 0)
+    assert {one.found.generator for one in found} == {f"generator-{index}" for index in range(4)}
+    assert [one.found.cause for one in found] == ["temperature"] * 2 + ["unknown"] * 2
+    assert all("was not looked for" in one.found.text for one in found[2:])
+    assert several_wrong(loop, 4) == []
+    assert not loop.check.follows
+
+
+def test_a_cause_that_cannot_be_looked_for_does_not_hide_the_finding(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory for it, the trainer would end, be replaced, and end again."""
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(policy_check, "explain", no_memory)
+    found = several_wrong(make(tokens=20), 0)
+    assert [one.found.cause for one in found] == ["unknown"] * 4
+    assert "could not be looked for: CUDA out of memory" in found[0].found.text
+
+
+def test_suspects_are_scored_one_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they may be longer than any micro-batch that fits into memory."""
+    loop = make(tokens=20)
+    longest, score = [], loop.learner.policy.score
+    loop.temperature = 1.25
+    samples = loop._draw(0)
+
+    def measured(batch: PackedBatch) -> Any:
+        longest.append(batch.tokens.shape[1])
+        return score(batch)
+
+    monkeypatch.setattr(loop.learner.policy, "score", measured)
+    together = rescored(loop.learner.policy, samples)
+    assert longest == [24 + 20 - 1] * 4
+    assert together.tokens == 80
+    for one, expected in zip(logprobs_of(loop.learner.policy, samples), samples, strict=True):
+        assert len(one) == len(expected.tokens)
+    assert longest == [24 + 20 - 1] * 8
+
+
+def test_samples_that_are_too_long_are_not_sent(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message beyond the controller's limit would cut the trainer off."""
+    monkeypatch.setattr(policy_check, "_MAX_SUSPECT_TOKENS", 2 * (24 + 20))
+    monkeypatch.setattr(policy_check, "explain", lambda *_, **__: None)
+    assert len(several_wrong(make(tokens=20), 0)[0].samples) == 2
+    monkeypatch.setattr(policy_check, "_MAX_SUSPECT_TOKENS", 24 + 19)
+    found = several_wrong(make(tokens=20), 0)[0]
+    assert found.samples == ()
+    assert "too long to be scored again" in found.found.text
 
 
 def test_kv_of_older_weights(make: Make) -> None:
