@@ -183,7 +183,8 @@ def test_a_cause_that_cannot_be_looked_for_does_not_hide_the_finding(
 def test_suspects_are_scored_one_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Together they may be longer than any micro-batch that fits into memory."""
     loop = make(tokens=20)
-    longest, score = [], loop.learner.policy.score
+    longest: list[int] = []
+    score = loop.learner.policy.score
     loop.temperature = 1.25
     samples = loop._draw(0)
 
