@@ -324,7 +324,7 @@ class StepMetrics(LearnerMetrics, frozen=True):
     wrong_policy: tuple[str, ...] = ()
     """What was found since the step before: generators that sample from another policy than the
     trainer has (`run.on_wrong_policy`). The steps after it are not exactly on-policy either, until
-    the policies agree again."""
+    the policies agree again. Of many, the last sentence says how many more there were."""
 
 
 class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -371,4 +371,4 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     reward_failures: dict[str, dict[str, int]] = {}
     """As in `StepMetrics`."""
     wrong_policy: tuple[str, ...] = ()
-    """All findings of the run, as in `StepMetrics`; one of them may have ended it."""
+    """The first findings of the run, as in `StepMetrics`; one of them may have ended it."""

@@ -7,13 +7,40 @@ tokens of a step, and flags every such step itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from monitoring.metrics import ControllerMetrics
 from wire.records import StepMetrics
 from wire.wrong_policy import Cause, WrongPolicy
 
 _LASTING: tuple[Cause, ...] = ("weights", "tokenizer")
+_IN_STEP = 16
+"""Sentences in the record of a step."""
+_IN_RUN = 200
+"""Sentences of the run that are kept."""
+
+
+class _Sentences:
+    """Keeps the first so many sentences and counts the others.
+
+    With `run.on_wrong_policy: warn` there may be one of each generator in each step.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._kept: list[str] = []
+        self._more = 0
+
+    def add(self, text: str) -> None:
+        if len(self._kept) < self._room:
+            self._kept.append(text)
+        else:
+            self._more += 1
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._kept
+        if self._more:
+            yield f"and {self._more} more findings"
 
 
 class Findings:
@@ -30,20 +57,20 @@ class Findings:
     ) -> None:
         self._say = say
         self._metrics = metrics
-        self._all = [text for step in earlier for text in step.wrong_policy]
-        self._recorded = len(self._all)
+        self._all, self._of_step = _recorded(earlier), _Sentences(_IN_STEP)
         self._said: set[tuple[str, str]] = set()
         self._lasting: dict[tuple[str, Cause], WrongPolicy] = {}
         """The newest finding of each process and cause that lasts."""
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Of the whole run."""
+        """Of the whole run; the last sentence may say how many more there were."""
         return tuple(self._all)
 
     def add(self, wrong: WrongPolicy) -> None:
         """Note a finding."""
-        self._all.append(wrong.text)
+        self._all.add(wrong.text)
+        self._of_step.add(wrong.text)
         self._metrics.wrong_policy.of(wrong.cause).inc()
         if wrong.cause in _LASTING:
             self._lasting[wrong.generator, wrong.cause] = wrong
@@ -53,8 +80,8 @@ class Findings:
 
     def of_step(self) -> tuple[str, ...]:
         """The findings since the last call, for the record of a step."""
-        since, self._recorded = self._all[self._recorded :], len(self._all)
-        return tuple(since)
+        since, self._of_step = tuple(self._of_step), _Sentences(_IN_STEP)
+        return since
 
     @property
     def last(self) -> bool:
@@ -75,7 +102,19 @@ class Findings:
     def rewind(self, earlier: Sequence[StepMetrics] | None) -> None:
         """The run returned to the step after these; None: its records could not be brought back."""
         if earlier is not None:
-            self._all = [text for step in earlier for text in step.wrong_policy]
-            self._recorded = len(self._all)
+            self._all, self._of_step = _recorded(earlier), _Sentences(_IN_STEP)
             # What lasts may have been found in a step that is trained again.
-            self._all += [one.text for one in self._lasting.values() if one.text not in self._all]
+            known = set(self._all)
+            for one in self._lasting.values():
+                if one.text not in known:
+                    self._all.add(one.text)
+                    self._of_step.add(one.text)
+
+
+def _recorded(steps: Sequence[StepMetrics]) -> _Sentences:
+    """The findings in the records of steps."""
+    found = _Sentences(_IN_RUN)
+    for step in steps:
+        for text in step.wrong_policy:
+            found.add(text)
+    return found

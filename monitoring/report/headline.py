@@ -73,7 +73,7 @@ def _wrong_policy(data: RunData) -> list[str]:
     found = _findings(data)
     if not found:
         return []
-    more = f" ({len(found) - 1} more such findings)" if len(found) > 1 else ""
+    more = " (not the only such finding: result.json lists more)" if len(found) > 1 else ""
     what = (
         "Its tokens were trained on, so the run is not on-policy"
         if data.setting("run.on_wrong_policy") == "warn"

@@ -164,3 +164,21 @@ def test_findings_are_said_once_counted_and_recorded_with_their_step() -> None:
     assert sample == 2
     findings.rewind(earlier)
     assert findings.all == ("before the resume",)
+
+
+def test_what_is_kept_of_findings_is_bounded() -> None:
+    """With `warn`, 1,000 generators may each be found at every version."""
+    findings = Findings([], lambda _: None, ControllerMetrics.register(new_registry(), "c"))
+    for step in range(30):
+        for number in range(50):
+            wrong = msgspec.structs.replace(
+                WRONG, generator=f"g{number}", text=f"{step}.{number}", policy_version=step
+            )
+            findings.add(wrong)
+        recorded = findings.of_step()
+        assert recorded[:2] == (f"{step}.0", f"{step}.1")
+        assert len(recorded) < 50
+        shown = len(recorded) - 1
+        assert recorded[-1] == f"and {50 - shown} more findings"
+    assert len(findings.all) < 500
+    assert findings.all[-1] == f"and {30 * 50 - len(findings.all) + 1} more findings"
