@@ -120,10 +120,7 @@ class PolicyCheck:
         suspects = [trajectory for _, _, trajectory in sorted(record.worst, reverse=True)]
         text = (
             f"the log-probabilities of {generator} are not those of version {version}: over "
-            f"{sums.tokens:.0f} tokens they differ from the trainer's by {sums.mean:.2g} nats on "
-            f"average (rounding explains {self._limits.mean:g}), as if its temperature were "
-            f"{100 * math.expm1(sums.slope):+.2g}% off (rounding explains "
-            f"{100 * self._limits.slope:g}%)"
+            f"{sums.tokens:.0f} tokens they differ from the trainer's {_how(sums, self._limits)}"
         )
         wrong = WrongPolicy("unknown", generator, version, text)
         if not look:
@@ -150,6 +147,14 @@ class PolicyCheck:
         if not samples:
             return _unexplained(wrong, "is not known; the samples are too long to be scored again")
         return WrongPolicyFound(wrong, limit=self._limits.mean, samples=samples)
+
+
+def _how(sums: Disagreement, limits: Limits) -> str:
+    """By how much, and what would be rounding: the mean, or the slope if only that is too large."""
+    if sums.mean > limits.mean:
+        return f"by {sums.mean:.2g} nats on average (rounding explains {limits.mean:g})"
+    off = 100 * abs(math.expm1(sums.slope))
+    return f"as at a temperature that is {off:.2g}% off (rounding explains {100 * limits.slope:g}%)"
 
 
 def _unexplained(wrong: WrongPolicy, why: str) -> WrongPolicyFound:

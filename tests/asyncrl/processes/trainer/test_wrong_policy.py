@@ -6,6 +6,7 @@ Real engine, trainer and checks in one process (`policy_loop`).
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,13 +112,16 @@ def test_a_temperature_that_is_wrong(make: Make) -> None:
         loop = healthy(make())
         loop.temperature = temperature
         text = named(loop, "temperature", version=HEALTHY)
+        assert "nats on average (rounding explains 0.001)" in text
         assert f"samples at temperature {temperature:.3g} instead of 1:" in text
 
 
 def test_a_temperature_that_is_wrong_in_bfloat16(make: Make) -> None:
     loop = healthy(make(dtype=torch.bfloat16))
     loop.temperature = 1.2
-    assert "samples at temperature 1.2 instead of 1:" in named(loop, "temperature", version=HEALTHY)
+    text = named(loop, "temperature", version=HEALTHY)
+    assert re.search(r"as at a temperature that is [12]\d% off \(rounding explains 2%\)", text)
+    assert "samples at temperature 1.2 instead of 1:" in text
 
 
 def test_few_tokens_are_judged_with_those_of_the_next_steps(make: Make) -> None:
