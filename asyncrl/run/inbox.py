@@ -160,8 +160,8 @@ class Inbox:
     async def _suspected(self, _worker: Worker, message: from_trainer.WrongPolicyFound) -> None:
         await self._policy_watch.suspected(message)
 
-    async def _rescored(self, _worker: Worker, message: from_generator.Rescored) -> None:
-        self._policy_watch.rescored(message)
+    async def _rescored(self, worker: Worker, message: from_generator.Rescored) -> None:
+        self._policy_watch.rescored(worker.name, message)
 
     async def _rewound(self, worker: Worker, message: from_generator.Rewound) -> None:
         worker.policy_version = message.policy_version

@@ -76,16 +76,21 @@ class PolicyWatch:
         await self._fleet.send(message.found.generator, Rescore(number, samples))
         asyncio.get_running_loop().call_later(RESCORE_SECONDS, self._give_up, number)
 
-    def rescored(self, answer: Rescored) -> None:
-        """A generator has scored tokens again. Late answers and those to nothing are ignored."""
-        asked = self._asked.pop(answer.number, None)
-        if asked is not None:
+    def rescored(self, generator: str, answer: Rescored) -> None:
+        """A generator has scored tokens again.
+
+        Late answers, and those to nothing or to what another generator was asked, are ignored.
+        """
+        asked = self._asked.get(answer.number)
+        if asked is not None and asked.found.generator == generator:
+            del self._asked[answer.number]
             self.found(conclusion(asked, answer))
 
     def _give_up(self, number: int) -> None:
         if number in self._asked:
+            generator = self._asked[number].found.generator
             reason = f"it did not answer within {RESCORE_SECONDS:.0f} s"
-            self.rescored(Rescored("", number, -1, reason=reason))
+            self.rescored(generator, Rescored(generator, number, -1, reason=reason))
 
     def generator_ready(self, worker: Worker, fingerprint: Fingerprint) -> None:
         """Compare the weights that a generator has started with, now or when a trainer is ready."""

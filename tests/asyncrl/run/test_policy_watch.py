@@ -128,6 +128,20 @@ def test_a_generator_scores_again_what_the_trainer_cannot_explain(tmp_path: Path
     asyncio.run(play())
 
 
+def test_only_the_generator_that_was_asked_answers(tmp_path: Path) -> None:
+    async def play() -> None:
+        run = Run(tmp_path)
+        watch, message = watch_of(run, "warn"), suspicion()
+        await watch.suspected(message)
+        answer = fg.Rescored(G, 1, 4, (message.samples[0].expected,))
+        watch.rescored("generator-9", answer)
+        assert not run.progress.calls
+        watch.rescored(G, answer)
+        assert len(run.progress.calls) == 1
+
+    asyncio.run(play())
+
+
 def test_a_generator_that_does_not_answer_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
