@@ -14,8 +14,9 @@ probability of about 2**-128. A change that keeps all sums of rows and of column
 the corners of a rectangle) is not found; this tells a mistake from health, and is no protection
 against forgery.
 
-Cost: the memory is read or written about four times where it lies, and one small array is copied
-from the device. It is a small part of the time of a copy over a bus.
+Cost: every element is widened to int64 and read twice, 30 bytes of traffic on the device for a
+bfloat16 one and 36 for a float32 one that is converted to bfloat16. On a CPU that stays in a core's
+cache. One small array is copied from the device.
 
 Some engines hold weights in a packed form that can only be multiplied by. A product with a unit
 vector gives one column exactly, except for the sign of a zero. So a digest has a second part, the
@@ -38,8 +39,8 @@ from wire.weights.layout import Fingerprint, TensorDigest
 
 _CPU_BLOCK: Final = 1 << 16
 """Elements: as int64 they stay in a core's cache, which makes both sums several times faster."""
-_GPU_BLOCK: Final = 1 << 26
-"""Elements: bounds the temporary memory."""
+_GPU_BLOCK: Final = 1 << 25
+"""Elements: bounds the temporary memory to about 0.4 GB."""
 _MAX: Final = (1 << 63) - 1
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by size in bytes."""
@@ -72,16 +73,15 @@ class MatrixSums:
         """Add a `[r, c]` block whose first element is the matrix's element [row, column]."""
         height, width = block.shape
         of_columns = self._of_columns[column : column + width]
-        on_cpu = block.device.type == "cpu"
-        step = max(1, (_CPU_BLOCK if on_cpu else _GPU_BLOCK) // max(1, width))
+        elements = _CPU_BLOCK if block.device.type == "cpu" else _GPU_BLOCK
+        step = max(1, elements // max(1, width))
         for start in range(0, height, step):
-            bits = _bit_patterns(block[start : start + step], self._dtype)
-            if on_cpu:
-                bits = bits.to(torch.int64)
+            # Once, here: each sum of smaller integers into int64 would make this copy itself.
+            bits = _bit_patterns(block[start : start + step], self._dtype).to(torch.int64)
             first = row + start
             of_rows = self._of_rows[first : first + len(bits)]
-            by_row = (bits.sum(1, dtype=torch.int64) * of_rows).sum()
-            by_column = (bits.sum(0, dtype=torch.int64) * of_columns).sum()
+            by_row = (bits.sum(1) * of_rows).sum()
+            by_column = (bits.sum(0) * of_columns).sum()
             self.value += torch.stack([by_row, by_column])
 
 
