@@ -33,8 +33,8 @@ from wire.noise_floor import NoiseFloor
 logger = logging.getLogger("asyncrl.generator")
 
 EVERY = 64
-"""One response in so many is verified again. Scoring a token costs a fraction of generating it, so
-this costs less than 1% of the engine's time."""
+"""One response in so many is verified again. Scoring a token costs no more than generating it, so
+this costs at most 1/64 of the engine's time."""
 _PRIORITY = 1
 """Of the requests: after all due samples, like run-ahead for the next version."""
 _SECONDS = 60.0
