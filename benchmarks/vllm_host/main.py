@@ -16,10 +16,12 @@ compares all that ours does, the draw and the transport included, with a vLLM th
 
 **host_us_per_row_step** is the CPU time of our code, in microseconds per generated token, with 256
 rows and a model so small that the host is all there is (K = 8). The drafter is on and keeps its
-books, but a step has no room for drafts. It is the sum of
+books. A full step has no room for drafts; at the end of a round, where rows have ended, steps have,
+and what the planner then drafts is counted. It is the sum of
 
     client          CPU time of the generator's event loop, ours less plain: steps, chunks, samples,
-                    trajectories, requests, and vLLM's own decoding of our tables
+                    trajectories, requests, and vLLM's own decoding of our tables. Plain decodes an
+                    output per request, which ours does not send: what that saves counts too
     sampler         CPU time of our sampler around the draw: rows, random numbers, output
     drafter, table  CPU time of our hooks in vLLM's core: before a step, after it, and the
                     scheduler's table

@@ -58,7 +58,7 @@ class TimedExtension(_Timed, WorkerExtension):
         self._time(sampling.CoreSampler, "_listed", DRAW)
         runner = self.model_runner
         self._time(runner, "_sample", SAMPLER)
-        self._time(scheduler, "table_of", "table")
+        self._time(scheduler, "outputs_of", "table")
         drafter = getattr(runner, "drafter", None)
         if drafter is not None:
             self._time(drafter, "begin", "drafter, before the step")

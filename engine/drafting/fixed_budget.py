@@ -25,6 +25,10 @@ class FixedBudget:
         self._max_step_tokens = max_step_tokens
         self._max_draft_tokens = max_draft_tokens
 
+    def declines(self, rows: int) -> bool:
+        """Whether a step of so many rows has no room for a draft."""
+        return min(self._max_step_tokens - rows, self._max_draft_tokens) <= 0
+
     def ask(self, left: IntArray, *, other_tokens: int = 0) -> tuple[IntArray, float]:
         """An equal share of the step's tokens for each row, however improbable its drafts are.
 

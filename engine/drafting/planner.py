@@ -25,7 +25,7 @@ Reasons and alternatives: docs/decisions/0006.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,12 +44,17 @@ _MIN_GAIN = 0.003
 """Smallest relative gain that counts as one."""
 _PAUSE = 6
 """Steps between two explorations."""
+_UNLEARNED = 16
+"""Steps that are learned from together, if no decision needs them before: each costs less then."""
 _GROWTH = 2
 """A step feeds at most this many times the tokens of the largest step seen (and 16 more)."""
 
 
 class Planner(Protocol):
     """Decides how much to draft, step by step. `DraftPlanner` is the one that learns."""
+
+    def declines(self, rows: int) -> bool:
+        """Whether nothing will be drafted for a step of so many rows; then `ask` is not called."""
 
     def ask(self, left: IntArray, *, other_tokens: int = 0) -> tuple[IntArray, float]:
         """Decide what to ask the cache for: budgets `[n]` and the least path probability."""
@@ -64,6 +69,16 @@ class Planner(Protocol):
 
     def judge(self, path_probabilities: FloatArray, accepted: NDArray[np.bool_]) -> None:
         """Learn which of the nodes that were fed were accepted."""
+
+
+class _Step(NamedTuple):
+    """A step that was observed, as `DraftPlanner.observe` is told of it."""
+
+    tokens: int
+    rows: int
+    context: int
+    asked: bool
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -96,6 +111,19 @@ class DraftPlanner:
         self._bank = 0.0
         self._banked = False
         self._since_exploring = 0
+        self._unlearned: list[_Step] = []
+
+    def declines(self, rows: int) -> bool:
+        """Whether `ask` would decline for so many rows, by what needs no arrays.
+
+        Args:
+            rows: of the step, those that take in a prompt included.
+        """
+        self._asked = 0
+        if min(self._max_step_tokens - rows, self._max_draft_tokens) <= 0:
+            return True
+        exploring = self._since_exploring + len(self._unlearned) >= _PAUSE
+        return not exploring and self._scale_of(rows).gain <= _MIN_GAIN
 
     def ask(self, left: IntArray, *, other_tokens: int = 0) -> tuple[IntArray, float]:
         """Decide what to ask the cache for. If all budgets are 0, it need not be asked.
@@ -108,6 +136,7 @@ class DraftPlanner:
             `[n]` most draft tokens of each row, and the smallest path probability worth drafting.
             No row drafts its last token: the draw after its last draft generates it anyway.
         """
+        self._learn()
         rows = len(left)
         self._asked = 0
         spare = self._max_step_tokens - rows - other_tokens
@@ -153,9 +182,26 @@ class DraftPlanner:
             context: keys that these rows attended to, summed over the rows.
             seconds: from the start of this step to the start of the next, idle time left out.
         """
-        self.times.observe(
-            tokens=tokens, rows=rows, context=context, asked=self._asked > 0, seconds=seconds
-        )
+        self._unlearned.append(_Step(tokens, rows, context, self._asked > 0, seconds))
+        if len(self._unlearned) >= _UNLEARNED:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Learn from the steps that were observed since the last time, before a decision."""
+        for step in self._unlearned:
+            self.times.observe(
+                tokens=step.tokens,
+                rows=step.rows,
+                context=step.context,
+                asked=step.asked,
+                seconds=step.seconds,
+            )
+        for step in self._unlearned:
+            self._earn(step.rows, step.context, step.seconds)
+        self._unlearned.clear()
+
+    def _earn(self, rows: int, context: int, seconds: float) -> None:
+        """Fill the bank after a step."""
         if rows:
             per_row = context / rows
             share = 0.1 if self._context_per_row else 1.0

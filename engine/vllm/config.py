@@ -33,7 +33,7 @@ class VllmConfig(BaseModel):
     """Prompt tokens, including kept tokens that are scored, that one step may take in; longer ones
     are split. null: 4096, on a CPU 512, because more exceeds its caches and costs up to twice as
     much a token."""
-    chunk_tokens: int = Field(default=128, ge=1, le=MAX_TOKENS)
+    chunk_tokens: int = Field(default=512, ge=1, le=MAX_TOKENS)
     """A request reports its tokens in chunks of at least this many. The first token is reported at
     once, and the rest at its end, at an interruption, at a pause and before new weights. 1 streams
     every step, at a cost."""

@@ -18,6 +18,8 @@ from rollout.trajectory import FloatArray, IntArray, KeptTokens
 
 SECTION = "asyncrl"
 """Key of our part in vLLM's `additional_config` and in a request's `extra_args`."""
+NO_TICKET = 0
+"""In place of a request's ticket: it generates nothing."""
 
 
 class DrafterSettings(msgspec.Struct, frozen=True):
@@ -61,6 +63,8 @@ class RequestExtra:
     """Of sampling."""
     top_k_logprobs: int = 0
     """Of sampling. vLLM is asked for none: it would slice the step's table for every request."""
+    ticket: int = NO_TICKET
+    """Comes back with each token that is generated."""
     scored: int = 0
     """Last tokens of the prompt to score, in a scoring request."""
     kept: KeptTokens | None = None
@@ -77,6 +81,7 @@ class RequestExtra:
                 "top_k": self.top_k,
                 "min_p": self.min_p,
                 "top_k_logprobs": self.top_k_logprobs,
+                "ticket": self.ticket,
                 "scored": self.scored,
                 "kept": None if self.kept is None else _kept_to_plain(self.kept),
             }
@@ -127,19 +132,17 @@ class StepTable(NamedTuple):
     """What one step generated, in one piece for all of its requests.
 
     It comes with the first output of the step's message, in the fields of vLLM's `LogprobsLists`,
-    which this type repeats in order. Some rows belong to no output: vLLM discards the token of a
-    prompt that is not all in, and of a request that was aborted meanwhile.
+    which this type repeats in order.
     """
 
     ids: IntArray
     """`[N, 1 + K]` the token that was drawn at each place, then its list, padded with -1."""
     logprobs: FloatArray
     """`[N, 1 + K]` their log-probabilities, padded with -inf."""
-    starts: NDArray[np.int64]
-    """`[R]` for each output of the message, the row of its first token; -1: it has no token."""
-    counts: list[int] | None
-    """`[R]` tokens of each output, in consecutive rows; None: one each. Accepted drafts that vLLM
-    cut off, after a stop token or at the limit, are not counted."""
+    tickets: NDArray[np.int64]
+    """`[N]` whose tokens these are; those of a request follow each other. NO_TICKET: nobody's.
+    vLLM discards the token of a prompt that is not all in, those of a request that was aborted
+    meanwhile, and accepted drafts after a stop token or the limit."""
 
 
 class Outcome(IntEnum):

@@ -91,7 +91,10 @@ def serving(
         top_k_logprobs=TOP_K,
         # Drafts in every step: what a test sees must not depend on the clock.
         vllm=VllmConfig(
-            kv_cache_gib=kv_cache_gib, max_step_tokens=64, max_prefill_tokens=max_prefill_tokens
+            chunk_tokens=64,  # the tests' responses have several
+            kv_cache_gib=kv_cache_gib,
+            max_step_tokens=64,
+            max_prefill_tokens=max_prefill_tokens,
         ),
     )
     cache = CacheConfig(max_draft_tokens=4, min_match=1, min_probability=0.0, max_bytes=1 << 26)

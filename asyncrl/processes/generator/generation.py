@@ -264,8 +264,13 @@ class SampleGenerator:
         self._no_attempt.set()
         self.rewards = rewards
         self.noise_floor = NoiseFloorProbe(engine, sampling, noise_floor_every)
-        self.tokens = TokenCounts()
+        self._verified = TokenCounts()
+        self._outside_top_k = 0
+
+    @property
+    def tokens(self) -> TokenCounts:
         """What only the generator can count: `verified`, `rejected` and `outside_top_k`."""
+        return self._verified + TokenCounts(outside_top_k=self._outside_top_k)
 
     def hold_attempts(self) -> None:
         """Start no attempt until `allow_attempts`."""
@@ -354,7 +359,7 @@ class SampleGenerator:
                     generation.has_slot = True
                     if generation.first_token_at is None:
                         generation.first_token_at = time.monotonic()
-                self.tokens += TokenCounts(outside_top_k=chunk.outside_top_k())
+                self._outside_top_k += chunk.outside_top_k()
                 chunk.append_to(generation.builder)
                 if chunk.finish_reason is not None:
                     return chunk.finish_reason
@@ -364,7 +369,7 @@ class SampleGenerator:
             if not self._attempts:
                 self._no_attempt.set()
             if request.kept is not None:
-                self.tokens += generation.verification_counts()
+                self._verified += generation.verification_counts()
         raise EngineError(
             f"request {request.request_id}: the engine's stream ended without a finish reason"
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
 from engine.vllm.client.inbox import Inbox
 from engine.vllm.client.process import CoreProcess
+from engine.vllm.extras import RequestExtra
 from engine.vllm.remote import RemoteWorker, StagingReport
 from wire.weights.layout import Fingerprint, WeightManifest
 
@@ -27,6 +28,8 @@ class CoreRequest:
     """What to continue."""
     params: dict[str, Any]
     """Arguments of vLLM's `SamplingParams`."""
+    extra: RequestExtra
+    """Goes with them; the ticket is not set yet."""
     priority: int
     """Lower is served first."""
 
@@ -60,7 +63,9 @@ class Core:
         vllm.processor.expect(request_id, inbox)
         vllm.meter.busy()
         prompt = tokens_input(request.tokens, cache_salt=self._salt())
-        params = SamplingParams(**request.params)
+        extra = replace(request.extra, ticket=inbox.ticket)
+        # vLLM copies the parameters of a request, deeply unless it is told not to.
+        params = SamplingParams(**request.params, extra_args=extra.to_extra_args(), skip_clone=True)
         await vllm.llm.add_request(request_id, prompt, params, priority=request.priority)
 
     def _salt(self) -> str:

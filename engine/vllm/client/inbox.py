@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from engine.errors import EngineError
+from engine.vllm.extras import NO_TICKET
 from rollout.trajectory import FloatArray, IntArray
 
 T = TypeVar("T")
@@ -28,6 +29,8 @@ class Inbox(Generic[T]):
         """Something has come for the request, or its end."""
         self.closed = False
         """Nothing is added any more."""
+        self.ticket = NO_TICKET
+        """With which its request is sent."""
 
     def push(self, item: T, *, last: bool = False) -> None:
         """Add an item, and close the inbox after the last one."""

@@ -11,6 +11,7 @@ from typing import Any
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from cache.config import CacheConfig
 from cache.place import CachePlace, to_json
@@ -62,6 +63,12 @@ def launch(
     if llm.output_handler is not None:
         llm.shutdown()
         raise EngineStartError("launch() must not run on an event loop: vLLM reads outputs already")
+    if llm.logger_manager is not None:  # always there; nobody reads vLLM's own Prometheus metrics
+        llm.logger_manager.stat_loggers = [
+            one
+            for one in llm.logger_manager.stat_loggers
+            if not isinstance(one, PrometheusStatLogger)
+        ]
     processor = StepProcessor(Responses(config.vllm.chunk_tokens))
     llm.output_processor = processor
     return Launched(llm, processor, meter, llm.model_config.get_vocab_size())

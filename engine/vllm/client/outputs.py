@@ -2,9 +2,9 @@
 
 vLLM's own processor merges the steps of a slow consumer, keeps only the last weight version of a
 request and builds a Python object per log-probability. This one takes the table of a whole step
-(`engine.vllm.extras.StepTable`) with the version that the core stamped on it. A step costs a few
-array operations for any number of requests, and Python only for those that begin or end. Written
-against vLLM 0.32.0.
+(`engine.vllm.extras.StepTable`) with the version that the core stamped on it. The message has no
+other output than that of the table and of requests that end (`engine.vllm.worker.scheduler`), so a
+step costs a few array operations for any number of requests. Written against vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutp
 from engine.errors import EngineError
 from engine.vllm.client.inbox import Inbox, Scored
 from engine.vllm.client.responses import Response, Responses
-from engine.vllm.client.unreported import NO_ROW, Index
 from engine.vllm.extras import StepTable
 from rollout.trajectory import FinishReason as Reason
 
@@ -40,11 +39,6 @@ class StepProcessor(OutputProcessor):
         super().__init__(None, log_stats=True)
         self.responses = responses
         self._expected: dict[str, Inbox[Any]] = {}
-        self._names: list[str] = []
-        self._rows: Index = np.empty(0, np.int64)
-        self._changes = 0
-        self._table: StepTable | None = None
-        self._taken = 0
 
     def expect(self, request_id: str, inbox: Inbox[Any]) -> None:
         """Announce where the steps of a request go, just before it is added."""
@@ -75,48 +69,16 @@ class StepProcessor(OutputProcessor):
             EngineError: there are tokens without their table. vLLM passes it to every inbox.
         """
         version = int(weight_version or 0)
-        rows, table = self._rows_of(engine_core_outputs), self._table_of(engine_core_outputs)
+        table = engine_core_outputs[0].new_logprobs
         if table is not None:
-            self.responses.record(rows, table, version)
+            self.responses.record(StepTable(*table[:3]), version)
         for output in engine_core_outputs:
+            if output.new_token_ids:
+                raise EngineError("vLLM sent tokens without the table of their log-probabilities")
             if output.finish_reason is not None:
                 self._end(output, version)
         self.responses.report_due()
         return OutputProcessorOutput(request_outputs=[], reqs_to_abort=[])
-
-    def _rows_of(self, outputs: list[EngineCoreOutput]) -> Index:
-        """`[R]` the responses' rows. They are looked up again only when they have changed."""
-        names = [output.request_id for output in outputs]
-        if names != self._names or self.responses.changes != self._changes:
-            self._rows = np.array([self._row(name) for name in names], np.int64)
-            self._names, self._changes = names, self.responses.changes
-        return self._rows
-
-    def _row(self, request_id: str) -> int:
-        state = self.request_states.get(request_id)
-        inbox = None if state is None else state.queue
-        if not isinstance(inbox, Response):
-            return NO_ROW
-        return inbox.row if inbox.row != NO_ROW else self.responses.open(inbox)
-
-    def _table_of(self, outputs: list[EngineCoreOutput]) -> StepTable | None:
-        """The part of the message's table that belongs to these outputs; None: no tokens."""
-        first = outputs[0].new_logprobs
-        if first is not None:
-            self._table, self._taken = StepTable(*first), 0
-        table = self._table
-        if table is None:
-            if any(output.new_token_ids for output in outputs):
-                raise EngineError("vLLM sent tokens without the table of their log-probabilities")
-            return None
-        part = slice(self._taken, self._taken + len(outputs))
-        self._taken = part.stop
-        if self._taken >= len(table.starts):
-            self._table = None
-        if part.start == 0 and self._table is None:
-            return table
-        counts = None if table.counts is None else table.counts[part]
-        return table._replace(starts=table.starts[part], counts=counts)
 
     def _end(self, output: EngineCoreOutput, policy_version: int) -> None:
         """The last output of a request."""

@@ -42,11 +42,11 @@ def generation(request: GenerateRequest, seed: int) -> CoreRequest:
         min_p=sampling.min_p,
         top_k_logprobs=sampling.top_k_logprobs,
     )
-    params = _common(sampling, extra) | {
+    params = _common(sampling) | {
         "max_tokens": sampling.max_tokens - len(prefix),
         "stop_token_ids": list(sampling.stop_tokens),
     }
-    return CoreRequest(_joined(request.prompt_tokens, prefix), params, request.priority)
+    return CoreRequest(_joined(request.prompt_tokens, prefix), params, extra, request.priority)
 
 
 def scoring(request: ScoreRequest, seed: int) -> CoreRequest:
@@ -55,8 +55,8 @@ def scoring(request: ScoreRequest, seed: int) -> CoreRequest:
     extra = RequestExtra(
         seed=seed, generated=count, scored=count, top_k=sampling.top_k, min_p=sampling.min_p
     )
-    params = _scoring(sampling, extra)
-    return CoreRequest(_joined(request.prompt_tokens, request.tokens), params, _SCORE_PRIORITY)
+    tokens = _joined(request.prompt_tokens, request.tokens)
+    return CoreRequest(tokens, _scoring(sampling), extra, _SCORE_PRIORITY)
 
 
 def verification(request: GenerateRequest, kept: KeptTokens, seed: int) -> CoreRequest:
@@ -70,9 +70,8 @@ def verification(request: GenerateRequest, kept: KeptTokens, seed: int) -> CoreR
         top_k=request.sampling.top_k,
         min_p=request.sampling.min_p,
     )
-    params = _scoring(request.sampling, extra)
     tokens = _joined(request.prompt_tokens, prefix, kept.tokens)
-    return CoreRequest(tokens, params, request.priority)
+    return CoreRequest(tokens, _scoring(request.sampling), extra, request.priority)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +138,18 @@ def _joined(*parts: IntArray) -> list[int]:
     return tokens
 
 
-def _common(sampling: SamplingParams, extra: RequestExtra) -> dict[str, Any]:
+def _common(sampling: SamplingParams) -> dict[str, Any]:
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         # Only our stop tokens end a response; what the model's files say does not.
         "ignore_eos": True,
         "detokenize": False,
-        "extra_args": extra.to_extra_args(),
     }
 
 
-def _scoring(sampling: SamplingParams, extra: RequestExtra) -> dict[str, Any]:
-    return _common(sampling, extra) | {
+def _scoring(sampling: SamplingParams) -> dict[str, Any]:
+    return _common(sampling) | {
         "max_tokens": 1,
         "prompt_logprobs": sampling.top_k_logprobs,
     }

@@ -16,7 +16,8 @@ from engine.drawing import noise_seeds
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, TokenChunk
 from engine.vllm.client.inbox import Inbox, not_finite
-from engine.vllm.client.unreported import NO_ROW, Index, Unreported
+from engine.vllm.client.tickets import NEW, NO_ROW, Tickets
+from engine.vllm.client.unreported import Unreported
 from engine.vllm.extras import StepTable
 from rollout.trajectory import FinishReason
 
@@ -29,51 +30,56 @@ class Responses:
     """
 
     def __init__(self, chunk_tokens: int) -> None:
-        self._chunk_tokens = chunk_tokens
-        self._unreported = Unreported()
+        self._unreported = Unreported(chunk_tokens)
+        self._tickets = Tickets()
+        self._expected: dict[int, Response] = {}
+        """By ticket: those that have no row yet."""
         self._responses: dict[int, Response] = {}
+        """By row."""
         self._policy_version = 0
-        self.changes = 0
-        """How many times the rows of `open` have changed."""
 
     @property
     def tokens(self) -> int:
         """Tokens generated since the start."""
         return self._unreported.recorded
 
-    def open(self, response: Response) -> int:
-        """The row of a response whose first step has come; NO_ROW if it is closed."""
-        if response.closed:
-            return NO_ROW
+    def expect(self, response: Response) -> int:
+        """The ticket with which the request of a response is sent."""
+        ticket = self._tickets.take()
+        self._expected[ticket] = response
+        return ticket
+
+    def record(self, table: StepTable, policy_version: int) -> None:
+        """Add a step of vLLM's, and end responses whose stop string is complete.
+
+        Args:
+            table: of the step's message.
+            policy_version: that drew the tokens.
+        """
+        if policy_version != self._policy_version:
+            self.flush()
+            self._policy_version = policy_version
+        rows = self._tickets.rows_of(table.tickets)
+        if self._expected and (rows == NEW).any():
+            for ticket in set(table.tickets[rows == NEW].tolist()):
+                self._open(self._expected.pop(ticket))
+            rows = self._tickets.rows_of(table.tickets)
+        for row in self._unreported.record(rows, table).tolist():
+            self.end(self._responses[row], "stop")
+
+    def _open(self, response: Response) -> None:
+        """Give a response a row: its first tokens have come."""
         rule, state = response.request.sampling.stop_rule, 0
         if rule is not None:
             state = rule.follow(rule.start, response.request.prefix_tokens)[1]
         response.started = True
         response.row = self._unreported.open(rule, state)
         self._responses[response.row] = response
-        self.changes += 1
-        return response.row
-
-    def record(self, rows: Index, table: StepTable, policy_version: int) -> None:
-        """Add a step of vLLM's, and end responses whose stop string is complete.
-
-        Args:
-            rows: `[R]` of the outputs of the step's message; NO_ROW: not wanted.
-            table: of the message.
-            policy_version: that drew the tokens.
-        """
-        if policy_version != self._policy_version:
-            self.flush()
-            self._policy_version = policy_version
-        for row in rows[self._unreported.record(rows, table)].tolist():
-            self.end(self._responses[row], "stop")
+        self._tickets.set_row(response.ticket, response.row)
 
     def report_due(self) -> None:
         """Hand over first tokens, and chunks that are long enough."""
-        unreported = self._unreported
-        count = unreported.count
-        due = (count >= self._chunk_tokens) | (~unreported.begun & (count > 0))
-        for row in np.flatnonzero(due).tolist():
+        for row in self._unreported.due():
             self._report(self._responses[row], None)
 
     def flush(self) -> None:
@@ -92,6 +98,8 @@ class Responses:
         """
         if response.closed:
             return
+        if response.row == NO_ROW:  # it ends without any token
+            self._open(self._expected.pop(response.ticket))
         if accepted is not None:
             self._unreported.correct_last(response.row, accepted)
         self._report(response, reason)
@@ -99,16 +107,18 @@ class Responses:
 
     def cut(self, response: Response) -> None:
         """Hand over what was generated of a response, and drop what comes later."""
-        if response.row != NO_ROW:
-            if self._unreported.count[response.row]:
-                self._report(response, None)
-            self._release(response)
+        if response.row != NO_ROW and self._unreported.count[response.row]:
+            self._report(response, None)
+        self._release(response)
 
     def _release(self, response: Response) -> None:
-        del self._responses[response.row]
-        self._unreported.close(response.row)
-        response.row = NO_ROW
-        self.changes += 1
+        """Forget a response. Idempotent."""
+        self._tickets.give_back(response.ticket)
+        self._expected.pop(response.ticket, None)
+        if response.row != NO_ROW:
+            del self._responses[response.row]
+            self._unreported.close(response.row)
+            response.row = NO_ROW
 
     def _report(self, response: Response, reason: FinishReason | None) -> None:
         """Hand over what was generated of a response, with its end if it has ended."""
@@ -142,6 +152,7 @@ class Response(Inbox[TokenChunk]):
         self.row = NO_ROW
         """In `responses`, from its first step to its end."""
         self._responses = responses
+        self.ticket = responses.expect(self)
 
     def noise_seed(self, policy_version: int) -> np.uint64:
         """Of the noise that draws its tokens outside the lists under this version."""

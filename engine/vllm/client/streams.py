@@ -130,6 +130,7 @@ class Streams:
             raise process.failure(f"request {name!r} was lost: {error!r}") from error
         finally:
             self._open.pop(stream.request_id, None)
+            stream.inbox.put(None)
             if process.ended is None:
                 await self._core.abort([stream.request_id])
                 if not self._open:

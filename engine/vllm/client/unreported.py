@@ -13,16 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.stopping import StopRule, cut_rows
+from engine.vllm.client.tickets import NO_ROW, Index
 from engine.vllm.extras import StepTable
 from rollout.jit import Compiler
 from rollout.trajectory import ByteArray, FloatArray, IntArray, Provenance
 
 kernel = Compiler(Path(__file__).parent)
 
-NO_ROW = -1
 _DRAFTED, _SAMPLED = int(Provenance.DRAFTED), int(Provenance.SAMPLED)
 
-Index = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
@@ -46,11 +45,15 @@ class Unreported:
 
     Provenance: a step of n tokens accepted n - 1 drafts and drew one token. If the response ended
     inside the accepted drafts, all its tokens are drafts (`correct_last`).
+
+    Args:
+        chunk_tokens: a row is due once it has so many tokens; at first, once it has any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_tokens: int = 1) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._some_due = False
         self._free: list[int] = []
-        self._ones: Index = np.ones(0, np.int64)
         self._most = 0  # tokens of a row, at most
         self._rules: dict[int, StopRule] = {}
         self._ids: IntArray = np.empty((0, 0, 1), np.int32)
@@ -95,56 +98,57 @@ class Unreported:
         """Append what a step generated.
 
         Args:
-            rows: `[R']` of the outputs of the step's message; NO_ROW: not wanted.
-            table: of R' outputs.
+            rows: `[N]` of the table's tokens; NO_ROW: not wanted.
+            table: of N tokens.
 
         Returns:
-            Indices of the outputs whose response was ended by a stop string. What the step
-            generated after it is dropped.
+            Rows whose response was ended by a stop string. What the step generated after it is
+            dropped.
         """
-        if len(self._ones) < len(rows):
-            self._ones = np.ones(2 * len(rows), np.int64)
-        plain = table.counts is None
-        drawn = self._ones[: len(rows)] if plain else np.array(table.counts, np.int64)
-        kept, ended = drawn, np.empty(0, np.int64)
+        kept, ended = rows, np.empty(0, np.int64)
         if self._rules:
-            kept, ended = self._cut(rows, table, drawn)
-        self._make_room(1 if plain else int(drawn.max(initial=0)), table.ids.shape[1])
-        for array in table[:3]:
+            kept, ended = self._cut(rows, table.ids[:, 0])
+        self._make_room(_longest_run(rows), table.ids.shape[1])
+        for array in table:
             array.setflags(write=False)  # as they are when received: one type for the compiler
-        recorded, most = _record(
+        recorded, self._most, self._some_due = _record(
             rows,
+            kept,
             table.ids,
             table.logprobs,
-            table.starts,
-            drawn,
-            kept,
             self._ids,
             self._logprobs,
             self._provenance,
             self.count,
             self._accepted,
+            self.begun,
             self.finite,
+            self._most,
+            self._chunk_tokens,
         )
         self.recorded += recorded
-        self._most = max(self._most, most)  # some row that has no output now may have more
         return ended
 
-    def _cut(self, rows: Index, table: StepTable, drawn: Index) -> tuple[Index, Index]:
-        """Cut steps after the token that completes a stop string: `[R']` tokens kept, and ends."""
-        wanted = (rows >= 0) & (table.starts >= 0)
-        drawn = drawn * wanted
-        of = np.repeat(np.arange(len(rows)), drawn)
-        place = np.arange(len(of)) - (np.cumsum(drawn) - drawn)[of]
-        tokens = table.ids[table.starts[of] + place, 0].astype(np.int64)
-        kept, stopped = drawn.astype(np.int32), np.zeros(len(rows), np.bool_)
-        states = self._state[rows]
-        rules = [self._rules.get(row) for row in rows.tolist()]
+    def _cut(self, rows: Index, tokens: IntArray) -> tuple[Index, Index]:
+        """Cut steps after the token that completes a stop string.
+
+        Returns:
+            `[N]` rows, with NO_ROW for tokens that were cut off, and the rows that have ended.
+        """
+        begins = np.flatnonzero(np.diff(rows, prepend=NO_ROW - 1))
+        drawn = np.diff(begins, append=len(rows))
+        of = np.repeat(np.arange(len(begins)), drawn)
+        place = np.arange(len(rows)) - begins[of]
+        kept, ended = drawn.astype(np.int32), np.zeros(len(begins), np.bool_)
+        given, wanted = rows[begins], rows[begins] >= 0
+        states = self._state[given]
+        rules = [self._rules.get(row) for row in given.tolist()]
         for rule in {id(rule): rule for rule in rules if rule is not None}.values():
             mine = np.array([other is rule for other in rules])
-            cut_rows(rule.table, rule.classes, mine, states, of, place, tokens, kept, stopped)
-        self._state[rows[wanted]] = states[wanted]
-        return kept.astype(np.int64), np.flatnonzero(stopped)
+            own = tokens.astype(np.int64)
+            cut_rows(rule.table, rule.classes, mine, states, of, place, own, kept, ended)
+        self._state[given[wanted]] = states[wanted]
+        return np.where(place < kept[of], rows, NO_ROW), given[ended]
 
     def correct_last(self, row: int, accepted: int) -> None:
         """The response has ended: settle whether its last token was an accepted draft.
@@ -156,20 +160,23 @@ class Unreported:
         if accepted > self._accepted[row] and self.count[row]:
             self._provenance[row, self.count[row] - 1] = _DRAFTED
 
+    def due(self) -> list[int]:
+        """Rows that are due after the last step."""
+        if not self._some_due:
+            return []
+        due = (self.count >= self._chunk_tokens) | (~self.begun & (self.count > 0))
+        rows: list[int] = np.flatnonzero(due).tolist()
+        return rows
+
     def take(self, row: int, top_k: int) -> Tokens:
         """What is to be reported, with the first K entries of the list at each place."""
         n = int(self.count[row])
         self.count[row] = 0
         self.begun[row] = True
-        have = slice(1, 1 + top_k)
-        ids, logprobs = self._ids[row, :n], self._logprobs[row, :n]
-        return Tokens(
-            ids[:, 0].copy(),
-            logprobs[:, 0].copy(),
-            ids[:, have].copy(),
-            logprobs[:, have].copy(),
-            self._provenance[row, :n].copy(),
-        )
+        ids = self._ids[row, :n, : 1 + top_k].copy()
+        logprobs = self._logprobs[row, :n, : 1 + top_k].copy()
+        provenance = self._provenance[row, :n].copy()
+        return Tokens(ids[:, 0], logprobs[:, 0], ids[:, 1:], logprobs[:, 1:], provenance)
 
     def _make_room(self, tokens: int, width: int) -> None:
         """Make sure that every row has room for so many more tokens of a table of this width."""
@@ -199,51 +206,60 @@ class Unreported:
             setattr(self, name, larger)
 
 
+def _longest_run(rows: Index) -> int:
+    """The most tokens of a row in a step."""
+    same = rows[1:] == rows[:-1]
+    if not same.any():
+        return 1
+    return int(np.diff(np.flatnonzero(~same), prepend=-1, append=len(same)).max())
+
+
 @kernel
 def _record(
     rows: Index,
+    kept: Index,
     ids: IntArray,
     logprobs: FloatArray,
-    starts: Index,
-    drawn: Index,
-    kept: Index,
     to_ids: IntArray,
     to_logprobs: FloatArray,
     provenance: ByteArray,
     count: Index,
     accepted: Index,
+    begun: Flags,
     finite: Flags,
-) -> tuple[int, int]:
-    """Append `kept[i]` of the `drawn[i]` tokens from row `starts[i]` of a table to `rows[i]`.
+    most: int,
+    chunk_tokens: int,
+) -> tuple[int, int, bool]:
+    """Append token i of a table to `kept[i]`; `rows[i]` is where it would be if none were cut off.
 
     Returns:
-        How many tokens that were, and the most that one of these rows has now.
+        How many tokens that were, the most that a row has now, if it was `most` before, and
+        whether one of these rows is due.
     """
-    width = ids.shape[1]
-    total = most = 0
+    width, total, due = ids.shape[1], 0, False
     for i in range(len(rows)):
-        row = rows[i]
-        if row < 0 or starts[i] < 0 or kept[i] == 0:
+        row = kept[i]
+        if row < 0:
             continue
         at = count[row]
-        for j in range(kept[i]):
-            source = starts[i] + j
-            for k in range(width):
-                to_logprobs[row, at + j, k] = logprobs[source, k]
-                to_ids[row, at + j, k] = ids[source, k]
-            finite[row] &= np.isfinite(logprobs[source, 0])
-            provenance[row, at + j] = _DRAFTED if j < drawn[i] - 1 else _SAMPLED
-        accepted[row] += min(kept[i], drawn[i] - 1)
-        count[row] = at + kept[i]
-        total += kept[i]
+        for k in range(width):
+            to_logprobs[row, at, k] = logprobs[i, k]
+            to_ids[row, at, k] = ids[i, k]
+        finite[row] &= np.isfinite(logprobs[i, 0])
+        drafted = i + 1 < len(rows) and rows[i + 1] == row
+        provenance[row, at] = _DRAFTED if drafted else _SAMPLED
+        accepted[row] += drafted
+        count[row] = at + 1
+        total += 1
         most = max(most, count[row])
-    return total, most
+        due |= not begun[row] or count[row] >= chunk_tokens
+    return total, most, due
 
 
 def warm_up() -> None:
     """Compile `Unreported.record`, or load it compiled."""
     table = StepTable(
-        np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32), np.zeros(1, np.int64), None
+        np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32), np.zeros(1, np.int64)
     )
     unreported = Unreported()
     unreported.record(np.array([unreported.open()]), table)

@@ -86,6 +86,8 @@ class Batch:
         """`[B]` rows."""
         self.start: NDArray[np.int64] = np.empty(0, np.int64)
         """`[B]` as `Entry.start`."""
+        self.ticket: NDArray[np.int64] = np.empty(0, np.int64)
+        """`[B]` as `RequestExtra.ticket`."""
         self.top_k_logprobs = 0
         """Entries of the lists that are reported: as many as some row asks for."""
         self.changes = 0
@@ -107,6 +109,7 @@ class Batch:
                 self.entry(name)
         columns = known.columns_of(ids)
         self.seed, self.start = known.seed[columns], known.start[columns]
+        self.ticket = known.ticket[columns]
         self.noise_seed = noise_seeds(self.seed, self.policy_version)
         self.sampling = known.sampling.at(columns)
         self.top_k_logprobs = int(known.top_k_logprobs[columns].max(initial=0))
@@ -137,6 +140,7 @@ class _Columns:
         self.entries: dict[str, Entry] = {}
         self.seed: SeedArray = np.empty(0, np.uint64)
         self.start: NDArray[np.int64] = np.empty(0, np.int64)
+        self.ticket: NDArray[np.int64] = np.empty(0, np.int64)
         self.top_k_logprobs: NDArray[np.int64] = np.empty(0, np.int64)
         self.sampling = SamplingColumns.unset(0)
         self._column: dict[str, int] = {}
@@ -164,6 +168,7 @@ class _Columns:
         column, entry = self._column[name], self.entries[name]
         self.seed[column] = entry.extra.seed
         self.start[column] = entry.start
+        self.ticket[column] = entry.extra.ticket
         self.top_k_logprobs[column] = entry.extra.top_k_logprobs
         self.sampling.set(column, entry.sampling)
 
@@ -171,7 +176,7 @@ class _Columns:
         have = len(self.seed)
         size = max(16, 2 * have)
         self.seed, self.start = np.empty(size, np.uint64), np.empty(size, np.int64)
-        self.top_k_logprobs = np.empty(size, np.int64)
+        self.ticket, self.top_k_logprobs = np.empty(size, np.int64), np.empty(size, np.int64)
         self.sampling = SamplingColumns.unset(size)
         self._free = list(range(size - 1, have - 1, -1))
         for name in self._column:

@@ -178,31 +178,49 @@ class CacheDrafter:
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         self._proposed = {}
-        batch, sampler, book = self._batch, self._sampler, self._book
+        batch, sampler = self._batch, self._sampler
         if batch is None or sampler is None:
             return drafts
         self._follow(batch)
-        got = np.fromiter(map(len, sampled_token_ids), np.int64, len(drafts))
         lengths = batch.lengths()
-        if sampler.fed is not None:
-            book.judge(self._slots, sampler.fed, got - 1)
-        if ((self._slots != NO_SLOT) & (got > 0)).any():
-            decode = np.flatnonzero(got)
-            chosen = book.draft(
-                self._slots[decode],
-                decode,
-                lengths[decode],
-                token_ids_cpu,
-                other_tokens=self._other_tokens(got),
-            )
-            for at, draft in chosen.items():
-                row = int(decode[at])
-                drafts[row] = draft
-                self._proposed[batch.ids[row]] = draft
+        if sampler.fed is not None or not self.planner.declines(len(drafts)):
+            got = np.fromiter(map(len, sampled_token_ids), np.int64, len(drafts))
+            if sampler.fed is not None:
+                self._book.judge(self._slots, sampler.fed, got - 1)
+            self._proposed = self._choose(batch, got, lengths, token_ids_cpu)
+            for row, name in enumerate(batch.ids) if self._proposed else ():
+                drafts[row] = self._proposed.get(name, drafts[row])
         if self._taken is not None:
             self._taken.context = int(lengths.sum())
             self._taken.ended = time.perf_counter()
         return drafts
+
+    def _choose(
+        self,
+        batch: Batch,
+        got: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        table: IntArray,
+    ) -> dict[str, list[int]]:
+        """Drafts by request id; requests without one are missing.
+
+        Args:
+            batch: B rows.
+            got: `[B]` tokens that each has just got.
+            lengths: `[B]` tokens of each now.
+            table: `[>= B, max_model_len]` tokens of each row.
+        """
+        if not ((self._slots != NO_SLOT) & (got > 0)).any():
+            return {}
+        decode = np.flatnonzero(got)
+        chosen = self._book.draft(
+            self._slots[decode],
+            decode,
+            lengths[decode],
+            table,
+            other_tokens=self._other_tokens(got),
+        )
+        return {batch.ids[int(decode[at])]: draft for at, draft in chosen.items()}
 
     def _follow(self, batch: Batch) -> None:
         """Find each row's slot again when rows have changed."""

@@ -42,12 +42,16 @@ class CoreSampler:
         self._batch = batch
         self.fed: NDArray[np.int64] | None = None
         """`[B]` draft tokens that each row had in the last step; None: no row had any."""
+        self._table: Any = None
+        self._result: Any = None
 
     def install(self) -> None:
         """Replace the method on this runner."""
+        from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+
+        self._table, self._result = LogprobsTensors, SamplerOutput
         self._runner._sample = self.__call__  # noqa: SLF001
 
-    @torch.inference_mode()
     def __call__(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
         """VLLM's `SamplerOutput` for the step's logits."""
         self._batch.refresh()
@@ -63,7 +67,8 @@ class CoreSampler:
         streams = Streams(batch.seed, batch.lengths() - batch.start, batch.noise_seed)
         drawn = draw(logprobs, batch.listed, streams)
         tokens = drawn.tokens.clamp_(min=0)  # -1 if not finite; its log-probability is NaN then
-        return self._output(tokens.to(torch.int32)[:, None], self._listed(logprobs, drawn))
+        listed = self._listed(logprobs, drawn)
+        return self._output(tokens.to(torch.int32)[:, None], *listed, batch.ticket)
 
     def _drafted(self, logits: torch.Tensor, metadata: Any, fed: NDArray[np.int64]) -> Any:
         batch, device = self._batch, logits.device
@@ -92,7 +97,7 @@ class CoreSampler:
         ids, values = (
             _spread(part, flat, len(counts) * width) for part in self._listed(logprobs, drawn)
         )
-        return self._output(out, (ids, values))
+        return self._output(out, ids, values, np.repeat(batch.ticket, width))
 
     def _listed(self, logprobs: torch.Tensor, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and log-probabilities of the drawn token and its list: `[N, 1 + K]`."""
@@ -103,13 +108,17 @@ class CoreSampler:
             torch.cat([logprobs.gather(1, own), drawn.listed.logprobs[:, :k]], dim=1),
         )
 
-    def _output(self, tokens: torch.Tensor, listed: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-
-        ids, values = listed
-        # vLLM requires ranks; nothing reads them here.
-        tensors = LogprobsTensors(ids, values, ids.new_zeros(len(ids)))
-        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=tensors)
+    def _output(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        values: torch.Tensor,
+        tickets: NDArray[np.int64],
+    ) -> Any:
+        # In place of vLLM's ranks, which nothing reads here.
+        ranks = torch.from_numpy(tickets).to(ids.device)
+        tensors = self._table(ids, values, ranks)
+        return self._result(sampled_token_ids=tokens, logprobs_tensors=tensors)
 
 
 def _spread(part: torch.Tensor, places: torch.Tensor, total: int) -> torch.Tensor:

@@ -1,23 +1,22 @@
-"""vLLM's scheduler, made to send the log-probabilities of a step in one piece.
+"""vLLM's scheduler, made to send what a step generated in one piece.
 
-vLLM slices a step's table of log-probabilities for each request, and every slice travels as arrays
-of its own: some 60 us per request and step, for K = 8. Here requests ask vLLM for none, and the
-whole table is attached to the first output of the step's message (`engine.vllm.extras.StepTable`).
-It comes from the worker with the rest of the step's results, whatever the executor. Written against
-vLLM 0.32.0.
+vLLM sends an object per request and step, and slices the step's log-probabilities for each: some
+60 us per request and step, for K = 8. Here requests ask vLLM for no log-probabilities. The whole
+table, which comes from the worker with the rest of the step's results, is attached to the first
+output of the step's message (`engine.vllm.extras.StepTable`). It has all tokens, so of the other
+outputs only those that end a request are sent. Written against vLLM 0.32.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 
-from engine.vllm.extras import StepTable
+from engine.vllm.extras import NO_TICKET, StepTable
 
 
 class _WholeTables:
@@ -31,25 +30,53 @@ class _WholeTables:
         if lists is not None:
             for message in messages.values():
                 if message.outputs:
-                    table = table_of(lists, model_runner_output.req_id_to_index, message.outputs)
-                    message.outputs[0].new_logprobs = LogprobsLists(*table)
+                    message.outputs = outputs_of(
+                        lists, model_runner_output.req_id_to_index, message.outputs
+                    )
         return messages
 
 
-def table_of(lists: Any, row_of: dict[str, int], outputs: Sequence[Any]) -> StepTable:
-    """The table of a message.
+def outputs_of(lists: Any, row_of: dict[str, int], outputs: Sequence[Any]) -> list[Any]:
+    """What is sent instead of vLLM's outputs: one with the table, and those that end a request.
 
     Args:
-        lists: vLLM's `LogprobsLists` of the whole step.
+        lists: vLLM's `LogprobsLists` of the whole step, whose ranks are tickets (`CoreSampler`).
         row_of: row of each request in the step's batch.
-        outputs: of the message; vLLM does not send them in the order of the batch.
+        outputs: of a message.
     """
-    begins, counts = lists.cu_num_generated_tokens, None
-    starts = [row_of.get(output.request_id, -1) for output in outputs]
+    ended = [output for output in outputs if output.finish_reason is not None]
+    tickets, begins = lists.sampled_token_ranks, lists.cu_num_generated_tokens
+    places = [
+        range(row, row + 1) if begins is None else range(begins[row], begins[row + 1])
+        for row in _discarded(row_of, outputs, ended)
+    ]
     if begins is not None:
-        starts = [-1 if row < 0 else begins[row] for row in starts]
-        counts = [len(output.new_token_ids) for output in outputs]
-    return StepTable(lists.logprob_token_ids, lists.logprobs, np.array(starts, np.int64), counts)
+        # vLLM cuts accepted drafts after a stop token.
+        for output in ended:
+            row = row_of.get(output.request_id)
+            if row is not None:
+                begin = begins[row] + len(output.new_token_ids)
+                places.append(range(begin, begins[row + 1]))
+    if places:
+        tickets = tickets.copy()
+        for place in places:
+            tickets[place.start : place.stop] = NO_TICKET
+    sent = ended or [outputs[0]]
+    for output in sent:
+        output.new_token_ids = []
+    table = StepTable(lists.logprob_token_ids, lists.logprobs, tickets)
+    sent[0].new_logprobs = LogprobsLists(*table)
+    return sent
+
+
+def _discarded(
+    row_of: dict[str, int], outputs: Sequence[Any], ended: Sequence[Any]
+) -> Iterable[int]:
+    """Rows of the step whose tokens vLLM discards: those that have no output with tokens."""
+    if len(outputs) == len(row_of) and all(output.new_token_ids for output in ended):
+        return ()
+    kept = {output.request_id for output in outputs if output.new_token_ids}
+    return [row for name, row in row_of.items() if name not in kept]
 
 
 class _StepScheduler(_WholeTables, Scheduler):

@@ -154,3 +154,36 @@ def test_the_same_history_gives_the_same_plan() -> None:
         planner.ask(np.full(8, 100, np.int32))
         plans.append(planner.choose(*_chains([8] * 8, rate=0.8), rows=8).tolist())
     assert plans[0] == plans[1]
+
+
+def test_it_declines_a_full_step_and_while_drafting_does_not_pay() -> None:
+    """Otherwise it is asked: what it declines here, `ask` would decline."""
+    planner = DraftPlanner(max_step_tokens=64, max_draft_tokens=8)
+    assert planner.declines(64)
+    assert not planner.declines(8)
+    declined = 0
+    for _ in range(60):
+        planner.observe(tokens=8, rows=8, context=800, seconds=0.01)
+        planner.observe(tokens=64, rows=8, context=800, seconds=0.08)
+        if planner.declines(8):
+            declined += 1
+            assert not planner.ask(np.full(8, 100, np.int32))[0].any()
+        elif planner.ask(np.full(8, 100, np.int32))[0].any():
+            paths, offsets = _chains([0] * 8)
+            planner.choose(paths, offsets, rows=8)
+    assert declined > 10
+    assert DraftPlanner(max_step_tokens=64, max_draft_tokens=0).declines(8)
+
+
+def test_steps_are_learned_from_before_the_next_decision() -> None:
+    """In one piece, as cheaply as that; what it decides is the same."""
+    at_once, one_by_one = _planner(), _planner()
+    for _ in range(4):
+        for tokens in (8, 64):
+            for planner in (at_once, one_by_one):
+                planner.observe(tokens=tokens, rows=8, context=800, seconds=0.01)
+            one_by_one.ask(np.zeros(0, np.int32))
+    budgets = [planner.ask(np.full(8, 100, np.int32)) for planner in (at_once, one_by_one)]
+    assert budgets[0][0].tolist() == budgets[1][0].tolist()
+    assert budgets[0][0].any()
+    assert at_once.times.steps == one_by_one.times.steps == 8

@@ -91,7 +91,7 @@ def test_a_request_carries_its_stream_and_its_place() -> None:
     assert tokens == [1, 2, 3, 4, 5]
     assert params["max_tokens"] == 6
     assert "seed" not in params  # vLLM would make a generator for it
-    params_of_vllm = SimpleNamespace(**params)
+    params_of_vllm = SimpleNamespace(**params, extra_args=submitted.extra.to_extra_args())
     entry = Entry.read(SimpleNamespace(prompt_token_ids=tokens, sampling_params=params_of_vllm))
     extra = entry.extra
     assert (extra.seed, entry.start, entry.limit, extra.cache_key) == (5, 2, 11, "tree")

@@ -14,8 +14,8 @@ from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from engine.stopping import StopRule
 from engine.vllm.client.inbox import AbortedError, Inbox
 from engine.vllm.client.responses import Response, Responses
-from engine.vllm.client.unreported import NO_ROW
-from engine.vllm.extras import StepTable
+from engine.vllm.client.tickets import NO_ROW
+from engine.vllm.extras import NO_TICKET, StepTable
 from rollout.trajectory import Provenance
 
 K = 2
@@ -39,21 +39,16 @@ class Engine:
 
     def step(self, *given: tuple[Response, list[int]], version: int = 0) -> None:
         """Every response gets its tokens. Between any two of them lies a row that nobody gets."""
-        starts, rows, tokens = [], [], [-5]
+        tickets, tokens = [NO_TICKET], [-5]
         for response, drawn in given:
-            starts.append(len(tokens))
+            tickets += [*[response.ticket] * len(drawn), NO_TICKET]
             tokens += [*drawn, -5]
-            rows.append(self.responses.open(response) if response.row == NO_ROW else response.row)
         ids = np.array([[token, 100 + token, 200 + token][: 1 + self.k] for token in tokens])
         logprobs = -0.01 * np.abs(ids) - 0.001 * np.arange(len(ids))[:, None]
-        plain = all(len(drawn) == 1 for _, drawn in given)
         table = StepTable(
-            ids.astype(np.int32),
-            logprobs.astype(np.float32),
-            np.array(starts, np.int64),
-            None if plain else [len(drawn) for _, drawn in given],
+            ids.astype(np.int32), logprobs.astype(np.float32), np.array(tickets, np.int64)
         )
-        self.responses.record(np.array(rows, np.int64), table, version)
+        self.responses.record(table, version)
         self.responses.report_due()
 
 
@@ -229,8 +224,7 @@ def test_a_cut_hands_over_what_has_come_and_nothing_later() -> None:
     engine.step((response, [1]))
     engine.step((response, [2]))
     response.put(None)
-    row = engine.responses.open(response)
-    assert row == NO_ROW
+    assert response.row == NO_ROW
     engine.step((response, [3]))
     engine.responses.end(response, "stop")
     assert tokens_of(waiting(response)) == [[1], [2]]
@@ -238,6 +232,18 @@ def test_a_cut_hands_over_what_has_come_and_nothing_later() -> None:
         with pytest.raises(AbortedError):
             asyncio.run(response.take())
     assert not response.over
+
+
+def test_what_is_cut_before_its_first_step_gets_nothing() -> None:
+    """The core may have begun it already."""
+    engine = Engine()
+    response, other = engine.ask("cut"), engine.ask("other")
+    response.put(None)
+    engine.step((response, [1, 2]), (other, [3]))
+    engine.responses.flush()
+    assert waiting(response) == []
+    assert tokens_of(waiting(other)) == [[3]]
+    assert engine.responses.tokens == 1
 
 
 def test_an_error_comes_after_the_tokens() -> None:
@@ -254,10 +260,9 @@ def test_an_error_comes_after_the_tokens() -> None:
 def test_a_distribution_that_is_nan_fails_its_response_only() -> None:
     engine = Engine()
     bad, good = engine.ask("bad"), engine.ask("good")
-    rows = np.array([engine.responses.open(bad), engine.responses.open(good)])
     logprobs = np.array([[np.nan] * 3, [-1.0] * 3], np.float32)
-    table = StepTable(np.zeros((2, 3), np.int32), logprobs, np.array([0, 1]), None)
-    engine.responses.record(rows, table, 0)
+    tickets = np.array([bad.ticket, good.ticket])
+    engine.responses.record(StepTable(np.zeros((2, 3), np.int32), logprobs, tickets), 0)
     engine.responses.report_due()
     with pytest.raises(EngineError, match=r"'bad'.*not finite"):
         asyncio.run(bad.take())
