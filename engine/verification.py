@@ -157,7 +157,7 @@ class KeptBatch:
         ids = np.full((len(row), k), -1, np.int32)
         behaviour = np.full((len(row), k), -np.inf, np.float32)
         exact = np.array([one.lenience is None for one in kept])
-        for i in np.flatnonzero(exact):
+        for i in np.flatnonzero(exact).tolist():
             span, width = slice(offsets[i], offsets[i + 1]), kept[i].topk_ids.shape[1]
             ids[span, :width], behaviour[span, :width] = kept[i].topk_ids, kept[i].topk_logprobs
         columns = KeptColumns(
@@ -247,7 +247,7 @@ def judge(batch: KeptBatch, reading: Reading, policy_version: int) -> Verdict:
         _judge_symbols(batch, reading, np.flatnonzero(~lenient), policy_version, verdict)
     if lenient.any():
         numbers = batch.uniforms(Purpose.ACCEPT, policy_version)
-        for row in np.flatnonzero(lenient):
+        for row in np.flatnonzero(lenient).tolist():
             kept, span = batch.kept[row], slice(batch.offsets[row], batch.offsets[row + 1])
             assert kept.lenience is not None  # noqa: S101 - for the type checker
             (verdict.accepted[row],) = accept_lenient(
