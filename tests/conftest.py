@@ -18,6 +18,10 @@ hypothesis.settings.load_profile("no deadline")
 """How long an example takes says nothing on a machine that others use too."""
 
 
+_ENDS_THE_ENGINE = "test_vllm_process_death"
+"""The module that kills the engine of `served`."""
+
+
 def _weight(item: pytest.Item) -> int:
     """0 for the files that take longest: a worker must not begin one when the others are done."""
     if item.get_closest_marker("vllm") is not None:
@@ -29,13 +33,15 @@ def _weight(item: pytest.Item) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give pytest-xdist whole files, the long ones first, and all of real vLLM to one worker.
 
+    Of those, the one that kills the engine of the others comes last.
+
     Tests of one file share engines and runs, so they belong to one process. Real vLLM engines
     follow one another in one worker, which bounds memory to one of them at a time.
     """
     first = dict[Path, int]()
     for item in items:
         first[item.path] = min(first.get(item.path, 2), _weight(item))
-    items.sort(key=lambda item: first[item.path])
+    items.sort(key=lambda item: (first[item.path], item.path.stem == _ENDS_THE_ENGINE))
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             real_vllm = item.get_closest_marker("vllm") is not None
@@ -58,7 +64,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A `served_vllm.Served`, started once for all modules that ask for it (half a minute).
 
-    It has KV space for all slots, and takes prompts in whole. `test_vllm_process_death` ends it.
+    It has KV space for all slots, and takes prompts in whole. `test_vllm_process_death` kills it.
     """
     from served_vllm import serving
 

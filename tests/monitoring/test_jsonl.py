@@ -110,6 +110,7 @@ def test_a_disk_that_hangs_is_waited_for_once_and_gets_its_lines_later(
 def test_a_disk_that_never_answers_does_not_hold_up_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = set(threading.enumerate())  # other tests may have left disks that hang
     never = threading.Event()
     monkeypatch.setattr(jsonl, "_remove_incomplete_line", lambda _: never.wait(60))
     writer = RetryingJsonlWriter(tmp_path / "timeline.jsonl", patience_seconds=0.1)
@@ -117,6 +118,5 @@ def test_a_disk_that_never_answers_does_not_hold_up_the_end(
     writer.close()
     assert "1 lines of" in caplog.text
     never.set()
-    for one in threading.enumerate():
-        if one.name == "disk":
-            one.join(10)
+    for one in set(threading.enumerate()) - before:
+        one.join(10)

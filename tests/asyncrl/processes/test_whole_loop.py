@@ -218,8 +218,12 @@ def test_a_cut_that_depends_on_the_tokens_after_it_is_detected(
 ) -> None:
     """Lose the tokens that were drawn and not reported. Stop tokens are never among them.
 
-    This shortens responses by a tenth of a token, so detecting it takes more samples.
+    This shortens responses by a tenth of a token, so detecting it takes more samples, and slower
+    steps in fewer slots, so that many are in generation whenever new weights arrive.
     """
+    name = "learning rate 0"
+    often_cut = replace(MODES[name], slots=48, turns_per_step=16, install_delay=1)
+    monkeypatch.setitem(MODES, name, often_cut)
     interrupt = DecodeCore.interrupt
 
     def forgetful(self: DecodeCore, name: str) -> Any:
@@ -228,6 +232,6 @@ def test_a_cut_that_depends_on_the_tokens_after_it_is_detected(
         return interrupt(self, name)
 
     monkeypatch.setattr(DecodeCore, "interrupt", forgetful)
-    finding = check("learning rate 0", play("learning rate 0", 12_000).delivered)
+    finding = check(name, play(name, 14_000).delivered)
     assert finding.verdicts["mean length"].p_value < 1e-4
     assert finding.verdicts["mean length"].tv < 0

@@ -1,4 +1,4 @@
-"""A killed engine core. Sorted after all modules that use the same engine, which it ends."""
+"""A killed engine core. tests/conftest.py sorts this module after all that use the engine."""
 
 from __future__ import annotations
 
