@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -151,10 +152,10 @@ def test_run_ahead_that_a_resumed_run_continues_is_exactly_on_policy(
 
     def mixed_up(self: UnfinishedSample) -> KeptTokens:
         tokens = kept(self)
-        return replace(tokens, topk_logprobs=tokens.topk_logprobs[:, ::-1])
+        return replace(tokens, topk_logprobs=np.roll(tokens.topk_logprobs, 1, axis=1))
 
     monkeypatch.setattr(UnfinishedSample, "kept", mixed_up)
-    wrong = play(name, samples)
+    wrong = play(name, 2 * samples)
     restored = [one for one in wrong.delivered if one.trajectory.id in wrong.restored]
     assert check(name, restored).p_value < ALARM
 
