@@ -187,25 +187,19 @@ class CacheDrafter:
             got = np.fromiter(map(len, sampled_token_ids), np.int64, len(drafts))
             if sampler.fed is not None:
                 self._book.judge(self._slots, sampler.fed, got - 1)
-            self._proposed = self._choose(batch, got, lengths, token_ids_cpu)
-            for row, name in enumerate(batch.ids) if self._proposed else ():
-                drafts[row] = self._proposed.get(name, drafts[row])
+            for row, draft in self._choose(got, lengths, token_ids_cpu).items():
+                drafts[row] = self._proposed[batch.ids[row]] = draft
         if self._taken is not None:
             self._taken.context = int(lengths.sum())
             self._taken.ended = time.perf_counter()
         return drafts
 
     def _choose(
-        self,
-        batch: Batch,
-        got: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        table: IntArray,
-    ) -> dict[str, list[int]]:
-        """Drafts by request id; requests without one are missing.
+        self, got: NDArray[np.int64], lengths: NDArray[np.int64], table: IntArray
+    ) -> dict[int, list[int]]:
+        """Drafts by row of the batch; rows without one are missing.
 
         Args:
-            batch: B rows.
             got: `[B]` tokens that each has just got.
             lengths: `[B]` tokens of each now.
             table: `[>= B, max_model_len]` tokens of each row.
@@ -220,7 +214,7 @@ class CacheDrafter:
             table,
             other_tokens=self._other_tokens(got),
         )
-        return {batch.ids[int(decode[at])]: draft for at, draft in chosen.items()}
+        return {int(decode[at]): draft for at, draft in chosen.items()}
 
     def _follow(self, batch: Batch) -> None:
         """Find each row's slot again when rows have changed."""
