@@ -125,7 +125,7 @@ def run(
 
 def _end_with(parent: int) -> None:
     """Have the kernel end this command when its parent ends. Raises UserError: not its parent."""
-    from asyncrl.rewards.process_tree import end_with_parent
+    from asyncrl.launch.parent_death import end_with_parent
 
     if sys.platform != "linux":
         raise UserError("--end-with works on Linux only")

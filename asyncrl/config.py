@@ -24,6 +24,7 @@ from pydantic import (
 
 from asyncrl.config_errors import mistakes
 from asyncrl.errors import ConfigError
+from asyncrl.launch.config import LauncherConfig
 from asyncrl.paths import LocalPath
 from asyncrl.repeatable import clock_dependencies
 from asyncrl.rewards.config import RewardConfig
@@ -36,7 +37,7 @@ from monitoring.config import MAX_PORT, MonitoringConfig, unquoted_off
 from scheduler.config import SchedulerConfig
 from trainer.algorithms.registry import smallest_group
 from trainer.config import TrainerConfig
-from wire.limits import MAX_STEPS, MAX_THREADS, WEEK_SECONDS
+from wire.limits import MAX_STEPS, WEEK_SECONDS
 
 OnWrongPolicy = Literal["stop", "warn"]
 
@@ -101,34 +102,6 @@ class EvaluationConfig(BaseModel):
     """Longest wait for one evaluation."""
 
 
-class LauncherConfig(BaseModel):
-    """How the processes of a run are started and supervised."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    kind: Literal["local"] = "local"
-    """`local`: child processes on this machine."""
-    generators: int = Field(default=1, ge=1, le=10_000)
-    """Number of generator processes."""
-    threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
-    """Threads of each process for tensor operations; null: the machine's cores are divided."""
-    pin_cores: bool = False
-    """Pin each generator and the trainer to `threads` cores of its own. The controller and the
-    reward workers use a core that is left over or else the trainer's, never a generator's."""
-    startup_seconds: float = Field(default=300.0, gt=0, le=WEEK_SECONDS)
-    """Longest wait for a process to become ready."""
-    silence_seconds: float = Field(default=120.0, gt=0, le=WEEK_SECONDS)
-    """A process that reports nothing for this long is killed and counts as dead."""
-    stop_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
-    """Longest wait for a process to end after it was asked to. Then it is killed."""
-    checkpoint_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
-    """Longest time for a checkpoint: one that takes longer is given up, and training continues. The
-    trainer has this much more time to end, because it saves one."""
-    max_restarts: int = Field(default=3, ge=0, le=10_000)
-    """Most restarts of processes that died: generators and trainers, counted together. A restarted
-    trainer continues from the newest checkpoint (trainer.checkpoint_every)."""
-
-
 class RunConfig(BaseModel):
     """The configuration of a run: one field per section."""
 
@@ -188,6 +161,17 @@ class RunConfig(BaseModel):
                 f"{launcher.generators} generator(s), up to {launcher.max_restarts} restart(s) and "
                 f"the trainer take the {last} ports after it. It must be at most "
                 f"{MAX_PORT - last}, or 0 for any free ports"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_may_start_as_long_as_its_process(self) -> Self:
+        inner, outer = self.engine.vllm.startup_timeout_seconds, self.launcher.startup_seconds
+        if inner is not None and inner > outer:
+            raise ValueError(
+                f"engine.vllm.startup_timeout_seconds: {inner:g} is longer than "
+                f"launcher.startup_seconds ({outer:g}), after which the generator is killed. Raise "
+                "launcher.startup_seconds alone: vLLM's limit follows it"
             )
         return self
 

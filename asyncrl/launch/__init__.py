@@ -1,6 +1,10 @@
-"""Launchers: one interface to start, watch and end the processes of a run."""
+"""Launchers: start, watch and end the processes of a run, and divide the machine among them.
 
-from asyncrl.launch.interface import Launcher, ProcessHandle
-from asyncrl.launch.local import LocalLauncher
+    interface.py        what a launcher is
+    local.py            the launcher of this machine
+    identity.py         which process is which
+    records.py          the processes that a run has started, so that leftovers can be ended
+    parent_death.py     a process that ends with the one that started it
 
-__all__ = ["Launcher", "LocalLauncher", "ProcessHandle"]
+Imports nothing itself: a reward worker's supervisor, which must start quickly, loads this package.
+"""

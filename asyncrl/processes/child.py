@@ -17,8 +17,8 @@ import msgspec
 import zmq.asyncio
 
 from asyncrl.errors import AsyncrlError
+from asyncrl.launch.parent_death import end_with_parent
 from asyncrl.processes.spec import ChildKeys, ChildSpec, GeneratorKeys
-from asyncrl.rewards.process_tree import end_with_parent
 from engine.errors import EngineError
 from monitoring.errors import MonitoringError
 from trainer.errors import TrainerError

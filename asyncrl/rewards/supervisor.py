@@ -28,12 +28,12 @@ from types import FrameType
 
 import msgspec
 
+from asyncrl.launch.parent_death import end_with_parent
 from asyncrl.rewards.cgroup import ControlGroup
 from asyncrl.rewards.output import OutputLimit
 from asyncrl.rewards.process_tree import (
     become_subreaper,
     descendants,
-    end_with_parent,
     kill_descendants,
     out_of_memory_kills,
     reap,

@@ -147,7 +147,7 @@ class Controller:
             await self._waiter.until(
                 lambda: self._fleet.all_ready or self._waiter.stop_requested,
                 seconds=self._config.launcher.startup_seconds,
-                what=lambda: f"{self._fleet.unready()} to become ready",
+                what=self._fleet.what_starts,
             )
             before = await self._evaluate_before()
             if self._directory.resume_point.directory is not None:

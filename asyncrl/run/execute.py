@@ -25,7 +25,7 @@ from asyncrl.errors import (
     WrongPolicyError,
 )
 from asyncrl.evaluation.round import Accuracy
-from asyncrl.launch import LocalLauncher
+from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.shared_memory import remove_stale_files
 from asyncrl.processes.spec import ChildSpec

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import LauncherConfig
 from asyncrl.errors import WaitTimeout
-from asyncrl.launch import Launcher, ProcessHandle
+from asyncrl.launch.config import LauncherConfig
+from asyncrl.launch.interface import Launcher, ProcessHandle
 from asyncrl.processes.spec import ChildSpec, Role, keys_of
 from wire import Hub, RunKey, Unreachable
 from wire.decoding import FrameRefused, Reason
@@ -183,6 +183,15 @@ class Fleet:
         """Names of the living processes that cannot take work yet."""
         return ", ".join(worker.name for worker in self.alive if not worker.is_ready)
 
+    def what_starts(self) -> str:
+        """What a start waits for: the processes that are not ready, and what each logged last."""
+        logged = [
+            f"{one.name} (its log ends with: {one.handle.log_tail(1)})"
+            for one in self.alive
+            if not one.is_ready
+        ]
+        return f"{', '.join(logged)} to become ready (launcher.startup_seconds)"
+
     def everyone(self) -> Iterable[Worker]:
         """All processes that were ever started, lost ones included."""
         return self._workers.values()
@@ -218,25 +227,11 @@ class Fleet:
         if self._ending:
             return found
         for worker in self.alive:
-            reason = self._cause_of_death(worker, now)
+            reason = _cause_of_death(worker, now, self._config)
             if reason is not None:
                 worker.is_gone = True
                 found.append((worker, reason))
         return found
-
-    def _cause_of_death(self, worker: Worker, now: float) -> str | None:
-        code = worker.handle.exit_code()
-        if code is not None:
-            return _how_it_ended(code) + (f": {worker.reason}" if worker.reason else "")
-        if worker.is_ready:
-            setting, limit = "silence_seconds", self._config.silence_seconds
-        else:
-            setting, limit = "startup_seconds", self._config.startup_seconds
-        silent = now - worker.heard
-        if silent <= limit:
-            return None
-        worker.handle.end(by_force=True)
-        return f"sent nothing for {silent:.0f} s (launcher.{setting}) and was killed"
 
     def restart(self, lost: Worker) -> str | None:
         """Start a generator in place of a lost one and return its name.
@@ -322,6 +317,24 @@ class Fleet:
                 f"{', '.join(killed)} did not end within {max(killed.values()):.0f} s and were "
                 "killed; see launcher.stop_seconds and launcher.checkpoint_seconds"
             )
+
+
+def _cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | None:
+    """How a process ended; None if it lives. Kills one that was silent for too long."""
+    code = worker.handle.exit_code()
+    if code is not None:
+        return _how_it_ended(code) + (f": {worker.reason}" if worker.reason else "")
+    limit = limits.silence_seconds if worker.is_ready else limits.startup_seconds
+    silent = now - worker.heard
+    if silent <= limit:
+        return None
+    worker.handle.end(by_force=True)
+    if worker.is_ready:
+        return f"sent nothing for {silent:.0f} s (launcher.silence_seconds) and was killed"
+    return (
+        f"was not ready after {silent:.0f} s (launcher.startup_seconds) and was killed; its log "
+        f"ends with: {worker.handle.log_tail(1)}"
+    )
 
 
 def _how_it_ended(code: int) -> str:

@@ -19,7 +19,7 @@ import zmq
 from rich.console import Console
 
 from asyncrl.config import load_config
-from asyncrl.rewards.process_tree import end_with_parent
+from asyncrl.launch.parent_death import end_with_parent
 from asyncrl.run.execute import execute
 from asyncrl.run.prepare import prepare
 from benchmarks.hostile.frames import Frames

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from wire.limits import MAX_TOKENS, WEEK_SECONDS
+from wire.limits import MAX_TOKENS, START_SECONDS, WEEK_SECONDS
+
+_SHARE_OF_START = 0.9
+"""vLLM's part of the limit of its process's start; the rest is imports and attaching to it."""
 
 
 class VllmConfig(BaseModel):
@@ -37,10 +40,26 @@ class VllmConfig(BaseModel):
     """A request reports its tokens in chunks of at least this many. The first token is reported at
     once, and the rest at its end, at an interruption, at a pause and before new weights. 1 streams
     every step, at a cost."""
-    startup_timeout_seconds: float = Field(default=300.0, ge=1, le=WEEK_SECONDS)
-    """Longest wait for vLLM to become ready."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """GPUs of one generator, which split every layer among them."""
+    startup_timeout_seconds: float | None = Field(default=None, ge=1, le=WEEK_SECONDS)
+    """Longest wait for vLLM to become ready, at most `launcher.startup_seconds`. null: 90% of that,
+    so that vLLM's own error is seen before its process is killed."""
     call_timeout_seconds: float = Field(default=120.0, ge=1, le=WEEK_SECONDS)
     """Longest wait for vLLM to pause, to resume, or to stage or install weights."""
     log_level: str = Field(default="ERROR", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
     """What vLLM writes to stderr. INFO and above also goes to a file, whose end is quoted when vLLM
     fails."""
+
+    @property
+    def start_limit(self) -> float:
+        """Longest wait for vLLM to become ready, in seconds."""
+        own = self.startup_timeout_seconds
+        return _SHARE_OF_START * START_SECONDS if own is None else own
+
+    def started_within(self, seconds: float) -> VllmConfig:
+        """These settings in a process that is killed if it is not ready after so many seconds."""
+        if self.startup_timeout_seconds is not None:
+            return self
+        limit = max(1.0, _SHARE_OF_START * seconds)
+        return self.model_copy(update={"startup_timeout_seconds": limit})

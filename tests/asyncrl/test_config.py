@@ -71,6 +71,11 @@ def test_overrides_reach_any_depth(tmp_path: Path) -> None:
             r"engine.top_k_logprobs: 0 does not work .*at least 1",
         ),
         ("sampling: {max_tokens: 4000}", [], r"sampling.max_tokens \(4000\) leaves no room"),
+        (
+            "engine: {vllm: {startup_timeout_seconds: 2000}}",
+            [],
+            r"2000 is longer than launcher.startup_seconds \(1800\).*Raise launcher",
+        ),
         ("run: {log_samples: parquet}", [], r"run.log_samples: parquet is not written.*jsonl"),
         ('sampling: {stop: ["a", ""]}', [], r"sampling.stop\[1\]: must have at least 1 character"),
         ("sampling: {stop: [" + 257 * "a" + "]}", [], r"sampling.stop: has 257 bytes together"),

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.cores import HELPER_CORES, CorePlan, plan_cores, stay_on
 from asyncrl.errors import UserError
-from asyncrl.launch import LocalLauncher
+from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.spec import ChildSpec, keys_of
 from wire import RunKey

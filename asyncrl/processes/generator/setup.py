@@ -50,7 +50,12 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
                 return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
             engine = create_engine(
-                config.engine.model_copy(update={"threads": spec.threads}),
+                config.engine.model_copy(
+                    update={
+                        "threads": spec.threads,
+                        "vllm": config.engine.vllm.started_within(config.launcher.startup_seconds),
+                    }
+                ),
                 spec.model_path,
                 cache_config=config.cache,
                 seed=config.run.seed,

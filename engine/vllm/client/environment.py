@@ -10,6 +10,7 @@ import atexit
 import functools
 import json
 import logging.config
+import math
 import os
 import shutil
 import tempfile
@@ -67,7 +68,7 @@ def prepare(config: EngineConfig, log: VllmLog) -> None:
             # AsyncLLM's core is a process of its own already. This has it run the model itself;
             # vLLM would start another process, to bind its threads, for half the start's time.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.vllm.startup_timeout_seconds)),
+            "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(config.vllm.start_limit)),
             # vLLM's output task takes a step's message in whole: ours needs no time for it.
             "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": str(config.slots + 1),
             # The drafting hook and our scoring are written for the first model runner.

@@ -105,6 +105,7 @@ def engine_args(
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": max(config.top_k_logprobs, _VLLM_MAX_LOGPROBS),
         "scheduling_policy": "priority",
+        "tensor_parallel_size": ours.tensor_parallel_size,
         "distributed_executor_backend": "uni",
         "per_request_spec_decode_metrics": "summary" if drafts else "none",
         "disable_log_stats": True,

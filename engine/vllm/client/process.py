@@ -79,6 +79,12 @@ class CoreProcess:
             ) from error
         try:
             self._launched = launch(self._config, model_path, cache_config, seed, place)
+        except TimeoutError as error:
+            raise EngineStartError(
+                f"vLLM was not ready after {self._config.vllm.start_limit:.0f} s: it was loading "
+                f"or compiling model {model_path!r}. Raise launcher.startup_seconds, of which vLLM "
+                f"gets 90%: {error}{self._quote()}"
+            ) from error
         except (ValueError, RuntimeError, OSError, AssertionError, ImportError) as error:
             raise EngineStartError(
                 f"vLLM could not be started with model {model_path!r}: {error}{self._quote()}"

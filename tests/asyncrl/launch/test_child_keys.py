@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.launch import LocalLauncher
+from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.spec import ChildKeys, ChildSpec, keys_of
 from wire import RunKey

@@ -49,6 +49,21 @@ def test_a_silent_process_is_killed() -> None:
     assert hub.launcher.handles["generator-0"].ended == ["kill"]
 
 
+def test_a_start_that_takes_too_long_names_the_setting_and_what_the_process_did_last() -> None:
+    fleet, hub = started_fleet(CONFIG)
+    worker = generator(fleet)
+    worker.is_ready, hub.launcher.handles["generator-0"].log = False, "Loading shard 11 of 30"
+    assert fleet.what_starts().startswith("generator-0 (its log ends with: Loading shard 11 of 30)")
+    worker.heard -= CONFIG.launcher.startup_seconds - 1
+    assert fleet.deaths() == []
+    worker.heard -= 2
+    [(_, reason)] = fleet.deaths()
+    assert reason == (
+        "was not ready after 1801 s (launcher.startup_seconds) and was killed; its log ends with: "
+        "Loading shard 11 of 30"
+    )
+
+
 def test_time_in_which_the_controller_was_suspended_is_nobodys_silence() -> None:
     """SIGSTOP for eight seconds, with silence_seconds 5 and two seconds of silence before it."""
     fleet, _ = started_fleet(run_config(launcher={"generators": 2, "silence_seconds": 5}))

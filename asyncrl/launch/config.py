@@ -1,0 +1,38 @@
+"""Settings of the launcher."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from wire.limits import MAX_THREADS, START_SECONDS, WEEK_SECONDS
+
+
+class LauncherConfig(BaseModel):
+    """How the processes of a run are started and supervised."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    kind: Literal["local"] = "local"
+    """`local`: child processes on this machine."""
+    generators: int = Field(default=1, ge=1, le=10_000)
+    """Number of generator processes."""
+    threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
+    """Threads of each process for tensor operations; null: the machine's cores are divided."""
+    pin_cores: bool = False
+    """Pin each generator and the trainer to `threads` cores of its own. The controller and the
+    reward workers use a core that is left over or else the trainer's, never a generator's."""
+    startup_seconds: float = Field(default=START_SECONDS, gt=0, le=WEEK_SECONDS)
+    """Longest wait for a process to become ready: imports, loading the model, compilation, CUDA
+    graphs. vLLM's own limit follows it (`engine.vllm.startup_timeout_seconds`)."""
+    silence_seconds: float = Field(default=120.0, gt=0, le=WEEK_SECONDS)
+    """A process that reports nothing for this long is killed and counts as dead."""
+    stop_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
+    """Longest wait for a process to end after it was asked to. Then it is killed."""
+    checkpoint_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
+    """Longest time for a checkpoint: one that takes longer is given up, and training continues. The
+    trainer has this much more time to end, because it saves one."""
+    max_restarts: int = Field(default=3, ge=0, le=10_000)
+    """Most restarts of processes that died: generators and trainers, counted together. A restarted
+    trainer continues from the newest checkpoint (trainer.checkpoint_every)."""

@@ -1,0 +1,29 @@
+"""vLLM's limit of its own start follows that of its process (launcher.startup_seconds)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from asyncrl.config import RunConfig
+from engine.config import EngineConfig
+from engine.vllm.client.environment import VllmLog, prepare
+from engine.vllm.config import VllmConfig
+
+
+def test_vllm_gives_up_before_its_process_is_killed() -> None:
+    """Its own default is 600 s; it must not be below that unless the user says so."""
+    assert 600 < VllmConfig().start_limit < RunConfig().launcher.startup_seconds
+    assert VllmConfig().started_within(1000).start_limit == 900
+    assert VllmConfig(startup_timeout_seconds=50).started_within(1000).start_limit == 50
+
+
+def test_vllm_is_told_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    log = VllmLog("ERROR")
+    try:
+        prepare(EngineConfig(vllm=VllmConfig().started_within(4000)), log)
+        assert os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] == "3600"
+    finally:
+        log.remove()
