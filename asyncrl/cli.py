@@ -1,4 +1,4 @@
-"""The command line: `asyncrl run|status|stop|pause|resume|report|eval|simulate`.
+"""The command line: `asyncrl run|doctor|status|stop|pause|resume|report|eval|simulate`.
 
 Exit codes: 0 done, or stopped by the user; 1 the run failed; 2 the user must change something; 130
 ended at once by a second Ctrl-C.
@@ -121,6 +121,20 @@ def run(
         result,
         to_continue=resume_command(config.directory, config_file, overrides or []),
     )
+
+
+@app.command()
+def doctor(
+    config_file: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; default: all defaults.")
+    ] = None,
+    overrides: _Overrides = None,
+) -> None:
+    """Show this machine, and which GPU each process of a run would get."""
+    from asyncrl.config import load_config
+    from asyncrl.run.doctor import diagnose
+
+    diagnose(load_config(config_file, overrides or []), typer.echo)
 
 
 def _end_with(parent: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -69,7 +68,7 @@ class TrainerConfig(BaseModel):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Compute type. Under bfloat16 (autocast) parameters and Adam stay float32."""
     device: str = "auto"
-    """auto (a GPU where there is one), cpu, cuda, cuda:N."""
+    """auto (a GPU where there is one), cpu, cuda. `launcher.gpus` says which GPU."""
     threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)
     """Torch threads of the trainer's process; unset: torch decides."""
     gradient_checkpointing: bool = False
@@ -89,8 +88,8 @@ class TrainerConfig(BaseModel):
     @field_validator("device")
     @classmethod
     def _device_is_known(cls, value: str) -> str:
-        if re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value) is None:
-            raise ValueError("must be auto, cpu, cuda, or cuda:N with the number of a GPU")
+        if value not in ("auto", "cpu", "cuda"):
+            raise ValueError("must be auto, cpu or cuda; launcher.gpus says which GPUs a run uses")
         return value
 
     @field_validator("betas")

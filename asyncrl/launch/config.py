@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from wire.limits import MAX_THREADS, START_SECONDS, WEEK_SECONDS
+
+GpuName = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
+GpuNumber = Annotated[int, Field(ge=0, le=1024)]
 
 
 class LauncherConfig(BaseModel):
@@ -20,6 +23,14 @@ class LauncherConfig(BaseModel):
     """Number of generator processes."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
     """Threads of each process for tensor operations; null: the machine's cores are divided."""
+    gpus: tuple[GpuNumber | GpuName, ...] | None = None
+    """GPUs that this run may use: numbers as `nvidia-smi` and CUDA_VISIBLE_DEVICES have them, or
+    names that begin with GPU- or MIG-. null: all that CUDA_VISIBLE_DEVICES leaves visible. []:
+    none, everything runs on the CPU. Each generator gets `engine.vllm.tensor_parallel_size` of
+    them, the trainer the next one (docs/gpus.md)."""
+    colocate: bool = False
+    """Let the trainer share the first GPU of the last generator instead of having one of its own.
+    Its memory must hold both: lower `engine.vllm.gpu_memory_utilization`."""
     pin_cores: bool = False
     """Pin each generator and the trainer to `threads` cores of its own. The controller and the
     reward workers use a core that is left over or else the trainer's, never a generator's."""

@@ -15,6 +15,7 @@ import msgspec
 
 from asyncrl.cores import HELPER_CORES, divide_machine, stay_on
 from asyncrl.launch.interface import ProcessHandle
+from asyncrl.launch.placement import GpuPlan
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
 from asyncrl.processes.spec import ChildKeys, ChildSpec
 
@@ -71,6 +72,7 @@ class LocalLauncher:
         threads: of each process; None: an even share of the available cores.
         pin_cores: keep each process on cores of its own (`asyncrl.cores`). This process is pinned
             when it starts its first child.
+        gpus: of each process; None: each sees what this process sees.
 
     Raises:
         UserError: there are too few cores to pin, or the system cannot pin.
@@ -84,9 +86,11 @@ class LocalLauncher:
         generators: int,
         threads: int | None = None,
         pin_cores: bool = False,
+        gpus: GpuPlan | None = None,
     ) -> None:
         self._logs = logs
         self._records = records
+        self._gpus = gpus
         self._threads, self._plan = divide_machine(
             generators=generators, threads=threads, pin_cores=pin_cores
         )
@@ -107,6 +111,8 @@ class LocalLauncher:
             "TQDM_DISABLE": "1",  # a bar in a log that a full disk does not take ends a process
             MARK_VARIABLE: self._records.mark,
         }
+        if self._gpus is not None:
+            environment |= self._gpus.environment(spec.name)
         if self._plan is not None:
             stay_on(self._plan.helpers)
             environment[HELPER_CORES] = ",".join(map(str, self._plan.helpers))

@@ -39,6 +39,9 @@ class ChildSpec(msgspec.Struct, frozen=True):
     """The trainer continues from the checkpoint after this many steps; None: from the model."""
     lineage: int = 0
     """How many trainers the run had before the one that is being started, or that is at work."""
+    engine_device: Literal["cpu", "cuda"] | None = None
+    """Where the generators run, which a trainer with other GPUs cannot see; None: as torch decides
+    in any process."""
     first: bool = True
     """False if it replaces a process that died."""
 

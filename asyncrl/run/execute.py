@@ -31,6 +31,7 @@ from asyncrl.processes.shared_memory import remove_stale_files
 from asyncrl.processes.spec import ChildSpec
 from asyncrl.run.control import control_key_file, serve_control, user_hub
 from asyncrl.run.controller import Controller
+from asyncrl.run.devices import engine_device
 from asyncrl.run.directory import Ending, RunDirectory
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.inbox import Message
@@ -153,6 +154,7 @@ async def _run(
             generators=config.launcher.generators,
             threads=config.launcher.threads,
             pin_cores=config.launcher.pin_cores,
+            gpus=prepared.gpus,
         )
         control_key = RunKey.new()
         control_key.write(control_key_file(directory.path))
@@ -313,6 +315,7 @@ def _trainer_spec(
         stop_tokens=prepared.task.stop_tokens,
         tokenizer=tokenizer,
         resume_from=None if point.directory is None else point.step,
+        engine_device=engine_device(prepared.gpus),
     )
 
 

@@ -22,7 +22,7 @@ from asyncrl.user_functions import check_name
 
 
 def check_machine(config: RunConfig) -> None:
-    """Refuse engines, devices and numbers of threads that this machine does not have.
+    """Refuse engines and numbers of threads that this machine does not have.
 
     Raises:
         UserError: the message names the setting and what this machine has.
@@ -35,8 +35,6 @@ def check_machine(config: RunConfig) -> None:
     )
     if config.task.map is not None:
         check_name(MAP, config.task.map)
-    _check_device("engine.device", config.engine.device)
-    _check_device("trainer.device", config.trainer.device)
 
 
 def check_rewards(config: RewardConfig) -> None:
@@ -82,22 +80,3 @@ def _check_threads(config: RunConfig) -> None:
                 f"{section}.threads: {threads} is more than the {cores} cores of this machine; "
                 "threads that share a core wait for one another. Lower it, or leave it out"
             )
-
-
-def _check_device(setting: str, device: str) -> None:
-    if not device.startswith("cuda"):
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        built = "is built for the CPU" if torch.version.cuda is None else "finds none"
-        raise UserError(
-            f"{setting}: {device} needs a GPU, and torch {torch.__version__} {built}; use "
-            f"{setting}: auto, or install a torch with CUDA on a machine with a GPU"
-        )
-    index = int(device.partition(":")[2] or 0)
-    if index >= torch.cuda.device_count():
-        raise UserError(
-            f"{setting}: {device} does not exist; torch sees {torch.cuda.device_count()} GPU(s), "
-            "numbered from 0"
-        )

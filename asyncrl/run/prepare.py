@@ -10,6 +10,8 @@ from rich.progress import Progress as ProgressBar
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import DataError
+from asyncrl.launch.placement import GpuPlan
+from asyncrl.run.devices import place
 from asyncrl.run.preflight import check_machine, check_rewards
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
@@ -24,6 +26,8 @@ class Prepared:
     model_path: str
     """A local model directory."""
     task: Task
+    gpus: GpuPlan | None = None
+    """Of each process; None: there are none to hand out."""
 
 
 def prepare(config: RunConfig, console: Console) -> Prepared:
@@ -35,6 +39,9 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
         UserError: this machine, the model, the data or a reward cannot be used.
     """
     check_machine(config)
+    gpus = place(config)
+    for line in () if gpus is None else gpus.lines():
+        console.print(line, highlight=False, soft_wrap=True)
     check_rewards(config.rewards)
     console.print(f"model: {config.model.path}", highlight=False, soft_wrap=True)
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -45,7 +52,7 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
         from asyncrl.tasks.token_bytes import token_bytes  # imports numba, which takes a second
 
         token_bytes(task.tokenizer)
-    return Prepared(config, model_path, task)
+    return Prepared(config, model_path, task, gpus)
 
 
 def _check_prompts(config: RunConfig, task: Task) -> None:

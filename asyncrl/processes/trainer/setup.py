@@ -17,7 +17,6 @@ from asyncrl.processes.trainer.policy_check import PolicyCheck
 from asyncrl.processes.trainer.process import TrainerProcess
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
-from engine.config import EngineConfig
 from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
@@ -58,8 +57,11 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         with child.timeline.span(SpanKind.STARTING):
             learner = _load_learner(child)
         drop_repeated(child.directory / "samples", learner.policy_version)
-        engine_dtype = _engine_dtype(config.engine)
-        limits = rounding_limits(config, engine_dtype, learner.policy.device)
+        engines_on_cpu = _generates_on_cpu(spec, config)
+        name = config.engine.weights_dtype(on_cpu=engines_on_cpu)
+        engine_dtype: torch.dtype = getattr(torch, name)
+        on_cpus = engines_on_cpu and learner.policy.device.type == "cpu"
+        limits = rounding_limits(config, engine_dtype, on_cpus=on_cpus)
         check = PolicyCheck(limits, learner.policy, publisher)
         records = TrainerRecords(child.metrics, child.timeline, await _sample_log(child), check)
         if records.samples is not None:
@@ -122,24 +124,18 @@ def _load_learner(child: Child[TrainerMetrics]) -> Learner:
     return learner
 
 
-def _engine_dtype(config: EngineConfig) -> torch.dtype:
-    """In which the generators of this machine hold the weights."""
-    dtype: torch.dtype = getattr(torch, config.weights_dtype(on_cpu=_generates_on_cpu(config)))
-    return dtype
+def _generates_on_cpu(spec: ChildSpec, config: RunConfig) -> bool:
+    """Whether the generators run on the CPU; this process may see other GPUs than they do."""
+    if spec.engine_device is not None:
+        return spec.engine_device == "cpu"
+    return config.engine.device == "cpu" or not torch.cuda.is_available()
 
 
-def _generates_on_cpu(config: EngineConfig) -> bool:
-    return config.device == "cpu" or not torch.cuda.is_available()
-
-
-def rounding_limits(
-    config: RunConfig, engine_dtype: torch.dtype, trainer_device: torch.device
-) -> Limits:
+def rounding_limits(config: RunConfig, engine_dtype: torch.dtype, *, on_cpus: bool) -> Limits:
     """By how much the log-probabilities of healthy engine and trainer may differ.
 
     The tight limits hold only if both compute in float32 or better, on CPUs.
     """
-    on_cpus = _generates_on_cpu(config.engine) and trainer_device.type == "cpu"
     exact = engine_dtype == torch.float32 and config.trainer.dtype != "bfloat16"
     return FLOAT32_CPU if on_cpus and exact else TENSOR_CORES
 

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from asyncrl.config import load_config
 from asyncrl.errors import RewardError, UserError
@@ -33,22 +32,6 @@ def test_a_machine_that_is_too_small(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_machine(load_config(None, [override]))
     check_machine(load_config(None, []))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize("override", ["engine.device=cuda", "trainer.device=cuda:1"])
-def test_a_gpu_where_there_is_none(override: str) -> None:
-    setting, _, device = override.partition("=")
-    with pytest.raises(UserError, match=rf"^{setting}: {device} needs a GPU, and torch .*auto"):
-        check_machine(load_config(None, [override]))
-
-
-def test_a_gpu_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    check_machine(load_config(None, ["engine.device=cuda", "trainer.device=cuda:0"]))
-    with pytest.raises(UserError, match=r"trainer.device: cuda:1 does not exist; torch sees 1 GPU"):
-        check_machine(load_config(None, ["trainer.device=cuda:1"]))
 
 
 @pytest.mark.parametrize(

@@ -272,20 +272,20 @@ def test_a_model_with_a_head_of_its_own_is_healthy(make: Make, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("changes", "engine", "trainer_device", "limits"),
+    ("changes", "engine", "on_cpus", "limits"),
     [
-        ({}, torch.float32, "cpu", FLOAT32_CPU),
-        ({"trainer": {"dtype": "float64"}}, torch.float32, "cpu", FLOAT32_CPU),
-        ({"trainer": {"dtype": "bfloat16"}}, torch.float32, "cpu", TENSOR_CORES),
-        ({}, torch.bfloat16, "cpu", TENSOR_CORES),
-        ({}, torch.float32, "cuda", TENSOR_CORES),
+        ({}, torch.float32, True, FLOAT32_CPU),
+        ({"trainer": {"dtype": "float64"}}, torch.float32, True, FLOAT32_CPU),
+        ({"trainer": {"dtype": "bfloat16"}}, torch.float32, True, TENSOR_CORES),
+        ({}, torch.bfloat16, True, TENSOR_CORES),
+        ({}, torch.float32, False, TENSOR_CORES),
     ],
 )
 def test_limits_follow_the_less_exact_side(
-    changes: dict[str, Any], engine: torch.dtype, trainer_device: str, limits: Limits
+    changes: dict[str, Any], engine: torch.dtype, on_cpus: bool, limits: Limits
 ) -> None:
-    config = RunConfig.model_validate({"engine": {"device": "cpu"}, **changes})
-    assert rounding_limits(config, engine, torch.device(trainer_device)) is limits
+    config = RunConfig.model_validate(changes)
+    assert rounding_limits(config, engine, on_cpus=on_cpus) is limits
 
 
 @pytest.mark.slow

@@ -1,0 +1,135 @@
+"""Which GPUs this machine has, found without torch: the controller never holds a GPU.
+
+`nvidia-smi` knows all of them, the parts of MIG included. Where it is missing, as in some
+containers, /proc/driver/nvidia does, without the parts and without memory. Where both are missing,
+there is no GPU, and everything runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from asyncrl.errors import UserError
+
+PROC = Path("/proc/driver/nvidia/gpus")
+_SECONDS = 30.0
+"""Longest wait for nvidia-smi: without its persistence daemon it initialises every GPU first."""
+_WHOLE = re.compile(r"^GPU (\d+): (.+?) \(UUID: (GPU-[^)]+)\)")
+_PART = re.compile(r"^\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU, or a part of one that was divided by MIG."""
+
+    name: str
+    """As a CUDA_VISIBLE_DEVICES for it alone: "3", "GPU-..." or "MIG-..."."""
+    uuid: str
+    """Begins with GPU- or MIG-."""
+    model: str = "GPU"
+    memory_mib: int | None = None
+    """None: not known."""
+    number: int | None = None
+    """In nvidia-smi's order; None for a part."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a part of a GPU. A process can use only one of them."""
+        return self.uuid.startswith("MIG-")
+
+    def __str__(self) -> str:
+        memory = "" if self.memory_mib is None else f", {self.memory_mib / 1024:.0f} GiB"
+        return f"{self.name} ({self.model}{memory})"
+
+
+def find_gpus() -> list[Gpu]:
+    """All GPUs of this machine, in nvidia-smi's order. A divided GPU is given by its parts.
+
+    Raises:
+        UserError: nvidia-smi is there, but does not answer.
+    """
+    if shutil.which("nvidia-smi") is None:
+        return _from_proc()
+    found = parse_list(_ask("-L"))
+    memory: dict[str, int] = {}
+    for line in _ask("--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits").splitlines():
+        uuid, _, mib = line.partition(",")
+        with contextlib.suppress(ValueError):  # "[N/A]" on machines whose GPU shares the memory
+            memory[uuid.strip()] = int(mib)
+    return [replace(gpu, memory_mib=memory.get(gpu.uuid)) for gpu in found]
+
+
+def parse_list(text: str) -> list[Gpu]:
+    """The GPUs in the output of `nvidia-smi -L`."""
+    found: list[Gpu] = []
+    for line in text.splitlines():
+        if whole := _WHOLE.match(line):
+            number, model, uuid = whole.groups()
+            found.append(Gpu(number, uuid, model, number=int(number)))
+            model_above = model
+        elif (part := _PART.match(line)) and found:
+            if not found[-1].is_part:
+                found.pop()  # CUDA cannot use a divided GPU as a whole
+            profile, uuid = part.groups()
+            found.append(Gpu(uuid, uuid, f"{profile} of {model_above}"))
+    return found
+
+
+def _ask(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stdout", None) or getattr(error, "stderr", None) or error
+        raise UserError(
+            f"nvidia-smi does not say which GPUs this machine has: {str(said).strip()}. Repair the "
+            "driver, or set launcher.gpus: [] to run on the CPU"
+        ) from error
+    return done.stdout
+
+
+def _from_proc() -> list[Gpu]:
+    found: list[Gpu] = []
+    for path in sorted(PROC.glob("*/information")):  # folders are named by PCI address, as CUDA's
+        text = path.read_text(encoding="utf-8", errors="replace")
+        fields = {
+            key.strip(): value.strip()
+            for key, _, value in (line.partition(":") for line in text.splitlines())
+        }
+        uuid = fields.get("GPU UUID", "")
+        if uuid.startswith("GPU-"):
+            number = len(found)
+            found.append(Gpu(str(number), uuid, fields.get("Model", "GPU"), number=number))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """The torch that is installed, known without importing it."""
+
+    version: str
+    cuda: str | None
+    """Version of CUDA that it is built for; None: it is built for the CPU."""
+
+
+def torch_build() -> TorchBuild:
+    """Read torch/version.py. A torch without one counts as built for CUDA."""
+    spec = importlib.util.find_spec("torch")
+    origin = None if spec is None else spec.origin
+    path = Path("missing") if origin is None else Path(origin).with_name("version.py")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return TorchBuild("(unknown)", "unknown")
+    version = re.search(r"^__version__ = '([^']*)'", text, re.MULTILINE)
+    cuda = re.search(r"^cuda(?::[^=]*)? = (?:'([^']*)'|None)", text, re.MULTILINE)
+    return TorchBuild(
+        "(unknown)" if version is None else version[1], "unknown" if cuda is None else cuda[1]
+    )

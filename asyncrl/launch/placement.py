@@ -1,0 +1,192 @@
+"""Which GPUs each process of a run gets. Pure: `asyncrl.launch.gpus` looks at the machine.
+
+    GPUs        0 .. t-1       t .. 2t-1      2t
+    process     generator-0    generator-1    trainer
+
+A generator has t GPUs (`engine.vllm.tensor_parallel_size`), side by side, so that those of one
+generator are those that the machine connects best. A replacement gets its predecessor's.
+A process sees its own GPUs only: CUDA_VISIBLE_DEVICES names them as the user's did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from asyncrl.errors import UserError
+from asyncrl.launch.gpus import Gpu
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ORDER = "CUDA_DEVICE_ORDER"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuNeeds:
+    """How many GPUs the processes of a run want."""
+
+    generators: int
+    """How many generators there are."""
+    per_generator: int
+    """0: they run on the CPU."""
+    trainer: int
+    """0: it runs on the CPU."""
+    colocate: bool = False
+    """The trainer shares the first GPUs of the last generator."""
+
+    @property
+    def total(self) -> int:
+        """GPUs of all processes."""
+        own = 0 if self.colocate and self.per_generator >= self.trainer else self.trainer
+        return self.generators * self.per_generator + own
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    """GPUs by role; empty: on the CPU."""
+
+    generators: tuple[tuple[Gpu, ...], ...]
+    trainer: tuple[Gpu, ...]
+    spare: tuple[Gpu, ...]
+    """That no process uses."""
+    renumbers: bool
+    """Whether CUDA_VISIBLE_DEVICES was not set, so that numbers can be those of nvidia-smi."""
+
+    def of(self, name: str) -> tuple[Gpu, ...]:
+        """GPUs of a process by its name; a replacement (`generator-0.1`) has its predecessor's."""
+        if not name.startswith("generator-"):
+            return self.trainer
+        return self.generators[int(name.removeprefix("generator-").split(".")[0])]
+
+    def environment(self, name: str) -> dict[str, str]:
+        """The environment variables of a process by its name."""
+        variables = {VISIBLE: ",".join(gpu.name for gpu in self.of(name))}
+        if self.renumbers:  # CUDA's own order is by speed
+            variables[_ORDER] = "PCI_BUS_ID"
+        return variables
+
+    @property
+    def shares(self) -> bool:
+        """Whether trainer and a generator have a GPU in common."""
+        return bool(self.generators) and not set(self.trainer).isdisjoint(self.generators[-1])
+
+    def lines(self) -> list[str]:
+        """For people: a line per process, one for what is left over."""
+        shown = [
+            f"generator-{index}: {_listed(gpus)}" for index, gpus in enumerate(self.generators)
+        ]
+        shared = ", shared with the last generator" if self.shares else ""
+        shown.append(f"trainer: {_listed(self.trainer)}{shared}")
+        if self.spare:
+            shown.append(f"not used: {_listed(self.spare)} (raise launcher.generators)")
+        return shown
+
+
+def select_gpus(
+    found: Sequence[Gpu], visible: str | None, wanted: Sequence[int | str] | None
+) -> list[Gpu]:
+    """The GPUs that a run may use, in the order in which they are handed out.
+
+    Args:
+        found: all of the machine.
+        visible: the value of CUDA_VISIBLE_DEVICES; None: it is not set.
+        wanted: `launcher.gpus`; None: all that are visible.
+
+    Raises:
+        UserError: one of them does not exist, is not visible or comes twice.
+    """
+    usable = list(found)
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+        if visible.strip() in ("", "-1", "NoDevFiles", "none", "void"):
+            names = []
+        usable = _named(names, found, f"{VISIBLE}={visible}", "this machine has")
+    if wanted is None:
+        return usable
+    among = "this machine has" if visible is None else f"{VISIBLE}={visible} leaves"
+    return _named([str(one) for one in wanted], usable, "launcher.gpus", among)
+
+
+def _named(names: Sequence[str], among: Sequence[Gpu], source: str, whose: str) -> list[Gpu]:
+    chosen: list[Gpu] = []
+    for name in names:
+        hits = [gpu for gpu in among if _is(gpu, name)]
+        if len(hits) != 1:
+            wrong = "is not there" if not hits else f"is the beginning of {len(hits)} names"
+            raise UserError(f"{source}: GPU {name!r} {wrong}; {whose} {_listed(among)}")
+        if hits[0].uuid in {gpu.uuid for gpu in chosen}:
+            raise UserError(f"{source}: GPU {name!r} is named twice")
+        # A number is handed on only where CUDA_VISIBLE_DEVICES has numbers too.
+        chosen.append(replace(hits[0], name=hits[0].name if name.isdecimal() else hits[0].uuid))
+    return chosen
+
+
+def _is(gpu: Gpu, name: str) -> bool:
+    if name.isdecimal():
+        return gpu.number == int(name)
+    return name.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(name)
+
+
+def plan_gpus(gpus: Sequence[Gpu], needs: GpuNeeds, *, renumbers: bool) -> GpuPlan:
+    """Give every process GPUs of its own.
+
+    Args:
+        gpus: those that the run may use (`select_gpus`).
+        needs: of the run.
+        renumbers: as in `GpuPlan`.
+
+    Raises:
+        UserError: there are too few, or a generator would need several parts of divided GPUs.
+    """
+    if needs.total > len(gpus):
+        raise UserError(_too_few(gpus, needs))
+    size = needs.per_generator
+    blocks = tuple(tuple(gpus[i * size : (i + 1) * size]) for i in range(needs.generators))
+    used = needs.generators * size
+    colocated = needs.total == used and needs.trainer
+    trainer = blocks[-1][: needs.trainer] if colocated else tuple(gpus[used : needs.total])
+    for name, mine in [(f"generator-{i}", block) for i, block in enumerate(blocks)]:
+        if len(mine) > 1 and any(gpu.is_part for gpu in mine):
+            raise UserError(
+                f"{name} would get {_listed(mine)}, but a process can use only one part of a GPU "
+                "that is divided by MIG: set engine.vllm.tensor_parallel_size: 1, or turn MIG off"
+            )
+    return GpuPlan(blocks, tuple(trainer), tuple(gpus[needs.total :]), renumbers)
+
+
+def _too_few(gpus: Sequence[Gpu], needs: GpuNeeds) -> str:
+    asked = []
+    if needs.per_generator:
+        asked.append(
+            f"{needs.generators} generator(s) (launcher.generators) with {needs.per_generator} "
+            "GPU(s) each (engine.vllm.tensor_parallel_size)"
+        )
+    if needs.total > needs.generators * needs.per_generator:
+        asked.append(f"the trainer with {needs.trainer}")
+    return (
+        f"{' and '.join(asked)} need {needs.total} GPUs, and this run may use {len(gpus)}: "
+        f"{_listed(gpus)}. {_remedies(len(gpus), needs)}. {VISIBLE} and launcher.gpus say which "
+        "GPUs a run may use"
+    )
+
+
+def _remedies(count: int, needs: GpuNeeds) -> str:
+    """What would fit, as settings."""
+    ways = []
+    own = needs.total - needs.generators * needs.per_generator
+    fit = (count - own) // needs.per_generator if needs.per_generator else 0
+    if fit >= 1:
+        ways.append(f"launcher.generators: {fit}")
+    if own and count >= needs.generators * needs.per_generator >= needs.trainer:
+        ways.append(
+            "launcher.colocate: true, with which the trainer shares a generator's GPU (lower "
+            "engine.vllm.gpu_memory_utilization to leave it room)"
+        )
+    if own:
+        ways.append("trainer.device: cpu")
+    if needs.per_generator > 1:
+        ways.append("a smaller engine.vllm.tensor_parallel_size")
+    return "Set " + ", or ".join(ways or ["engine.device: cpu"])
+
+
+def _listed(gpus: Sequence[Gpu]) -> str:
+    return ", ".join(map(str, gpus)) or "none"

