@@ -178,13 +178,14 @@ class Engine(Protocol):
         Closing the iterator aborts the request and frees its slot.
         """
 
-    async def interrupt(self, request_id: str) -> None:
-        """End a request now: its stream reports all finished steps and ends with `abort`.
+    def interrupt(self, request_id: str) -> None:
+        """End a request: its stream reports all finished steps and ends with `abort`.
 
-        Nothing happens when it has ended or is not known. Unlike closing the stream, this loses no
-        token of a finished step; where the engine is another process, a running step is lost as a
-        whole. So the place of the cut does not depend on the tokens after it. A cut at the last
-        *report* would: it tells that the unreported tokens hold no stop token.
+        Returns at once. The request ends before the next step begins, and before whatever is asked
+        for later. Nothing happens when it has ended or is not known. Unlike closing the stream,
+        this loses no token of a finished step; where the engine is another process, a running step
+        is lost as a whole. So the place of the cut does not depend on the tokens after it. A cut at
+        the last *report* would: it tells that the unreported tokens hold no stop token.
         """
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,15 +67,15 @@ def slow_down(engine: Any, turns: int) -> None:
     times as long. Without this, messages would take longer than whole responses, and updates would
     find no sample in generation.
     """
-    core, turn = engine._core, 0  # noqa: SLF001 - there is no other way to slow it down
-    step = core.step
+    core = engine._core  # noqa: SLF001 - there is no other way to slow it down
+    step, loop = core.step, asyncio.get_running_loop()
 
-    def step_sometimes() -> list[Any]:
-        nonlocal turn
-        turn += 1
-        return [] if turn % turns else list(step())
+    def step_slowly() -> list[Any]:
+        for _ in range(turns):
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+        return list(step())
 
-    core.step = step_sometimes
+    core.step = step_slowly
     core._drafter.planner = FixedBudget(max_step_tokens=4096, max_draft_tokens=4)  # noqa: SLF001
 
 

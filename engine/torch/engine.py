@@ -1,24 +1,23 @@
 """TorchEngine: the asyncio shell around `DecodeCore`.
 
-    decode loop   consumes: requests in the core · produces: token chunks, one queue per request
-                  waits for: work, and not being paused · unblocked by: generate, resume
-                  bounded by: the core's slots
+    decode thread  consumes: requests in the core · produces: token chunks, one queue per request
+                   waits for: work, and not being paused · unblocked by: generate, resume
+                   bounded by: the core's slots
 
-A step is computed in a thread of its own, so that the event loop keeps running: commands, rewards
-and finished samples of a generator do not wait for steps. The core is not thread-safe. Every access
-holds a lock (`_between_steps`) that is granted in order of arrival, so that whatever is asked for
-during a step is done before the next one.
+Steps are computed in a thread of their own (`decode_thread`), so that the event loop keeps running:
+commands, rewards and finished samples of a generator do not wait for steps, and steps do not wait
+for the event loop. Only that thread touches the core. Whatever is asked for during a step is done
+before the next one, in order.
 
-If the loop fails, every waiting consumer is woken with the reason, and later calls raise it.
+If a step fails, every waiting consumer is woken with the reason, and later calls raise it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from typing import TypeVar
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -27,13 +26,19 @@ from engine.drafting.source import DraftSource
 from engine.errors import EngineError, EngineStartError
 from engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from engine.torch.core import CoreSettings, DecodeCore
+from engine.torch.decode_thread import DecodeThread
 from engine.torch.kernels import warm_up
 from engine.torch.model import load_model
 from wire.records import EngineStats
 from wire.weights.layout import Fingerprint, WeightManifest
 
-Delivery = TokenChunk | EngineError
-T = TypeVar("T")
+
+@dataclass(slots=True)
+class _Reader:
+    """The consumer of one request's stream."""
+
+    deliveries: asyncio.Queue[TokenChunk | Exception] = field(default_factory=asyncio.Queue)
+    has_left: bool = False
 
 
 class TorchEngine:
@@ -58,20 +63,10 @@ class TorchEngine:
         self._seed = seed
         self._batch_invariant = batch_invariant
         self._core: DecodeCore | None = None
-        self._loop_task: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
+        self._thread: DecodeThread | None = None
         self._paused = False
-        self._queues: dict[str, asyncio.Queue[Delivery]] = {}
-        self._lock = asyncio.Lock()
-        """Held by every access to the core."""
-        self._left: list[str] = []
-        """Requests whose reader has left."""
-        self._thread = ThreadPoolExecutor(
-            1,
-            thread_name_prefix="torch-decode",
-            initializer=_use_threads,
-            initargs=(config.threads,),
-        )
+        self._readers: dict[str, _Reader] = {}
+        """By request id: who reads the stream of a request that the core has."""
         self._ended: EngineError | None = None
 
     async def start(self) -> None:
@@ -100,9 +95,14 @@ class TorchEngine:
             top_k=config.top_k_logprobs,
             draft_trees=config.torch.draft_trees,
         )
-        self._core = DecodeCore(model, settings, self._source, seed=self._seed)
-        self._loop_task = asyncio.create_task(self._decode_loop(self._core), name="torch-decode")
-        self._loop_task.add_done_callback(self._loop_ended)
+        core = self._core = DecodeCore(model, settings, self._source, seed=self._seed)
+        self._thread = DecodeThread(
+            lambda: core.step(),
+            may_step=lambda: core.has_work and not self._paused,
+            deliver=self._deliver,
+            failed=self._step_failed,
+            prepare=partial(_use_threads, config.threads),
+        )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response; closing the iterator frees the slot.
@@ -111,49 +111,56 @@ class TorchEngine:
             RequestError: the request cannot be served (at the first chunk asked for).
             EngineError: the engine is not running, or its loop failed.
         """
-        name = request.request_id
-        queue: asyncio.Queue[Delivery] = asyncio.Queue()
-        async with self._between_steps() as core:
-            core.add(request)
-            self._queues[name] = queue
-        self._wake.set()
+        core, thread = self._running()
+        name, reader = request.request_id, _Reader()
+        thread.post(
+            partial(core.add, request),
+            done=lambda _: self._begin_reading(name, reader),
+            failed=reader.deliveries.put_nowait,
+        )
         ended = False
         try:
             while not ended:
-                item = await queue.get()
-                if isinstance(item, EngineError):
+                item = await reader.deliveries.get()
+                ended = isinstance(item, Exception) or item.finish_reason is not None
+                if isinstance(item, Exception):
                     raise item
-                ended = item.finish_reason is not None
                 yield item
         finally:
-            del self._queues[name]
-            if not ended:
-                self._left.append(name)
-                if self._core is not None and not self._lock.locked():
-                    self._forget_left(self._core)
+            reader.has_left = True
+            if self._readers.get(name) is reader:
+                del self._readers[name]
+            if not ended and self._ended is None:
+                thread.post(partial(core.abort, name), done=_ignore, failed=self._step_failed)
 
-    async def interrupt(self, request_id: str) -> None:
-        """End a request between two steps; its stream reports all tokens drawn, then `abort`."""
-        async with self._between_steps() as core:
-            self._deliver(core.interrupt(request_id))
+    def _begin_reading(self, request_id: str, reader: _Reader) -> None:
+        """Deliver to this reader what later steps report. An earlier request had the same id."""
+        if not reader.has_left:
+            self._readers[request_id] = reader
+
+    def interrupt(self, request_id: str) -> None:
+        """End a request before the next step; its stream reports all tokens drawn, then `abort`."""
+        core, thread = self._running()
+        thread.post(
+            partial(core.interrupt, request_id), done=self._deliver, failed=self._step_failed
+        )
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Score given tokens between two steps. Raises RequestError."""
-        async with self._between_steps() as core:
-            return await self._compute(lambda: core.score(requests))
+        core, thread = self._running()
+        return await thread.run(lambda: core.score(requests))
 
     async def pause(self) -> None:
         """Stop between two steps and report everything drawn so far. Idempotent."""
-        self._running()
+        core, thread = self._running()
         self._paused = True
-        async with self._between_steps() as core:
-            self._deliver(core.flush())
+        self._deliver(await thread.run(core.flush))
 
     async def resume(self) -> None:
         """Continue after `pause`. Idempotent."""
-        self._running()
+        _, thread = self._running()
         self._paused = False
-        self._wake.set()
+        thread.wake()
 
     async def stage_weights(self, manifest: WeightManifest) -> None:
         """Copy published weights into staging memory, in a thread of its own; steps continue.
@@ -162,97 +169,61 @@ class TorchEngine:
             WeightsSupersededError: these were overwritten or removed; nothing is staged.
             WeightsError: the weights do not fit the model or cannot be read; nothing is staged.
         """
-        await asyncio.to_thread(self._running().stage_weights, manifest)
+        core, _ = self._running()
+        await asyncio.to_thread(core.stage_weights, manifest)
 
     async def install_weights(self, policy_version: int) -> None:
         """Replace the weights between two steps. Raises WeightsError if they are not staged."""
-        async with self._between_steps() as core:
-            self._deliver(await self._compute(lambda: core.install_weights(policy_version)))
+        core, thread = self._running()
+        self._deliver(await thread.run(lambda: core.install_weights(policy_version)))
 
     def fingerprint(self) -> Fingerprint:
         """Of the parameters in use, taken before they drew a token."""
-        return self._running().fingerprint
+        return self._running()[0].fingerprint
 
     async def save_cache(self) -> int:
         """Write the snapshot of the cache, if it has a place for one; returns its bytes."""
-        async with self._between_steps():
-            return await self._compute(self._save)
+        _, thread = self._running()
+        return await thread.run(self._save)
 
     def stats(self) -> EngineStats:
         """Counters and gauges, as of the running step."""
-        return self._running().stats()
+        return self._running()[0].stats()
 
     async def close(self) -> None:
         """End the loop; running requests end with `finish_reason="abort"`. Idempotent."""
         if self._ended is None:
             self._ended = EngineError("the engine is closed")
-        async with self._lock:  # waits for a running step
-            if self._loop_task is not None and not self._loop_task.done():
-                self._loop_task.cancel()
-                await asyncio.wait([self._loop_task])
-            if self._core is not None:
-                self._deliver(self._core.close())
-            self._core = None
-        self._thread.shutdown()
+        core, thread = self._core, self._thread
+        if core is not None and thread is not None:
+            self._core = self._thread = None
+            await thread.close(core.close)
 
-    @asynccontextmanager
-    async def _between_steps(self) -> AsyncIterator[DecodeCore]:
-        """The core, while no step is being computed. Raises EngineError when there is none."""
-        self._running()
-        async with self._lock:
-            core = self._running()
-            self._forget_left(core)
-            yield core
-
-    def _forget_left(self, core: DecodeCore) -> None:
-        for name in self._left:
-            core.abort(name)
-        self._left.clear()
-
-    async def _compute(self, work: Callable[[], T]) -> T:
-        """Run in the thread, with the lock held. A cancelled caller still waits for the end."""
-        running = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait([running])  # the lock is held until the thread is done
-            raise
-
-    def _running(self) -> DecodeCore:
+    def _running(self) -> tuple[DecodeCore, DecodeThread]:
         if self._ended is not None:
             raise self._ended
-        if self._core is None:
+        if self._core is None or self._thread is None:
             raise EngineError("the engine is not started: await start() first")
-        return self._core
-
-    async def _decode_loop(self, core: DecodeCore) -> None:
-        while True:
-            while not self._may_step(core):
-                self._wake.clear()
-                await self._wake.wait()
-            async with self._lock:
-                self._forget_left(core)
-                if self._may_step(core):  # still
-                    self._deliver(await self._compute(core.step))
-
-    def _may_step(self, core: DecodeCore) -> bool:
-        return core.has_work and not self._paused
+        return self._core, self._thread
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
-            queue = self._queues.get(chunk.request_id)
-            if queue is not None:  # its reader is still there
-                queue.put_nowait(chunk)
+            reader = self._readers.get(chunk.request_id)
+            if reader is not None:  # it is still there
+                reader.deliveries.put_nowait(chunk)
 
-    def _loop_ended(self, task: asyncio.Task[None]) -> None:
-        """Wake every consumer when the decode loop failed, so that none waits forever."""
-        if task.cancelled():
+    def _step_failed(self, failure: Exception) -> None:
+        """Wake every reader, so that none waits forever."""
+        if self._ended is not None:
             return
-        failure = task.exception()
         self._ended = EngineError(f"the decode loop failed: {failure!r}")
         self._ended.__cause__ = failure
-        for queue in self._queues.values():
-            queue.put_nowait(self._ended)
+        for reader in self._readers.values():
+            reader.deliveries.put_nowait(self._ended)
+
+
+def _ignore(_result: None) -> None:
+    """Of work that has no result."""
 
 
 def _use_threads(threads: int | None) -> None:

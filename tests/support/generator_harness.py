@@ -102,7 +102,7 @@ class FakeEngine:
         )
         self.chunks.setdefault(name, asyncio.Queue()).put_nowait(chunk)
 
-    async def interrupt(self, name: str) -> None:
+    def interrupt(self, name: str) -> None:
         self.interrupted.append(name)
         self.serving.discard(name)
         tokens, version = self.unreported.pop(name, ([], 0))

@@ -23,7 +23,7 @@ class Deadlines:
         self._samples = samples
         self._seconds = seconds
 
-    async def end_overdue(self) -> None:
+    def end_overdue(self) -> None:
         """Interrupt the samples that are past the deadline; they end with reason `deadline`."""
         if self._seconds is None:
             return
@@ -34,7 +34,7 @@ class Deadlines:
                 continue
             if not generation.awaits_verification and not generation.expired:
                 generation.expired = True
-                await self._samples.interrupt(generation)
+                self._samples.interrupt(generation)
 
     def extend(self, seconds: float) -> None:
         """Give every sample so many more seconds: the engine was paused for that long."""

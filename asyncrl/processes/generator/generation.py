@@ -117,6 +117,11 @@ class SampleGeneration:
         self.builder = TrajectoryBuilder(self.sample, self.prompt.prompt_id, prompt)
 
     @property
+    def keeps_slot(self) -> bool:
+        """Whether the running attempt has a slot that it was not told to give back."""
+        return self.has_slot and not self.interrupting
+
+    @property
     def awaits_verification(self) -> bool:
         """Whether it has tokens that are to be verified and of which none has been accepted yet."""
         return self.pending_verification is not None or (
@@ -312,11 +317,11 @@ class SampleGenerator:
             self._engine_unpaused.set()
             self.noise_floor.allow()
 
-    async def interrupt(self, generation: SampleGeneration) -> None:
+    def interrupt(self, generation: SampleGeneration) -> None:
         """End the running attempt, if there is one; `end_attempt` says what follows."""
-        if generation.request_id is not None:
+        if generation.request_id is not None and not generation.interrupting:
             generation.interrupting = True
-            await self._engine.interrupt(generation.request_id)
+            self._engine.interrupt(generation.request_id)
 
     async def generate(self, generation: SampleGeneration) -> HeldSample:
         """Generate all tokens of a sample; its reward is computed after this returns.

@@ -142,7 +142,7 @@ class NoiseFloorProbe:
             if verdict is None and len(chunk.tokens):
                 verdict = chunk
                 if chunk.finish_reason is None:
-                    await self._engine.interrupt(request.request_id)
+                    self._engine.interrupt(request.request_id)
         return verdict
 
 

@@ -30,13 +30,13 @@ def choose_preemptions(
     Returns:
         Samples in order: those of the latest steps first.
     """
-    waiting = [one for one in generations if one.priority == 0 and not one.has_slot]
+    waiting = [one for one in generations if one.priority == 0 and not one.keeps_slot]
     if not waiting:
         return []
     held = sum(one.previously_held is not None for one in waiting)
     needed = len(waiting) - held + min(held, max(_MIN_VERIFICATION_SLOTS, slots // 4))
-    free = 0 if kv_full else slots - sum(one.has_slot for one in generations)
-    run_ahead = [one for one in generations if one.priority > 0 and one.has_slot]
+    free = 0 if kv_full else slots - sum(one.keeps_slot for one in generations)
+    run_ahead = [one for one in generations if one.priority > 0 and one.keeps_slot]
     run_ahead.sort(key=lambda one: (one.priority, one.sample), reverse=True)
     return run_ahead[: max(0, needed - free)]
 
@@ -59,7 +59,7 @@ class Preemption:
         self._metrics = metrics
         self._kv_limit = kv_limit
 
-    async def make_room(self) -> None:
+    def make_room(self) -> None:
         """Interrupt as much run-ahead as due samples need slots."""
         stats = self._engine.stats()
         for generation in choose_preemptions(
@@ -68,4 +68,4 @@ class Preemption:
             kv_full=stats.kv_used >= self._kv_limit and stats.waiting > 0,
         ):
             self._metrics.preempted.inc()
-            await self._samples.interrupt(generation)
+            self._samples.interrupt(generation)

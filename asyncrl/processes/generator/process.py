@@ -176,12 +176,12 @@ class GeneratorProcess:
     async def _generate(self, command: to_generator.Generate) -> None:
         self.samples.generate(command, await self._unfinished.read(command))
         if command.priority == 0:
-            await self._preemption.make_room()
+            self._preemption.make_room()
 
     async def _verify(self, command: to_generator.Verify) -> None:
         for sample, seed in zip(command.samples, command.seeds, strict=True):
             await self.samples.verify(sample, seed, command.min_version)
-        await self._preemption.make_room()
+        self._preemption.make_room()
         self._note()  # a verification may be over within the next engine step
 
     async def _rewind(self, command: to_generator.Rewind) -> None:
@@ -215,13 +215,13 @@ class GeneratorProcess:
             for _ in range(_NOTES_PER_REPORT):
                 await asyncio.sleep(REPORT_SECONDS / _NOTES_PER_REPORT)
                 self._note()
-                await self._preemption.make_room()
-                await self.end_overdue()
+                self._preemption.make_room()
+                self.end_overdue()
 
-    async def end_overdue(self) -> None:
+    def end_overdue(self) -> None:
         """End the samples that are past their deadline, unless the engine is paused."""
         if self._paused_at is None:
-            await self.deadlines.end_overdue()
+            self.deadlines.end_overdue()
 
     def _note(self) -> None:
         """Record the present state on the time line."""

@@ -91,17 +91,17 @@ class Samples:
         elif sample in self._generating:
             generation, _ = self._generating[sample]
             if generation.request_verification(seed, min_version):
-                await self.interrupt(generation)
+                self.interrupt(generation)
 
-    async def interrupt(self, generation: SampleGeneration) -> None:
+    def interrupt(self, generation: SampleGeneration) -> None:
         """End the running attempt of a sample; see `asyncrl.processes.generator.generation`."""
-        await self._generator.interrupt(generation)
+        self._generator.interrupt(generation)
 
-    async def interrupt_all(self) -> None:
+    def interrupt_all(self) -> None:
         """Interrupt every sample; none is resumed before `resume_all`."""
         self._generator.hold_attempts()
         for generation in self.in_generation:
-            await self.interrupt(generation)
+            self.interrupt(generation)
 
     async def rewind(self, version: int, lineage: int, *, newest: int) -> None:
         """The policies after this version are gone. No sample is resumed before `resume_all`.
@@ -111,7 +111,7 @@ class Samples:
             lineage: of the trainer that continues from it.
             newest: version of the engine's weights.
         """
-        await self.interrupt_all()
+        self.interrupt_all()
         await self._generator.attempts_ended()
         for sample, held in self.held.items():
             self.held[sample] = held.without_versions_after(version)
@@ -132,7 +132,7 @@ class Samples:
         Raises:
             EngineError: the engine did not end its requests.
         """
-        await self.interrupt_all()
+        self.interrupt_all()
         await self._generator.attempts_ended()
         found = [
             (sample, held.prompt.prompt_id, held.trajectory.kept())

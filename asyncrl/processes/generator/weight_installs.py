@@ -80,7 +80,7 @@ class WeightInstalls:
                 self.installing = version
                 self._on_change()
                 if command.rebuild_kv:
-                    await self._samples.interrupt_all()
+                    self._samples.interrupt_all()
                 before = self._engine.stats().policy_version, self._engine.fingerprint()
                 await self._engine.install_weights(version)
                 wrong = self._compare(command.manifest, before)

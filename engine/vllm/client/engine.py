@@ -136,7 +136,7 @@ class VllmEngine:
             async for chunk in chunks:
                 yield chunk
 
-    async def interrupt(self, request_id: str) -> None:
+    def interrupt(self, request_id: str) -> None:
         """End a request; its stream reports all steps that have come, then `abort`."""
         self._running().generation.interrupt(request_id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
@@ -161,6 +162,95 @@ def test_a_failing_loop_wakes_every_consumer(
         assert all(isinstance(a, EngineError) and "injected" in str(a) for a in answers)
         with pytest.raises(EngineError, match="injected"):
             await collect(engine, request("d"))
+        await engine.close()
+
+    run(main())
+
+
+class HeldStep:
+    """Holds a core's steps back in the middle until `release`; counts the rows of each."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert isinstance(engine, TorchEngine)
+        assert engine._core is not None
+        core, self.rows = engine._core, list[int]()
+        self._begun, self._go_on = threading.Event(), threading.Event()
+        step = core.step
+
+        def held() -> list[TokenChunk]:
+            self._begun.set()
+            assert self._go_on.wait(DEADLINE)
+            chunks = step()
+            self.rows.append(core.stats().running)
+            return chunks
+
+        monkeypatch.setattr(core, "step", held)
+
+    async def begun(self) -> None:
+        assert await asyncio.to_thread(self._begun.wait, DEADLINE)
+
+    def release(self) -> None:
+        self._go_on.set()
+
+
+def test_what_is_asked_for_during_a_step_is_done_before_the_next_one_and_nobody_waits(
+    tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        engine = engine_of(tiny_qwen3)
+        await engine.start()
+        held = HeldStep(engine, monkeypatch)
+        names = ["a", "b", "c"]
+        first = asyncio.gather(*(collect(engine, request(n, max_tokens=60)) for n in names))
+        await held.begun()
+        for name in names:
+            engine.interrupt(name)  # each would wait for a step of its own if it waited
+        later = asyncio.create_task(collect(engine, request("d", max_tokens=60)))
+        await asyncio.sleep(0)
+        engine.interrupt("unknown")
+        held.release()
+        for chunks in await first:
+            assert chunks[-1].finish_reason == "abort"
+        await later
+        assert held.rows[0] == 3, "the step that was being computed"
+        assert set(held.rows[1:-1]) == {1}, "the interrupted requests ended before the next step"
+        await engine.close()
+
+    run(main())
+
+
+def test_a_request_does_not_get_tokens_of_an_earlier_one_with_its_id(
+    tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        engine = engine_of(tiny_qwen3)
+        await engine.start()
+        expected = np.concatenate([c.tokens for c in await collect(engine, request("x", seed=2))])
+        held = HeldStep(engine, monkeypatch)
+        left = asyncio.create_task(collect(engine, request("a", seed=1)))
+        await held.begun()  # this step draws the first token of the request that is left
+        left.cancel()
+        again = asyncio.create_task(collect(engine, request("a", seed=2)))
+        await asyncio.sleep(0)
+        held.release()
+        tokens = np.concatenate([chunk.tokens for chunk in await again])
+        np.testing.assert_array_equal(tokens, expected)
+        await engine.close()
+
+    run(main())
+
+
+def test_the_id_of_a_request_that_is_served_is_refused(tiny_qwen3: str) -> None:
+    async def main() -> None:
+        engine = engine_of(tiny_qwen3)
+        await engine.start()
+        stream = engine.generate(request("a", max_tokens=40))
+        tokens = len((await anext(stream)).tokens)
+        with pytest.raises(RequestError, match="a request with this id is being served"):
+            await collect(engine, request("a"))
+        async for chunk in stream:
+            tokens += len(chunk.tokens)
+        assert tokens == 40, "the first request was disturbed"
         await engine.close()
 
     run(main())

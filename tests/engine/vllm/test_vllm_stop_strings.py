@@ -100,7 +100,7 @@ def test_an_interruption_after_the_end_reports_the_end(served: Served) -> None:
             async for chunk in engine.generate(request):
                 chunks.append(chunk)
                 if sum(len(c.tokens) for c in chunks) >= steps and chunk.finish_reason is None:
-                    await engine.interrupt(request.request_id)
+                    engine.interrupt(request.request_id)
             return chunks
 
         return list(await asyncio.gather(*(one(asked("cut", i), 1 + 2 * i) for i in range(SLOTS))))

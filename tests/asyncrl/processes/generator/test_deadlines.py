@@ -12,12 +12,12 @@ from wire.messages import to_generator as tg
 def test_a_sample_past_its_deadline_ends_with_the_tokens_that_it_has():
     async def scenario(harness: GeneratorHarness) -> None:
         await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
-        await harness.process.end_overdue()
+        harness.process.end_overdue()
         assert not harness.engine.interrupted, "it has no token yet"
         harness.engine.feed("train-5.1", [3], 1)
         harness.engine.unreported["train-5.1"] = ([4], 1)
         await settle()
-        await harness.process.end_overdue()
+        harness.process.end_overdue()
         await settle()
         assert [(f.length, f.finish_reason) for f in harness.finished()] == [(2, "deadline")]
 
@@ -32,13 +32,13 @@ def test_a_pause_does_not_count_towards_the_deadline():
         (generation,) = harness.process.samples.in_generation
         started = generation.first_token_at
         await harness.send(tg.Pause())
-        await harness.process.end_overdue()
+        harness.process.end_overdue()
         assert not harness.engine.interrupted
         await harness.send(tg.Resume())
         assert generation.first_token_at is not None
         assert started is not None
         assert generation.first_token_at > started
-        await harness.process.end_overdue()
+        harness.process.end_overdue()
         assert harness.engine.interrupted == ["train-5.1"]
 
     play(scenario, deadline_seconds=1e-9)

@@ -60,6 +60,9 @@ def test_only_run_ahead_with_a_slot_is_preempted_and_no_more_than_needed():
     assert groups(due + ahead, slots=2) == [9, 7]
     assert groups([generation(1, 0, has_slot=True), *ahead], slots=3) == [], "it has a slot"
     assert groups([due[0], *ahead], slots=8, kv_full=True) == [9]
+    giving_back = generation(6, 1, has_slot=True, interrupting=True)
+    assert groups([due[0], giving_back, *ahead], slots=3) == [], "its slot is free soon"
+    assert groups([*due, giving_back, *ahead], slots=3) == [9]
     held = [generation(n, 0, previously_held="held") for n in range(60)]
     many = [generation(n, 1, has_slot=True) for n in range(100, 164)]
     assert len(groups(held + many, slots=64)) == 16, "they take turns in a quarter of the slots"
