@@ -1,6 +1,7 @@
 """The embedded torch engine: any HF causal LM, exact drafting.
 
 engine        TorchEngine: the asyncio shell around the core
+decode_thread the thread that computes the core's steps, and what is done between two of them
 core          DecodeCore: requests in, steps, token chunks out; synchronous
 waiting       requests that wait for a slot
 rows          the running requests as a table of arrays
