@@ -1,0 +1,110 @@
+"""Who is compared, and how each is started: all train on the same configuration."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peers.shared_data import Step, read_steps
+from benchmarks.peers.trl_environment import ensure_trl
+from benchmarks.peers.workloads import EXAMPLES, Workload
+from benchmarks.run_command import run_command
+from monitoring.metrics_log import read_metrics
+
+CONFIG = EXAMPLES / "arithmetic.yaml"
+ROOT = EXAMPLES.parent
+TRL, TRL_VLLM, LOOP = "TRL", "TRL + vLLM", "vLLM loop"
+SYNC, KEEP, VERIFY, VERIFY_VLLM = "sync", "keep(1)", "verify", "verify on vLLM"
+ESSENTIAL = (TRL, SYNC, VERIFY)
+"""What --quick compares."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training to be started."""
+
+    command: list[str]
+    environment: dict[str, str]
+    read: Callable[[], list[Step]]
+    """Reads the steps after the training."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to train."""
+
+    name: str
+    start: Callable[[Workload, tuple[str, ...], Path, int], Training]
+    """From the workload, all `--set` values, an empty folder and the number of threads."""
+
+
+def contestants() -> tuple[Contestant, ...]:
+    """All of them, in the order in which they run."""
+    verify = ("scheduler.on_update=verify", "scheduler.max_off_policy_steps=0")
+    return (
+        Contestant(TRL, _trl()),
+        Contestant(TRL_VLLM, _trl("--vllm")),
+        Contestant(LOOP, _loop),
+        Contestant(SYNC, _asyncrl("scheduler.on_update=keep", "scheduler.max_off_policy_steps=0")),
+        Contestant(KEEP, _asyncrl("scheduler.on_update=keep", "scheduler.max_off_policy_steps=1")),
+        Contestant(VERIFY, _asyncrl(*verify)),
+        Contestant(VERIFY_VLLM, _asyncrl(*verify, "engine.kind=vllm")),
+    )
+
+
+def _trl(*more: str) -> Callable[[Workload, tuple[str, ...], Path, int], Training]:
+    def start(_: Workload, settings: tuple[str, ...], folder: Path, threads: int) -> Training:
+        log = folder / "steps.jsonl"
+        module = ("-m", "benchmarks.peers.trl_train", str(CONFIG), str(log), *more)
+        return Training(
+            [str(ensure_trl()), *module, *_set(settings)],
+            _environment(threads),
+            lambda: read_steps(log),
+        )
+
+    return start
+
+
+def _loop(_: Workload, settings: tuple[str, ...], folder: Path, threads: int) -> Training:
+    log = folder / "steps.jsonl"
+    module = ("-m", "benchmarks.peers.vllm_loop", str(CONFIG), str(log))
+    return Training(
+        [sys.executable, *module, "--threads", str(threads), *_set(settings)],
+        _environment(threads),
+        lambda: read_steps(log),
+    )
+
+
+def _asyncrl(*mode: str) -> Callable[[Workload, tuple[str, ...], Path, int], Training]:
+    def start(_: Workload, settings: tuple[str, ...], folder: Path, threads: int) -> Training:
+        own = (f"run.directory={folder}", "run.name=run", f"launcher.threads={threads}")
+        command = run_command(CONFIG, (*settings, *mode, *own))
+
+        def read() -> list[Step]:
+            steps = read_metrics(folder / "run" / "metrics.jsonl")
+            return [
+                Step(step.wall_seconds, step.learning.reward_mean, step.batch.tokens)
+                for step in steps
+            ]
+
+        return Training(command, {}, read)
+
+    return start
+
+
+def _set(settings: tuple[str, ...]) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def _environment(threads: int) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

@@ -1,0 +1,157 @@
+"""asyncrl next to what a user would pick instead, on the same training.
+
+    python -m benchmarks.peers [--quick] [--json FILE] [--workloads A,B] [--contestants A,B]
+
+    TRL             TRL 1.16, GRPOTrainer, generation with transformers
+    TRL + vLLM      the same with vLLM inside its process ("colocate")
+    vLLM loop       generate, score, train, publish, on asyncrl's vLLM engine and learner
+    sync, keep(1), verify, verify on vLLM      asyncrl's modes
+
+Every contestant starts from the same weights and trains on the same prompts in the same order, with
+the same rewards, batch, loss, optimizer, seeds and float32. TRL's arguments follow from the run's
+configuration (`benchmarks.peers.trl_arguments`). Each has the number of threads with which it was
+fastest on this machine. The clock starts when everything is loaded and includes the warming up of
+the first step for all alike. TRL runs in an environment of its own, made on first use.
+
+The contestants run one after the other, in turns. A run during which other processes took more than
+3% of the machine is marked: two OpenMP threads next to one other busy process are 30 times slower.
+
+--quick: TRL, sync and verify, once, about 10 minutes on two quiet cores. In full: everything, three
+seeds. The first run also trains the models, which takes some minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.peers.contestants import ESSENTIAL, Contestant, contestants
+from benchmarks.peers.findings import Findings, Run
+from benchmarks.peers.measured_run import RunError, run_measured
+from benchmarks.peers.tables import tables
+from benchmarks.peers.trl_environment import TrlMissingError
+from benchmarks.peers.workloads import WORKLOADS, Workload, make_model
+from benchmarks.report import write_json
+
+SEEDS = (0, 1, 2)
+"""In full; --quick uses the first."""
+RUN_SECONDS = 1200.0
+"""Longest time of one run."""
+PRINTED_WIDTH = 150
+"""Characters per line if the output goes to a file."""
+
+
+def measure(
+    workloads: Sequence[Workload],
+    chosen: Sequence[Contestant],
+    seeds: Sequence[int],
+    folder: Path,
+    console: Console,
+) -> Findings:
+    """All runs. What fails is recorded as missing, and the others continue."""
+    findings = Findings(workloads)
+    for workload in workloads:
+        model = make_model(workload, folder)
+        # Seed by seed, so that a machine that slows down over time affects all alike.
+        for seed in seeds:
+            for contestant in chosen:
+                key = f"{workload.name}, {contestant.name}"
+                if key in findings.missing:
+                    continue
+                place = folder / f"{workload.name}-{contestant.name.replace(' ', '-')}-{seed}"
+                place.mkdir()
+                try:
+                    run = train(workload, contestant, model, seed, place)
+                except (RunError, TrlMissingError) as error:
+                    findings.missing[key] = str(error).splitlines()[-1]
+                    console.print(f"{key} failed: {error}", style="bold red", markup=False)
+                    continue
+                findings.runs.append(run)
+                reached = run.seconds_to(workload)
+                console.print(
+                    f"{key}, seed {seed}: {run.step_seconds:.3f} s / step, {run.seconds:.1f} s in "
+                    f"all, {'not reached' if reached is None else f'{reached:.1f} s'} to "
+                    f"{workload.accuracy}, at the end {run.reward(workload.window):.3f}, others "
+                    f"{run.usage.others_share:.1%}, load {run.usage.load_before:.1f} before, "
+                    f"{run.usage.load_after:.1f} after"
+                    + (" DISTURBED" if run.usage.disturbed else ""),
+                    highlight=False,
+                    soft_wrap=True,
+                )
+    return findings
+
+
+def train(workload: Workload, contestant: Contestant, model: Path, seed: int, folder: Path) -> Run:
+    """One training of one contestant.
+
+    Raises:
+        RunError: it failed, took too long or has too few steps.
+        TrlMissingError: it needs TRL, which cannot be installed.
+    """
+    threads = workload.threads.get(contestant.name, 1)
+    training = contestant.start(workload, workload.config(model, seed), folder, threads)
+    usage = run_measured(training.command, training.environment, RUN_SECONDS)
+    steps = training.read()
+    if len(steps) != workload.steps:
+        raise RunError(f"it trained {len(steps)} steps instead of {workload.steps}")
+    return Run(workload.name, contestant.name, seed, steps, usage)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print the tables, write the file. Returns 1 if TRL or verify is missing."""
+    options = _options(arguments)
+    console = Console(width=None if sys.stdout.isatty() else PRINTED_WIDTH)
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        console.print(f"[yellow]the machine is busy (load {load:.1f}): timings are unreliable[/]")
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(options.keep or made)
+        folder.mkdir(parents=True, exist_ok=True)
+        findings = measure(options.workloads, options.contestants, options.seeds, folder, console)
+    for table in tables(findings):
+        console.print(table)
+    if options.json:
+        raw = {"load_before": load, "load_after": os.getloadavg()[0], **findings.raw()}
+        write_json(options.json, "peers", raw, findings.ratios())
+    failed = {key.split(", ", 1)[1] for key in findings.missing}
+    return 1 if failed & set(ESSENTIAL) else 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    known = {one.name: one for one in contestants()}
+    names = [one.name for one in WORKLOADS]
+    parser.add_argument("--quick", action="store_true", help=f"{', '.join(ESSENTIAL)}; one seed")
+    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep the runs in this new folder")
+    parser.add_argument("--workloads", metavar="A,B", default=",".join(names))
+    parser.add_argument("--contestants", metavar="A,B", help="only these; default: all")
+    parser.add_argument("--repeats", type=int, help="seeds per contestant")
+    parser.add_argument("--steps", type=int, help="optimizer steps of every run")
+    options = parser.parse_args(arguments)
+    asked = options.contestants or ",".join(ESSENTIAL if options.quick else known)
+    options.contestants = [known[name] for name in _chosen(parser, asked, list(known))]
+    chosen = _chosen(parser, options.workloads, names)
+    options.workloads = [one for one in WORKLOADS if one.name in chosen]
+    if options.steps is not None:
+        options.workloads = [replace(one, steps=options.steps) for one in options.workloads]
+    options.seeds = range(options.repeats or (1 if options.quick else len(SEEDS)))
+    return options
+
+
+def _chosen(parser: argparse.ArgumentParser, text: str, known: list[str]) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            parser.error(f"{name!r} is not one of {', '.join(known)}")
+    return names

@@ -1,0 +1,118 @@
+"""What is trained in benchmarks.peers, and when an accuracy counts as reached."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+COMMON = ("trainer.checkpoint_every=100000", "evaluation.prompts=1")
+"""No contestant evaluates or writes checkpoints while it is timed."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One model, its data, and one configuration for all contestants."""
+
+    name: str
+    title: str
+    settings: tuple[str, ...]
+    """`--set` values on top of `examples/arithmetic.yaml`, the same for all contestants."""
+    steps: int
+    accuracy: float
+    """Mean reward over `window` steps, sampled as in training, at which the clock is stopped."""
+    window: int
+    threads: dict[str, int] = field(default_factory=dict)
+    """Contestant to the threads with which it was fastest; without an entry, 1 each."""
+
+    def config(self, model: Path, seed: int, steps: int | None = None) -> tuple[str, ...]:
+        """All `--set` values of a run."""
+        own = (f"model.path={model}", f"run.seed={seed}", f"run.steps={steps or self.steps}")
+        return (*COMMON, *self.settings, *own)
+
+
+EXAMPLE = Workload(
+    name="example",
+    title="(a) examples/arithmetic.yaml, built-in model of 0.4M parameters",
+    settings=(),
+    steps=80,
+    accuracy=0.92,
+    window=5,
+)
+UNEVEN = Workload(
+    name="uneven",
+    title="(b) uneven lengths (the model of benchmarks.pipeline), 3M parameters",
+    settings=(
+        "sampling.max_tokens=208",
+        *("engine.slots=32", "engine.max_model_len=256"),
+        *("scheduler.group_size=8", "scheduler.groups_per_step=4"),
+        "trainer.learning_rate=2.0e-4",
+    ),
+    steps=40,
+    accuracy=0.80,
+    window=8,
+)
+EPOCHS = Workload(
+    name="epochs",
+    title="(c) 31M parameters, two epochs over 64 prompts, 4 to 6 digits",
+    settings=(
+        *("task.digits=[4, 6]", "task.train_size=64"),
+        *("sampling.max_tokens=80", "engine.slots=16"),
+        *("scheduler.group_size=8", "scheduler.groups_per_step=2"),
+        "trainer.learning_rate=3.0e-5",
+    ),
+    steps=64,
+    accuracy=0.80,
+    window=8,
+)
+WORKLOADS = (EXAMPLE, UNEVEN, EPOCHS)
+UNEVEN_WIDTH = 4000
+"""`intermediate_size` of (b), a third of that in benchmarks.pipeline to save time."""
+EPOCHS_WIDTH = 26_000
+"""`intermediate_size` of (c)."""
+
+
+def make_model(workload: Workload, folder: Path) -> Path:
+    """Folder of a workload's model; missing ones are trained first, which takes minutes."""
+    makers: dict[str, Callable[[Path], Path]] = {
+        "example": _example,
+        "uneven": _uneven,
+        "epochs": _epochs,
+    }
+    return makers[workload.name](folder)
+
+
+def _example(folder: Path) -> Path:
+    from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
+
+    del folder
+    return ensure_builtin_model(default_cache_dir())
+
+
+def _uneven(folder: Path) -> Path:
+    from benchmarks.pipeline.model import ModelRecipe, ensure_model
+    from benchmarks.widen import widen
+
+    widen(str(ensure_model(ModelRecipe())), folder / "uneven", UNEVEN_WIDTH)
+    return folder / "uneven"
+
+
+def _epochs(folder: Path) -> Path:
+    """The start of benchmarks.policies, whose answers vary, widened."""
+    from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
+    from benchmarks.policies import Recipe
+    from benchmarks.policies_variety import teach
+    from benchmarks.widen import widen
+
+    recipe, cache = Recipe(), default_cache_dir()
+    place = cache / f"varied-{recipe.digest()}"
+    if not place.is_dir():
+        start = ensure_builtin_model(cache, None, recipe.warm_start)
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=cache) as made:
+            teach(start, Path(made) / "taught", recipe.warm_start, recipe.variety)
+            shutil.move(Path(made) / "taught", place)
+    widen(str(place), folder / "epochs", EPOCHS_WIDTH)
+    return folder / "epochs"

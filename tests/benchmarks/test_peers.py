@@ -1,0 +1,336 @@
+"""benchmarks.peers without TRL and without real runs: arithmetic, equal arguments, measurement."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_warm_start import TINY
+
+from asyncrl.config import load_config
+from asyncrl.tasks.model import ensure_builtin_model
+from benchmarks.peers import main as peers
+from benchmarks.peers import trl_environment
+from benchmarks.peers.contestants import (
+    CONFIG,
+    SYNC,
+    TRL,
+    VERIFY,
+    Contestant,
+    Training,
+    contestants,
+)
+from benchmarks.peers.findings import TARGETS, Findings, Run, step_of_accuracy
+from benchmarks.peers.measured_run import RunError, Usage, memory_of, run_measured
+from benchmarks.peers.shared_data import (
+    Step,
+    StepLog,
+    prompts_by_step,
+    read_steps,
+    reward_of,
+    task_of,
+)
+from benchmarks.peers.tables import tables
+from benchmarks.peers.trl_arguments import NotComparableError, grpo_arguments
+from benchmarks.peers.trl_environment import TrlMissingError, ensure_trl
+from benchmarks.peers.workloads import EXAMPLE, WORKLOADS, Workload
+
+USAGE = Usage(20.0, 18.0, 700_000_000, 0.1, 1.0, 0.01)
+TINY_WORKLOAD = replace(EXAMPLE, steps=4, accuracy=0.8, window=2)
+
+
+def a_run(contestant: str, step_seconds: float, rewards: list[float], **values: object) -> Run:
+    steps = [Step(step_seconds * (i + 1), reward, 100) for i, reward in enumerate(rewards)]
+    run = Run(EXAMPLE.name, contestant, 0, steps, USAGE)
+    return replace(run, **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "window", "expected"),
+    [
+        ([0.5, 0.9, 0.75, 0.9], 2, 2),
+        ([0.9, 0.5, 0.75, 0.9], 2, 3),  # one good step is not enough
+        ([0.9, 0.1, 0.1], 1, 0),
+        ([0.9], 2, None),  # no whole window
+        ([0.5, 0.7, 0.8, 0.7], 2, None),
+    ],
+)
+def test_accuracy_is_the_mean_of_a_whole_window(
+    rewards: list[float], window: int, expected: int | None
+) -> None:
+    assert step_of_accuracy(rewards, 0.8, window) == expected
+
+
+def test_ratios_are_seconds_to_the_accuracy_and_seconds_for_the_same_steps() -> None:
+    findings = Findings(
+        [TINY_WORKLOAD],
+        [
+            a_run(TRL, 3.0, [0.5, 0.7, 0.8, 0.9]),  # reached after step 4: 12 s
+            a_run(VERIFY, 1.0, [0.5, 0.9, 0.9, 0.9]),  # after step 3: 3 s
+            a_run(SYNC, 2.0, [0.5, 0.5, 0.5, 0.5]),  # not reached
+        ],
+    )
+    assert findings.ratios() == {
+        "peers_example": pytest.approx(4.0),
+        "peers_example_steps": pytest.approx(3.0),
+        "peers_example_sync_steps": pytest.approx(2.0),
+    }
+
+
+def test_a_median_is_missing_if_one_repeat_did_not_reach_the_accuracy() -> None:
+    good, bad = [0.5, 0.9, 0.9, 0.9], [0.5, 0.5, 0.5, 0.5]
+    findings = Findings(
+        [TINY_WORKLOAD],
+        [a_run(TRL, 3.0, good), a_run(VERIFY, 1.0, good), a_run(VERIFY, 1.0, bad, seed=1)],
+    )
+    assert set(findings.ratios()) == {"peers_example_steps"}
+
+
+def test_step_seconds_leave_out_the_first_step() -> None:
+    ends = (10.0, 11.0, 13.0, 14.0)
+    run = replace(a_run(TRL, 1.0, [0.5]), steps=[Step(end, 0.5, 10) for end in ends])
+    assert run.step_seconds == 1.0
+    assert run.seconds == 14.0
+    assert run.tokens_per_second == pytest.approx(40 / 14)
+
+
+def test_tables_show_every_contestant_and_what_is_missing() -> None:
+    from rich.console import Console
+
+    findings = Findings(
+        [TINY_WORKLOAD],
+        [
+            a_run(TRL, 3.0, [0.5, 0.7, 0.8, 0.9]),
+            a_run(VERIFY, 1.0, [0.5, 0.9, 0.9, 0.9], usage=replace(USAGE, others_share=0.5)),
+        ],
+        {"example, sync": "it failed [1]"},
+    )
+    console = Console(width=150, record=True, file=io.StringIO())
+    for table in tables(findings):
+        console.print(table)
+    text = console.export_text()
+    assert "verify *" in text
+    assert "TRL *" not in text
+    assert "sync is MISSING: it failed [1]" in text
+    assert "4.00" in text
+    assert "MISSING" in text.split("peers_uneven")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda one: one.name)
+def test_trl_trains_what_the_configuration_says(workload: Workload) -> None:
+    """Every setting that determines what is learned reaches TRL."""
+    config = load_config(CONFIG, workload.config(Path("model"), seed=3))
+    samples = config.scheduler.groups_per_step * config.scheduler.group_size
+    given = grpo_arguments(config, micro_batch=samples // 2)
+    assert given["per_device_train_batch_size"] * given["gradient_accumulation_steps"] == samples
+    expected = {
+        "max_steps": workload.steps,
+        "seed": 3,
+        "num_generations": config.scheduler.group_size,
+        "max_completion_length": config.sampling.max_tokens,
+        "temperature": config.sampling.temperature,
+        "learning_rate": config.trainer.learning_rate,
+        "adam_beta1": config.trainer.betas[0],
+        "adam_beta2": config.trainer.betas[1],
+        "weight_decay": config.trainer.weight_decay,
+        "max_grad_norm": config.trainer.max_grad_norm,
+        "beta": config.trainer.kl_coefficient,
+        "epsilon": config.trainer.clip_ratio_low,
+        "epsilon_high": config.trainer.clip_ratio_high,
+        "loss_type": "dapo",
+        "scale_rewards": "none",
+        "num_iterations": 1,
+        "mask_truncated_completions": False,
+        "bf16": False,
+        "gradient_checkpointing": config.trainer.gradient_checkpointing,
+    }
+    assert {name: given[name] for name in expected} == expected
+
+
+def test_all_contestants_get_the_same_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.peers.contestants.ensure_trl", lambda: Path("python"))
+    settings = EXAMPLE.config(Path("model"), seed=1)
+    for contestant in contestants():
+        command = contestant.start(EXAMPLE, settings, tmp_path, 1).command
+        given = {command[i + 1] for i, part in enumerate(command) if part == "--set"}
+        assert set(settings) <= given, contestant.name
+        allowed = ("scheduler.on_update", "scheduler.max_off_policy", "run.", "launcher.", "engine")
+        assert all(extra.startswith(allowed) for extra in given - set(settings)), contestant.name
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("trainer.algorithm=reinforce", "only grpo"),
+        ("trainer.warmup_steps=2", "learning rate"),
+        ('sampling.stop=["x"]', "stop strings"),
+        ("scheduler.group_size=7", "no multiple of 128"),
+    ],
+)
+def test_what_trl_computes_differently_is_refused(setting: str, message: str) -> None:
+    config = load_config(CONFIG, (setting,))
+    with pytest.raises(NotComparableError, match=message):
+        grpo_arguments(config, micro_batch=128)
+
+
+def test_prompts_come_in_the_order_of_a_real_run(tmp_path: Path) -> None:
+    """The order is keyed by the initial weights, as the controller does it."""
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl.run.sample_requests import SampleRequests
+    from trainer.learner import Learner
+
+    model = ensure_builtin_model(tmp_path, None, TINY)
+    config = load_config(CONFIG, (f"model.path={model}", "run.steps=3", "task.train_size=20"))
+    task = task_of(config)
+    learner = Learner(config.trainer, str(model), group_size=8, seed=0)
+    requests = SampleRequests(task, config.run.seed)
+    requests.starts_from(learner.initial_weights)
+    found = list(prompts_by_step(config, task, AutoModelForCausalLM.from_pretrained(model)))
+    groups = config.scheduler.groups_per_step
+    assert [[p.prompt_id for p in step] for step in found] == [
+        [task.train[requests.prompt_index(step * groups + at)].prompt_id for at in range(groups)]
+        for step in range(3)
+    ]
+
+
+def test_rewards_are_the_runs(tmp_path: Path) -> None:
+    model = ensure_builtin_model(tmp_path, None, TINY)
+    terms = "[{name: arithmetic, weight: 2.0}, {name: format, weight: 0.5, args: {pattern: '.*'}}]"
+    config = load_config(CONFIG, (f"model.path={model}", f"rewards.functions={terms}"))
+    prompt = task_of(config).train[0]
+    reward = reward_of(config)
+    assert reward(prompt, f"1+1+0=02:{prompt.example['answer']}<end>") == 2.5
+    assert reward(prompt, "1+1+0=02:0<end>") == 0.5
+
+
+def test_a_log_of_steps_is_read_as_written(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "steps.jsonl")
+    log.begin()
+    log.add(0.25, 7)
+    log.add(0.5, 8)
+    first, second = read_steps(tmp_path / "steps.jsonl")
+    assert (first.reward, first.tokens, second.reward) == (0.25, 7, 0.5)
+    assert 0 <= first.seconds <= second.seconds
+
+
+def test_memory_and_time_of_a_command_include_its_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.peers.measured_run.SAMPLE_SECONDS", 0.05)
+    child = "x = bytearray(b'1') * 80_000_000; import time; time.sleep(0.6)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    usage = run_measured([sys.executable, "-c", parent], {}, 60.0)
+    assert 80_000_000 < usage.peak_bytes < 300_000_000
+    assert 0.01 < usage.cpu_seconds < usage.wall_seconds * 3
+    assert usage.others_share >= 0
+
+
+def test_a_busy_process_of_somebody_else_disturbs_a_run() -> None:
+    busy = [sys.executable, "-c", "while True: pass"]
+    other = subprocess.Popen(busy)
+    try:
+        usage = run_measured([sys.executable, "-c", "import time; time.sleep(1.5)"], {}, 60.0)
+    finally:
+        other.kill()
+        other.wait()
+    assert usage.disturbed
+
+
+def test_shared_pages_count_once() -> None:
+    one = memory_of(os.getpid())
+    assert one > 1_000_000
+    assert memory_of(2**30) == 0  # no such process
+
+
+def test_a_failing_command_is_quoted() -> None:
+    with pytest.raises(RunError, match="exit code 3") as caught:
+        run_measured([sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], {}, 60.0)
+    assert "the reason" in str(caught.value)
+    with pytest.raises(RunError, match="more than"):
+        run_measured([sys.executable, "-c", "import time; time.sleep(60)"], {}, 0.3)
+
+
+@pytest.mark.parametrize("package", ["asyncrl-no-such-package==1.0"])
+def test_trl_that_cannot_be_installed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    """With a real pip that has no index."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(TrlMissingError, match=r"No matching distribution .*--contestants"):
+        ensure_trl(tmp_path, (package,))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_environment_shares_this_interpreters_packages_and_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = trl_environment._run, []
+
+    def run(command: list[str]) -> str:
+        calls.append(command)
+        skip = "pip" in command or "version('trl')" in command[-1]
+        return "" if skip else real(command)
+
+    monkeypatch.setattr(trl_environment, "_run", run)
+    python = ensure_trl(tmp_path)
+    code = "import sys, torch; print(sys.prefix); print(torch.__file__)"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    prefix, torch_file = done.stdout.split()
+    assert prefix == str(python.parent.parent)
+    assert not torch_file.startswith(prefix)
+    before = len(calls)
+    assert ensure_trl(tmp_path) == python
+    assert len(calls) == before
+
+
+def test_a_contestant_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole command with stand-ins for the trainings."""
+
+    def writes(steps: int) -> Contestant:
+        def start(_: Workload, __: tuple[str, ...], folder: Path, ___: int) -> Training:
+            log = folder / "steps.jsonl"
+            line = json.dumps({"seconds": 1.0, "reward": 0.95, "tokens": 10})
+            code = f"open({str(log)!r}, 'w').write(({line!r} + chr(10)) * {steps})"
+            return Training([sys.executable, "-c", code], {}, lambda: read_steps(log))
+
+        return Contestant(VERIFY if steps == 6 else SYNC, start)
+
+    def refuses(*_: object) -> Training:
+        raise TrlMissingError("no index")
+
+    monkeypatch.setattr(
+        peers, "contestants", lambda: (Contestant(TRL, refuses), writes(5), writes(6))
+    )
+    monkeypatch.setattr(peers, "make_model", lambda *_: tmp_path)
+    found = tmp_path / "found.json"
+    arguments = ["--quick", "--workloads", "example", "--steps", "6", "--json", str(found)]
+    assert peers.main(arguments) == 1
+    written = json.loads(found.read_text())
+    assert written["raw"]["missing"] == {
+        "example, TRL": "no index",
+        "example, sync": "it trained 5 steps instead of 6",
+    }
+    assert [run["contestant"] for run in written["raw"]["runs"]] == [VERIFY]
+    assert written["raw"]["runs"][0]["seconds_to_accuracy"] == 1.0
+    assert "TRL is MISSING: no index" in capsys.readouterr().out
+
+
+def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        peers.main(["--contestants", "TRL,verl"])
+    assert "'verl' is not one of TRL" in capsys.readouterr().err
+
+
+def test_every_target_has_a_workload() -> None:
+    assert set(TARGETS) == {f"peers_{workload.name}" for workload in WORKLOADS}
