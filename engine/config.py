@@ -121,10 +121,20 @@ class EngineConfig(BaseModel):
     """K: number of most probable tokens stored per position, 8 bytes each. A vocabulary of at most
     K tokens is stored whole. `scheduler.on_update: verify` judges these tokens one by one and all
     others together, as one symbol: a larger K keeps more of them."""
+    logits_mib: int = Field(default=512, ge=1, le=1 << 20)
+    """Most memory, in MiB, that drawing and scoring hold at once for distributions over the
+    vocabulary, which they process in slabs of rows (12 bytes a logit, 64 with top-k, top-p or
+    min-p). On a GPU it is taken from what vllm.gpu_memory_utilization leaves, as vLLM's own
+    measurement does not include it. It also bounds the tokens of a step that drafts."""
     torch: TorchConfig = TorchConfig()
     """Settings of the torch engine. Only used when kind is torch."""
     vllm: VllmConfig = VllmConfig()
     """Settings of the vLLM engine. Only used when kind is vllm."""
+
+    @property
+    def logits_bytes(self) -> int:
+        """`logits_mib` in bytes."""
+        return self.logits_mib << 20
 
     def weights_dtype(self, *, on_cpu: bool) -> Literal["float32", "bfloat16"]:
         """The data type of the weights that the engine decodes with, by its device."""

@@ -59,6 +59,10 @@ class Streams(NamedTuple):
     noise_seeds: SeedArray
     """`[N]` of the noise, see the function of this name."""
 
+    def part(self, part: slice) -> Streams:
+        """Some of them; views."""
+        return Streams(self.seeds[part], self.positions[part], self.noise_seeds[part])
+
 
 def noise_seeds(seeds: SeedArray, policy_version: int) -> SeedArray:
     """`[N]` seeds of the noise that requests draw with under a version; kept with the tokens."""

@@ -35,10 +35,6 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _BITS = 50
 """Random bits of a uniform number: few enough that `u * total` rounds to less than `total`."""
 
-MAX_LOGITS = 1 << 27
-"""Most logits that are held at once (half a gibibyte in float32). The torch engine holds more where
-one request needs more."""
-
 
 class Purpose(IntEnum):
     """What a stream of random numbers decides, other than ordinary draws."""

@@ -292,21 +292,22 @@ def _judge_symbols(
 def name_tokens(
     batch: KeptBatch,
     verdict: Verdict,
+    unnamed: NDArray[np.int64],
     logprobs: torch.Tensor,
     rows: NDArray[np.int64],
 ) -> None:
-    """Name the tokens that the verdict leaves unnamed, by fresh noise.
+    """Name tokens that the verdict leaves unnamed, by fresh noise.
 
     A token stays -1 where nothing is outside its list after all: the residual was rounding (about
     1e-7), and the current policy draws freely there.
 
     Args:
         batch: of the verdict.
-        verdict: its `token` and `logprob` are filled, and nothing is unnamed afterwards.
+        verdict: its `token` and `logprob` are filled, and `unnamed` is cleared.
+        unnamed: rows of the verdict, all of them unnamed.
         logprobs: `[R, V]` processed current distributions.
-        rows: the row of `logprobs` at `Verdict.place` of each unnamed row.
+        rows: the row of `logprobs` at `Verdict.place` of each.
     """
-    unnamed = np.flatnonzero(verdict.unnamed)
     if not len(unnamed):
         return
     at, columns = verdict.place(batch, unnamed), batch.columns

@@ -53,9 +53,7 @@ class TimedExtension(_Timed, WorkerExtension):
     def host_attach(self) -> None:
         """Put the clocks around everything that was installed."""
         self._seconds, self._inside = {}, []
-        for name in ("processed_logprobs", "draw"):
-            self._time(sampling, name, DRAW)
-        self._time(sampling.CoreSampler, "_listed", DRAW)
+        self._time(sampling, "draw_from_logits", DRAW)
         runner = self.model_runner
         self._time(runner, "_sample", SAMPLER)
         self._time(scheduler, "outputs_of", "table")

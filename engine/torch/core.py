@@ -28,7 +28,6 @@ from engine.drawing import UNREPORTED_K
 from engine.errors import RequestError
 from engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from engine.requests import Limits, SeedStream
-from engine.sampling import MAX_LOGITS
 from engine.torch.admission import Admission
 from engine.torch.drafting import Drafter
 from engine.torch.draws import Draws, draw_step
@@ -55,12 +54,19 @@ class CoreSettings:
     """Bounds of the core; see `TorchConfig` and `EngineConfig`."""
 
     max_step_tokens: int | None
-    """None: what the planner finds worth it, within `_STEP_TOKENS` and `MAX_LOGITS`."""
+    """None: what the planner finds worth it, within `_STEP_TOKENS` and `logits_bytes`."""
     max_draft_tokens: int
     max_prefill_tokens: int
     chunk_tokens: int
     top_k: int
     draft_trees: bool = True
+    logits_bytes: int = 512 << 20
+    """Memory for the float32 logits of a step, and as much to process them; one request alone may
+    exceed it."""
+
+    def max_logits_rows(self, vocab_size: int) -> int:
+        """Rows of float32 logits that one step may have."""
+        return self.logits_bytes // (4 * vocab_size)
 
     @property
     def listed(self) -> int:
@@ -92,7 +98,7 @@ class DecodeCore:
         self._weights = ModuleWeights(model.module)
         self._settings = settings
         cache = model.cache
-        affordable = min(_STEP_TOKENS, max(MAX_LOGITS // model.vocab_size, cache.slots))
+        affordable = min(_STEP_TOKENS, max(settings.max_logits_rows(model.vocab_size), cache.slots))
         planner = planner or DraftPlanner(
             max_step_tokens=settings.max_step_tokens or affordable,
             max_draft_tokens=settings.max_draft_tokens,
@@ -175,6 +181,7 @@ class DecodeCore:
             self._model,
             requests,
             max_tokens=self._settings.max_prefill_tokens,
+            max_bytes=self._settings.logits_bytes,
             policy_version=self.policy_version,
         )
 
@@ -236,7 +243,7 @@ class DecodeCore:
         requests = self._waiting.take(
             rows.slots - rows.n,
             self._settings.max_prefill_tokens,
-            MAX_LOGITS // self._model.vocab_size,
+            self._settings.max_logits_rows(self._model.vocab_size),
         )
         new = self._admission.admit(requests, self._installations)
         if not rows.n:
@@ -253,6 +260,7 @@ class DecodeCore:
             new,
             logits,
             k=self._settings.listed,
+            max_bytes=self._settings.logits_bytes,
             policy_version=self.policy_version,
         )
         if len(draws.judged):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.drawing import Streams, draw
 from engine.errors import EngineError
-from engine.sampling import processed_logprobs
+from engine.logits import process_all
 from engine.torch.rows import NewRows, Rows
 from engine.torch.trees import TokenTrees
 from rollout.trajectory import FloatArray, IntArray, SeedArray
@@ -49,6 +49,7 @@ def draw_step(
     logits: torch.Tensor,
     *,
     k: int,
+    max_bytes: int,
     policy_version: int,
 ) -> Draws:
     """Draw a token after every token that was fed, except in rows with kept tokens.
@@ -59,6 +60,7 @@ def draw_step(
         new: rows whose contexts were fed.
         logits: `[sum(trees.counts) + sum(new.wanted), V]`; may be overwritten.
         k: tokens listed at each position.
+        max_bytes: memory that may be held at once to process distributions.
         policy_version: of the weights.
 
     Raises:
@@ -79,7 +81,7 @@ def draw_step(
         # Nodes of equal depth share a position and its random number: at most one of them is used.
         nodes = trees.fed(np.zeros(decoding, np.int32), trees.depths)
         offset[: len(nodes)] = nodes
-    logprobs = processed_logprobs(logits, rows.sampling.at(row))
+    logprobs = process_all(logits, rows.sampling.at(row), max_bytes)
     judged = [r for r, wanted in zip(new.leaders, new.wanted, strict=True) if wanted > 1]
     noise = rows.noise_seed[row]
     position = (rows.total - rows.prompt)[row] + offset

@@ -94,6 +94,7 @@ class TorchEngine:
             chunk_tokens=config.torch.chunk_tokens,
             top_k=config.top_k_logprobs,
             draft_trees=config.torch.draft_trees,
+            logits_bytes=config.logits_bytes,
         )
         core = self._core = DecodeCore(model, settings, self._source, seed=self._seed)
         self._thread = DecodeThread(

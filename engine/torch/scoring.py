@@ -8,12 +8,9 @@ import numpy as np
 import torch
 
 from engine.drawing import top_k
+from engine.logits import process_all
 from engine.protocol import Score, ScoreRequest
-from engine.sampling import (
-    MAX_LOGITS,
-    SamplingColumns,
-    processed_logprobs,
-)
+from engine.sampling import SamplingColumns
 from engine.torch.model import SlotModel
 
 
@@ -22,6 +19,7 @@ def score_all(
     requests: Sequence[ScoreRequest],
     *,
     max_tokens: int,
+    max_bytes: int,
     policy_version: int,
 ) -> list[Score]:
     """Score requests; contexts go through the model packed and sorted by length.
@@ -29,8 +27,9 @@ def score_all(
     Args:
         model: what scores; its slots are not used.
         requests: in any order; scores come back in the same order.
-        max_tokens: most tokens of one pass; a single longer request still goes, alone. At most
-            `MAX_LOGITS` logits are held at once, with the same exception.
+        max_tokens: most tokens of one pass; a single longer request still goes, alone.
+        max_bytes: memory for the float32 logits of one pass, with the same exception, and as much
+            to process them.
         policy_version: of the weights.
     """
     order = sorted(range(len(requests)), key=lambda i: _length(requests[i]))
@@ -39,14 +38,15 @@ def score_all(
     tokens = logits = 0
     for i in order:
         wanted = len(requests[i].tokens) * model.vocab_size
-        if batch and (tokens + _length(requests[i]) > max_tokens or logits + wanted > MAX_LOGITS):
-            scores |= _score_batch(model, requests, batch, policy_version)
+        full = tokens + _length(requests[i]) > max_tokens or 4 * (logits + wanted) > max_bytes
+        if batch and full:
+            scores |= _score_batch(model, requests, batch, max_bytes, policy_version)
             batch, tokens, logits = [], 0, 0
         batch.append(i)
         tokens += _length(requests[i])
         logits += wanted
     if batch:
-        scores |= _score_batch(model, requests, batch, policy_version)
+        scores |= _score_batch(model, requests, batch, max_bytes, policy_version)
     return [scores[i] for i in range(len(requests))]
 
 
@@ -58,6 +58,7 @@ def _score_batch(
     model: SlotModel,
     requests: Sequence[ScoreRequest],
     batch: list[int],
+    max_bytes: int,
     policy_version: int,
 ) -> dict[int, Score]:
     chosen = [requests[i] for i in batch]
@@ -71,11 +72,12 @@ def _score_batch(
     packed = np.concatenate([part for r in chosen for part in (r.prompt_tokens, r.tokens)]).astype(
         np.int32
     )
-    logprobs = processed_logprobs(
+    logprobs = process_all(
         model.forward_fresh(packed, lengths, wanted),
         SamplingColumns.of([r.sampling for r in chosen]).at(
             np.repeat(np.arange(len(chosen)), counts)
         ),
+        max_bytes,
     )
     targets = torch.from_numpy(packed[wanted + 1].astype(np.int64)).to(logprobs.device)
     picked = logprobs.gather(1, targets[:, None]).squeeze(1).cpu().numpy()

@@ -91,7 +91,8 @@ def judge_kept(
         _refuse(names, np.unique(batch.row[wrong]), policy_version)
     verdict = judge(batch, reading, policy_version)
     after = verdict.place(batch, rows) + rows
-    name_tokens(batch, verdict, logprobs, mine[after[verdict.unnamed]])
+    unnamed = np.flatnonzero(verdict.unnamed)
+    name_tokens(batch, verdict, unnamed, logprobs, mine[after[unnamed]])
     k = columns.ids.shape[1]
     ids = np.full((len(mine), k), -1, np.int32)
     values = np.full(ids.shape, -np.inf, np.float32)

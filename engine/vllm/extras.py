@@ -34,6 +34,9 @@ class DrafterSettings(msgspec.Struct, frozen=True):
     pays."""
     max_step_tokens: int
     """vLLM's own limit of tokens in a step."""
+    logits_bytes: int
+    """Memory for the float32 logits of a step that drafts: vLLM's profiling counts one row of
+    logits for each request, none for a draft token."""
 
     def to_config(self) -> dict[str, Any]:
         """The value of `additional_config`."""

@@ -29,12 +29,13 @@ class StagingReport(msgspec.Struct, frozen=True):
 class RemoteWorker:
     """The calls; `engine.vllm.worker.extension` implements them."""
 
-    def asyncrl_attach(self, parent: int, top_k: int) -> None:
+    def asyncrl_attach(self, parent: int, top_k: int, logits_bytes: int) -> None:
         """Install our drawing, scoring and drafting, and exit when process `parent` has ended.
 
         Args:
             parent: id of the generator's process.
             top_k: K of the reported lists (engine.top_k_logprobs).
+            logits_bytes: memory that drawing and scoring may hold at once (engine.logits_mib).
         """
         raise NotImplementedError
 

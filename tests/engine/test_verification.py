@@ -119,7 +119,7 @@ def verified(
     verdict = judge(batch, rule.reading(batch, right), version)
     unnamed = np.flatnonzero(verdict.unnamed)
     at = verdict.place(batch, unnamed)
-    name_tokens(batch, verdict, table, rows[at])
+    name_tokens(batch, verdict, unnamed, table, rows[at])
     out = empty(n)
     stays = np.arange(length) < verdict.accepted[:, None]
     names = right.names.reshape(n, length) if rule.not_cut else texts.tokens[:, :length]
@@ -236,7 +236,7 @@ def test_a_verdict_says_what_its_token_is() -> None:
     verdict = judge(batch, read(new, rows.reshape(-1), batch.columns), 1)
     unnamed = verdict.unnamed.copy()
     at = verdict.place(batch, np.flatnonzero(unnamed))
-    name_tokens(batch, verdict, new, rows.reshape(-1)[at])
+    name_tokens(batch, verdict, np.flatnonzero(unnamed), new, rows.reshape(-1)[at])
     assert not verdict.unnamed.any()
     drawn = np.flatnonzero(verdict.token >= 0)
     place = verdict.accepted[drawn]

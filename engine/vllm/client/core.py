@@ -47,9 +47,15 @@ class Core:
         """Of the weights that are loaded."""
         self._installations = 0
 
-    async def attach(self, top_k: int) -> None:
-        """Put our drawing, scoring and drafting into vLLM's worker; `top_k` tokens are reported."""
-        await self._call("attach to its worker", RemoteWorker.asyncrl_attach, os.getpid(), top_k)
+    async def attach(self, top_k: int, logits_bytes: int) -> None:
+        """Put our drawing, scoring and drafting into vLLM's worker.
+
+        Args:
+            top_k: tokens that are reported at each position.
+            logits_bytes: memory that drawing and scoring may hold at once.
+        """
+        attach = RemoteWorker.asyncrl_attach
+        await self._call("attach to its worker", attach, os.getpid(), top_k, logits_bytes)
         llm = self.process.vllm.llm
         await self.process.ask(llm.update_weight_version("0"), "set its weight version")
         await self.process.ask(llm.get_supported_tasks(), "name its tasks")

@@ -99,7 +99,8 @@ class VllmEngine:
             started = process.start(self._model_path, self._cache_config, self._seed, self._place)
             await asyncio.gather(started, asyncio.to_thread(warm_up))
             self._parts = self._assemble(shapes)
-            await self._parts.core.attach(self._config.top_k_logprobs)
+            config = self._config
+            await self._parts.core.attach(config.top_k_logprobs, config.logits_bytes)
             await self._parts.weights.take_fingerprint()
         except EngineError as error:
             process.fail(error)

@@ -129,6 +129,7 @@ def engine_args(
             place=to_json(place),
             fixed_step_tokens=ours.max_step_tokens,
             max_step_tokens=args["max_num_batched_tokens"],
+            logits_bytes=config.logits_bytes,
         ).to_config()
     return args
 

@@ -58,7 +58,9 @@ class CacheDrafter:
     def __init__(self, vllm_config: Any) -> None:
         settings = DrafterSettings.from_config(vllm_config.additional_config)
         config = CacheConfig.model_validate(settings.cache)
-        self.planner = _planner(settings, config.max_draft_tokens)
+        self.planner = _planner(
+            settings, config.max_draft_tokens, vllm_config.model_config.get_vocab_size()
+        )
         self._place = from_json(settings.place)
         self._cache = open_at(config, self._place)
         self._book = RowBook(self._cache, self.planner)
@@ -243,9 +245,12 @@ class CacheDrafter:
         return min(int(rest.sum()), limit)
 
 
-def _planner(settings: DrafterSettings, max_draft_tokens: int) -> Planner:
-    """The planner that the settings ask for."""
+def _planner(settings: DrafterSettings, max_draft_tokens: int, vocab_size: int) -> Planner:
+    """The planner that the settings ask for; it never exceeds the memory for logits by drafts."""
     fixed = settings.fixed_step_tokens
     if fixed is not None:
         return FixedBudget(max_step_tokens=fixed, max_draft_tokens=max_draft_tokens)
-    return DraftPlanner(max_step_tokens=settings.max_step_tokens, max_draft_tokens=max_draft_tokens)
+    affordable = settings.logits_bytes // (4 * vocab_size)
+    return DraftPlanner(
+        max_step_tokens=min(settings.max_step_tokens, affordable), max_draft_tokens=max_draft_tokens
+    )

@@ -38,19 +38,20 @@ class WorkerExtension(RemoteWorker):
     _batch: Batch
     _weights: WorkerWeights
 
-    def asyncrl_attach(self, parent: int, top_k: int) -> None:
+    def asyncrl_attach(self, parent: int, top_k: int, logits_bytes: int) -> None:
         """Install our drawing, scoring and drafting, and exit when process `parent` has ended.
 
         Args:
             parent: id of the generator's process.
             top_k: K of the reported lists; 0: none is reported.
+            logits_bytes: memory that drawing and scoring may hold at once (engine.logits_mib).
         """
         runner = self.model_runner
         check_reloadable(runner.get_model())
         batch = self._batch = Batch(runner, top_k or UNREPORTED_K)
-        sampler = CoreSampler(runner, batch)
+        sampler = CoreSampler(runner, batch, logits_bytes)
         sampler.install()
-        CoreScorer(runner, batch).install()
+        CoreScorer(runner, batch, logits_bytes).install()
         self._weights = WorkerWeights(self)
         drafter = _drafter_of(runner)
         if drafter is not None:

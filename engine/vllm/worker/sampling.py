@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.drawing import Drawn, Streams, draw
-from engine.sampling import processed_logprobs
+from engine.drawing import Streams
+from engine.logits import LogitDraws, draw_from_logits
 from engine.vllm.worker.batch import Batch
 from rollout.acceptance import accept_chain
 
@@ -35,11 +35,13 @@ class CoreSampler:
     Args:
         runner: vLLM's `GPUModelRunner`.
         batch: its requests.
+        max_bytes: memory that drawing may hold at once (`engine.logits`).
     """
 
-    def __init__(self, runner: Any, batch: Batch) -> None:
+    def __init__(self, runner: Any, batch: Batch, max_bytes: int) -> None:
         self._runner = runner
         self._batch = batch
+        self._max_bytes = max_bytes
         self.fed: NDArray[np.int64] | None = None
         """`[B]` draft tokens that each row had in the last step; None: no row had any."""
         self._table: Any = None
@@ -63,12 +65,11 @@ class CoreSampler:
 
     def _plain(self, logits: torch.Tensor) -> Any:
         batch = self._batch
-        logprobs = processed_logprobs(logits.float(), batch.sampling)
         streams = Streams(batch.seed, batch.lengths() - batch.start, batch.noise_seed)
-        drawn = draw(logprobs, batch.listed, streams)
-        tokens = drawn.tokens.clamp_(min=0)  # -1 if not finite; its log-probability is NaN then
-        listed = self._listed(logprobs, drawn)
-        return self._output(tokens.to(torch.int32)[:, None], *listed, batch.ticket)
+        drawn = draw_from_logits(
+            logits, batch.sampling, batch.listed, streams, max_bytes=self._max_bytes
+        )
+        return self._output(drawn.ids[:, :1], drawn, batch.ticket)
 
     def _drafted(self, logits: torch.Tensor, metadata: Any, fed: NDArray[np.int64]) -> Any:
         batch, device = self._batch, logits.device
@@ -77,51 +78,32 @@ class CoreSampler:
         row = np.repeat(np.arange(len(counts)), counts)
         place = np.arange(len(row)) - starts[row]
         position = (batch.lengths() - batch.start)[row] + place
-        logprobs = processed_logprobs(logits.float(), batch.sampling.at(row))
-        streams = Streams(batch.seed[row], position, batch.noise_seed[row])
-        drawn = draw(logprobs, batch.listed, streams)
-        tokens = drawn.tokens.clamp_(min=0)
         width = int(metadata.max_spec_len) + 1
         place_of = row * width + place
-        flat = torch.from_numpy(place_of).to(device)
-        drafted = torch.from_numpy(place_of[place < fed[row]]).to(device)
-        samples = tokens.new_full((len(counts) * width,), _NO_TOKEN)
-        samples[flat] = tokens
-        drafts = torch.full_like(samples, _NO_TOKEN)
-        drafts[drafted] = metadata.draft_token_ids.to(tokens.dtype)
-        samples, drafts = samples.view(-1, width), drafts.view(-1, width)[:, :-1]
-        kept = accept_chain(samples, drafts, torch.from_numpy(fed).to(device))
-        outside = torch.arange(width, device=device) > kept[:, None]
-        out = samples.masked_fill(outside, _NO_TOKEN).to(torch.int32)
         # vLLM picks from a table with every place of every row.
-        ids, values = (
-            _spread(part, flat, len(counts) * width) for part in self._listed(logprobs, drawn)
+        drawn = draw_from_logits(
+            logits,
+            batch.sampling.at(row),
+            batch.listed,
+            Streams(batch.seed[row], position, batch.noise_seed[row]),
+            max_bytes=self._max_bytes,
+            places=place_of,
+            table_rows=len(counts) * width,
         )
-        return self._output(out, ids, values, np.repeat(batch.ticket, width))
-
-    def _listed(self, logprobs: torch.Tensor, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and log-probabilities of the drawn token and its list: `[N, 1 + K]`."""
-        k = self._batch.top_k_logprobs
-        own = drawn.tokens[:, None]
-        return (
-            torch.cat([own.to(torch.int32), drawn.listed.ids[:, :k]], dim=1),
-            torch.cat([logprobs.gather(1, own), drawn.listed.logprobs[:, :k]], dim=1),
+        samples = drawn.ids[:, 0].view(-1, width)
+        drafted = torch.from_numpy(place_of[place < fed[row]]).to(device)
+        drafts = torch.full((samples.numel(),), _NO_TOKEN, dtype=torch.int32, device=device)
+        drafts[drafted] = metadata.draft_token_ids.to(torch.int32)
+        kept = accept_chain(
+            samples, drafts.view(-1, width)[:, :-1], torch.from_numpy(fed).to(device)
         )
+        outside = torch.arange(width, device=device) > kept[:, None]
+        out = samples.masked_fill(outside, _NO_TOKEN)
+        return self._output(out, drawn, np.repeat(batch.ticket, width))
 
-    def _output(
-        self,
-        tokens: torch.Tensor,
-        ids: torch.Tensor,
-        values: torch.Tensor,
-        tickets: NDArray[np.int64],
-    ) -> Any:
+    def _output(self, tokens: torch.Tensor, drawn: LogitDraws, tickets: NDArray[np.int64]) -> Any:
+        reported = slice(1 + self._batch.top_k_logprobs)
         # In place of vLLM's ranks, which nothing reads here.
-        ranks = torch.from_numpy(tickets).to(ids.device)
-        tensors = self._table(ids, values, ranks)
+        ranks = torch.from_numpy(tickets).to(tokens.device)
+        tensors = self._table(drawn.ids[:, reported], drawn.logprobs[:, reported], ranks)
         return self._result(sampled_token_ids=tokens, logprobs_tensors=tensors)
-
-
-def _spread(part: torch.Tensor, places: torch.Tensor, total: int) -> torch.Tensor:
-    out = part.new_zeros((total, part.shape[1]))
-    out[places] = part
-    return out

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.drawing import top_k
-from engine.sampling import MAX_LOGITS, SamplingColumns, processed_logprobs
-from engine.verification import KeptColumns, Reading, judge, name_tokens, read
+from engine.logits import LogitReading, read_from_logits, rows_at_once, slabs
+from engine.sampling import SamplingColumns, processed_logprobs
+from engine.verification import KeptBatch, KeptColumns, Reading, Verdict, judge, name_tokens
 from engine.vllm.worker.batch import Batch
 from engine.vllm.worker.scored import ScoredPart, ScoredRequest, batch_of
 from rollout.trajectory import FloatArray, IntArray
@@ -33,11 +33,13 @@ class CoreScorer:
     Args:
         runner: vLLM's `GPUModelRunner`.
         batch: its requests.
+        max_bytes: memory that scoring may hold at once (`engine.logits`).
     """
 
-    def __init__(self, runner: Any, batch: Batch) -> None:
+    def __init__(self, runner: Any, batch: Batch, max_bytes: int) -> None:
         self._runner = runner
         self._batch = batch
+        self._max_bytes = max_bytes
         self._requests: dict[str, ScoredRequest] = {}
 
     def install(self) -> None:
@@ -83,8 +85,9 @@ class CoreScorer:
         return ScoredPart(self._requests[request_id], rows, low - first), begin + count >= total
 
     def _read_all(self, hidden_states: torch.Tensor, parts: list[ScoredPart]) -> None:
-        """Read in batches, so that at most `MAX_LOGITS` logits are held at once."""
-        limit = max(1, MAX_LOGITS // self._runner.model_config.get_vocab_size())
+        """Read in slabs: the output layer, too, is asked for one slab at a time."""
+        sampling = SamplingColumns.of([part.request.entry.sampling for part in parts])
+        limit = self._rows_at_once(sampling)
         batch: list[ScoredPart] = []
         held = 0
         for part in parts:
@@ -104,28 +107,18 @@ class CoreScorer:
         rows = torch.from_numpy(np.concatenate([part.rows for part in parts]))
         hidden = hidden_states[rows.to(hidden_states.device)]
         counts = np.array([len(part.rows) for part in parts])
-        logprobs = self._logprobs(hidden, [part.request for part in parts], counts)
-        columns = [part.request.columns.part(part.span) for part in parts]
-        reading = read(logprobs, np.arange(len(hidden)), KeptColumns.concatenated(columns))
-        ids, values = _listed(logprobs, parts, counts)
+        k = max(part.request.k if part.request.reports_top_k else 0 for part in parts)
+        found = read_from_logits(
+            self._runner.model.compute_logits(hidden),
+            _sampling([part.request for part in parts], counts),
+            KeptColumns.concatenated([part.request.columns.part(part.span) for part in parts]),
+            k,
+        )
         ends = np.cumsum(counts).tolist()
         for part, end in zip(parts, ends, strict=True):
-            request, source = part.request, slice(end - len(part.rows), end)
-            request.reading.fill(part.span, reading, source)
-            request.keep_hidden(part.first, hidden[source])
-            if request.reports_top_k:
-                request.ids[part.span] = ids[source, : request.k]
-                request.values[part.span] = values[source, : request.k]
-
-    def _logprobs(
-        self, hidden: torch.Tensor, requests: Sequence[ScoredRequest], counts: NDArray[np.int64]
-    ) -> torch.Tensor:
-        """`[N, V]` processed distributions from `[N, H]`; `counts` of each request."""
-        logits = self._runner.model.compute_logits(hidden)
-        sampling = SamplingColumns.of([request.entry.sampling for request in requests])
-        return processed_logprobs(
-            logits.float(), sampling.at(np.repeat(np.arange(len(requests)), counts))
-        )
+            source = slice(end - len(part.rows), end)
+            part.request.keep_hidden(part.first, hidden[source])
+            _fill(part, found, source)
 
     def _tables(self, done: dict[str, ScoredRequest]) -> dict[str, Any]:
         """The results as vLLM takes them. What is not finite is not judged: the reader refuses."""
@@ -145,30 +138,47 @@ class CoreScorer:
         batch = batch_of(requests, k)
         reading = Reading.concatenated([request.reading for request in requests])
         verdict = judge(batch, reading, self._batch.policy_version)
+        sampling = SamplingColumns.of([one.entry.sampling for one in requests])
         unnamed = np.flatnonzero(verdict.unnamed)
-        if len(unnamed):
-            chosen = [requests[row] for row in unnamed]
-            accepted = verdict.accepted[unnamed].tolist()
-            hidden = [one.hidden_at(at) for one, at in zip(chosen, accepted, strict=True)]
-            once = np.ones(len(chosen), np.int64)
-            logprobs = self._logprobs(torch.stack(hidden), chosen, once)
-            name_tokens(batch, verdict, logprobs, np.arange(len(chosen)))
+        for part in slabs(len(unnamed), self._rows_at_once(sampling)):
+            self._name(requests, batch, verdict, unnamed[part])
         return [one.verdict_table(verdict, row) for row, one in enumerate(requests)]
 
+    def _name(
+        self,
+        requests: list[ScoredRequest],
+        batch: KeptBatch,
+        verdict: Verdict,
+        rows: NDArray[np.int64],
+    ) -> None:
+        """Name the unnamed tokens of some rows of the verdict."""
+        chosen = [requests[row] for row in rows]
+        accepted = verdict.accepted[rows].tolist()
+        hidden = [one.hidden_at(at) for one, at in zip(chosen, accepted, strict=True)]
+        logits = self._runner.model.compute_logits(torch.stack(hidden))
+        sampling = SamplingColumns.of([one.entry.sampling for one in chosen])
+        logprobs = processed_logprobs(logits.float(), sampling)
+        name_tokens(batch, verdict, rows, logprobs, np.arange(len(rows)))
 
-def _listed(
-    logprobs: torch.Tensor, parts: list[ScoredPart], counts: NDArray[np.int64]
-) -> tuple[IntArray, FloatArray]:
-    """`[N, K]` the most probable tokens, where a part reports them."""
-    wanted = [part.request.k if part.request.reports_top_k else 0 for part in parts]
-    k = max(wanted)
-    ids = np.full((len(logprobs), k), -1, np.int32)
-    values = np.full((len(logprobs), k), -np.inf, np.float32)
-    rows = np.flatnonzero(np.repeat(np.array(wanted) > 0, counts))
-    if len(rows):
-        listed = top_k(logprobs, k, rows)
-        ids[rows], values[rows] = listed.ids.cpu().numpy(), listed.logprobs.cpu().numpy()
-    return ids, values
+    def _rows_at_once(self, sampling: SamplingColumns) -> int:
+        """Most rows of a slab."""
+        vocabulary = self._runner.model_config.get_vocab_size()
+        return rows_at_once(vocabulary, sampling, self._max_bytes)
+
+
+def _sampling(requests: Sequence[ScoredRequest], counts: NDArray[np.int64]) -> SamplingColumns:
+    """How the tokens of scored positions are drawn, `counts` of each request."""
+    columns = SamplingColumns.of([request.entry.sampling for request in requests])
+    return columns.at(np.repeat(np.arange(len(requests)), counts))
+
+
+def _fill(part: ScoredPart, found: LogitReading, source: slice) -> None:
+    """Take over what was found at a part's rows of a slab."""
+    request = part.request
+    request.reading.fill(part.span, found.reading, source)
+    if request.reports_top_k and found.listed is not None:
+        ids, values = (one[source, : request.k] for one in found.listed)
+        request.ids[part.span], request.values[part.span] = ids.cpu().numpy(), values.cpu().numpy()
 
 
 def _as_vllm(ids: IntArray, values: FloatArray) -> Any:

@@ -21,7 +21,6 @@ from engine.config import EngineConfig
 from engine.drafting.source import DraftSource
 from engine.errors import EngineError, RequestError
 from engine.protocol import GenerateRequest, SamplingParams
-from engine.torch import core as core_module
 from engine.torch.core import DecodeCore
 from engine.torch.model import SlotModel
 from rollout.trajectory import KeptTokens, Provenance
@@ -236,12 +235,11 @@ def test_weights_may_change_while_a_request_waits(tiny_qwen3: str) -> None:
     check_against_hf(new, waits, chunks)
 
 
-def test_admission_is_bounded_by_logits(tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admission_is_bounded_by_logits(tiny_qwen3: str) -> None:
     """Two texts of twenty tokens need 42 positions: with room for 25, they go one by one."""
     model = load(tiny_qwen3)
     texts = [first(k, 20) for k in old_texts(model, 4, stop_tokens=())]
-    monkeypatch.setattr(core_module, "MAX_LOGITS", 25 * VOCAB)
-    core = core_of(model)
+    core = core_of(model, logits_bytes=25 * 4 * VOCAB)
     for i, kept in enumerate(texts):
         core.add(request(f"{i}", NEW_SEED + i, kept=kept, stop_tokens=(), max_tokens=30))
     running = []
@@ -250,8 +248,7 @@ def test_admission_is_bounded_by_logits(tiny_qwen3: str, monkeypatch: pytest.Mon
         running.append(core.stats().running)
     assert running == [1, 2, 3, 4]
     core.close()
-    monkeypatch.setattr(core_module, "MAX_LOGITS", 5 * VOCAB)  # one alone always goes
-    core = core_of(model)
+    core = core_of(model, logits_bytes=5 * 4 * VOCAB)  # one alone always goes
     run(core, [request("a", NEW_SEED, kept=texts[0], stop_tokens=())])
 
 

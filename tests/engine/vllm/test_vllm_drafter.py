@@ -66,6 +66,14 @@ def scheduled(
     )
 
 
+def vllm_config_of(settings: DrafterSettings, vocabulary: int = 10) -> Any:
+    """What the drafter reads of vLLM's configuration."""
+    return SimpleNamespace(
+        additional_config=settings.to_config(),
+        model_config=SimpleNamespace(get_vocab_size=lambda: vocabulary),
+    )
+
+
 @pytest.fixture
 def adapter() -> tuple[CacheDrafter, Clockless, FixedPlanner]:
     from engine.vllm.worker.sampling import CoreSampler
@@ -75,13 +83,14 @@ def adapter() -> tuple[CacheDrafter, Clockless, FixedPlanner]:
         place=to_json(CachePlace()),
         fixed_step_tokens=20,
         max_step_tokens=100,
+        logits_bytes=1 << 20,
     )
-    drafter = CacheDrafter(SimpleNamespace(additional_config=settings.to_config()))
+    drafter = CacheDrafter(vllm_config_of(settings))
     drafter.load_model(None)
     planner = drafter.planner = drafter._book._planner = FixedPlanner(3)
     runner = Clockless()
     batch = Batch(runner)
-    drafter.attach(runner, batch, CoreSampler(runner, batch))
+    drafter.attach(runner, batch, CoreSampler(runner, batch, 1 << 20))
     return drafter, runner, planner
 
 
@@ -172,3 +181,17 @@ def test_what_a_request_generated_is_kept_when_it_ends_and_when_the_weights_chan
     assert source.told == {1: [3, 4], 2: []}
     drafter.advance(1)
     assert told_at == [{1: [3, 4], 2: [3, 4, 5]}]
+
+
+def test_drafts_do_not_exceed_the_memory_for_logits() -> None:
+    """100 MB of float32 logits are 164 rows of 151,936: no step drafts beyond them."""
+    settings = DrafterSettings(
+        cache=CacheConfig().model_dump(mode="json"),
+        place=to_json(CachePlace()),
+        fixed_step_tokens=None,
+        max_step_tokens=4096,
+        logits_bytes=100_000_000,
+    )
+    planner = CacheDrafter(vllm_config_of(settings, 151_936)).planner
+    assert not planner.declines(163)
+    assert planner.declines(164)

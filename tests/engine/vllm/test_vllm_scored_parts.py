@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine.logits import BYTES_PER_LOGIT
 from engine.vllm.extras import RequestExtra
-from engine.vllm.worker import scoring
 from engine.vllm.worker.batch import Batch
 from engine.vllm.worker.scored import ScoredRequest
 from engine.vllm.worker.scoring import CoreScorer
@@ -61,18 +61,17 @@ class Runner:
         return scorer._requests
 
 
-def scored(lengths: list[int]) -> tuple[Runner, list[Any]]:
+def scored(lengths: list[int], max_bytes: int = 1 << 20) -> tuple[Runner, list[Any]]:
     runner = Runner(lengths)
-    requests = runner.step(CoreScorer(runner, Batch(runner)))
+    requests = runner.step(CoreScorer(runner, Batch(runner), max_bytes))
     return runner, [(*one.reading, one.ids, one.values) for one in requests.values()]
 
 
 @pytest.mark.parametrize("limit", [1, 4, 7, 30])
-def test_no_request_is_too_long(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_is_too_long(limit: int) -> None:
     lengths = [3, 20, 1, 9]
     _, whole = scored(lengths)
-    monkeypatch.setattr(scoring, "MAX_LOGITS", limit * VOCAB + 3)
-    runner, parts = scored(lengths)
+    runner, parts = scored(lengths, limit * VOCAB * BYTES_PER_LOGIT + 3)
     assert max(runner.asked) == limit
     assert sum(runner.asked) == sum(lengths)
     for one, other in zip(parts, whole, strict=True):
@@ -84,7 +83,7 @@ def test_no_request_is_too_long(limit: int, monkeypatch: pytest.MonkeyPatch) -> 
 def test_requests_that_were_aborted_are_forgotten() -> None:
     """They may hold hidden states."""
     runner = Runner([4, 5])
-    scorer = CoreScorer(runner, Batch(runner))
+    scorer = CoreScorer(runner, Batch(runner), 1 << 20)
     assert len(runner.step(scorer)) == 2
     runner.num_prompt_logprobs.clear()
     scorer.compute(runner.hidden, {})

@@ -1,0 +1,134 @@
+"""Slabs: they change no result and hold the memory at a real vocabulary under the limit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from engine.drawing import Streams, draw, noise_seeds
+from engine.logits import (
+    BYTES_PER_LOGIT,
+    BYTES_PER_TRUNCATED_LOGIT,
+    draw_from_logits,
+    process_all,
+    rows_at_once,
+)
+from engine.protocol import SamplingParams
+from engine.sampling import SamplingColumns, processed_logprobs
+
+VOCAB, ROWS, K = 40, 23, 3
+QWEN = 151_936
+MIB = 1 << 20
+
+MEASURE = """
+import resource, sys
+import numpy as np, torch
+from engine.drawing import Streams, warm_up
+from engine.logits import draw_from_logits, process_all, read_from_logits
+from engine.protocol import SamplingParams
+from engine.sampling import SamplingColumns
+from engine.verification import KeptColumns
+
+what, top_p = sys.argv[1], float(sys.argv[2])
+vocabulary, rows, mib = map(int, sys.argv[3:])
+torch.set_num_threads(1)
+warm_up()
+dtype = torch.bfloat16 if what == "draw" else torch.float32
+base = torch.randn(64, vocabulary).to(dtype) * 3
+logits = base.repeat(rows // 64, 1)
+sampling = SamplingColumns.of([SamplingParams(1, temperature=0.8, top_p=top_p)] * rows)
+numbers = np.arange(rows)
+streams = Streams(numbers.astype(np.uint64), numbers, numbers.astype(np.uint64))
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def work(logits, sampling, streams, limit):
+    if what == "draw":
+        return draw_from_logits(logits, sampling, 64, streams, max_bytes=limit)
+    return process_all(logits, sampling, limit)
+
+few = slice(0, 1)  # code, threads and small buffers are there before it is measured
+work(logits[few].clone(), sampling.at(numbers[few]), streams.part(few), 1)
+before = peak()
+work(logits, sampling, streams, mib << 20)
+print(peak() - before)
+"""
+
+
+def columns(**how: float) -> SamplingColumns:
+    ways = [SamplingParams(1, temperature=0.5 + row / ROWS, **how) for row in range(ROWS)]  # type: ignore[arg-type]
+    return SamplingColumns.of(ways)
+
+
+def streams_of(rows: int) -> Streams:
+    seeds = np.arange(rows, dtype=np.uint64)
+    return Streams(seeds, np.arange(rows), noise_seeds(seeds, 2))
+
+
+@pytest.mark.parametrize("how", [{}, {"top_p": 0.8}])
+@pytest.mark.parametrize("at_once", [1, 4, 7, ROWS, 100])
+def test_slabs_change_no_draw(at_once: int, how: dict[str, float]) -> None:
+    """Tokens, lists and log-probabilities are those of all rows together."""
+    logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
+    sampling, streams = columns(**how), streams_of(ROWS)
+    logprobs = processed_logprobs(logits.clone(), sampling)
+    whole = draw(logprobs, K, streams)
+    each = BYTES_PER_TRUNCATED_LOGIT if how else BYTES_PER_LOGIT
+    places = np.random.default_rng(0).permutation(2 * ROWS)[:ROWS]
+    drawn = draw_from_logits(
+        logits.clone(), sampling, K, streams,
+        max_bytes=at_once * each * VOCAB, places=places, table_rows=2 * ROWS,
+    )  # fmt: skip
+    assert torch.equal(drawn.tokens, whole.tokens)
+    assert torch.equal(drawn.ids[places, 0].long(), whole.tokens)
+    assert torch.equal(drawn.ids[places, 1:], whole.listed.ids)
+    torch.testing.assert_close(drawn.logprobs[places, 1:], whole.listed.logprobs)
+    own = logprobs.gather(1, whole.tokens[:, None])[:, 0]
+    torch.testing.assert_close(drawn.logprobs[places, 0], own)
+    unused = np.setdiff1d(np.arange(2 * ROWS), places)
+    assert not drawn.ids[unused].any()
+    again = process_all(logits.clone(), sampling, at_once * each * VOCAB)
+    torch.testing.assert_close(again, logprobs)
+
+
+def test_rows_that_are_not_finite_have_no_token() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[0, 3] = torch.nan
+    drawn = draw_from_logits(logits, SamplingColumns.unset(2), K, streams_of(2), max_bytes=1)
+    assert drawn.tokens[0] == -1
+    assert drawn.tokens[1] >= 0
+    assert not drawn.logprobs[0, :2].isfinite().any()
+
+
+def test_how_many_rows_fit() -> None:
+    plain, cut = SamplingColumns.unset(2), columns(top_p=0.9)
+    assert rows_at_once(QWEN, plain, 512 * MIB) == 294
+    assert rows_at_once(QWEN, cut, 512 * MIB) == 55
+    assert rows_at_once(QWEN, cut, 1) == 1  # the least that can be
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "rows", "limit", "top_p"),
+    [("draw", 4096, 256, 1.0), ("score", 512, 64, 1.0), ("draw", 64, 64, 0.9)],
+)
+def test_peak_memory_at_a_real_vocabulary(what: str, rows: int, limit: int, top_p: float) -> None:
+    """A process's peak grows by at most the limit, and 24 MiB for tables and the allocator.
+
+    In one piece the first holds 4.6 GiB, the second 0.3, the third 0.3.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, what, *map(str, (top_p, QWEN, rows, limit))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    grown = int(done.stdout) / 1024
+    print(f"{what}, {rows} rows: {grown:.0f} MiB of {limit}")
+    assert grown <= limit + 24
