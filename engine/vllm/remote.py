@@ -6,13 +6,14 @@ The client names a call by the method of `RemoteWorker`, the worker extension ov
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 EXTENSION_PATH = "engine.vllm.worker.extension.WorkerExtension"
 """What `worker_extension_cls` names."""
-DRAFTER_PATH = "engine.vllm.worker.drafter.CacheDrafter"
+DRAFTER_PATH = "engine.vllm.worker.drafter.make_drafter"
 """What `speculative_config["model"]` names."""
 SCHEDULER_PATH = "engine.vllm.worker.scheduler.make_scheduler"
 """What `scheduler_cls` names."""
@@ -24,6 +25,16 @@ class StagingReport(msgspec.Struct, frozen=True):
     state: Literal["running", "staged", "refused", "superseded"]
     message: str = ""
     """Why, when it was refused or superseded."""
+
+    @classmethod
+    def of_all(cls, reports: Sequence[StagingReport]) -> StagingReport:
+        """Of several ranks: running as long as one is, then what went wrong in the first that failed.
+
+        Args:
+            reports: at least one.
+        """
+        order = ("running", "refused", "superseded", "staged")
+        return min(reports, key=lambda report: order.index(report.state))
 
 
 class RemoteWorker:

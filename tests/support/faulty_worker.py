@@ -9,7 +9,7 @@ from benchmarks.vllm_host.timed_worker import TimedExtension
 from engine.vllm.worker import sampling, weights
 
 _REPACK = weights._repack_tied
-_PROCESSED = sampling.processed_logprobs
+_DRAW = sampling.draw_from_logits
 
 
 class FaultyWorker(TimedExtension):
@@ -24,7 +24,9 @@ class FaultyWorker(TimedExtension):
         `temperature`: draw at 1.1 times the temperature. Another kind: none.
         """
         factor = 1.1 if kind == "temperature" else 1.0
-        sampling.processed_logprobs = lambda logits, columns: _PROCESSED(logits / factor, columns)
+        sampling.draw_from_logits = lambda logits, *args, **kwargs: _DRAW(
+            logits / factor, *args, **kwargs
+        )
         weights._repack_tied = _REPACK if kind != "stale head" else lambda _model: None
         vars(self).pop("reload_weights", None)
         if kind == "skip":

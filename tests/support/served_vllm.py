@@ -78,7 +78,11 @@ class Served:
 
 @contextmanager
 def serving(
-    path: Path, *, kv_cache_gib: float = 0.25, max_prefill_tokens: int = 4096
+    path: Path,
+    *,
+    kv_cache_gib: float = 0.25,
+    max_prefill_tokens: int = 4096,
+    tensor_parallel_size: int = 1,
 ) -> Iterator[Served]:
     """An engine that starts with the first of two policies; drafts of at most 4 tokens."""
     old, new = make_model(1), make_model(2)
@@ -95,6 +99,7 @@ def serving(
             kv_cache_gib=kv_cache_gib,
             max_step_tokens=64,
             max_prefill_tokens=max_prefill_tokens,
+            tensor_parallel_size=tensor_parallel_size,
         ),
     )
     cache = CacheConfig(max_draft_tokens=4, min_match=1, min_probability=0.0, max_bytes=1 << 26)

@@ -111,9 +111,9 @@ class Core:
         await self._call("stage new weights", RemoteWorker.asyncrl_begin_staging, builtins)
 
     async def staging(self) -> StagingReport:
-        """How far the staging begun last is."""
-        (found,) = await self._call("stage new weights", RemoteWorker.asyncrl_staging)
-        return msgspec.convert(found, StagingReport)
+        """How far the staging begun last is, in all ranks together."""
+        found = await self._call("stage new weights", RemoteWorker.asyncrl_staging)
+        return StagingReport.of_all([msgspec.convert(one, StagingReport) for one in found])
 
     async def install(self, policy_version: int) -> None:
         """Load the staged weights and stamp what is drawn from now on; only while paused."""
@@ -126,7 +126,7 @@ class Core:
     async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:
         """Of the weights in use, by names and shapes of the HF state dict."""
         call = self._call("compare its weights", RemoteWorker.asyncrl_fingerprint, shapes)
-        (found,) = await call
+        found, *_ = await call  # each rank gives the one of the whole model
         return msgspec.convert(found, Fingerprint)
 
     async def save_cache(self) -> int:

@@ -106,7 +106,8 @@ def engine_args(
         "max_logprobs": max(config.top_k_logprobs, _VLLM_MAX_LOGPROBS),
         "scheduling_policy": "priority",
         "tensor_parallel_size": ours.tensor_parallel_size,
-        "distributed_executor_backend": "uni",
+        # One rank runs in the core's own process.
+        "distributed_executor_backend": "uni" if ours.tensor_parallel_size == 1 else "mp",
         "per_request_spec_decode_metrics": "summary" if drafts else "none",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

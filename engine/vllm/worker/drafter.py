@@ -1,12 +1,13 @@
 """The adapter to vLLM's `custom_class` drafting hook, experimental upstream (0.32.0).
 
-vLLM builds `CacheDrafter` in its engine-core process and calls `propose` after each step. The hook
+vLLM calls `make_drafter` in each rank of its model, and `propose` after each step. The hook
 passes no request ids, so the worker extension hands over the model runner once (`attach`), whose
 batch names the rows. This file holds everything that drafting needs to know of vLLM's internals.
 `worker.rows` decides what to draft, `engine.drafting.planner` how much.
 
-vLLM treats a step without drafts as one with drafts of length 0. `attach` makes such a step as
-cheap as one without speculation: no verification, and no drafts for the scheduler.
+vLLM treats a step without drafts as one with drafts of length 0. `engine.vllm.worker.plain_steps`
+makes such a step as cheap as one without speculation, and `attach` gives the scheduler only drafts
+that there are.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from engine.drafting.fixed_budget import FixedBudget
 from engine.drafting.planner import DraftPlanner, Planner
 from engine.vllm.extras import DrafterSettings
 from engine.vllm.worker.batch import Batch
+from engine.vllm.worker.plain_steps import FollowingDrafter
+from engine.vllm.worker.ranks import Ranks
 from engine.vllm.worker.rows import NO_SLOT, RowBook, warm_up
 from engine.vllm.worker.sampling import CoreSampler
 from rollout.trajectory import IntArray
@@ -95,26 +98,11 @@ class CacheDrafter:
     def attach(self, runner: Any, batch: Batch, sampler: CoreSampler) -> None:
         """Hook into the model runner, whose batch says which request is in which row."""
         self._runner, self._batch, self._sampler = runner, batch, sampler
-        execute, prepare, take = (
-            runner.execute_model,
-            runner._prepare_inputs,  # noqa: SLF001
-            runner.take_draft_token_ids,
-        )
-        # Recurrent layers need the speculative path for rows without drafts as well.
-        plainly = not runner.model_config.is_hybrid
+        execute, take = runner.execute_model, runner.take_draft_token_ids
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self.begin(scheduler_output, time.perf_counter())
             return execute(scheduler_output, *args, **kwargs)
-
-        def prepare_inputs(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            if scheduler_output.scheduled_spec_decode_tokens or not plainly:
-                return prepare(scheduler_output, *args, **kwargs)
-            config, runner.speculative_config = runner.speculative_config, None
-            try:
-                return prepare(scheduler_output, *args, **kwargs)
-            finally:
-                runner.speculative_config = config
 
         def take_draft_token_ids() -> Any:
             drafts = take() if self._proposed else None
@@ -125,7 +113,6 @@ class CacheDrafter:
             return drafts
 
         runner.execute_model = execute_model
-        runner._prepare_inputs = prepare_inputs  # noqa: SLF001
         runner.take_draft_token_ids = take_draft_token_ids
 
     def begin(self, scheduler_output: Any, now: float) -> None:
@@ -243,6 +230,11 @@ class CacheDrafter:
         rest = table.num_prompt_tokens[waiting] - table.num_computed_tokens_cpu[waiting]
         limit: int = self._runner.scheduler_config.max_num_batched_tokens
         return min(int(rest.sum()), limit)
+
+
+def make_drafter(vllm_config: Any) -> CacheDrafter | FollowingDrafter:
+    """What vLLM builds: rank 0 drafts for all."""
+    return CacheDrafter(vllm_config) if Ranks.of_vllm().leads else FollowingDrafter()
 
 
 def _planner(settings: DrafterSettings, max_draft_tokens: int, vocab_size: int) -> Planner:

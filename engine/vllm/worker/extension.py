@@ -20,6 +20,8 @@ from engine.vllm.remote import RemoteWorker
 from engine.vllm.worker.batch import Batch
 from engine.vllm.worker.drafter import CacheDrafter
 from engine.vllm.worker.held_weights import HeldWeights
+from engine.vllm.worker.plain_steps import prepare_plainly
+from engine.vllm.worker.ranks import Ranks
 from engine.vllm.worker.sampling import CoreSampler
 from engine.vllm.worker.scoring import CoreScorer
 from engine.vllm.worker.weights import WorkerWeights, check_reloadable
@@ -48,16 +50,20 @@ class WorkerExtension(RemoteWorker):
         """
         runner = self.model_runner
         check_reloadable(runner.get_model())
+        ranks = Ranks.of_vllm()
         batch = self._batch = Batch(runner, top_k or UNREPORTED_K)
-        sampler = CoreSampler(runner, batch, logits_bytes)
+        sampler = CoreSampler(runner, batch, ranks, logits_bytes)
         sampler.install()
-        CoreScorer(runner, batch, logits_bytes).install()
+        CoreScorer(runner, batch, ranks, logits_bytes).install()
         self._weights = WorkerWeights(self)
+        if runner.speculative_config is not None:
+            prepare_plainly(runner)
         drafter = _drafter_of(runner)
         if drafter is not None:
             drafter.attach(runner, batch, sampler)
-        warm_up_drawing()
-        warm_up_verification()
+        if ranks.leads:
+            warm_up_drawing()
+            warm_up_verification()
         _exit_with(parent)
 
     def asyncrl_begin_staging(self, manifest: dict[str, Any]) -> None:
@@ -80,7 +86,9 @@ class WorkerExtension(RemoteWorker):
     def asyncrl_fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         """A `Fingerprint` of the weights in use, by the names and shapes of the HF state dict."""
         held = HeldWeights(
-            self.model_runner.get_model(), {name: tuple(shape) for name, shape in shapes.items()}
+            self.model_runner.get_model(),
+            {name: tuple(shape) for name, shape in shapes.items()},
+            Ranks.of_vllm(),
         )
         found: dict[str, Any] = msgspec.to_builtins(held.fingerprint())
         return found

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from engine.drawing import Streams
 from engine.logits import LogitDraws, draw_from_logits
 from engine.vllm.worker.batch import Batch
+from engine.vllm.worker.ranks import Ranks
 from rollout.acceptance import accept_chain
 
 _NO_TOKEN = -1
@@ -35,12 +36,14 @@ class CoreSampler:
     Args:
         runner: vLLM's `GPUModelRunner`.
         batch: its requests.
+        ranks: of this worker; rank 0 draws.
         max_bytes: memory that drawing may hold at once (`engine.logits`).
     """
 
-    def __init__(self, runner: Any, batch: Batch, max_bytes: int) -> None:
+    def __init__(self, runner: Any, batch: Batch, ranks: Ranks, max_bytes: int) -> None:
         self._runner = runner
         self._batch = batch
+        self._ranks = ranks
         self._max_bytes = max_bytes
         self.fed: NDArray[np.int64] | None = None
         """`[B]` draft tokens that each row had in the last step; None: no row had any."""
@@ -56,12 +59,22 @@ class CoreSampler:
 
     def __call__(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
         """VLLM's `SamplerOutput` for the step's logits."""
+        drafted = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len
+        if not self._ranks.leads:
+            width = 1 + (spec_decode_metadata.max_spec_len if drafted else 0)
+            return self._follow(self._runner.input_batch.num_reqs, width, logits.device)
         self._batch.refresh()
-        if spec_decode_metadata is None or not spec_decode_metadata.max_spec_len:
+        if not drafted:
             self.fed = None
             return self._plain(logits)
         self.fed = np.array(spec_decode_metadata.num_draft_tokens, np.int64)
         return self._drafted(logits, spec_decode_metadata, self.fed)
+
+    def _follow(self, rows: int, width: int, device: torch.device) -> Any:
+        """What rank 0 has drawn. Nothing is reported from here."""
+        tokens = torch.empty((rows, width), dtype=torch.int32, device=device)
+        shared = self._ranks.share_tokens(tokens)
+        return self._result(sampled_token_ids=shared, logprobs_tensors=None)
 
     def _plain(self, logits: torch.Tensor) -> Any:
         batch = self._batch
@@ -106,4 +119,5 @@ class CoreSampler:
         # In place of vLLM's ranks, which nothing reads here.
         ranks = torch.from_numpy(tickets).to(tokens.device)
         tensors = self._table(drawn.ids[:, reported], drawn.logprobs[:, reported], ranks)
-        return self._result(sampled_token_ids=tokens, logprobs_tensors=tensors)
+        shared = self._ranks.share_tokens(tokens)
+        return self._result(sampled_token_ids=shared, logprobs_tensors=tensors)

@@ -23,6 +23,7 @@ from engine.logits import LogitReading, read_from_logits, rows_at_once, slabs
 from engine.sampling import SamplingColumns, processed_logprobs
 from engine.verification import KeptBatch, KeptColumns, Reading, Verdict, judge, name_tokens
 from engine.vllm.worker.batch import Batch
+from engine.vllm.worker.ranks import Ranks
 from engine.vllm.worker.scored import ScoredPart, ScoredRequest, batch_of
 from rollout.trajectory import FloatArray, IntArray
 
@@ -33,12 +34,14 @@ class CoreScorer:
     Args:
         runner: vLLM's `GPUModelRunner`.
         batch: its requests.
+        ranks: of this worker; rank 0 scores, the others take part in the output layer.
         max_bytes: memory that scoring may hold at once (`engine.logits`).
     """
 
-    def __init__(self, runner: Any, batch: Batch, max_bytes: int) -> None:
+    def __init__(self, runner: Any, batch: Batch, ranks: Ranks, max_bytes: int) -> None:
         self._runner = runner
         self._batch = batch
+        self._ranks = ranks
         self._max_bytes = max_bytes
         self._requests: dict[str, ScoredRequest] = {}
 
@@ -48,7 +51,10 @@ class CoreScorer:
 
     @torch.inference_mode()
     def compute(self, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
-        """The tables of the requests whose prompts are complete after this step, as vLLM's."""
+        """The tables of the requests whose prompts are complete after this step, as vLLM's.
+
+        Empty in ranks other than 0.
+        """
         pending: dict[str, int] = self._runner.num_prompt_logprobs
         if not pending:
             self._requests.clear()  # their prompts were aborted
@@ -106,59 +112,77 @@ class CoreScorer:
         """Look up what is needed of these parts; `N` scored positions, part by part."""
         rows = torch.from_numpy(np.concatenate([part.rows for part in parts]))
         hidden = hidden_states[rows.to(hidden_states.device)]
-        counts = np.array([len(part.rows) for part in parts])
-        k = max(part.request.k if part.request.reports_top_k else 0 for part in parts)
-        found = read_from_logits(
-            self._runner.model.compute_logits(hidden),
-            _sampling([part.request for part in parts], counts),
-            KeptColumns.concatenated([part.request.columns.part(part.span) for part in parts]),
-            k,
-        )
-        ends = np.cumsum(counts).tolist()
-        for part, end in zip(parts, ends, strict=True):
-            source = slice(end - len(part.rows), end)
+        logits = self._runner.model.compute_logits(hidden)
+        counts = [len(part.rows) for part in parts]
+        sources = [slice(end - n, end) for end, n in zip(np.cumsum(counts), counts, strict=True)]
+        for part, source in zip(parts, sources, strict=True):
             part.request.keep_hidden(part.first, hidden[source])
+        if not self._ranks.leads:
+            return
+        found = read_from_logits(
+            logits,
+            _sampling([part.request for part in parts], np.array(counts)),
+            KeptColumns.concatenated([part.request.columns.part(part.span) for part in parts]),
+            max(part.request.k if part.request.reports_top_k else 0 for part in parts),
+        )
+        for part, source in zip(parts, sources, strict=True):
             _fill(part, found, source)
 
     def _tables(self, done: dict[str, ScoredRequest]) -> dict[str, Any]:
         """The results as vLLM takes them. What is not finite is not judged: the reader refuses."""
-        judged = {
-            name: one
-            for name, one in done.items()
-            if one.kept is not None and not one.reading.not_finite().any()
-        }
-        tables = {name: one.table() for name, one in done.items() if name not in judged}
+        judged: dict[str, ScoredRequest] = {}
+        verdict = batch = None
+        if self._ranks.leads:
+            judged = {
+                name: one
+                for name, one in done.items()
+                if one.kept is not None and not one.reading.not_finite().any()
+            }
         if judged:
-            tables |= zip(judged, self._judge(list(judged.values())), strict=True)
+            requests = list(judged.values())
+            batch = batch_of(requests, max(request.k for request in requests))
+            reading = Reading.concatenated([request.reading for request in requests])
+            verdict = judge(batch, reading, self._batch.policy_version)
+        if any(one.kept is not None for one in done.values()):
+            self._name_all(done, list(judged), batch, verdict)
+        if not self._ranks.leads:
+            return {}
+        tables = {name: one.table() for name, one in done.items() if name not in judged}
+        if verdict is not None:
+            tables |= {
+                name: one.verdict_table(verdict, row)
+                for row, (name, one) in enumerate(judged.items())
+            }
         return {name: _as_vllm(*table) for name, table in tables.items()}
 
-    def _judge(self, requests: list[ScoredRequest]) -> list[tuple[IntArray, FloatArray]]:
-        """The verdicts on the kept tokens of some requests."""
-        k = max(request.k for request in requests)
-        batch = batch_of(requests, k)
-        reading = Reading.concatenated([request.reading for request in requests])
-        verdict = judge(batch, reading, self._batch.policy_version)
-        sampling = SamplingColumns.of([one.entry.sampling for one in requests])
-        unnamed = np.flatnonzero(verdict.unnamed)
-        for part in slabs(len(unnamed), self._rows_at_once(sampling)):
-            self._name(requests, batch, verdict, unnamed[part])
-        return [one.verdict_table(verdict, row) for row, one in enumerate(requests)]
-
-    def _name(
+    def _name_all(
         self,
-        requests: list[ScoredRequest],
-        batch: KeptBatch,
-        verdict: Verdict,
-        rows: NDArray[np.int64],
+        done: dict[str, ScoredRequest],
+        judged: list[str],
+        batch: KeptBatch | None,
+        verdict: Verdict | None,
     ) -> None:
-        """Name the unnamed tokens of some rows of the verdict."""
-        chosen = [requests[row] for row in rows]
-        accepted = verdict.accepted[rows].tolist()
-        hidden = [one.hidden_at(at) for one, at in zip(chosen, accepted, strict=True)]
-        logits = self._runner.model.compute_logits(torch.stack(hidden))
+        """Name all unnamed tokens of a verdict, which rank 0 has. All ranks compute the logits.
+
+        Args:
+            done: requests whose prompts are complete.
+            judged: names of the verdict's rows.
+            batch: of the verdict.
+            verdict: None in other ranks, and if nothing is judged.
+        """
+        rows = np.empty(0, np.int64) if verdict is None else np.flatnonzero(verdict.unnamed)
+        places = [] if verdict is None else verdict.accepted[rows].tolist()
+        unnamed = [(judged[row], place) for row, place in zip(rows.tolist(), places, strict=True)]
+        unnamed = self._ranks.share(unnamed)
+        chosen = [done[name] for name, _ in unnamed]
         sampling = SamplingColumns.of([one.entry.sampling for one in chosen])
-        logprobs = processed_logprobs(logits.float(), sampling)
-        name_tokens(batch, verdict, rows, logprobs, np.arange(len(rows)))
+        for part in slabs(len(unnamed), self._rows_at_once(sampling)):
+            hidden = [done[name].hidden_at(place) for name, place in unnamed[part]]
+            logits = self._runner.model.compute_logits(torch.stack(hidden))
+            if verdict is not None and batch is not None:
+                these = sampling.at(np.arange(part.start, part.stop))
+                logprobs = processed_logprobs(logits.float(), these)
+                name_tokens(batch, verdict, rows[part], logprobs, np.arange(len(logits)))
 
     def _rows_at_once(self, sampling: SamplingColumns) -> int:
         """Most rows of a slab."""

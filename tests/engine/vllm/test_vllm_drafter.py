@@ -14,6 +14,8 @@ from cache.place import CachePlace, to_json
 from engine.vllm.extras import DrafterSettings, RequestExtra
 from engine.vllm.worker.batch import Batch
 from engine.vllm.worker.drafter import CacheDrafter
+from engine.vllm.worker.plain_steps import prepare_plainly
+from engine.vllm.worker.ranks import Ranks
 
 
 class Clockless:
@@ -90,7 +92,8 @@ def adapter() -> tuple[CacheDrafter, Clockless, FixedPlanner]:
     planner = drafter.planner = drafter._book._planner = FixedPlanner(3)
     runner = Clockless()
     batch = Batch(runner)
-    drafter.attach(runner, batch, CoreSampler(runner, batch, 1 << 20))
+    prepare_plainly(runner)
+    drafter.attach(runner, batch, CoreSampler(runner, batch, Ranks(), 1 << 20))
     return drafter, runner, planner
 
 

@@ -12,6 +12,7 @@ import torch
 from engine.logits import BYTES_PER_LOGIT
 from engine.vllm.extras import RequestExtra
 from engine.vllm.worker.batch import Batch
+from engine.vllm.worker.ranks import Ranks
 from engine.vllm.worker.scored import ScoredRequest
 from engine.vllm.worker.scoring import CoreScorer
 
@@ -63,7 +64,7 @@ class Runner:
 
 def scored(lengths: list[int], max_bytes: int = 1 << 20) -> tuple[Runner, list[Any]]:
     runner = Runner(lengths)
-    requests = runner.step(CoreScorer(runner, Batch(runner), max_bytes))
+    requests = runner.step(CoreScorer(runner, Batch(runner), Ranks(), max_bytes))
     return runner, [(*one.reading, one.ids, one.values) for one in requests.values()]
 
 
@@ -83,7 +84,7 @@ def test_no_request_is_too_long(limit: int) -> None:
 def test_requests_that_were_aborted_are_forgotten() -> None:
     """They may hold hidden states."""
     runner = Runner([4, 5])
-    scorer = CoreScorer(runner, Batch(runner), 1 << 20)
+    scorer = CoreScorer(runner, Batch(runner), Ranks(), 1 << 20)
     assert len(runner.step(scorer)) == 2
     runner.num_prompt_logprobs.clear()
     scorer.compute(runner.hidden, {})
