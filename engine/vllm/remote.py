@@ -28,7 +28,7 @@ class StagingReport(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_all(cls, reports: Sequence[StagingReport]) -> StagingReport:
-        """Of several ranks: running as long as one is, then what went wrong in the first that failed.
+        """Of several ranks: running as long as one is, then what went wrong, if anything did.
 
         Args:
             reports: at least one.
