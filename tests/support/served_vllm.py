@@ -40,7 +40,7 @@ TOP_K = 2
 MAX_LEN = 400
 SLOTS = 16
 PROMPT = np.array([1, 2, 3], np.int32)
-DEADLINE = 120.0
+DEADLINE, START_DEADLINE = 120.0, 400.0
 EXTENSION = "engine.vllm.client.launch.EXTENSION_PATH"
 FAULTY = "faulty_worker.FaultyWorker"
 """Our worker extension, which can also be told to do something wrong, and be timed."""
@@ -64,9 +64,9 @@ class Served:
     old: Any
     new: Any
 
-    def call(self, awaitable: Awaitable[T]) -> T:
+    def call(self, awaitable: Awaitable[T], seconds: float = DEADLINE) -> T:
         async def bounded() -> T:
-            return await asyncio.wait_for(awaitable, DEADLINE)
+            return await asyncio.wait_for(awaitable, seconds)
 
         return self.runner.run(bounded())
 
@@ -107,7 +107,7 @@ def serving(
         engine = VllmEngine(config, str(path), cache_config=cache, seed=3)
         served = Served(engine, runner, old, new)
         try:
-            served.call(engine.start())
+            served.call(engine.start(), START_DEADLINE)
             yield served
         finally:
             served.call(engine.close())
