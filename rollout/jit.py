@@ -54,6 +54,19 @@ class Compiler:
         """
         return self._compile(function, nogil=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
 
+    def of_vectors(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Like `of_sums`, for whole loops of arithmetic; a division by 0 gives inf or nan.
+
+        Numba otherwise raises an error at a division by 0, and a loop that may raise is not
+        computed as a vector.
+        """
+        return self._compile(
+            function,
+            nogil=True,
+            fastmath={"reassoc", "contract", "nsz", "arcp"},
+            error_model="numpy",
+        )
+
     def of_maxima(self, function: Callable[P, R]) -> Callable[P, R]:
         """Like calling the compiler, for kernels of maxima over floating-point numbers.
 

@@ -10,6 +10,7 @@ drafting      what decoding rows draft, and what was accepted of it
 trees         drafts checked and laid out as token trees
 feed          the tokens of one forward pass
 model         loading, the self-check at start, one packed forward pass
+fused         the same pass for Llama-like models on a CPU, in few calls; fused_kernels: its loops
 slots         the KV slots, the layout of a step's tokens, attention over both
 draws         a step's draws
 verification  acceptance of kept tokens

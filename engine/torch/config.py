@@ -26,3 +26,8 @@ class TorchConfig(BaseModel):
     """Smallest number of tokens in a chunk that a request reports. The first token is reported at
     once, and everything is reported at the request's end, before a pause and before new weights. 1
     streams every step, at a cost."""
+    fused: bool = True
+    """On a CPU in float32: whether models of the Llama, Mistral, Qwen2 and Qwen3 families run in
+    compiled loops between few matrix products, instead of transformers' forward pass. Models too
+    large for that, with several threads, and all other models use transformers' in any case; the
+    engine's log says which."""

@@ -85,6 +85,7 @@ class TorchEngine:
             device=device,
             dtype=dtype,
             batch_invariant=self._batch_invariant,
+            fused=config.torch.fused,
         )
         await asyncio.to_thread(warm_up, drafting=self._source is not None)
         settings = CoreSettings(

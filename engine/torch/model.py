@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.errors import EngineError, EngineStartError
 from engine.torch.feed import Feed
+from engine.torch.fused import FusedDecoder, why_not_fused
 from engine.torch.invariant import filled_up, missing
 from engine.torch.reach import Reach
 from engine.torch.slots import (
@@ -25,9 +28,39 @@ from engine.torch.slots import (
 )
 from rollout.trajectory import IntArray
 
+_log = logging.getLogger(__name__)
 _numbers = itertools.count()
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest total variation between packed and plain forward pass that the self-check accepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The T tokens of one forward pass: `[T]` arrays."""
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    """In their contexts."""
+    places: NDArray[np.int64]
+    """In their slots: the positions, except for nodes of a forked token tree."""
+    rows: NDArray[np.int64]
+    """Their slots."""
+
+    @classmethod
+    def of(cls, feed: Feed) -> _Tokens:
+        """Lay out what is fed, row after row."""
+        m, r = len(feed.decode_counts), len(feed.new_lengths)
+        counts = np.concatenate([feed.decode_counts, feed.new_lengths])
+        first = np.concatenate([feed.decode_lengths, np.zeros(r, np.int32)])
+        rows = np.repeat(np.arange(m + r), counts)
+        starts = np.cumsum(counts) - counts
+        places = np.arange(len(rows)) - np.repeat(starts - first, counts)
+        positions = places
+        if feed.decode_depths is not None:
+            nodes = np.repeat(feed.decode_lengths, feed.decode_counts) + feed.decode_depths
+            positions = np.concatenate([nodes, places[len(nodes) :]])
+        ids = np.concatenate([feed.decode_tokens, feed.new_tokens]).astype(np.int64)
+        return cls(ids, positions, places, rows)
 
 
 class SlotModel:
@@ -51,6 +84,7 @@ class SlotModel:
         self.cache = SlotCache(slots, max_len)
         self._invariant = batch_invariant
         self._attention = SlotAttention(self.cache)
+        self._fused: FusedDecoder | None = None
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def attach(self) -> None:
@@ -59,6 +93,15 @@ class SlotModel:
         AttentionInterface.register(name, self._attention)
         self.module.set_attn_implementation(name)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether it computes in `engine.torch.fused`."""
+        return self._fused is not None
+
+    def fuse(self) -> None:
+        """Compute in `engine.torch.fused` from now on, where the slots are allocated."""
+        self._fused = FusedDecoder(self.module, self.cache, batch_invariant=self._invariant)
+
     def forward(self, feed: Feed) -> torch.Tensor:
         """Logits in float32: `[sum(decode_counts) + sum(new_wanted), V]`."""
         decoding = len(feed.decode_tokens)
@@ -66,13 +109,15 @@ class SlotModel:
         if feed.new_wanted is not None and (feed.new_wanted != 1).any():
             ends = last_places(ends + 1, feed.new_wanted)
         wanted = np.concatenate([np.arange(decoding), ends])
-        plan = self._plan(feed)
-        if self._invariant:
-            plan.reach = Reach.over_slots(
-                plan.rows.numpy(), plan.places.numpy(),
-                feed.decode_lengths, feed.decode_counts, feed.hidden,
-            )  # fmt: skip
-        return self._run(plan, wanted, self.cache)
+        tokens = _Tokens.of(feed)
+        reach = None
+        if self._invariant or self._fused is not None:
+            reach = Reach.over_slots(
+                tokens.rows, tokens.places, feed.decode_lengths, feed.decode_counts, feed.hidden
+            )
+        if self._fused is not None and reach is not None:
+            return self._fused.forward(tokens.ids, tokens.positions, reach, wanted)
+        return self._run(self._layout(tokens, feed, reach), wanted, self.cache)
 
     def forward_fresh(
         self, tokens: IntArray, lengths: IntArray, wanted: NDArray[np.int64]
@@ -85,31 +130,27 @@ class SlotModel:
             wanted: indices into `[T]`.
         """
         none = np.empty(0, np.int32)
-        plan = self._plan(Feed(none, none, none, tokens, lengths))
-        if self._invariant:
-            plan.reach = Reach.within(lengths)
-        return self._run(plan, wanted, None)
+        feed = Feed(none, none, none, tokens, lengths)
+        packed = _Tokens.of(feed)
+        reach = None
+        if self._invariant or self._fused is not None:
+            reach = Reach.within(lengths)
+        if self._fused is not None and reach is not None:
+            return self._fused.forward(packed.ids, packed.positions, reach, wanted)
+        return self._run(self._layout(packed, feed, reach), wanted, None)
 
-    def _plan(self, feed: Feed) -> StepLayout:
-        m, r = len(feed.decode_counts), len(feed.new_lengths)
-        counts = np.concatenate([feed.decode_counts, feed.new_lengths])
-        first = np.concatenate([feed.decode_lengths, np.zeros(r, np.int32)])
-        rows = np.repeat(np.arange(m + r), counts)
-        starts = np.cumsum(counts) - counts
-        places = np.arange(int(counts.sum())) - np.repeat(starts - first, counts)
-        positions = places
-        if feed.decode_depths is not None:
-            nodes = np.repeat(feed.decode_lengths, feed.decode_counts) + feed.decode_depths
-            positions = np.concatenate([nodes, places[len(nodes) :]])
-        ids = np.concatenate([feed.decode_tokens, feed.new_tokens]).astype(np.int64)
-        at = torch.from_numpy(places).to(self.device)
-        apart = positions is not places
+    def _layout(self, tokens: _Tokens, feed: Feed, reach: Reach | None) -> StepLayout:
+        at = torch.from_numpy(tokens.places).to(self.device)
+        positions = at
+        if tokens.positions is not tokens.places:
+            positions = torch.from_numpy(tokens.positions).to(self.device)
         return StepLayout(
-            input_ids=torch.from_numpy(ids)[None].to(self.device),
-            positions=(torch.from_numpy(positions).to(self.device) if apart else at)[None],
+            input_ids=torch.from_numpy(tokens.ids)[None].to(self.device),
+            positions=positions[None],
             places=at,
-            rows=torch.from_numpy(rows).to(self.device),
+            rows=torch.from_numpy(tokens.rows).to(self.device),
             blocks=[] if self._invariant else self._blocks(feed),
+            reach=reach,
         )
 
     def _blocks(self, feed: Feed) -> list[Block]:
@@ -180,8 +221,18 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     batch_invariant: bool = False,
+    fused: bool = True,
 ) -> SlotModel:
     """Load a model from a directory or hub id, and check that it runs with KV slots.
+
+    Args:
+        path: a directory, or an id.
+        slots: rows that can run at once.
+        max_len: places of a slot.
+        device: where it computes.
+        dtype: of weights and KV.
+        batch_invariant: as in `SlotModel`.
+        fused: whether it may compute in `engine.torch.fused`.
 
     Raises:
         EngineStartError: it cannot be loaded, or its attention or state does not fit KV slots, or
@@ -200,6 +251,7 @@ def load_model(
     _refuse_by_config(model, path, max_len)
     out = SlotModel(model, slots=slots, max_len=max_len, batch_invariant=batch_invariant)
     _check_against_plain_forward(out, path)
+    _choose_forward(out, path, allowed=fused)
     if batch_invariant:
         _check_batch_invariance(out, path)
     return out
@@ -228,6 +280,34 @@ def _refuse_by_config(model: Any, path: str, max_len: int) -> None:
         )
 
 
+def _choose_forward(model: SlotModel, path: str, *, allowed: bool) -> None:
+    """Fuse the forward pass of a model for which it exists, and compare it with transformers'."""
+    why_not: str | None = "engine.torch.fused is false"
+    if allowed:
+        why_not = why_not_fused(model.module, threads=torch.get_num_threads())
+    if why_not:
+        _log.info("forward pass: transformers' own (not fused: %s)", why_not)
+        return
+    rng = np.random.default_rng(2)
+    lengths = [min(n, model.cache.max_len) for n in (9, 5, 33)[: model.cache.slots]]
+    rows = [rng.integers(0, model.vocab_size, n).astype(np.int32) for n in lengths]
+    split = [max(1, n // 2) for n in lengths]
+    expected = _packed_logits(model, rows, split)
+    model.fuse()
+    apart = _total_variation(expected, _packed_logits(model, rows, split))
+    if not apart <= _TOLERANCE[torch.float32]:
+        raise EngineStartError(
+            f"{path!r} gives other probabilities in the fused forward pass than in transformers' "
+            f"(total variation {apart:.2g}). Set engine.torch.fused: false, and report this"
+        )
+    _log.info("forward pass: fused (%s)", type(model.module).__name__)
+
+
+def _total_variation(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest over the rows of two `[N, V]` logits."""
+    return (one.softmax(-1) - other.softmax(-1)).abs().sum(-1).max().item() / 2
+
+
 def _check_against_plain_forward(model: SlotModel, path: str) -> None:
     """Compare a few tokens with a plain forward pass; what slots cannot represent shows here."""
     rng = np.random.default_rng(0)
@@ -252,7 +332,7 @@ def _check_against_plain_forward(model: SlotModel, path: str) -> None:
             "if memory ran out"
         ) from error
     expected = torch.cat([p[s - 1 :] for p, s in zip(plain, split, strict=True)]).float()
-    apart = (expected.softmax(-1) - packed.softmax(-1)).abs().sum(-1).max().item() / 2
+    apart = _total_variation(expected, packed)
     if not apart <= _TOLERANCE.get(model.dtype, 0.1):
         raise EngineStartError(
             f"{path!r} gives other probabilities with KV slots than without (total variation "

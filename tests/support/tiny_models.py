@@ -15,7 +15,8 @@ STOP = 9
 """The stop token of the tests."""
 
 
-def _sizes() -> dict[str, Any]:
+def sizes() -> dict[str, Any]:
+    """Of a model's configuration."""
     return {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -35,19 +36,20 @@ def make_qwen3(seed: int = 0, *, scale: float = 6.0, **changes: Any) -> Any:
     """A random Qwen3 with tied embeddings."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(**(_sizes() | {"tie_word_embeddings": True} | changes))
-    return _random(Qwen3ForCausalLM, config, seed, scale)
+    config = Qwen3Config(**(sizes() | {"tie_word_embeddings": True} | changes))
+    return with_random_weights(Qwen3ForCausalLM, config, seed, scale)
 
 
 def make_llama(seed: int = 0, *, scale: float = 6.0, **changes: Any) -> Any:
     """A random Llama with separate output embeddings."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**(_sizes() | {"tie_word_embeddings": False} | changes))
-    return _random(LlamaForCausalLM, config, seed, scale)
+    config = LlamaConfig(**(sizes() | {"tie_word_embeddings": False} | changes))
+    return with_random_weights(LlamaForCausalLM, config, seed, scale)
 
 
-def _random(kind: Any, config: Any, seed: int, scale: float) -> Any:
+def with_random_weights(kind: Any, config: Any, seed: int, scale: float) -> Any:
+    """A model of this class and configuration; matrices are scaled up."""
     import torch
 
     torch.manual_seed(seed)

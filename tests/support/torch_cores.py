@@ -46,7 +46,12 @@ def mixed_requests(count: int = 12) -> list[GenerateRequest]:
 
 
 def load(
-    path: str, *, slots: int = 4, max_len: int = 64, batch_invariant: bool = False
+    path: str,
+    *,
+    slots: int = 4,
+    max_len: int = 64,
+    batch_invariant: bool = False,
+    fused: bool = True,
 ) -> SlotModel:
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
@@ -57,6 +62,7 @@ def load(
         device=cpu,
         dtype=torch.float32,
         batch_invariant=batch_invariant,
+        fused=fused,
     )
 
 

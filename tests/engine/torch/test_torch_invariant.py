@@ -50,9 +50,13 @@ def one_at_a_time(model: SlotModel) -> Numbers:
     return out
 
 
-@pytest.fixture(scope="module", params=["tiny_qwen3", "tiny_llama"])
+@pytest.fixture(scope="module", params=[("tiny_qwen3", True), ("tiny_llama", False)])
 def model(request: pytest.FixtureRequest) -> SlotModel:
-    return load(request.getfixturevalue(request.param), slots=12, batch_invariant=True)
+    """Batch-invariant, by the fused forward pass and by transformers'."""
+    path, fused = request.param
+    out = load(request.getfixturevalue(path), slots=12, batch_invariant=True, fused=fused)
+    assert out.is_fused == fused
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,9 @@ def test_the_batch_changes_no_bit(model: SlotModel, alone: Numbers) -> None:
     core = core_of(model, max_draft_tokens=0)
     assert numbers_of(run(core, in_another_order(requests(), 1))) == alone
     assert arriving_late(core, in_another_order(requests(), 2)) == alone
-    few = load(model.module.name_or_path, slots=3, max_len=80, batch_invariant=True)
+    few = load(
+        model.module.name_or_path, slots=3, max_len=80, batch_invariant=True, fused=model.is_fused
+    )
     assert numbers_of(run(core_of(few, max_draft_tokens=0), requests())) == alone
 
 

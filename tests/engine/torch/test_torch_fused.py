@@ -1,0 +1,139 @@
+"""The fused forward pass: transformers' numbers, for the families that it is written for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from new_weights import swap_weights
+from tiny_models import VOCAB, save, sizes, with_random_weights
+from torch_cores import check_against_hf, core_of, mixed_requests, run, texts_of
+from tree_sources import RandomTrees
+
+from engine.errors import EngineStartError
+from engine.torch import fused_kernels
+from engine.torch.fused import why_not_fused
+from engine.torch.model import SlotModel, load_model
+
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+FUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen2, biases of queries, keys and values": ("Qwen2", {"head_dim": 8}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "llama, all biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama 3, scaled angles": ("Llama", {"rope_parameters": LLAMA_3}),
+    "one key head": ("Llama", {"num_key_value_heads": 1}),
+}
+PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another family": ("Gemma", {}, "GemmaForCausalLM is not one of Llama, Mistral"),
+    "another activation": ("Llama", {"hidden_act": "gelu"}, "activation is 'gelu'"),
+    "angles by length": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}},
+        "rotary embedding is 'dynamic'",
+    ),
+}
+
+
+def make(family: str, changes: dict[str, Any], seed: int = 0) -> Any:
+    config = getattr(transformers, f"{family}Config")(**(sizes() | changes))
+    model = with_random_weights(getattr(transformers, f"{family}ForCausalLM"), config, seed, 5.0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # biases are 0 and norms 1 otherwise
+                parameter.add_(torch.randn_like(parameter), alpha=0.3 if "bias" in name else 0.1)
+    return model
+
+
+def load(path: str, *, threads: int = 1, **options: Any) -> SlotModel:
+    torch.set_num_threads(threads)
+    try:
+        return load_model(
+            path, slots=8, max_len=96, device=torch.device("cpu"), dtype=torch.float32, **options
+        )
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_the_fused_pass_gives_transformers_numbers(family: str, tmp_path: Path) -> None:
+    """Prefills, siblings, decoding, chains and trees, and weights installed under the requests."""
+    path = save(make(*FUSED[family]), tmp_path / "old")
+    model = load(path)
+    assert model.is_fused
+    core = core_of(model, RandomTrees(VOCAB))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path)
+    asked = mixed_requests(12)
+    for one, chunks in zip(asked, run(core, asked).values(), strict=True):
+        check_against_hf(plain, one, chunks)
+    other = make(*FUSED[family], seed=1)
+    swap_weights(core, other.state_dict().items(), 1)
+    for one, chunks in zip(asked, run(core, asked).values(), strict=True):
+        check_against_hf(other, one, chunks)
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_other_models_run_through_transformers(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family, changes, reason = PLAIN[case]
+    path = save(make(family, changes), tmp_path)
+    with caplog.at_level("INFO", "engine.torch.model"):
+        model = load(path)
+    assert not model.is_fused
+    assert reason in caplog.text
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path)
+    asked = mixed_requests(6)
+    for one, chunks in zip(
+        asked, run(core_of(model, RandomTrees(VOCAB)), asked).values(), strict=True
+    ):
+        check_against_hf(plain, one, chunks)
+
+
+def test_fused_or_not_the_tokens_are_the_same(tiny_qwen3: str) -> None:
+    fused, plain = load(tiny_qwen3), load(tiny_qwen3, fused=False)
+    assert (fused.is_fused, plain.is_fused) == (True, False)
+    asked = mixed_requests(12)
+    texts = [texts_of(run(core_of(m, RandomTrees(VOCAB)), asked)) for m in (fused, plain)]
+    assert texts[0] == texts[1]
+
+
+def test_large_layers_are_left_to_several_threads(tiny_llama: str) -> None:
+    assert load(tiny_llama, threads=2).is_fused
+    config = transformers.LlamaConfig(
+        **(sizes() | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1})
+    )
+    model = transformers.LlamaForCausalLM(config)
+    assert why_not_fused(model, threads=1) is None
+    assert why_not_fused(model, threads=2) == "its layers are large enough for 2 threads"
+    assert "bfloat16" in str(why_not_fused(model.bfloat16(), threads=1))
+
+
+def test_a_fused_pass_that_differs_does_not_start(
+    tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(both: np.ndarray, out: np.ndarray) -> None:
+        out[:] = 1.02 * both[:, : out.shape[1]]
+
+    monkeypatch.setattr(fused_kernels, "gated", wrong)
+    with pytest.raises(EngineStartError, match=r"fused forward pass .*engine\.torch\.fused: false"):
+        load(tiny_qwen3)
+
+
+def test_the_exponential_is_exact_to_two_units_in_the_last_place() -> None:
+    x = np.concatenate([np.linspace(-86.9, 87.9, 200_001), [0.0, -1e-9]]).astype(np.float32)
+    got = np.empty((1, len(x)), np.float32)
+    fused_kernels.gated(np.concatenate([-x, np.ones_like(x)])[None], got)  # -x / (1 + e^x)
+    exact = -x.astype(np.float64) / (1.0 + np.exp(x.astype(np.float64)))
+    some = x != 0
+    np.testing.assert_allclose(got[0][some], exact[some], rtol=4e-7, atol=1e-44)
+    edges = np.array([-np.inf, -1e4, np.inf, np.nan], np.float32)
+    assert fused_kernels._exp(edges[0]) == fused_kernels._exp(edges[1]) == 0
+    got = np.empty((1, 1), np.float32)
+    fused_kernels.gated(np.array([[np.nan, 1.0]], np.float32), got)
+    assert np.isnan(got).all(), "an activation that is not a number must not be hidden"
