@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -64,7 +64,15 @@ class Disagreement:
 
     def __add__(self, other: Self) -> Self:
         """The sums over both."""
-        return type(self)(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+        return type(self)(
+            self.tokens + other.tokens,
+            self.gaps + other.gaps,
+            self.squares + other.squares,
+            self.products + other.products,
+            self.slopes + other.slopes,
+            self.signed + other.signed,
+            self.sizes + other.sizes,
+        )
 
     @classmethod
     def total(cls, rows: NDArray[np.float64]) -> Self:

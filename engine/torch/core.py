@@ -158,9 +158,8 @@ class DecodeCore:
         """Abort everything. Gives each request's last chunk."""
         chunks = [self._end(row, "abort") for row in reversed(range(self._rows.n))]
         waiting = self._waiting.drain()
-        chunks += [TokenChunk.empty_abort(request, self.policy_version) for request in waiting]
         self.check()
-        return chunks
+        return chunks + [TokenChunk.empty_abort(one, self.policy_version) for one in waiting]
 
     @property
     def has_work(self) -> bool:
@@ -169,8 +168,8 @@ class DecodeCore:
 
     def flush(self) -> list[TokenChunk]:
         """Report every token that was drawn and not reported yet."""
-        unreported = np.flatnonzero(self._unreported.count[: self._rows.n])
-        return [self._chunk(row) for row in unreported.tolist()]
+        rows = np.flatnonzero(self._unreported.count[: self._rows.n]).tolist()
+        return self._chunks(rows, [None] * len(rows))
 
     @torch.inference_mode()
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -232,8 +231,6 @@ class DecodeCore:
         """Raise EngineError unless free + held == slots and nothing is counted twice."""
         self._rows.check()
         self._waiting.check()
-
-    # The step
 
     @torch.inference_mode()
     def step(self) -> list[TokenChunk]:
@@ -308,19 +305,21 @@ class DecodeCore:
         enough = unreported.count[:n] >= self._settings.chunk_tokens
         due = ~ended & (enough | ~unreported.begun[:n])
         due[judged] = ~ended[judged]
-        chunks = [self._chunk(row) for row in np.flatnonzero(due).tolist()]
+        going = np.flatnonzero(due).tolist()
         # From the last row down: the row that moves into a freed place is then never an ended one.
-        chunks += [
-            self._end(row, "stop" if paths.stopped[row] else "length")
-            for row in np.flatnonzero(ended)[::-1].tolist()
-        ]
+        gone = np.flatnonzero(ended)[::-1].tolist()
+        reasons: list[FinishReason | None] = [None] * len(going)
+        reasons += ["stop" if paths.stopped[row] else "length" for row in gone]
+        chunks = self._chunks(going + gone, reasons)
+        for row in gone:
+            self._admission.release(row)
         return chunks
 
     def _end(self, row: int, reason: FinishReason) -> TokenChunk:
-        chunk = self._chunk(row, reason)
+        [chunk] = self._chunks([row], [reason])
         self._admission.release(row)
         return chunk
 
-    def _chunk(self, row: int, reason: FinishReason | None = None) -> TokenChunk:
-        request = self._rows.requests[row]
-        return self._unreported.chunk(row, request, self.policy_version, reason)
+    def _chunks(self, rows: list[int], reasons: Sequence[FinishReason | None]) -> list[TokenChunk]:
+        requests = [self._rows.requests[row] for row in rows]
+        return self._unreported.chunks(rows, requests, self.policy_version, reasons)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,7 +108,7 @@ class Unreported(RowArrays):
 
         Args:
             judged: rows whose kept tokens were judged. They may have more tokens than the buffers
-                hold and must be reported (`chunk`) before the next step.
+                hold and must be reported (`chunks`) before the next step.
             row: `[M]` of each token.
             step: `[M]` its place among its row's tokens of this step.
             generated: M tokens.
@@ -127,36 +128,69 @@ class Unreported(RowArrays):
         self._noise[row, at] = generated.noise_seeds
         self._provenance[row, at] = generated.provenance
 
-    def chunk(
+    def chunks(
         self,
-        row: int,
-        request: GenerateRequest,
+        rows: Sequence[int],
+        requests: Sequence[GenerateRequest],
         policy_version: int,
-        reason: FinishReason | None = None,
-    ) -> TokenChunk:
-        """Report what the row's request has generated since its last chunk."""
-        n = int(self.count[row])
-        self.count[row] = 0
-        self.begun[row] = True
-        k = request.sampling.top_k_logprobs
-        generated = self._long.pop(row, None)
-        if generated is None:
-            generated = GeneratedTokens(
-                self._tokens[row, :n],
-                self._logprobs[row, :n],
-                self._ids[row, :n],
-                self._topk[row, :n],
-                self._noise[row, :n],
-                self._provenance[row, :n],
-            )
-        return TokenChunk(
-            request_id=request.request_id,
-            tokens=generated.tokens.copy(),
-            logprobs=generated.logprobs.copy(),
-            topk_ids=generated.topk_ids[:, :k].copy(),
-            topk_logprobs=generated.topk_logprobs[:, :k].copy(),
-            noise_seeds=generated.noise_seeds.copy(),
-            provenance=generated.provenance.copy(),
-            policy_version=policy_version,
-            finish_reason=reason,
+        reasons: Sequence[FinishReason | None],
+    ) -> list[TokenChunk]:
+        """Report what some rows have generated since their last chunks.
+
+        Args:
+            rows: each at most once.
+            requests: of these rows.
+            policy_version: that has generated the tokens.
+            reasons: why each request ends; None: it continues.
+        """
+        if not rows:
+            return []
+        index = np.array(rows, np.int64)
+        counts = self.count[index]
+        if self._long:
+            counts[[row in self._long for row in rows]] = 0
+        ends = np.cumsum(counts, dtype=np.int64)
+        row = np.repeat(index, counts)
+        at = np.arange(len(row)) - np.repeat(ends - counts, counts)
+        packed = GeneratedTokens(
+            self._tokens[row, at],
+            self._logprobs[row, at],
+            self._ids[row, at],
+            self._topk[row, at],
+            self._noise[row, at],
+            self._provenance[row, at],
         )
+        self.count[index] = 0
+        self.begun[index] = True
+        out, start = [], 0
+        for one, request, end, reason in zip(rows, requests, ends.tolist(), reasons, strict=True):
+            generated, span = packed, slice(start, end)
+            start = end
+            if one in self._long:
+                generated, span = self._long.pop(one), slice(None)
+            out.append(_chunk(generated, span, request, policy_version, reason))
+        return out
+
+
+def _chunk(
+    generated: GeneratedTokens,
+    span: slice,
+    request: GenerateRequest,
+    policy_version: int,
+    reason: FinishReason | None,
+) -> TokenChunk:
+    k = request.sampling.top_k_logprobs
+    ids, values = generated.topk_ids[span], generated.topk_logprobs[span]
+    if k < ids.shape[1]:
+        ids, values = ids[:, :k].copy(), values[:, :k].copy()
+    return TokenChunk(
+        request_id=request.request_id,
+        tokens=generated.tokens[span],
+        logprobs=generated.logprobs[span],
+        topk_ids=ids,
+        topk_logprobs=values,
+        noise_seeds=generated.noise_seeds[span],
+        provenance=generated.provenance[span],
+        policy_version=policy_version,
+        finish_reason=reason,
+    )

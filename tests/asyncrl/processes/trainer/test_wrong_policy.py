@@ -254,6 +254,7 @@ def test_one_hidden_step_of_lag(make: Make) -> None:
 
     loop.core._weights.install = one_behind  # type: ignore[method-assign]
     loop.core._model.module = behind
+    loop.core._model.fuse()  # of the copy
     assert loop.step() == [], "these tokens were drawn before the first late installation"
     text = named(loop, "lag", version=HEALTHY + 1)
     assert f"its tokens follow version {HEALTHY}, one step behind" in text
@@ -263,6 +264,7 @@ def test_another_attention_is_named_as_unknown(make: Make) -> None:
     loop = healthy(make())
     for layer in loop.core._model.module.model.layers:
         layer.self_attn.scaling *= 0.9
+    loop.core._model.fuse()  # with this scaling
     text = named(loop, "unknown", version=HEALTHY)
     assert "computes another policy from the same weights" in text
 

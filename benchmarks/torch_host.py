@@ -1,0 +1,173 @@
+"""What a step of the torch engine costs on the host, with a model that costs nothing.
+
+    python -m benchmarks.torch_host [--quick] [--json FILE]
+
+256 rows of a random model with one layer, a hidden size of 16 and a vocabulary of 32 generate 96
+tokens each, as in a run: K = 8, siblings share prompts, the cache is fed, and the planner keeps its
+books. A full step has no room for drafts. Medians over rounds, CPU time of the thread, in
+microseconds per row and step:
+
+    forward   the model's forward pass: arithmetic, and the calls that start it
+    draw      from logits to tokens and lists: arithmetic
+    host      **torch_host_us_per_row_step**: all the rest of a step, which is our own Python:
+              admission, layout, random numbers, what each row appends, chunks, the cache
+
+Requests begin and end in a round, so what a request costs is spread over its tokens. The event loop
+and the decode thread around the core are not part of it; `benchmarks.vllm_host` measures them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+from unittest import mock
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import write_json
+from cache.config import CacheConfig
+from cache.tree import RolloutCache
+from engine.protocol import GenerateRequest, SamplingParams
+from engine.torch import draws
+from engine.torch.core import CoreSettings, DecodeCore
+from engine.torch.kernels import warm_up
+from engine.torch.model import SlotModel, load_model
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ROWS = 256
+TOKENS = 96
+GROUP = 8
+K = 8
+
+
+class Clock:
+    """CPU seconds of this thread inside the functions that it times."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, function: Callable[P, R]) -> Callable[P, R]:
+        """The function, with its time counted."""
+
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            began = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - began
+
+        return run
+
+
+def least_model(folder: Path) -> SlotModel:
+    """One layer, 16 numbers per token: the host is all there is."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=128,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    cpu = torch.device("cpu")
+    return load_model(str(folder), slots=ROWS, max_len=128, device=cpu, dtype=torch.float32)
+
+
+def core_of(model: SlotModel) -> DecodeCore:
+    """A core with a cache, whose steps have room for their rows and nothing else."""
+    settings = CoreSettings(
+        max_step_tokens=ROWS,
+        max_draft_tokens=8,
+        max_prefill_tokens=4096,
+        chunk_tokens=16,
+        top_k=K,
+    )
+    return DecodeCore(model, settings, RolloutCache(CacheConfig(max_bytes=1 << 26)), seed=0)
+
+
+def requests(round_: int) -> list[GenerateRequest]:
+    """ROWS requests in groups, with the prompts of a round."""
+    rng = np.random.default_rng(round_)
+    out = []
+    for group in range(ROWS // GROUP):
+        prompt = rng.integers(0, 32, 16).astype(np.int32)
+        for sample in range(GROUP):
+            sampling = SamplingParams(max_tokens=TOKENS, top_k_logprobs=K, seed=len(out))
+            name = f"{round_}.{group}.{sample}"
+            out.append(GenerateRequest(name, f"{round_}.{group}", prompt, sampling))
+    return out
+
+
+def measure(core: DecodeCore, round_: int) -> dict[str, float]:
+    """Microseconds per row and step of one round, by part."""
+    forward, draw = Clock(), Clock()
+    asked, steps = requests(round_), core.stats().steps
+    with (
+        mock.patch.object(SlotModel, "forward", forward.timed(SlotModel.forward)),
+        mock.patch.object(draws, "draw", draw.timed(draws.draw)),
+    ):
+        began = time.thread_time()
+        for one in asked:
+            core.add(one)
+        while core.has_work:
+            core.step()
+        spent = time.thread_time() - began
+    each = 1e6 / ((core.stats().steps - steps) * ROWS)
+    return {
+        "forward": forward.seconds * each,
+        "draw": draw.seconds * each,
+        "host": (spent - forward.seconds - draw.seconds) * each,
+    }
+
+
+def run(rounds: int) -> dict[str, Any]:
+    """All numbers of the benchmark."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        model = least_model(Path(folder))
+    warm_up(drafting=True)
+    core = core_of(model)
+    measure(core, 0)  # everything loaded, memory touched
+    measured = [measure(core, 1 + i) for i in range(rounds)]
+    parts = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+    return {"us_per_row_step": parts, "rounds": measured}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print a table and write JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.torch_host")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--json", type=Path, help="where the numbers are written")
+    chosen = parser.parse_args(arguments)
+    results = run(5 if chosen.quick else 25)
+    table = Table(title=f"torch engine, {ROWS} rows, µs per row and step")
+    parts = results["us_per_row_step"]
+    for name in parts:
+        table.add_column(name, justify="right")
+    table.add_row(*(f"{value:.2f}" for value in parts.values()))
+    Console().print(table)
+    if chosen.json:
+        ratios = {"torch_host_us_per_row_step": parts["host"]}
+        write_json(chosen.json, "torch_host", results, ratios)
+
+
+if __name__ == "__main__":
+    main()
