@@ -183,9 +183,10 @@ class Engine(Protocol):
 
         Returns at once. The request ends before the next step begins, and before whatever is asked
         for later. Nothing happens when it has ended or is not known. Unlike closing the stream,
-        this loses no token of a finished step; where the engine is another process, a running step
-        is lost as a whole. So the place of the cut does not depend on the tokens after it. A cut at
-        the last *report* would: it tells that the unreported tokens hold no stop token.
+        this loses no token of a finished step; where the engine is another process, steps that it
+        has not sent yet are lost as a whole, whatever was drawn in them. So the place of the cut
+        does not depend on the tokens after it. A cut at the last *report* would: it tells that the
+        unreported tokens hold no stop token.
         """
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:

@@ -24,7 +24,7 @@ Reasons and alternatives: docs/decisions/0006.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -231,6 +231,8 @@ class DraftPlanner:
         values = yields - worth * seconds
         best = int(values.argmax())
         gain = float(yields[best] / seconds[best]) / rate - 1.0
+        if not best:
+            gain = min(gain, 0.0)  # asking without drafting gains nothing, whatever the curves say
         if self._asked:
             scale.gain += 0.1 * (gain - scale.gain)
             cut = float(ranked[best]) if best < len(ranked) else 0.8 * scale.cut
@@ -277,7 +279,10 @@ class DraftPlanner:
                     return False
             return True
         price = max(self.times.asking(rows), _MIN_GAIN * plain)
-        if self._since_exploring < _PAUSE or price > self._bank:
+        if self._since_exploring < _PAUSE:
+            return False
+        if price > self._bank:
+            self._since_exploring = 0  # until then `declines` says so, which costs nothing
             return False
         self._bank -= price
         return True
@@ -299,7 +304,18 @@ class DraftPlanner:
         )
 
     def _scale_of(self, rows: int) -> _Scale:
-        return self._scales.setdefault(rows if rows < 8 else 8 + cell_of(rows) // 2, _Scale())
+        """What was learned at about so many rows; at first, what was at the most similar number.
+
+        Otherwise the end of each batch, where rows end one by one, would have to find out again and
+        again that drafting does not pay. Where it does pay, one exploration is enough to tell.
+        """
+        index = rows if rows < 8 else 8 + cell_of(rows) // 2
+        scale = self._scales.get(index)
+        if scale is None:
+            near = min(self._scales, key=lambda other: abs(other - index), default=None)
+            scale = _Scale() if near is None else replace(self._scales[near])
+            self._scales[index] = scale
+        return scale
 
 
 def _yields(rows: int, probabilities: Floats) -> Floats:

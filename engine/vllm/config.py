@@ -39,7 +39,11 @@ class VllmConfig(BaseModel):
     chunk_tokens: int = Field(default=512, ge=1, le=MAX_TOKENS)
     """A request reports its tokens in chunks of at least this many. The first token is reported at
     once, and the rest at its end, at an interruption, at a pause and before new weights. 1 streams
-    every step, at a cost."""
+    every message, at a cost."""
+    steps_per_message: int = Field(default=4, ge=1, le=64)
+    """vLLM's core sends what it has generated after so many steps, or after 0.1 s: a message costs
+    the generator's process more than what is in it. Ends of responses come up to so many steps
+    later, and an interrupted response loses what was not sent. 1 sends every step."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """GPUs of one generator, which split every layer among them."""
     startup_timeout_seconds: float | None = Field(default=None, ge=1, le=WEEK_SECONDS)

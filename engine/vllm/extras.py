@@ -18,6 +18,8 @@ from rollout.trajectory import FloatArray, IntArray, KeptTokens
 
 SECTION = "asyncrl"
 """Key of our part in vLLM's `additional_config` and in a request's `extra_args`."""
+_MESSAGES = "asyncrl_messages"
+"""Key of `MessageSettings` in `additional_config`."""
 NO_TICKET = 0
 """In place of a request's ticket: it generates nothing."""
 
@@ -46,6 +48,22 @@ class DrafterSettings(msgspec.Struct, frozen=True):
     def from_config(cls, additional_config: dict[str, Any]) -> DrafterSettings:
         """Read what `to_config` made."""
         return msgspec.convert(additional_config[SECTION], cls)
+
+
+class MessageSettings(msgspec.Struct, frozen=True):
+    """What the scheduler's messages are made by, in `additional_config`."""
+
+    steps_per_message: int
+    """`VllmConfig.steps_per_message`."""
+
+    def to_config(self) -> dict[str, Any]:
+        """The value of `additional_config`."""
+        return {_MESSAGES: msgspec.to_builtins(self)}
+
+    @classmethod
+    def from_config(cls, additional_config: dict[str, Any]) -> MessageSettings:
+        """Read what `to_config` made."""
+        return msgspec.convert(additional_config[_MESSAGES], cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +152,8 @@ def _kept_from_plain(plain: dict[str, Any]) -> KeptTokens:
 class StepTable(NamedTuple):
     """What one step generated, in one piece for all of its requests.
 
-    It comes with the first output of the step's message, in the fields of vLLM's `LogprobsLists`,
-    which this type repeats in order.
+    It comes with the first output of the step, in the fields of vLLM's `LogprobsLists`, which this
+    type repeats in order. A message has the outputs of one step after those of another.
     """
 
     ids: IntArray

@@ -100,8 +100,8 @@ class SampleGeneration:
     interrupting: bool = False
     """The running attempt was told to end."""
     has_slot: bool = False
-    """The running attempt has reported a token. (Engines report the first token at once, so a
-    request that has a slot and no token yet is in its first step.)"""
+    """The running attempt has reported a token. (Engines report the first token within a few
+    steps, so a request that has a slot and no token yet is in its first steps.)"""
     first_token_at: float | None = None
     """When the first token came, in monotonic seconds."""
     expired: bool = False

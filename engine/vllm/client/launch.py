@@ -20,7 +20,7 @@ from engine.errors import EngineStartError
 from engine.vllm.client.meter import Meter
 from engine.vllm.client.outputs import StepProcessor
 from engine.vllm.client.responses import Responses
-from engine.vllm.extras import DrafterSettings
+from engine.vllm.extras import DrafterSettings, MessageSettings
 from engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
 
 _CPU_KV_GIB = 0.5
@@ -114,6 +114,7 @@ def engine_args(
         "enable_log_requests": False,
         "worker_extension_cls": EXTENSION_PATH,
         "scheduler_cls": SCHEDULER_PATH,
+        "additional_config": MessageSettings(ours.steps_per_message).to_config(),
     }
     if kv_gib is None:
         args["gpu_memory_utilization"] = ours.gpu_memory_utilization
@@ -125,7 +126,7 @@ def engine_args(
             "model": DRAFTER_PATH,
             "num_speculative_tokens": drafts,
         }
-        args["additional_config"] = DrafterSettings(
+        args["additional_config"] |= DrafterSettings(
             cache=cache_config.model_dump(mode="json"),
             place=to_json(place),
             fixed_step_tokens=ours.max_step_tokens,

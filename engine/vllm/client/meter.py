@@ -1,4 +1,4 @@
-"""Counters and gauges of a running vLLM, from the statistics its core sends with each step."""
+"""Counters and gauges of a running vLLM, from the statistics its core sends with each message."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Meter:
             self._busy_since = time.monotonic()
 
     def record(self, stats: Any) -> None:
-        """Add one step's `SchedulerStats`."""
+        """Add the `SchedulerStats` of a message; its `step_counter` is the number of its steps."""
         now = time.monotonic()
         if self._busy_since is not None:
             self.busy_seconds += now - self._busy_since
@@ -47,7 +47,7 @@ class Meter:
         self.waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         self.kv_used = stats.kv_cache_usage
         self._busy_since = now if self.running or self.waiting else None
-        self.steps += 1
+        self.steps += stats.step_counter
         self.prefix_asked += stats.prefix_cache_stats.queries
         self.prefix_found += stats.prefix_cache_stats.hits
         drafts = stats.spec_decoding_stats

@@ -2,9 +2,10 @@
 
 vLLM's own processor merges the steps of a slow consumer, keeps only the last weight version of a
 request and builds a Python object per log-probability. This one takes the table of a whole step
-(`engine.vllm.extras.StepTable`) with the version that the core stamped on it. The message has no
-other output than that of the table and of requests that end (`engine.vllm.worker.scheduler`), so a
-step costs a few array operations for any number of requests. Written against vLLM 0.32.0.
+(`engine.vllm.extras.StepTable`) with the version that the core stamped on it. A message has some
+steps of one version, and no other outputs than those of tables and of requests that end
+(`engine.vllm.worker.scheduler`), so a step costs a compiled call for any number of requests.
+Written against vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -69,10 +70,9 @@ class StepProcessor(OutputProcessor):
             EngineError: there are tokens without their table. vLLM passes it to every inbox.
         """
         version = int(weight_version or 0)
-        table = engine_core_outputs[0].new_logprobs
-        if table is not None:
-            self.responses.record(StepTable(*table[:3]), version)
         for output in engine_core_outputs:
+            if output.new_logprobs is not None:
+                self.responses.record(StepTable(*output.new_logprobs[:3]), version)
             if output.new_token_ids:
                 raise EngineError("vLLM sent tokens without the table of their log-probabilities")
             if output.finish_reason is not None:

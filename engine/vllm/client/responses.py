@@ -59,12 +59,12 @@ class Responses:
         if policy_version != self._policy_version:
             self.flush()
             self._policy_version = policy_version
-        rows = self._tickets.rows_of(table.tickets)
-        if self._expected and (rows == NEW).any():
+        rows, longest, new = self._tickets.rows_of(table.tickets)
+        if new:
             for ticket in set(table.tickets[rows == NEW].tolist()):
                 self._open(self._expected.pop(ticket))
-            rows = self._tickets.rows_of(table.tickets)
-        for row in self._unreported.record(rows, table).tolist():
+            rows, longest, _ = self._tickets.rows_of(table.tickets)
+        for row in self._unreported.record(rows, table, longest):
             self.end(self._responses[row], "stop")
 
     def _open(self, response: Response) -> None:

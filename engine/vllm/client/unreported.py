@@ -6,19 +6,15 @@ them to the rows of the requests in one compiled loop. A chunk is then a slice o
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.stopping import StopRule, cut_rows
-from engine.vllm.client.tickets import NO_ROW, Index
-from engine.vllm.extras import StepTable
-from rollout.jit import Compiler
+from engine.vllm.client.tickets import NO_ROW, Index, Tickets, kernel
+from engine.vllm.extras import NO_TICKET, StepTable
 from rollout.trajectory import ByteArray, FloatArray, IntArray, Provenance
-
-kernel = Compiler(Path(__file__).parent)
 
 _DRAFTED, _SAMPLED = int(Provenance.DRAFTED), int(Provenance.SAMPLED)
 
@@ -94,23 +90,23 @@ class Unreported:
         self.count[row] = 0
         self._free.append(row)
 
-    def record(self, rows: Index, table: StepTable) -> Index:
+    def record(self, rows: Index, table: StepTable, longest: int) -> list[int]:
         """Append what a step generated.
 
         Args:
             rows: `[N]` of the table's tokens; NO_ROW: not wanted.
-            table: of N tokens.
+            table: of N tokens; its arrays are read-only, as when they are received.
+            longest: the most tokens of a row.
 
         Returns:
             Rows whose response was ended by a stop string. What the step generated after it is
             dropped.
         """
-        kept, ended = rows, np.empty(0, np.int64)
+        kept: Index = rows
+        ended: list[int] = []
         if self._rules:
             kept, ended = self._cut(rows, table.ids[:, 0])
-        self._make_room(_longest_run(rows), table.ids.shape[1])
-        for array in table:
-            array.setflags(write=False)  # as they are when received: one type for the compiler
+        self._make_room(longest, table.ids.shape[1])
         recorded, self._most, self._some_due = _record(
             rows,
             kept,
@@ -129,7 +125,7 @@ class Unreported:
         self.recorded += recorded
         return ended
 
-    def _cut(self, rows: Index, tokens: IntArray) -> tuple[Index, Index]:
+    def _cut(self, rows: Index, tokens: IntArray) -> tuple[Index, list[int]]:
         """Cut steps after the token that completes a stop string.
 
         Returns:
@@ -148,7 +144,7 @@ class Unreported:
             own = tokens.astype(np.int64)
             cut_rows(rule.table, rule.classes, mine, states, of, place, own, kept, ended)
         self._state[given[wanted]] = states[wanted]
-        return np.where(place < kept[of], rows, NO_ROW), given[ended]
+        return np.where(place < kept[of], rows, NO_ROW), given[ended].tolist()
 
     def correct_last(self, row: int, accepted: int) -> None:
         """The response has ended: settle whether its last token was an accepted draft.
@@ -206,14 +202,6 @@ class Unreported:
             setattr(self, name, larger)
 
 
-def _longest_run(rows: Index) -> int:
-    """The most tokens of a row in a step."""
-    same = rows[1:] == rows[:-1]
-    if not same.any():
-        return 1
-    return int(np.diff(np.flatnonzero(~same), prepend=-1, append=len(same)).max())
-
-
 @kernel
 def _record(
     rows: Index,
@@ -257,9 +245,11 @@ def _record(
 
 
 def warm_up() -> None:
-    """Compile `Unreported.record`, or load it compiled."""
+    """Compile what a step calls, or load it compiled."""
     table = StepTable(
-        np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32), np.zeros(1, np.int64)
+        np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32), np.array([NO_TICKET], np.int64)
     )
-    unreported = Unreported()
-    unreported.record(np.array([unreported.open()]), table)
+    for array in table:
+        array.setflags(write=False)
+    rows, longest, _ = Tickets().rows_of(table.tickets)
+    Unreported().record(rows, table, longest)

@@ -72,6 +72,7 @@ class CacheDrafter:
         self._sampler: CoreSampler | None = None
         self._changes = -1
         self._slots: NDArray[np.int64] = np.empty(0, np.int64)
+        self._empty: list[list[int]] = []
         self._proposed: dict[str, list[int]] = {}
         self._taken: _Taken | None = None
 
@@ -137,7 +138,7 @@ class CacheDrafter:
         fed: dict[str, int] = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
         running = scheduler_output.scheduled_cached_reqs.req_ids
-        drafted = sum(map(len, drafts.values()))
+        drafted = sum(map(len, drafts.values())) if drafts else 0
         tokens: int = scheduler_output.total_num_scheduled_tokens
         decoding = len(running)
         if tokens > len(fed) + drafted:  # some rows take in more than a token and its drafts
@@ -150,7 +151,7 @@ class CacheDrafter:
     def propose(
         self,
         sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: NDArray[np.integer[Any]],  # noqa: ARG002  (as vLLM calls it)
+        num_tokens_no_spec: NDArray[np.integer[Any]],
         token_ids_cpu: IntArray,
         slot_mappings: Any = None,  # noqa: ARG002
     ) -> list[list[int]]:
@@ -165,23 +166,31 @@ class CacheDrafter:
         Returns:
             `[B]` drafts, of any lengths.
         """
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        self._proposed = {}
+        rows, self._proposed = len(sampled_token_ids), {}
+        drafts = self._no_drafts(rows)
         batch, sampler = self._batch, self._sampler
         if batch is None or sampler is None:
             return drafts
         self._follow(batch)
-        lengths = batch.lengths()
-        if sampler.fed is not None or not self.planner.declines(len(drafts)):
-            got = np.fromiter(map(len, sampled_token_ids), np.int64, len(drafts))
+        if sampler.fed is not None or not self.planner.declines(rows):
+            got = np.fromiter(map(len, sampled_token_ids), np.int64, rows)
             if sampler.fed is not None:
                 self._book.judge(self._slots, sampler.fed, got - 1)
-            for row, draft in self._choose(got, lengths, token_ids_cpu).items():
-                drafts[row] = self._proposed[batch.ids[row]] = draft
+            chosen = self._choose(got, batch.lengths(), token_ids_cpu)
+            if chosen:
+                drafts = list(drafts)
+                for row, draft in chosen.items():
+                    drafts[row] = self._proposed[batch.ids[row]] = draft
         if self._taken is not None:
-            self._taken.context = int(lengths.sum())
+            self._taken.context = int(np.add.reduce(num_tokens_no_spec[:rows]))
             self._taken.ended = time.perf_counter()
         return drafts
+
+    def _no_drafts(self, rows: int) -> list[list[int]]:
+        """`[B]` empty drafts. Neither vLLM nor we change them, so they are made once."""
+        if len(self._empty) != rows:
+            self._empty = [[] for _ in range(rows)]
+        return self._empty
 
     def _choose(
         self, got: NDArray[np.int64], lengths: NDArray[np.int64], table: IntArray

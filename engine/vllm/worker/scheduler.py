@@ -1,58 +1,159 @@
-"""vLLM's scheduler, made to send what a step generated in one piece.
+"""vLLM's scheduler, made to send what several steps generated in one message.
 
 vLLM sends an object per request and step, and slices the step's log-probabilities for each: some
 60 us per request and step, for K = 8. Here requests ask vLLM for no log-probabilities. The whole
 table, which comes from the worker with the rest of the step's results, is attached to the first
-output of the step's message (`engine.vllm.extras.StepTable`). It has all tokens, so of the other
-outputs only those that end a request are sent. Written against vLLM 0.32.0.
+output of the step (`engine.vllm.extras.StepTable`). It has all tokens, so of the other outputs only
+those that end a request are sent.
+
+A message costs the generator's process much more than what is in it, so several steps share one
+(`Outbox`). When a message is sent must not depend on the tokens in it: an interrupted response is
+cut at the last step that came, and that place must not tell anything about the tokens after it
+(docs/decisions/0011). So the end of a response waits for the message like everything else.
+
+Written against vLLM 0.32.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 
-from engine.vllm.extras import NO_TICKET, StepTable
+from engine.vllm.extras import NO_TICKET, MessageSettings, StepTable
+
+_MAX_SECONDS = 0.1
+"""Longest time that a step waits for the message to be sent, when steps are slow."""
 
 
-class _WholeTables:
-    """Attaches the step's table to what a scheduler of vLLM's sends."""
+class Outbox:
+    """The outputs of steps that were not sent yet.
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """VLLM's messages for a step, by client."""
-        parent: Any = super()
-        messages = parent.update_from_output(scheduler_output, model_runner_output)
-        lists = model_runner_output.logprobs
-        if lists is not None:
-            for message in messages.values():
-                if message.outputs:
-                    message.outputs = outputs_of(
-                        lists, model_runner_output.req_id_to_index, message.outputs
-                    )
+    Args:
+        steps_per_message: a message is sent after so many steps.
+        clock: gives seconds.
+    """
+
+    def __init__(self, steps_per_message: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps_per_message = steps_per_message
+        self._clock = clock
+        self._began = 0.0
+        self._outputs: dict[int, list[Any]] = {}
+        self._drafts: Any = None
+        self.steps = 0
+        """That are not sent yet."""
+        self.due = False
+        """Whether a message is sent after the current step."""
+
+    def begin(self, *, urgent: bool) -> None:
+        """Count a step, and decide whether a message is sent after it.
+
+        Args:
+            urgent: to be sent at once. It must not depend on tokens that were drawn.
+        """
+        now = self._clock()
+        if not self.steps:
+            self._began = now
+        self.steps += 1
+        self.due = (
+            urgent or self.steps >= self._steps_per_message or now - self._began >= _MAX_SECONDS
+        )
+
+    def count_drafts(self, drafts: Any) -> Any:
+        """Add vLLM's statistics of the drafts of a step; returns the sum since the last message.
+
+        Args:
+            drafts: vLLM's `SpecDecodingStats`; None: the step had no drafts.
+        """
+        total = self._drafts
+        if total is None:
+            self._drafts = drafts
+        elif drafts is not None:
+            total.num_drafts += drafts.num_drafts
+            total.num_draft_tokens += drafts.num_draft_tokens
+            total.num_accepted_tokens += drafts.num_accepted_tokens
+        return self._drafts
+
+    def add(self, messages: dict[int, Any]) -> None:
+        """Keep the outputs of a step, by client."""
+        for client, message in messages.items():
+            self._outputs.setdefault(client, []).extend(message.outputs)
+
+    def take(self, messages: dict[int, Any]) -> dict[int, Any]:
+        """Put all outputs into the messages of the last step; nothing is left."""
+        for client, outputs in self._outputs.items():
+            if client not in messages:
+                messages[client] = EngineCoreOutputs()
+            messages[client].outputs = outputs
+        self._outputs = {}
+        self._drafts, self.steps = None, 0
         return messages
 
 
-def outputs_of(lists: Any, row_of: dict[str, int], outputs: Sequence[Any]) -> list[Any]:
+class _WholeTables:
+    """Makes a scheduler of vLLM's send whole tables, several steps in one message."""
+
+    outbox: Outbox
+    finished_req_ids: set[str]
+    """VLLM's: those that have ended and that the worker was not told of yet."""
+
+    def has_requests(self) -> bool:
+        """Whether a step is needed: also to send what is left before the core rests or pauses."""
+        parent: Any = super()
+        return self.outbox.steps > 0 or bool(parent.has_requests())
+
+    def make_stats(self, spec_decoding_stats: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """VLLM's statistics for a message; None if none is sent after this step."""
+        parent: Any = super()
+        drafts = self.outbox.count_drafts(spec_decoding_stats)
+        if not self.outbox.due:
+            return None
+        stats = parent.make_stats(drafts, *args, **kwargs)
+        if stats is not None:
+            stats.step_counter = self.outbox.steps
+        return stats
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """VLLM's messages by client; none while the outbox is filling."""
+        parent: Any = super()
+        lists, outbox = model_runner_output.logprobs, self.outbox
+        # A step that draws nothing sends what is left; scores are being waited for.
+        outbox.begin(urgent=lists is None or bool(model_runner_output.prompt_logprobs_dict))
+        messages = parent.update_from_output(scheduler_output, model_runner_output)
+        if lists is not None:
+            row_of, ended = model_runner_output.req_id_to_index, bool(self.finished_req_ids)
+            for message in messages.values():
+                if message.outputs:
+                    message.outputs = outputs_of(lists, row_of, message.outputs, ended=ended)
+        outbox.add(messages)
+        return outbox.take(messages) if outbox.due else {}
+
+
+def outputs_of(
+    lists: Any, row_of: dict[str, int], outputs: Sequence[Any], *, ended: bool = True
+) -> list[Any]:
     """What is sent instead of vLLM's outputs: one with the table, and those that end a request.
 
     Args:
         lists: vLLM's `LogprobsLists` of the whole step, whose ranks are tickets (`CoreSampler`).
         row_of: row of each request in the step's batch.
-        outputs: of a message.
+        outputs: of a step.
+        ended: whether any of them may end a request.
     """
-    ended = [output for output in outputs if output.finish_reason is not None]
+    last = [output for output in outputs if output.finish_reason is not None] if ended else []
     tickets, begins = lists.sampled_token_ranks, lists.cu_num_generated_tokens
     places = [
         range(row, row + 1) if begins is None else range(begins[row], begins[row + 1])
-        for row in _discarded(row_of, outputs, ended)
+        for row in _discarded(row_of, outputs, last)
     ]
     if begins is not None:
         # vLLM cuts accepted drafts after a stop token.
-        for output in ended:
+        for output in last:
             row = row_of.get(output.request_id)
             if row is not None:
                 begin = begins[row] + len(output.new_token_ids)
@@ -61,7 +162,7 @@ def outputs_of(lists: Any, row_of: dict[str, int], outputs: Sequence[Any]) -> li
         tickets = tickets.copy()
         for place in places:
             tickets[place.start : place.stop] = NO_TICKET
-    sent = ended or [outputs[0]]
+    sent = last or [outputs[0]]
     for output in sent:
         output.new_token_ids = []
     table = StepTable(lists.logprob_token_ids, lists.logprobs, tickets)
@@ -70,10 +171,10 @@ def outputs_of(lists: Any, row_of: dict[str, int], outputs: Sequence[Any]) -> li
 
 
 def _discarded(
-    row_of: dict[str, int], outputs: Sequence[Any], ended: Sequence[Any]
+    row_of: dict[str, int], outputs: Sequence[Any], last: Sequence[Any]
 ) -> Iterable[int]:
     """Rows of the step whose tokens vLLM discards: those that have no output with tokens."""
-    if len(outputs) == len(row_of) and all(output.new_token_ids for output in ended):
+    if len(outputs) == len(row_of) and all(output.new_token_ids for output in last):
         return ()
     kept = {output.request_id for output in outputs if output.new_token_ids}
     return [row for name, row in row_of.items() if name not in kept]
@@ -88,6 +189,9 @@ class _AsyncStepScheduler(_WholeTables, AsyncScheduler):
 
 
 def make_scheduler(vllm_config: Any, **rest: Any) -> Any:
-    """The scheduler that vLLM would choose for this configuration, with whole tables."""
+    """The scheduler that vLLM would choose for this configuration, with our messages."""
     overlapping = vllm_config.scheduler_config.async_scheduling
-    return (_AsyncStepScheduler if overlapping else _StepScheduler)(vllm_config, **rest)
+    scheduler = (_AsyncStepScheduler if overlapping else _StepScheduler)(vllm_config, **rest)
+    settings = MessageSettings.from_config(vllm_config.additional_config)
+    scheduler.outbox = Outbox(settings.steps_per_message)
+    return scheduler

@@ -187,3 +187,42 @@ def test_steps_are_learned_from_before_the_next_decision() -> None:
     assert budgets[0][0].tolist() == budgets[1][0].tolist()
     assert budgets[0][0].any()
     assert at_once.times.steps == one_by_one.times.steps == 8
+
+
+def _asked_at_the_end_of_a_batch(planner: DraftPlanner, found: int) -> int:
+    """Rows end one by one; in how many steps the cache is asked for drafts that cost too much."""
+    asked = 0
+    for rows in range(256, 0, -1):
+        if not planner.declines(rows):
+            budgets, _ = planner.ask(np.full(rows, 100, np.int32))
+            if budgets.any():
+                asked += 1
+                paths, offsets = _chains([found] * rows, rate=0.3)
+                planner.choose(paths, offsets, rows=rows)
+        planner.observe(tokens=rows, rows=rows, context=500 * rows, seconds=1e-3 * rows)
+    return asked
+
+
+@pytest.mark.parametrize(("found", "most"), [(0, 51), (2, 90)])
+def test_that_drafting_does_not_pay_is_not_learned_again_at_every_batch_size(
+    found: int, most: int
+) -> None:
+    planner = DraftPlanner(max_step_tokens=256, max_draft_tokens=8)
+    for _ in range(2):
+        asked = _asked_at_the_end_of_a_batch(planner, found)
+    assert asked <= most  # of 256; it used to ask 151 and 177 times
+
+
+def test_a_planner_that_cannot_afford_to_ask_declines_before_it_is_asked() -> None:
+    """Weighing costs arrays of all rows; it must not happen in every step."""
+    planner = DraftPlanner(max_step_tokens=64, max_draft_tokens=8)
+    called = 0
+    for _ in range(600):
+        if not planner.declines(8):
+            called += 1
+            if planner.ask(np.full(8, 100, np.int32))[0].any():
+                planner.choose(*_chains([0] * 8), rows=8)
+                planner.observe(tokens=8, rows=8, context=800, seconds=0.02)
+                continue
+        planner.observe(tokens=8, rows=8, context=800, seconds=0.01)
+    assert called < 200

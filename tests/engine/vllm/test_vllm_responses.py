@@ -48,6 +48,8 @@ class Engine:
         table = StepTable(
             ids.astype(np.int32), logprobs.astype(np.float32), np.array(tickets, np.int64)
         )
+        for array in table:
+            array.setflags(write=False)  # as when they are received
         self.responses.record(table, version)
         self.responses.report_due()
 

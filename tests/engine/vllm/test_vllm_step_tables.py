@@ -12,7 +12,7 @@ from served_vllm import REAL_VLLM
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.vllm.client.responses import Response, Responses
-from engine.vllm.extras import StepTable
+from engine.vllm.extras import MessageSettings, StepTable
 
 pytestmark = REAL_VLLM
 
@@ -191,7 +191,11 @@ def test_the_scheduler_is_the_one_that_vllm_would_choose(monkeypatch: pytest.Mon
     monkeypatch.setattr(AsyncScheduler, "__init__", lambda *_, **__: None)
     made = [
         scheduler.make_scheduler(
-            SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=flag)), log_stats=True
+            SimpleNamespace(
+                scheduler_config=SimpleNamespace(async_scheduling=flag),
+                additional_config=MessageSettings(1).to_config(),
+            ),
+            log_stats=True,
         )
         for flag in (False, True)
     ]
@@ -201,7 +205,8 @@ def test_the_scheduler_is_the_one_that_vllm_would_choose(monkeypatch: pytest.Mon
     for one, base in zip(made, (Scheduler, AsyncScheduler), strict=True):
         message = SimpleNamespace(outputs=outputs_of({"r1": 1, "r0": 1}))
         monkeypatch.setattr(base, "update_from_output", lambda *_, m=message: {0: m})
-        result = SimpleNamespace(logprobs=lists, req_id_to_index=row_of)
+        one.finished_req_ids = set()
+        result = SimpleNamespace(logprobs=lists, req_id_to_index=row_of, prompt_logprobs_dict={})
         (got,) = one.update_from_output(None, result).values()
         (only,) = got.outputs
         assert only.new_logprobs.sampled_token_ranks.tolist() == [11, 12, 0, 0, 0]

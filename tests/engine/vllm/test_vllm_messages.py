@@ -1,0 +1,179 @@
+"""Several steps of vLLM's scheduler in one message."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from served_vllm import REAL_VLLM
+
+from engine.protocol import GenerateRequest, SamplingParams
+from engine.vllm.client.responses import Response, Responses
+from engine.vllm.extras import MessageSettings
+
+pytestmark = REAL_VLLM
+
+NAMES = ("r0", "r1")
+
+
+class Core:
+    """Our scheduler over steps that are given, and our output processor behind it.
+
+    Args:
+        monkeypatch: takes vLLM's scheduler away.
+        steps_per_message: as the setting.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps_per_message: int) -> None:
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        from engine.vllm.client.outputs import StepProcessor
+        from engine.vllm.worker.scheduler import make_scheduler
+
+        monkeypatch.setattr(Scheduler, "__init__", lambda *_, **__: None)
+        monkeypatch.setattr(Scheduler, "has_requests", lambda _: False)
+        monkeypatch.setattr(Scheduler, "make_stats", _stats)
+        monkeypatch.setattr(Scheduler, "update_from_output", lambda one, *_: self._vllm(one))
+        settings = MessageSettings(steps_per_message).to_config()
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(async_scheduling=False), additional_config=settings
+        )
+        self.scheduler = make_scheduler(config)
+        self.scheduler.outbox._clock = lambda: self.now
+        self.now = 0.0
+        self.responses = Responses(chunk_tokens=1000)
+        self.processor = StepProcessor(self.responses)
+        self.inboxes = {name: self._open(name) for name in NAMES}
+        self._outputs: list[Any] = []
+        self._drafts: Any = None
+        self.place = 0
+
+    def _open(self, name: str) -> Response:
+        sampling = SamplingParams(999, top_k_logprobs=1)
+        response = Response(
+            GenerateRequest(name, "", np.array([1], np.int32), sampling), 7, self.responses
+        )
+        self.processor.request_states[name] = SimpleNamespace(
+            queue=response, request_id=name, external_req_id=name, parent_req=None
+        )
+        self.processor.external_req_ids[name].append(name)
+        return response
+
+    def _vllm(self, scheduler: Any) -> dict[int, Any]:
+        from vllm.v1.engine import EngineCoreOutputs
+
+        message = EngineCoreOutputs(outputs=self._outputs)
+        message.scheduler_stats = scheduler.make_stats(self._drafts)
+        return {0: message} if self._outputs or message.scheduler_stats else {}
+
+    def step(
+        self, *running: str, ended: tuple[str, ...] = (), scored: bool = False, drafts: int = 0
+    ) -> Any:
+        """One token for each request; returns the message if one is sent."""
+        from vllm.v1.engine import EngineCoreOutput, FinishReason
+        from vllm.v1.outputs import LogprobsLists
+        from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+        self._outputs = [
+            EngineCoreOutput(name, [1], finish_reason=FinishReason.STOP if name in ended else None)
+            for name in running
+        ]
+        self._drafts = SpecDecodingStats(4, 1, drafts, drafts - 1) if drafts else None
+        self.scheduler.finished_req_ids = set(ended)
+        ids = np.arange(self.place, self.place + 2 * len(running), dtype=np.int32).reshape(-1, 2)
+        self.place += 2 * len(running)
+        tickets = np.array([self.inboxes[name].ticket for name in running], np.int64)
+        lists = LogprobsLists(ids, -ids.astype(np.float32), tickets, None) if running else None
+        result = SimpleNamespace(
+            logprobs=lists,
+            req_id_to_index={name: row for row, name in enumerate(running)},
+            prompt_logprobs_dict={"other": object()} if scored else {},
+        )
+        return self.scheduler.update_from_output(None, result).get(0)
+
+    def receive(self, message: Any) -> None:
+        """Through vLLM's own encoding, as between its processes."""
+        from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+        frames = [bytes(frame) for frame in MsgpackEncoder().encode(message)]
+        got = MsgpackDecoder(EngineCoreOutputs).decode(frames)
+        self.processor.process_outputs(list(got.outputs), weight_version="3")
+
+    def tokens(self, name: str) -> list[int]:
+        """Of the chunks that have come."""
+        return [token for chunk in self.inboxes[name]._items for token in chunk.tokens.tolist()]
+
+
+def _stats(_: Any, drafts: Any = None) -> Any:
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    return SchedulerStats(spec_decoding_stats=drafts)
+
+
+def test_a_message_has_the_steps_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = Core(monkeypatch, 3)
+    assert core.step("r0", "r1") is None
+    assert core.step("r1", "r0") is None
+    message = core.step("r0", "r1")
+    assert message.scheduler_stats.step_counter == 3
+    core.receive(message)
+    core.responses.flush()
+    assert core.tokens("r0") == [0, 6, 8]  # two tokens of a response in adjacent rows: no draft
+    assert core.tokens("r1") == [2, 4, 10]
+    assert {0} == {int(p) for chunk in core.inboxes["r0"]._items for p in chunk.provenance}
+    assert [core.step("r0") is None for _ in range(6)] == [True, True, False, True, True, False]
+
+
+def test_when_a_message_is_sent_does_not_depend_on_the_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A response that stops is told of no sooner than one that continues is sent.
+
+    Otherwise the place where an interrupted response is cut would tell that the tokens after it
+    hold no stop token (docs/decisions/0011).
+    """
+    core = Core(monkeypatch, 4)
+    sent = [core.step("r0", "r1", ended=("r0",) if i == 1 else ()) for i in range(4)]
+    assert [message is None for message in sent] == [True, True, True, False]
+    core.receive(sent[3])
+    core.responses.flush()
+    last = core.inboxes["r0"]._items[-1]
+    assert (core.tokens("r0"), last.finish_reason) == ([0, 4], "stop")
+    assert core.tokens("r1") == [2, 6, 10, 14]
+
+
+def test_scores_are_sent_at_once_and_a_slow_step_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = Core(monkeypatch, 4)
+    assert core.step("r0") is None
+    assert len(core.step("r0", scored=True).outputs) == 2
+    assert core.step("r0") is None
+    core.now += 0.2
+    assert len(core.step("r0").outputs) == 2
+
+
+def test_nothing_is_left_when_the_core_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core that rests or pauses makes one more step, without tokens."""
+    core = Core(monkeypatch, 4)
+    assert core.step("r0", ended=("r0",)) is None
+    assert core.scheduler.has_requests()
+    core.receive(core.step())
+    assert core.tokens("r0") == [0]
+    assert core.inboxes["r0"].closed
+    assert not core.scheduler.has_requests()
+
+
+def test_drafts_of_all_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = Core(monkeypatch, 4)
+    for drafts in (3, 0, 2):
+        core.step("r0", drafts=drafts)
+    stats = core.step("r0").scheduler_stats
+    counted = stats.spec_decoding_stats
+    assert (counted.num_draft_tokens, counted.num_accepted_tokens) == (5, 3)
+    for _ in range(3):
+        core.step("r0")
+    assert core.step("r0").scheduler_stats.spec_decoding_stats is None
