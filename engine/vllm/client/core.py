@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -18,6 +19,9 @@ from wire.weights.layout import Fingerprint, WeightManifest
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+_MAX_TEMPLATES = 64
+"""Kinds of requests whose parameters are kept. A run has a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Core:
         self.policy_version = 0
         """Of the weights that are loaded."""
         self._installations = 0
+        self._templates: dict[str, Any] = {}
+        """vLLM's `SamplingParams` by our arguments, without the token limit."""
 
     async def attach(self, top_k: int, logits_bytes: int) -> None:
         """Put our drawing, scoring and drafting into vLLM's worker.
@@ -62,7 +68,6 @@ class Core:
 
     async def submit(self, request_id: str, inbox: Inbox[Any], request: CoreRequest) -> None:
         """Give vLLM a request that is answered to `inbox`. The id must never have been used."""
-        from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 
         vllm = self.process.vllm
@@ -70,9 +75,29 @@ class Core:
         vllm.meter.busy()
         prompt = tokens_input(request.tokens, cache_salt=self._salt())
         extra = replace(request.extra, ticket=inbox.ticket)
-        # vLLM copies the parameters of a request, deeply unless it is told not to.
-        params = SamplingParams(**request.params, extra_args=extra.to_extra_args(), skip_clone=True)
+        params = self._params_of(request.params)
+        params.extra_args = extra.to_extra_args()
         await vllm.llm.add_request(request_id, prompt, params, priority=request.priority)
+
+    def _params_of(self, arguments: dict[str, Any]) -> Any:
+        """VLLM's parameters of a request: a copy of those of an earlier one of its kind.
+
+        VLLM checks what it constructs, `extra_args` above all: a fifth of what a response costs.
+
+        Args:
+            arguments: of `SamplingParams`; the token limit differs between requests.
+        """
+        kind = repr([(name, one) for name, one in arguments.items() if name != "max_tokens"])
+        if kind not in self._templates:
+            from vllm import SamplingParams
+
+            if len(self._templates) >= _MAX_TEMPLATES:
+                self._templates.clear()
+            # vLLM copies the parameters of a request, deeply unless it is told not to.
+            self._templates[kind] = SamplingParams(**arguments, skip_clone=True)
+        params = copy(self._templates[kind])
+        params.max_tokens = arguments["max_tokens"]
+        return params
 
     def _salt(self) -> str:
         """Prefix KV is shared only among requests of the same salt, so of the same weights.

@@ -177,3 +177,21 @@ def test_drafts_of_all_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(3):
         core.step("r0")
     assert core.step("r0").scheduler_stats.spec_decoding_stats is None
+
+
+def test_a_copy_of_checked_parameters_is_what_vllm_would_construct() -> None:
+    """Also after vLLM has changed the ones before it, as it does with every request."""
+    from vllm.sampling_params import SamplingParams as VllmParams
+
+    from engine.vllm.client.core import Core
+
+    core = Core(SimpleNamespace())  # type: ignore[arg-type]
+    common = {"temperature": 0.7, "top_p": 0.9, "ignore_eos": True, "detokenize": False}
+    for stops in ([1, 2], [3]):
+        for limit in (5, 9):
+            arguments = common | {"max_tokens": limit, "stop_token_ids": stops}
+            params = core._params_of(arguments)
+            assert params == VllmParams(**arguments, skip_clone=True)
+            params.extra_args, params.max_tokens = {"other": 1}, 1
+    scored = common | {"max_tokens": 1, "prompt_logprobs": 4}
+    assert core._params_of(scored) == VllmParams(**scored, skip_clone=True)
