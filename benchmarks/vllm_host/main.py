@@ -26,6 +26,10 @@ and what the planner then drafts is counted. It is the sum of
     drafter, table  CPU time of our hooks in vLLM's core: before a step, after it, and the
                     scheduler's table
 
+**host_core_us_per_row_step** is the sum without the client. It delays the next step. The client is
+another process, whose work overlaps with the model's where they do not share a processor. Its part
+may be negative: plain vLLM sends and decodes more.
+
 The draw itself (`draw`: from logits to tokens and lists) is arithmetic that a GPU does. It is part
 of vllm_topk_overhead, and printed next to vLLM's own sampler here.
 
@@ -143,6 +147,11 @@ def host_costs(ours: list[Spent], plain: list[Spent]) -> dict[str, float]:
     return {name: 1e6 * seconds for name, seconds in costs.items()}
 
 
+def in_core(costs: dict[str, float]) -> float:
+    """The part of our code's cost that delays the next step; the client runs meanwhile."""
+    return sum(cost for name, cost in costs.items() if name != "client")
+
+
 def topk_table(rounds: dict[str, list[Spent]], k: int) -> Table:
     """Speeds of the sides."""
     table = Table("side", "tokens/s (median)", "ours / it", title=f"{k} log-probabilities a token")
@@ -158,6 +167,7 @@ def host_table(costs: dict[str, float], rounds: dict[str, list[Spent]]) -> Table
     for name, cost in costs.items():
         table.add_row(name, f"{cost:.2f}")
     table.add_row("together", f"{sum(costs.values()):.2f}")
+    table.add_row("of that in vLLM's core", f"{in_core(costs):.2f}")
     for name, each in rounds.items():
         client = statistics.median(s.client / s.row_steps for s in each) * 1e6
         core = statistics.median(s.core / s.row_steps for s in each) * 1e6
@@ -192,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raw["host"] = {name: [asdict(one) for one in each] for name, each in host.items()}
             raw["host_us_by_part"] = costs
             ratios["host_us_per_row_step"] = sum(costs.values())
+            ratios["host_core_us_per_row_step"] = in_core(costs)
             console.print(host_table(costs, host))
     console.print({name: round(value, 3) for name, value in ratios.items()})
     if options.json:

@@ -44,7 +44,7 @@ _MIN_GAIN = 0.003
 """Smallest relative gain that counts as one."""
 _PAUSE = 6
 """Steps between two explorations."""
-_UNLEARNED = 16
+_UNLEARNED = 64
 """Steps that are learned from together, if no decision needs them before: each costs less then."""
 _GROWTH = 2
 """A step feeds at most this many times the tokens of the largest step seen (and 16 more)."""

@@ -52,7 +52,7 @@ def test_rounds_of_both_sides_become_ratios(
     file = tmp_path / "host.json"
     main.main(["--quick", "--part", "host", "--json", str(file)])
     written = json.loads(file.read_text(encoding="utf-8"))
-    assert set(written["ratios"]) == {"host_us_per_row_step"}
+    assert set(written["ratios"]) == {"host_us_per_row_step", "host_core_us_per_row_step"}
     (ours,), (plain,) = written["raw"]["host"]["ours"], written["raw"]["host"]["plain"]
     assert min(ours["client"], plain["client"], ours["wall"], plain["wall"]) > 0
     assert set(ours["hooks"]) == {
