@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.peers.shared_data import Step, read_steps
 from benchmarks.peers.trl_environment import ensure_trl
-from benchmarks.peers.workloads import EXAMPLES, Workload
+from benchmarks.peers.workloads import EXAMPLES
 from benchmarks.run_command import run_command
 from monitoring.metrics_log import read_metrics
 
@@ -37,26 +37,29 @@ class Contestant:
     """One way to train."""
 
     name: str
-    start: Callable[[Workload, tuple[str, ...], Path, int], Training]
-    """From the workload, all `--set` values, an empty folder and the number of threads."""
+    threads: int
+    """Of each of its processes that computes. One process has both cores, two have one each."""
+    start: Callable[[tuple[str, ...], Path, int], Training]
+    """From all `--set` values, an empty folder and the number of threads."""
 
 
 def contestants() -> tuple[Contestant, ...]:
     """All of them, in the order in which they run."""
+    keep = ("scheduler.on_update=keep",)
     verify = ("scheduler.on_update=verify", "scheduler.max_off_policy_steps=0")
     return (
-        Contestant(TRL, _trl()),
-        Contestant(TRL_VLLM, _trl("--vllm")),
-        Contestant(LOOP, _loop),
-        Contestant(SYNC, _asyncrl("scheduler.on_update=keep", "scheduler.max_off_policy_steps=0")),
-        Contestant(KEEP, _asyncrl("scheduler.on_update=keep", "scheduler.max_off_policy_steps=1")),
-        Contestant(VERIFY, _asyncrl(*verify)),
-        Contestant(VERIFY_VLLM, _asyncrl(*verify, "engine.kind=vllm")),
+        Contestant(TRL, 2, _trl()),
+        Contestant(TRL_VLLM, 2, _trl("--vllm")),
+        Contestant(LOOP, 2, _loop),
+        Contestant(SYNC, 1, _asyncrl(*keep, "scheduler.max_off_policy_steps=0")),
+        Contestant(KEEP, 1, _asyncrl(*keep, "scheduler.max_off_policy_steps=1")),
+        Contestant(VERIFY, 1, _asyncrl(*verify)),
+        Contestant(VERIFY_VLLM, 1, _asyncrl(*verify, "engine.kind=vllm")),
     )
 
 
-def _trl(*more: str) -> Callable[[Workload, tuple[str, ...], Path, int], Training]:
-    def start(_: Workload, settings: tuple[str, ...], folder: Path, threads: int) -> Training:
+def _trl(*more: str) -> Callable[[tuple[str, ...], Path, int], Training]:
+    def start(settings: tuple[str, ...], folder: Path, threads: int) -> Training:
         log = folder / "steps.jsonl"
         module = ("-m", "benchmarks.peers.trl_train", str(CONFIG), str(log), *more)
         return Training(
@@ -68,7 +71,7 @@ def _trl(*more: str) -> Callable[[Workload, tuple[str, ...], Path, int], Trainin
     return start
 
 
-def _loop(_: Workload, settings: tuple[str, ...], folder: Path, threads: int) -> Training:
+def _loop(settings: tuple[str, ...], folder: Path, threads: int) -> Training:
     log = folder / "steps.jsonl"
     module = ("-m", "benchmarks.peers.vllm_loop", str(CONFIG), str(log))
     return Training(
@@ -78,8 +81,8 @@ def _loop(_: Workload, settings: tuple[str, ...], folder: Path, threads: int) ->
     )
 
 
-def _asyncrl(*mode: str) -> Callable[[Workload, tuple[str, ...], Path, int], Training]:
-    def start(_: Workload, settings: tuple[str, ...], folder: Path, threads: int) -> Training:
+def _asyncrl(*mode: str) -> Callable[[tuple[str, ...], Path, int], Training]:
+    def start(settings: tuple[str, ...], folder: Path, threads: int) -> Training:
         own = (f"run.directory={folder}", "run.name=run", f"launcher.threads={threads}")
         command = run_command(CONFIG, (*settings, *mode, *own))
 

@@ -36,6 +36,7 @@ class Run:
     workload: str
     contestant: str
     seed: int
+    threads: int
     steps: list[Step]
     usage: Usage
 

@@ -9,9 +9,9 @@
 
 Every contestant starts from the same weights and trains on the same prompts in the same order, with
 the same rewards, batch, loss, optimizer, seeds and float32. TRL's arguments follow from the run's
-configuration (`benchmarks.peers.trl_arguments`). Each has the number of threads with which it was
-fastest on this machine. The clock starts when everything is loaded and includes the warming up of
-the first step for all alike. TRL runs in an environment of its own, made on first use.
+configuration (`benchmarks.peers.trl_arguments`). TRL and the vLLM loop have two threads, asyncrl's
+generator and trainer one each. The clock starts when everything is loaded and includes the warming
+up of the first step for all alike. TRL runs in an environment of its own, made on first use.
 
 The contestants run one after the other, in turns. A run during which other processes took more than
 3% of the machine is marked: two OpenMP threads next to one other busy process are 30 times slower.
@@ -95,13 +95,12 @@ def train(workload: Workload, contestant: Contestant, model: Path, seed: int, fo
         RunError: it failed, took too long or has too few steps.
         TrlMissingError: it needs TRL, which cannot be installed.
     """
-    threads = workload.threads.get(contestant.name, 1)
-    training = contestant.start(workload, workload.config(model, seed), folder, threads)
+    training = contestant.start(workload.config(model, seed), folder, contestant.threads)
     usage = run_measured(training.command, training.environment, RUN_SECONDS)
     steps = training.read()
     if len(steps) != workload.steps:
         raise RunError(f"it trained {len(steps)} steps instead of {workload.steps}")
-    return Run(workload.name, contestant.name, seed, steps, usage)
+    return Run(workload.name, contestant.name, seed, contestant.threads, steps, usage)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,6 +142,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.contestants = [known[name] for name in _chosen(parser, asked, list(known))]
     chosen = _chosen(parser, options.workloads, names)
     options.workloads = [one for one in WORKLOADS if one.name in chosen]
+    if options.quick:
+        options.workloads = [one.shortened() for one in options.workloads]
     if options.steps is not None:
         options.workloads = [replace(one, steps=options.steps) for one in options.workloads]
     options.seeds = range(options.repeats or (1 if options.quick else len(SEEDS)))

@@ -33,7 +33,7 @@ def _workload(findings: Findings, workload: Workload) -> Table:
         reached = [run.seconds_to(workload) for run in runs]
         table.add_row(
             name + (" *" if any(run.usage.disturbed for run in runs) else ""),
-            str(workload.threads.get(name, 1)),
+            str(runs[0].threads),
             _spread([run.step_seconds for run in runs], 3),
             "not reached" if None in reached else _spread([s for s in reached if s is not None], 1),
             ", ".join(_steps(run, workload) for run in runs),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -25,8 +25,15 @@ class Workload:
     accuracy: float
     """Mean reward over `window` steps, sampled as in training, at which the clock is stopped."""
     window: int
-    threads: dict[str, int] = field(default_factory=dict)
-    """Contestant to the threads with which it was fastest; without an entry, 1 each."""
+    quick: tuple[int, tuple[str, ...]] | None = None
+    """Steps and further settings under --quick, if they differ."""
+
+    def shortened(self) -> Workload:
+        """As --quick measures it."""
+        if self.quick is None:
+            return self
+        steps, settings = self.quick
+        return replace(self, steps=steps, settings=(*self.settings, *settings), quick=None)
 
     def config(self, model: Path, seed: int, steps: int | None = None) -> tuple[str, ...]:
         """All `--set` values of a run."""
@@ -52,21 +59,22 @@ UNEVEN = Workload(
         "trainer.learning_rate=2.0e-4",
     ),
     steps=40,
-    accuracy=0.80,
+    accuracy=0.75,
     window=8,
 )
 EPOCHS = Workload(
     name="epochs",
-    title="(c) 31M parameters, two epochs over 64 prompts, 4 to 6 digits",
+    title="(c) 30M parameters, two epochs, 4 to 6 digits",
     settings=(
         *("task.digits=[4, 6]", "task.train_size=64"),
         *("sampling.max_tokens=80", "engine.slots=16"),
         *("scheduler.group_size=8", "scheduler.groups_per_step=2"),
-        "trainer.learning_rate=3.0e-5",
+        *("trainer.learning_rate=5.0e-5", "trainer.micro_batch_tokens=320"),
     ),
     steps=64,
     accuracy=0.80,
-    window=8,
+    window=16,
+    quick=(16, ("task.train_size=16",)),
 )
 WORKLOADS = (EXAMPLE, UNEVEN, EPOCHS)
 UNEVEN_WIDTH = 4000

@@ -39,7 +39,7 @@ from benchmarks.peers.shared_data import (
 from benchmarks.peers.tables import tables
 from benchmarks.peers.trl_arguments import NotComparableError, grpo_arguments
 from benchmarks.peers.trl_environment import TrlMissingError, ensure_trl
-from benchmarks.peers.workloads import EXAMPLE, WORKLOADS, Workload
+from benchmarks.peers.workloads import EPOCHS, EXAMPLE, WORKLOADS, Workload
 
 USAGE = Usage(20.0, 18.0, 700_000_000, 0.1, 1.0, 0.01)
 TINY_WORKLOAD = replace(EXAMPLE, steps=4, accuracy=0.8, window=2)
@@ -47,7 +47,7 @@ TINY_WORKLOAD = replace(EXAMPLE, steps=4, accuracy=0.8, window=2)
 
 def a_run(contestant: str, step_seconds: float, rewards: list[float], **values: object) -> Run:
     steps = [Step(step_seconds * (i + 1), reward, 100) for i, reward in enumerate(rewards)]
-    run = Run(EXAMPLE.name, contestant, 0, steps, USAGE)
+    run = Run(EXAMPLE.name, contestant, 0, 1, steps, USAGE)
     return replace(run, **values)  # type: ignore[arg-type]
 
 
@@ -159,7 +159,7 @@ def test_all_contestants_get_the_same_settings(
     monkeypatch.setattr("benchmarks.peers.contestants.ensure_trl", lambda: Path("python"))
     settings = EXAMPLE.config(Path("model"), seed=1)
     for contestant in contestants():
-        command = contestant.start(EXAMPLE, settings, tmp_path, 1).command
+        command = contestant.start(settings, tmp_path, 1).command
         given = {command[i + 1] for i, part in enumerate(command) if part == "--set"}
         assert set(settings) <= given, contestant.name
         allowed = ("scheduler.on_update", "scheduler.max_off_policy", "run.", "launcher.", "engine")
@@ -298,19 +298,19 @@ def test_a_contestant_that_fails_leaves_the_others(
     """The whole command with stand-ins for the trainings."""
 
     def writes(steps: int) -> Contestant:
-        def start(_: Workload, __: tuple[str, ...], folder: Path, ___: int) -> Training:
+        def start(_: tuple[str, ...], folder: Path, __: int) -> Training:
             log = folder / "steps.jsonl"
             line = json.dumps({"seconds": 1.0, "reward": 0.95, "tokens": 10})
             code = f"open({str(log)!r}, 'w').write(({line!r} + chr(10)) * {steps})"
             return Training([sys.executable, "-c", code], {}, lambda: read_steps(log))
 
-        return Contestant(VERIFY if steps == 6 else SYNC, start)
+        return Contestant(VERIFY if steps == 6 else SYNC, 1, start)
 
     def refuses(*_: object) -> Training:
         raise TrlMissingError("no index")
 
     monkeypatch.setattr(
-        peers, "contestants", lambda: (Contestant(TRL, refuses), writes(5), writes(6))
+        peers, "contestants", lambda: (Contestant(TRL, 2, refuses), writes(5), writes(6))
     )
     monkeypatch.setattr(peers, "make_model", lambda *_: tmp_path)
     found = tmp_path / "found.json"
@@ -330,6 +330,13 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         peers.main(["--contestants", "TRL,verl"])
     assert "'verl' is not one of TRL" in capsys.readouterr().err
+
+
+def test_quick_runs_two_epochs_too() -> None:
+    for epochs in (EPOCHS, EPOCHS.shortened()):
+        config = load_config(CONFIG, epochs.config(Path("model"), seed=0))
+        trained = config.run.steps * config.scheduler.groups_per_step
+        assert trained == 2 * (config.task.train_size or 0)
 
 
 def test_every_target_has_a_workload() -> None:
