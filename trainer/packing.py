@@ -1,4 +1,4 @@
-"""Packs sequences of different lengths into one row without padding.
+"""Packs sequences of different lengths into one row without padding, a shared prompt once.
 
 Linear layers, norms and activations see `[1, T]` real tokens. Only attention needs to know where a
 sequence ends: `packed_attention`, registered with transformers under `ATTENTION_NAME`, spreads
@@ -31,48 +31,67 @@ _PLAIN_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "layer_idx", 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Positions of B sequences in a packed row of T tokens and in attention's padded block."""
+    """Positions of B sequences in a packed row of T tokens and in attention's padded block.
+
+    Sequences may share their first tokens, as the samples of a group share their prompt. These come
+    once, at the beginning of the row. In the padded block each sequence has them, and those of the
+    first sequence are the tokens' own: there they get what attention gives to queries.
+    """
 
     positions: Tensor
     """`[1, T]` int64, from 0 in each sequence."""
     spread: Tensor
     """`[B * L_max]` int64: the packed token in each padded slot; 0 where there is none."""
-    real: Tensor
-    """`[B * L_max, 1, 1]` bool: whether the padded slot holds a token."""
+    own: Tensor
+    """`[B * L_max, 1, 1]` bool: whether the padded slot is a token's own."""
     gather: Tensor
-    """`[T]` int64: the padded slot of each packed token."""
+    """`[T]` int64: the padded slot of each packed token, its own one."""
     sequences: int
     """B."""
     longest: int
     """L_max, tokens."""
+    shared: int = 0
+    """First tokens that all sequences share."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Layout:
-        """Lay out sequences of these lengths (each at least 1), one after another."""
+    def of(cls, lengths: Sequence[int], device: torch.device, shared: int = 0) -> Layout:
+        """Lay out sequences of these lengths (each at least 1), one after another.
+
+        Args:
+            lengths: of the whole sequences.
+            device: of all tensors.
+            shared: first tokens that all have in common, at most the shortest length.
+        """
         counts = np.asarray(lengths, np.int64)
-        starts = np.cumsum(counts) - counts
+        rest = counts - shared
+        starts = np.cumsum(rest) - rest
         columns = np.arange(counts.max())
         real = columns[None, :] < counts[:, None]
-        spread = np.where(real, starts[:, None] + columns[None, :], 0)
+        spread = np.where(columns < shared, 0, starts[:, None]) + columns[None, :]
+        spread[~real] = 0
+        own = real.copy()
+        own[1:, :shared] = False
 
         def put(values: NDArray[Any]) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
         return cls(
-            positions=put(np.broadcast_to(columns, real.shape)[real])[None, :],
+            positions=put(np.broadcast_to(columns, own.shape)[own])[None, :],
             spread=put(spread.reshape(-1)),
-            real=put(real.reshape(-1, 1, 1)),
-            gather=put(np.flatnonzero(real.reshape(-1))),
+            own=put(own.reshape(-1, 1, 1)),
+            gather=put(np.flatnonzero(own.reshape(-1))),
             sequences=len(counts),
             longest=int(counts.max()),
+            shared=shared,
         )
 
 
 class _Spread(torch.autograd.Function):
     """`[T, H, D]` to `[B * L_max, H, D]`; padding repeats token 0, and its gradient is dropped.
 
-    The backward pass is written by hand because it is then a plain gather. That of autograd would
-    be a scatter-add over colliding indices.
+    The backward pass is written by hand because it is then a plain gather, and a sum over the
+    sequences for the tokens that they share. That of autograd would be a scatter-add over colliding
+    indices.
     """
 
     @staticmethod
@@ -82,7 +101,12 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].index_select(0, ctx.layout.gather), None
+        layout = ctx.layout
+        out = grads[0].index_select(0, layout.gather)
+        if layout.shared:
+            blocks = grads[0].unflatten(0, (layout.sequences, layout.longest))
+            out[: layout.shared] += blocks[1:, : layout.shared].sum(0)
+        return out, None
 
 
 class _Gather(torch.autograd.Function):
@@ -96,7 +120,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         layout = ctx.layout
-        return grads[0].index_select(0, layout.spread).mul_(layout.real), None
+        return grads[0].index_select(0, layout.spread).mul_(layout.own), None
 
 
 def packed_attention(

@@ -41,7 +41,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """B sequences (prompt + response) in one row of T tokens, N of them response tokens."""
+    """B sequences (prompt + response) in one row of T tokens, N of them response tokens.
+
+    A prompt that all sequences share is in the row once.
+    """
 
     tokens: Tensor
     """`[1, T]` int64."""
@@ -57,21 +60,28 @@ class PackedBatch:
     ) -> PackedBatch:
         """Pack (prompt `[P]`, response `[L]`) pairs in order; P and L at least 1.
 
-        The last response token predicts nothing, so it is left out of the row.
+        The last response token predicts nothing, so it is left out of the row. A prompt that all
+        pairs have in common comes once, before the responses.
         """
-        lengths = [len(prompt) + len(response) - 1 for prompt, response in sequences]
-        rows: list[IntArray] = []
+        first = sequences[0][0]
+        alike = all(np.array_equal(prompt, first) for prompt, _ in sequences[1:])
+        shared = len(first) if len(sequences) > 1 and alike else 0
+        rows: list[IntArray] = [first] if shared else []
         predictors = []
-        start = 0
-        for (prompt, response), length in zip(sequences, lengths, strict=True):
-            rows += [prompt, response[:-1]]
-            predictors.append(np.arange(start + len(prompt) - 1, start + length))
-            start += length
+        start = shared
+        for prompt, response in sequences:
+            own = prompt[shared:]
+            rows += [own, response[:-1]]
+            before = start + len(own) - 1 if len(own) else len(prompt) - 1
+            start += len(own)
+            predictors += [[before], np.arange(start, start + len(response) - 1)]
+            start += len(response) - 1
+        lengths = [len(prompt) + len(response) - 1 for prompt, response in sequences]
         targets = np.concatenate([response for _, response in sequences]).astype(np.int64)
         return cls(
             tokens=torch.from_numpy(np.concatenate(rows).astype(np.int64)).to(device)[None, :],
-            layout=Layout.of(lengths, device),
-            predictors=torch.from_numpy(np.concatenate(predictors)).to(device),
+            layout=Layout.of(lengths, device, shared),
+            predictors=torch.from_numpy(np.concatenate(predictors).astype(np.int64)).to(device),
             targets=torch.from_numpy(targets).to(device),
         )
 

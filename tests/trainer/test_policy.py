@@ -46,9 +46,17 @@ def _plain_logits(path: str, pairs: list[tuple[np.ndarray, np.ndarray]]) -> torc
     return torch.cat(rows)
 
 
+def _group(prompt: int = 6) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Responses of several lengths, the shortest one token long, to one prompt."""
+    shared = np.arange(prompt, dtype=np.int32)
+    return [(shared, response) for _, response in [*_pairs(5), (shared, shared[:1])]]
+
+
+@pytest.mark.parametrize("pairs", [_pairs(), _group()], ids=["own prompts", "a shared prompt"])
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mistral_window", "gpt2", "granite"])
-def test_packed_equals_separate(name: str, model_path: Callable[[str], str]) -> None:
-    pairs = _pairs()
+def test_packed_equals_separate(
+    name: str, pairs: list[tuple[np.ndarray, np.ndarray]], model_path: Callable[[str], str]
+) -> None:
     path = model_path(name)
     batch = PackedBatch.of(pairs, CPU)
     want = torch.log_softmax(_plain_logits(path, pairs) / 0.7, -1)
@@ -187,10 +195,34 @@ def test_micro_batches_hold_every_sequence_once(lengths: list[int], budget: int)
         assert len(batch) == 1 or sum(lengths[i] for i in batch) <= budget
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
-def test_layout_round_trip(lengths: list[int]) -> None:
-    layout = Layout.of(lengths, CPU)
-    tokens = torch.arange(sum(lengths))
+@pytest.mark.parametrize("prompt", [1, 6])
+def test_a_shared_prompt_changes_no_gradient(prompt: int, model_path: Callable[[str], str]) -> None:
+    """The group's gradient is the sum of those of its samples, each with a prompt of its own."""
+    policy = Policy(model_path("llama"), dtype="float64", device=CPU)
+    group = _group(prompt)
+    batch = PackedBatch.of(group, CPU)
+    assert batch.tokens.shape[1] == prompt + sum(len(response) - 1 for _, response in group)
+    weight = torch.linspace(-1.0, 2.0, len(batch.targets), dtype=torch.float64)
+    (policy.score(batch).logprobs * weight).sum().backward()
+    together = [p.grad.clone() for p in policy.model.parameters()]
+    policy.model.zero_grad()
+    parts = weight.split([len(response) for _, response in group])
+    for pair, part in zip(group, parts, strict=True):
+        (policy.score(PackedBatch.of([pair], CPU)).logprobs * part).sum().backward()
+    for got, parameter in zip(together, policy.model.parameters(), strict=True):
+        torch.testing.assert_close(got, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 3))
+def test_layout_round_trip(rests: list[int], shared: int) -> None:
+    lengths = [shared + rest for rest in rests]
+    layout = Layout.of(lengths, CPU, shared)
+    tokens = torch.arange(shared + sum(rests))
     assert tokens[layout.spread][layout.gather].tolist() == tokens.tolist()
-    assert int(layout.real.sum()) == sum(lengths)
-    assert layout.positions[0].tolist() == [p for n in lengths for p in range(n)]
+    assert int(layout.own.sum()) == len(tokens)
+    rows = tokens[layout.spread].view(len(lengths), -1)
+    starts = np.cumsum([shared, *rests[:-1]])
+    for row, start, rest, length in zip(rows.tolist(), starts, rests, lengths, strict=True):
+        assert row[:length] == [*range(shared), *range(start, start + rest)]
+    places = [*range(shared), *(p for n in lengths for p in range(shared, n))]
+    assert layout.positions[0].tolist() == places
