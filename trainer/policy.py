@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -67,21 +68,21 @@ class PackedBatch:
         alike = all(np.array_equal(prompt, first) for prompt, _ in sequences[1:])
         shared = len(first) if len(sequences) > 1 and alike else 0
         rows: list[IntArray] = [first] if shared else []
-        predictors = []
+        predictors: list[NDArray[np.int64]] = []
         start = shared
         for prompt, response in sequences:
             own = prompt[shared:]
             rows += [own, response[:-1]]
             before = start + len(own) - 1 if len(own) else len(prompt) - 1
             start += len(own)
-            predictors += [[before], np.arange(start, start + len(response) - 1)]
+            predictors += [np.array([before]), np.arange(start, start + len(response) - 1)]
             start += len(response) - 1
         lengths = [len(prompt) + len(response) - 1 for prompt, response in sequences]
         targets = np.concatenate([response for _, response in sequences]).astype(np.int64)
         return cls(
             tokens=torch.from_numpy(np.concatenate(rows).astype(np.int64)).to(device)[None, :],
             layout=Layout.of(lengths, device, shared),
-            predictors=torch.from_numpy(np.concatenate(predictors).astype(np.int64)).to(device),
+            predictors=torch.from_numpy(np.concatenate(predictors)).to(device),
             targets=torch.from_numpy(targets).to(device),
         )
 
