@@ -2,9 +2,11 @@
 
     decoder = FrameDecoder(from_generator.FromGenerator, max_bytes=1 << 20)
     message = decoder.decode(body)
+    messages = decoder.decode_all(body)  # of a socket: one, or those that were sent together
 
-A body is a message of the expected union, or it is refused: `decode` raises `FrameRefused` and
-nothing else, whatever the bytes are. Hub, Line and the reward pool's stream decode through it.
+A body is a message of the expected union, or an array of such messages (`wire.outbox`), or it is
+refused as a whole: both raise `FrameRefused` and nothing else, whatever the bytes are. Hub, Line
+and the reward pool's stream decode through it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from wire.errors import WireError
 
 In = TypeVar("In")
 
+T = TypeVar("T")
+
+_ARRAY = b"\xdc"
+"""First byte of a body of several messages: a MessagePack array with a length of two bytes."""
 _LARGEST = sys.float_info.max
 Finite = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 """A field of a message that is neither infinite nor NaN."""
@@ -82,6 +88,7 @@ class FrameDecoder(Generic[In]):
 
     def __init__(self, incoming: Any, *, max_bytes: int) -> None:
         self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
+        self._several: msgspec.msgpack.Decoder[list[In]] = msgspec.msgpack.Decoder(list[incoming])
         self._max_bytes = max_bytes
 
     def decode(self, body: bytes) -> In:
@@ -90,12 +97,28 @@ class FrameDecoder(Generic[In]):
         Raises:
             FrameRefused: it is not an accepted message.
         """
+        return self._decode(self._decoder, body)
+
+    def decode_all(self, body: bytes) -> list[In]:
+        """The messages in `body`, in the order in which they were sent; at least one.
+
+        Raises:
+            FrameRefused: one of them is not an accepted message.
+        """
+        if body[:1] != _ARRAY:
+            return [self.decode(body)]
+        messages = self._decode(self._several, body)
+        if not messages:
+            raise FrameRefused(Reason.UNEXPECTED, "an array of no messages")
+        return messages
+
+    def _decode(self, decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
         if len(body) > self._max_bytes:
             raise FrameRefused(
                 Reason.TOO_LONG, f"{len(body)} bytes; at most {self._max_bytes} are accepted"
             )
         try:
-            return self._decoder.decode(body)
+            return decoder.decode(body)
         except msgspec.ValidationError as error:
             raise FrameRefused(Reason.UNEXPECTED, str(error)) from error
         except UnicodeDecodeError as error:

@@ -5,12 +5,15 @@ peer is bound to a key.
 Each end sends and receives msgspec structs of one direction. A frame that is not an accepted
 message is refused: `Refusals` counts it, logs it, and cuts off a peer that keeps sending such
 frames. `receive` never raises because of what a peer sent. Long messages travel in parts
-(`wire.parts`).
+(`wire.parts`). Short ones that are sent in one turn of the event loop with `send_soon` travel
+together (`wire.outbox`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -21,10 +24,13 @@ from wire.decoding import FrameDecoder, FrameRefused, Reason
 from wire.errors import NoReply, Unreachable
 from wire.handshakes import HandshakeWatch
 from wire.keys import HubKeys, LineKeys
+from wire.outbox import Outbox
 from wire.parts import join, split
 from wire.refusals import Refusals
 
 In = TypeVar("In")
+
+logger = logging.getLogger(__name__)
 
 _NO_PASS = FrameRefused(Reason.UNKNOWN_PEER, "its name and its pass do not belong together")
 
@@ -81,10 +87,27 @@ class Hub(Generic[In]):
         self.refusals = Refusals() if refusals is None else refusals
         self._handshakes = HandshakeWatch(self._socket, self.refusals)
         self._socket.bind(address)
-        self._received = 0
+        self._received = self._refused = 0
         self._max_bytes = max_bytes
         self._decoder: FrameDecoder[In] = FrameDecoder(incoming, max_bytes=max_bytes)
         self._encoder = msgspec.msgpack.Encoder()
+        self._ready: deque[tuple[str, In]] = deque()
+        self._outbox = Outbox(self._send_body)
+
+    def send_soon(self, peer: str, message: msgspec.Struct) -> None:
+        """Send to one peer at the end of this turn of the event loop, with what else goes there.
+
+        A message to a peer that is not connected is dropped, and logged.
+        """
+        self._outbox.add(peer, message)
+
+    def _send_body(self, peer: str, body: bytes) -> None:
+        sending = self._socket.send_multipart(
+            [self._keys.identity_of(peer), *split(body)], flags=zmq.NOBLOCK
+        )
+        error = sending.exception() if sending.done() else None
+        if error is not None:
+            logger.warning("a message could not be sent to %s: %s", peer, error)
 
     async def send(self, peer: str, message: msgspec.Struct) -> None:
         """Send to one peer.
@@ -92,6 +115,7 @@ class Hub(Generic[In]):
         Raises:
             Unreachable: no peer of that name is connected.
         """
+        self._outbox.flush_peer(peer)
         try:
             await self._socket.send_multipart(
                 [self._keys.identity_of(peer), *split(self._encoder.encode(message))],
@@ -106,24 +130,39 @@ class Hub(Generic[In]):
         """Wait for the next message. Callers bound the wait with `asyncio.timeout`."""
         self._handshakes.start()
         while True:
-            parts = await self._socket.recv_multipart()
-            self._received += 1
-            if self._received % _TURN == 0:
-                await asyncio.sleep(0)  # a message that is there already does not suspend the task
-            peer = self._keys.name_in(parts[0])
-            if peer is None:
-                self.refusals.note("a peer", _NO_PASS)
-                continue
-            if self.refusals.is_cut_off(peer):
-                self.refusals.drop(peer)
-                continue
+            while self._ready:
+                peer, message = self._ready.popleft()
+                if self.refusals.is_cut_off(peer):
+                    self.refusals.drop(peer)
+                    continue
+                self._received += 1
+                if self._received % _TURN == 0:
+                    await asyncio.sleep(0)  # messages that are here already do not suspend the task
+                return peer, message
+            await self._receive_frame()
+
+    async def _receive_frame(self) -> None:
+        """Wait for the next frame, and queue its messages or refuse it."""
+        parts = await self._socket.recv_multipart()
+        peer = self._keys.name_in(parts[0])
+        if peer is None:
+            self.refusals.note("a peer", _NO_PASS)
+        elif self.refusals.is_cut_off(peer):
+            self.refusals.drop(peer)
+        else:
             try:
-                return peer, self._decoder.decode(join(parts[1:], max_bytes=self._max_bytes))
+                body = join(parts[1:], max_bytes=self._max_bytes)
+                self._ready.extend((peer, message) for message in self._decoder.decode_all(body))
+                return
             except FrameRefused as error:
                 self.refusals.refuse(peer, error)
+        self._refused += 1
+        if self._refused % _TURN == 0:
+            await asyncio.sleep(0)
 
     def close(self) -> None:
         """Close the socket; queued messages are still sent for at most a second."""
+        self._outbox.flush()
         self._handshakes.close()
         self._socket.close()
 
@@ -151,6 +190,25 @@ class Line(Generic[In]):
         self._decoder: FrameDecoder[In] = FrameDecoder(incoming, max_bytes=LINE_BYTES)
         self._encoder = msgspec.msgpack.Encoder()
         self._address = address
+        self._ready: deque[In] = deque()
+        self._outbox = Outbox(self._send_body)
+        self._full: Unreachable | None = None
+
+    def send_soon(self, message: msgspec.Struct) -> None:
+        """Queue a message for the hub at the end of this turn of the event loop, with others.
+
+        Raises:
+            Unreachable: the queue was full when earlier messages were sent.
+        """
+        if self._full is not None:
+            raise self._full
+        self._outbox.add(self._address, message)
+
+    def _send_body(self, _peer: str, body: bytes) -> None:
+        sending = self._socket.send_multipart(split(body), flags=zmq.NOBLOCK)
+        error = sending.exception() if sending.done() else None
+        if error is not None:
+            self._full = Unreachable(f"messages could not be queued for {self._address}: {error}")
 
     async def send(self, message: msgspec.Struct) -> None:
         """Queue a message for the hub.
@@ -158,6 +216,7 @@ class Line(Generic[In]):
         Raises:
             Unreachable: the queue is full.
         """
+        self._outbox.flush()
         try:
             await self._socket.send_multipart(
                 split(self._encoder.encode(message)), flags=zmq.NOBLOCK
@@ -170,13 +229,14 @@ class Line(Generic[In]):
 
     async def receive(self) -> In:
         """Wait for the next message. Callers bound the wait with `asyncio.timeout`."""
-        while True:
+        while not self._ready:
             parts = await self._socket.recv_multipart()
             try:
-                return self._decoder.decode(join(parts, max_bytes=LINE_BYTES))
+                self._ready.extend(self._decoder.decode_all(join(parts, max_bytes=LINE_BYTES)))
             except FrameRefused as error:
                 self.refusals.refuse(self._address, error)
                 await asyncio.sleep(0)
+        return self._ready.popleft()
 
     async def receive_within(self, seconds: float, *, what: str) -> In:
         """Wait for the next message, at most this long.
@@ -194,4 +254,5 @@ class Line(Generic[In]):
 
     def close(self) -> None:
         """Close the socket; queued messages are still sent for at most a second."""
+        self._outbox.flush()
         self._socket.close()

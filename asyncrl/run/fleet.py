@@ -129,10 +129,7 @@ class Fleet:
         self, name: str, message: to_generator.ToGenerator | to_trainer.ToTrainer
     ) -> None:
         """Send to a process. A message to a dead one is dropped; `deaths` will report it."""
-        try:
-            await self._hub.send(name, message)
-        except Unreachable as error:
-            logger.warning("%s", error)
+        self._hub.send_soon(name, message)
 
     @property
     def config(self) -> LauncherConfig:

@@ -62,6 +62,10 @@ class FakeLine:
         """Pass a message to the other side."""
         self._on_send(message)
 
+    def send_soon(self, message: Any) -> None:
+        """Pass a message to the other side."""
+        self._on_send(message)
+
     async def receive(self) -> Any:
         """Wait for a message from the other side."""
         return await self.inbox.get()

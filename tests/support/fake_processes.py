@@ -61,6 +61,10 @@ class FakeHub:
         if type(message).__name__ == "Shutdown":
             handle.code = 0
 
+    def send_soon(self, peer: str, message: Any) -> None:
+        if self.launcher.handles[peer].code is None:
+            self.sent.append((peer, message))
+
     def take(self) -> list[tuple[str, Any]]:
         """What was sent since the last call."""
         taken, self.sent = self.sent, []

@@ -163,6 +163,9 @@ class FakeLine:
         self._changed = asyncio.Event()
 
     async def send(self, message: Any) -> None:
+        self.send_soon(message)
+
+    def send_soon(self, message: Any) -> None:
         self.sent.append(message)
         self._changed.set()
 

@@ -108,7 +108,7 @@ class FakeHub:
     async def receive(self) -> tuple[str, Any]:
         return await self.inbox.get()
 
-    async def send(self, _peer: str, message: data.Received) -> None:
+    def send_soon(self, _peer: str, message: data.Received) -> None:
         self.acknowledged.append(message.sample)
 
 

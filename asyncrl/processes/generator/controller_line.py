@@ -21,8 +21,12 @@ class ControllerLine:
     line: Line[to_generator.ToGenerator]
 
     async def send(self, message: from_generator.FromGenerator) -> None:
-        """Queue a message. Raises Unreachable if the queue is full."""
-        await self.line.send(message)
+        """Queue a message; those of one turn of the event loop travel together.
+
+        Raises:
+            Unreachable: the queue is full.
+        """
+        self.line.send_soon(message)
 
     async def receive(self) -> to_generator.ToGenerator:
         """Wait for the next command."""

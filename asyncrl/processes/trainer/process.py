@@ -20,7 +20,6 @@ trajectory that arrives twice is acknowledged twice and kept once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 
 import msgspec
@@ -30,7 +29,7 @@ from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.intake import DeliveryNotKept, Intake
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
-from wire import Hub, Line, Unreachable
+from wire import Hub, Line
 from wire.decoding import FrameRefused, Reason
 from wire.messages import data, from_trainer, to_trainer
 
@@ -136,8 +135,7 @@ class TrainerProcess:
             return
         if kept:
             # A generator that has died needs no answer: its replacement sends the sample again.
-            with contextlib.suppress(Unreachable):
-                await self._generators.send(peer, data.Received(delivery.sample, self._lineage))
+            self._generators.send_soon(peer, data.Received(delivery.sample, self._lineage))
             self._changed.set()
 
     def _refuse(self, peer: str, error: DeliveryNotKept) -> None:

@@ -171,9 +171,8 @@ def test_a_run_whose_generators_all_fail_before_they_are_ready_ends() -> None:
         run.kill("generator-1", code=1)
 
 
-def test_a_message_to_a_dead_process_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_to_a_dead_process_is_dropped() -> None:
     fleet, hub = started_fleet(CONFIG)
     hub.launcher.handles["generator-0"].code = 1
     asyncio.run(fleet.send("generator-0", to_generator.Pause()))
     assert hub.sent == []
-    assert "Pause could not be sent to generator-0" in caplog.text

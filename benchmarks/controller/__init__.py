@@ -1,0 +1,1 @@
+"""What the controller costs per sample. See `benchmarks.controller.main`."""

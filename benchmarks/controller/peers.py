@@ -1,0 +1,153 @@
+"""Generators and a trainer that compute nothing, in a process of their own, on real sockets.
+
+They answer every command as the real ones do, at once: a sample is finished in the order in which
+it was started, `together` at a tick; a verification passes; a group that is delivered is
+acknowledged as a whole; a step is trained when its plan comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import wire.outbox
+from asyncrl.processes.generator.controller_line import ControllerLine
+from rollout.trajectory import SampleId
+from wire import Line, RunKey
+from wire.messages import from_generator, from_trainer, to_generator, to_trainer
+from wire.records import EngineStats, LearnerMetrics, TrainerTimes
+from wire.weights.layout import Fingerprint, WeightManifest
+
+SLOTS = 256
+LENGTH = 1000
+DIGEST = b"d" * 16
+REPORT_SECONDS = 0.5
+
+
+def weights(version: int) -> WeightManifest:
+    """Weights that exist and are never read."""
+    return WeightManifest(version, "/dev/null", 0, ())
+
+
+class Generator:
+    """A generator of `SLOTS` rows.
+
+    Args:
+        controller: the line to the controller.
+        together: samples that end at one tick.
+        tick: seconds between two ticks.
+    """
+
+    def __init__(self, controller: ControllerLine, together: int, tick: float) -> None:
+        self._controller = controller
+        self._together = together
+        self._tick = tick
+        self._version = 0
+        self._running: OrderedDict[SampleId, int] = OrderedDict()
+        self._verifying: list[SampleId] = []
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        name, send = self._controller.generator, self._controller.send
+        await send(from_generator.GeneratorReady(name, SLOTS, 0, Fingerprint({}, ""), None))
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._serve())
+            loops.create_task(self._finish())
+            loops.create_task(self._report())
+
+    async def _serve(self) -> None:
+        name, send = self._controller.generator, self._controller.send
+        while True:
+            match await self._controller.receive():
+                case to_generator.Generate() as command:
+                    self._running[command.sample] = self._version
+                case to_generator.InstallWeights() as command:
+                    self._version = command.manifest.policy_version
+                    await send(from_generator.WeightsInstalled(name, self._version))
+                case to_generator.Verify() as command:
+                    for sample in command.samples:
+                        if sample in self._running:
+                            self._running[sample] = self._version
+                        else:
+                            self._verifying.append(sample)
+                case to_generator.Deliver() as command:
+                    for sample in command.samples:
+                        await send(from_generator.SampleDelivered(name, sample))
+                case to_generator.Evaluate() as command:
+                    scored = from_generator.EvaluationSample(
+                        name, command.round, command.index, 1.0, self._version
+                    )
+                    await send(scored)
+
+    async def _finish(self) -> None:
+        while True:
+            await asyncio.sleep(self._tick)
+            for sample in self._verifying:
+                await self._tell(sample, self._version)
+            self._verifying.clear()
+            for _ in range(min(self._together, len(self._running))):
+                await self._tell(*self._running.popitem(last=False))
+
+    async def _tell(self, sample: SampleId, version: int) -> None:
+        await self._controller.send(
+            from_generator.SampleFinished(
+                self._controller.generator, sample, LENGTH, version, "length", DIGEST
+            )
+        )
+
+    async def _report(self) -> None:
+        while True:
+            stats = EngineStats(slots=SLOTS, policy_version=self._version)
+            report = from_generator.GeneratorReport(
+                self._controller.generator, stats, held=0, rewards_waiting=0
+            )
+            await self._controller.send(report)
+            await asyncio.sleep(REPORT_SECONDS)
+
+
+async def train(line: Line[Any]) -> None:
+    """Serve as a trainer until cancelled."""
+    await line.send(from_trainer.TrainerReady(0, weights(0)))
+    while True:
+        match await line.receive():
+            case to_trainer.StepPlan(step=step, groups=groups):
+                await line.send(
+                    from_trainer.StepFinished(
+                        step, groups, weights(step + 1), LearnerMetrics(), TrainerTimes()
+                    )
+                )
+
+
+async def report(line: Line[Any]) -> None:
+    """Say that the trainer is alive."""
+    while True:
+        await asyncio.sleep(REPORT_SECONDS)
+        await line.send(from_trainer.TrainerReport(0, 0, 0.0))
+
+
+async def serve(options: dict[str, Any]) -> None:
+    """Run all of them until cancelled."""
+    key = RunKey.read(Path(options["key"]))
+
+    def line(name: str, commands: Any) -> Line[Any]:
+        return Line(options["address"], key.line("control", name), commands)
+
+    async with asyncio.TaskGroup() as peers:
+        trainer = line("trainer", to_trainer.ToTrainer)
+        peers.create_task(train(trainer))
+        peers.create_task(report(trainer))
+        for index in range(options["generators"]):
+            name = f"generator-{index}"
+            controller = ControllerLine(name, line(name, to_generator.ToGenerator))
+            generator = Generator(controller, options["together"], options["tick"])
+            peers.create_task(generator.run())
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    wire.outbox.MAX_MESSAGES = given["max_messages"]
+    asyncio.run(serve(given))
