@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 import zmq
@@ -50,6 +51,12 @@ def identify(socket: zmq.Socket[Any], keys: LineKeys) -> None:
     socket.setsockopt(zmq.IDENTITY, keys.identity)
     socket.curve_serverkey = keys.hub
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+
+
+def _error_of(sending: Awaitable[Any]) -> BaseException | None:
+    """Why a message was not sent. A send that may not wait has ended when it returns."""
+    ended = cast("asyncio.Future[Any]", sending)
+    return ended.exception()
 
 
 class Hub(Generic[In]):
@@ -105,7 +112,7 @@ class Hub(Generic[In]):
         sending = self._socket.send_multipart(
             [self._keys.identity_of(peer), *split(body)], flags=zmq.NOBLOCK
         )
-        error = sending.exception() if sending.done() else None
+        error = _error_of(sending)
         if error is not None:
             logger.warning("a message could not be sent to %s: %s", peer, error)
 
@@ -206,7 +213,7 @@ class Line(Generic[In]):
 
     def _send_body(self, _peer: str, body: bytes) -> None:
         sending = self._socket.send_multipart(split(body), flags=zmq.NOBLOCK)
-        error = sending.exception() if sending.done() else None
+        error = _error_of(sending)
         if error is not None:
             self._full = Unreachable(f"messages could not be queued for {self._address}: {error}")
 
