@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 _LOG_TAIL_BYTES = 16_384
 
+CHILD_MODULE = "asyncrl.processes.child"
+"""What a child runs. Benchmarks put an entry point of their own here, which then calls this one."""
+
 
 class LocalProcess:
     """A child in a session of its own, so that it can be ended together with its children."""
@@ -101,7 +104,7 @@ class LocalLauncher:
         return self._threads
 
     def start(self, spec: ChildSpec, keys: ChildKeys) -> ProcessHandle:
-        """Start `python -m asyncrl.processes.child`; its output goes to LOGS/NAME.log."""
+        """Start `python -m CHILD_MODULE`; its output goes to LOGS/NAME.log."""
         log = self._logs / f"{spec.name}.log"
         environment = os.environ | {
             "OMP_NUM_THREADS": str(spec.threads),
@@ -121,7 +124,7 @@ class LocalLauncher:
                 [
                     sys.executable,
                     "-m",
-                    "asyncrl.processes.child",
+                    CHILD_MODULE,
                     msgspec.json.encode(spec).decode(),
                 ],
                 stdin=subprocess.PIPE,

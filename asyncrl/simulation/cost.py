@@ -1,9 +1,10 @@
 """Costs of decoding, scoring and training: from a roofline, or as measured in a run.
 
 Roofline: a decode step of n rows reads all weights and the KV of the rows, and multiplies n tokens
-with all weights. It takes the longer of the two times, plus a constant. Scoring T tokens is
-arithmetic only. A training token costs three times a scored one: the forward pass, and twice that
-for the backward pass.
+with all weights. It takes the longer of the two times, plus a constant. Tokens of prompts and
+tokens to verify are fed in a step of the rows that decode, so they cost only the arithmetic for
+which the step would have no time. A training token costs three times a scored one: the forward
+pass, and twice that for the backward pass.
 
 Measured (`asyncrl.simulation.fit` makes it from the records of a run): a step costs a constant plus
 a constant per token fed. The number of tokens that a row gains in a step, by drafting from the
@@ -45,8 +46,10 @@ class Model:
 
 H200 = Device("H200", 4.8e12, 9.89e14)
 """From the data sheet: 4.8 TB/s, 989 TFLOP/s in bfloat16 without sparsity."""
+H100 = Device("H100", 3.35e12, 9.89e14)
+"""From the data sheet (SXM): 3.35 TB/s, 989 TFLOP/s in bfloat16 without sparsity."""
 
-DEVICES = {"h200": H200}
+DEVICES = {"h200": H200, "h100": H100}
 MODELS = {
     # KV: 2 (k, v) * layers * key-value heads * 128 * 2 bytes, from Qwen2.5's configurations.
     "1.5b": Model("1.5B", 1.54e9, 2 * 28 * 2 * 128 * 2),
@@ -67,8 +70,12 @@ class Costs(Protocol):
         """Seconds of the trainer after the last token of a step."""
 
     @property
+    def stage_seconds(self) -> float:
+        """Seconds in which a generator receives new weights while it decodes."""
+
+    @property
     def swap_seconds(self) -> float:
-        """Seconds in which a generator installs new weights."""
+        """Seconds in which a generator installs new weights and decodes nothing."""
 
     @property
     def message_seconds(self) -> float:
@@ -95,8 +102,14 @@ class Costs(Protocol):
             acceptance: chance that a drafted token is accepted.
         """
 
-    def score(self, tokens: float) -> float:
-        """Seconds to score this many tokens in one pass."""
+    def prefill(self, tokens: float, rows: float, context: float) -> float:
+        """Seconds by which a decode step is longer that also takes in or scores these tokens.
+
+        Args:
+            tokens: of prompts, or to be verified.
+            rows: number of rows that decode in the step.
+            context: tokens attended to by these rows.
+        """
 
     def reward(self, rows: int) -> float:
         """Seconds of the reward of one sample; a generator's rewards are computed one at a time.
@@ -136,7 +149,9 @@ class Cost:
     train_token_seconds: float
     """Seconds of a token in training, on all devices of the trainer together."""
     swap_seconds: float
-    """Seconds in which a generator installs new weights."""
+    """Seconds in which a generator installs new weights and decodes nothing."""
+    stage_seconds: float = 0.0
+    """Seconds in which a generator receives new weights while it decodes."""
     optimizer_seconds: float = 0.0
     """Seconds of the trainer after the last token of a step."""
     message_seconds: float = 1e-3
@@ -146,6 +161,15 @@ class Cost:
         fed = rows
         if drafting:
             fed = max(fed, min(rows + MAX_DRAFTS * drafting, int(self.free_tokens)))
+        return self.step(fed, context)
+
+    def step(self, fed: float, context: float) -> float:
+        """Seconds of an engine step.
+
+        Args:
+            fed: tokens fed, those of prompts, of drafts and to be verified included.
+            context: tokens attended to by the rows that decode, all rows together.
+        """
         read = self.memory_seconds + self.kv_seconds * context
         return self.step_seconds + max(read, self.token_seconds * fed)
 
@@ -158,9 +182,10 @@ class Cost:
         free = max(0.0, self.free_tokens - rows) / (drafting + 1)
         return tokens_per_step(acceptance, int(min(MAX_DRAFTS, free)))
 
-    def score(self, tokens: float) -> float:
-        """The arithmetic, but at least the time to read the weights."""
-        return max(self.memory_seconds, self.token_seconds * tokens)
+    def prefill(self, tokens: float, rows: float, context: float) -> float:
+        """The arithmetic beyond what the step has time for while it reads the weights."""
+        alone = self.step(rows, context) if rows else 0.0
+        return self.step(rows + tokens, context) - alone
 
     def reward(self, rows: int) -> float:  # noqa: ARG002
         """Zero: rewards are not modelled."""
@@ -198,6 +223,8 @@ class MeasuredCost:
     """Seconds of one sample's reward while the engine is idle."""
     reward_steps: float
     """Engine steps during one reward while the engine decodes; both share an event loop."""
+    stage_seconds: float = 0.0
+    """Seconds of staging. A fit cannot tell them from those of the messages before."""
 
     def decode(self, rows: float, context: float, drafting: int = 0) -> float:  # noqa: ARG002
         """The context is ignored: attention at the run's context lengths is in the constants."""
@@ -212,8 +239,8 @@ class MeasuredCost:
         drafts = _between(self.rows, self.fed, rows) - 1.0
         return max(self.speed(rows), tokens_per_step(acceptance, round(drafts)))
 
-    def score(self, tokens: float) -> float:
-        """Per token only: verification is part of a step of the decoding rows."""
+    def prefill(self, tokens: float, rows: float, context: float) -> float:  # noqa: ARG002
+        """Per token only."""
         return self.token_seconds * tokens
 
     def reward(self, rows: int) -> float:

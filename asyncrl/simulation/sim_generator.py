@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.simulation.cost import Costs
@@ -26,7 +27,9 @@ class GeneratorSetting:
     """Seconds of decoding, scoring and installing weights."""
     lengths: Lengths
     """Draws the length of an answer."""
-    prompt_tokens: int
+    known: Mapping[SampleId, int]
+    """Lengths of answers that are not drawn."""
+    prompt_tokens: float
     """Tokens of every prompt."""
     drift: float
     """Total variation per token and optimizer step."""
@@ -51,6 +54,8 @@ class SimRequest:
     """(policy version, tokens), in order."""
     drafted: float = 0.0
     """Tokens of its old continuation that are left to draft from."""
+    scoring: float = 0.0
+    """Progress until its verification is over, which takes a slot for one step."""
     speedup: float = 1.0
     """Its speed relative to other requests while it has tokens to draft from."""
     began: float = 0.0
@@ -81,10 +86,13 @@ class SimRequest:
         """How far the progress counter has to grow until the request is done."""
         left = max(0.0, self.length - self.generated)
         drafted = min(left, self.drafted)
-        return drafted / self.speedup + left - drafted
+        return self.scoring + drafted / self.speedup + left - drafted
 
     def grow(self, progress: float, version: int) -> float:
         """Add the tokens of this much progress as a segment; returns their number."""
+        scoring = min(progress, self.scoring)
+        self.scoring -= scoring
+        progress -= scoring
         drafting = min(progress, self.drafted / self.speedup)
         drafted = drafting * self.speedup
         tokens = min(self.length - self.generated, drafted + progress - drafting)
@@ -168,8 +176,8 @@ class SimGenerator:
         return step / cost.speed(self._active)
 
     def _prefill(self, tokens: float) -> None:
-        """Score this many tokens in one pass; decoding pauses meanwhile."""
-        seconds = self._cost.score(tokens)
+        """Feed this many tokens in a decode step; decoding pauses for what they add to it."""
+        seconds = self._cost.prefill(tokens, self._active, self._context)
         self.paused_until = max(self.paused_until, self._clock) + seconds
         self.tally.busy += seconds
 
@@ -177,7 +185,9 @@ class SimGenerator:
 
     def start(self, sample: SampleId, priority: int) -> None:
         """Add a request."""
-        self._add(SimRequest(sample, self._setting.lengths(self._rng), priority))
+        setting = self._setting
+        length = setting.known.get(sample) or setting.lengths(self._rng)
+        self._add(SimRequest(sample, length, priority))
 
     def next_finished(self) -> SimRequest | None:
         """A request that is done now, and held from now on; None if there is none."""
@@ -210,6 +220,7 @@ class SimGenerator:
                 scored += self._accept(request)
                 request.prefilled = True
                 if self._held.pop(sample, None) is not None:
+                    request.scoring = 1.0
                     self._add(request)
             if active:
                 self._enter(request)

@@ -11,11 +11,13 @@ from __future__ import annotations
 import gc
 import heapq
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.simulation.cost import Costs
 from asyncrl.simulation.lengths import Lengths, Survival
 from asyncrl.simulation.sim_generator import GeneratorSetting, SimGenerator, SimRequest
+from rollout.trajectory import SampleId
 from scheduler import commands, events
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
@@ -34,7 +36,9 @@ class Setting:
     """Seconds of decoding, scoring, training and messages."""
     lengths: Lengths
     """Draws the length of an answer."""
-    prompt_tokens: int = 200
+    known: Mapping[SampleId, int] = field(default_factory=dict)
+    """Lengths of answers that are not drawn, to repeat a real run."""
+    prompt_tokens: float = 200
     """Tokens of every prompt."""
     drift: float = 3e-4
     """Total variation per token and optimizer step."""
@@ -141,12 +145,12 @@ class World:
         self._rewards_free: dict[str, float] = {}
         """By generator: time at which all rewards requested so far are computed."""
 
-    def run(self, warm_up: int = 2) -> Outcome:
-        """Simulate the run; the outcome covers the steps from `warm_up` on."""
+    def run(self, warm_up: int = 2, end: int | None = None) -> Outcome:
+        """Simulate the run; the outcome covers the steps from `warm_up` on, up to `end`."""
         setting = self._setting
         shared = GeneratorSetting(
-            setting.cost, setting.lengths, setting.prompt_tokens, setting.drift, setting.redraft,
-            setting.survival, setting.config.on_update == "recompute",
+            setting.cost, setting.lengths, setting.known, setting.prompt_tokens, setting.drift,
+            setting.redraft, setting.survival, setting.config.on_update == "recompute",
         )  # fmt: skip
         for index in range(setting.generators):
             name = f"g{index}"
@@ -156,11 +160,11 @@ class World:
         gc.collect()
         gc.freeze()  # later collections do not scan the objects made so far
         try:
-            return self._play(min(warm_up, setting.steps - 1))
+            return self._play(min(warm_up, setting.steps - 1), end)
         finally:
             gc.unfreeze()
 
-    def _play(self, warm_up: int) -> Outcome:
+    def _play(self, warm_up: int, end: int | None) -> Outcome:
         """Process what is due, in time order, until the run ends."""
         self._tell(events.TrainerJoined(0))
         marks: dict[int, tuple[float, float, float, float]] = {}
@@ -175,7 +179,7 @@ class World:
             step = self._scheduler.state.step
             if step not in marks:
                 marks[step] = self._mark()
-        return self._sum_up(marks, warm_up)
+        return self._sum_up(marks, warm_up, max(marks) if end is None else end)
 
     # -------------------------------------------------------------- generators
 
@@ -236,7 +240,8 @@ class World:
             case commands.VerifySamples(generator=name, samples=samples, min_version=version):
                 self._touch(name, touched).verify(samples, version)
             case commands.InstallWeights(generator=name, policy_version=version):
-                self._after(self._message, events.WeightsInstalled(name, version))
+                staged = self._message + self._setting.cost.stage_seconds
+                self._after(staged, events.WeightsInstalled(name, version))
             case commands.DeliverGroup():
                 self._deliver(command, touched)
             case commands.DeclareStep(step=step, groups=groups):
@@ -303,8 +308,9 @@ class World:
             sum(tally.rejected for tally in tallies),
         )
 
-    def _sum_up(self, marks: dict[int, tuple[float, float, float, float]], first: int) -> Outcome:
-        last = max(marks)
+    def _sum_up(
+        self, marks: dict[int, tuple[float, float, float, float]], first: int, last: int
+    ) -> Outcome:
         began, ended = marks[first], marks[last]
         seconds = max(1e-9, ended[0] - began[0])
         groups = [entry for step in range(first, last) for entry in self._delivered.get(step, [])]

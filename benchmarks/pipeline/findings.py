@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.pipeline.costs import Costs
 from benchmarks.pipeline.modes import KEEP_4, RUN_AHEAD, SYNC, Effort
+from benchmarks.pipeline.overlap import bound
 from benchmarks.pipeline.run import GENERATOR, TRAINER, RunNumbers
 
 TARGETS = {
@@ -52,6 +53,8 @@ class Findings:
     """Parameters of the model."""
     accuracy_before: float | None = None
     """Held-out accuracy before training."""
+    slowdown: float | None = None
+    """How much two busy processes slow each other down here (`overlap`); None: not measured."""
     runs: list[RunNumbers] = field(default_factory=list)
     """In the order in which they were made."""
     missing: dict[str, str] = field(default_factory=dict)
@@ -120,6 +123,11 @@ class Findings:
             training = self.mean(SYNC, lambda run: run.busy_seconds(TRAINER))
             generation = self.mean(SYNC, lambda run: run.busy_seconds(GENERATOR))
             found["training_over_generation"] = training / generation
+            if self.slowdown is not None:
+                found["overlap_slowdown"] = self.slowdown
+                found["overlap_bound"] = bound(
+                    self.slowdown, self.step_seconds(SYNC), generation, training
+                )
         return found
 
     def raw(self) -> dict[str, Any]:
@@ -129,6 +137,7 @@ class Findings:
             "parameters": self.parameters,
             "costs": {**asdict(self.costs), "ratio": self.costs.ratio},
             "accuracy_before": self.accuracy_before,
+            "slowdown": self.slowdown,
             "missing": self.missing,
             "runs": [
                 {

@@ -37,6 +37,7 @@ from benchmarks.pipeline.costs import measure_costs
 from benchmarks.pipeline.findings import Findings
 from benchmarks.pipeline.model import ModelRecipe, ensure_model
 from benchmarks.pipeline.modes import CONFIG, FULL, QUICK, Effort, Mode, modes
+from benchmarks.pipeline.overlap import measure_slowdown
 from benchmarks.pipeline.plot import write_plot
 from benchmarks.pipeline.run import RunError, RunNumbers, carry_out, read_run
 from benchmarks.pipeline.tables import tables
@@ -54,6 +55,7 @@ def measure(
     wide = folder / "model"
     parameters = widen(str(model), wide, effort.intermediate_size)
     findings = Findings(effort, measure_costs(wide), parameters)
+    findings.slowdown = measure_slowdown()
     findings.accuracy_before = accuracy_of(wide, effort)
     # Seed by seed, so that a machine that slows down over time affects all modes alike.
     for seed in effort.seeds:

@@ -115,6 +115,11 @@ def _targets(findings: Findings) -> Table:
             continue
         colour = "green" if reached(name, ratios[name]) else "bold red"
         table.add_row(name, wanted, f"[{colour}]{ratios[name]:.3f}[/]")
+    if "overlap_bound" in ratios:
+        table.caption = (
+            f"two busy processes slow each other down {ratios['overlap_slowdown']:.2f} times here: "
+            f"sync_over_verify cannot be more than {ratios['overlap_bound']:.2f}"
+        )
     difference = findings.accuracy_difference(RUN_AHEAD)
     if difference is None:
         table.add_row("accuracy_difference", "within noise", "[bold red]MISSING[/]")

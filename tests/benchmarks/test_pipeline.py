@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 from tiny_warm_start import TINY
 
 from asyncrl.config import load_config
@@ -21,6 +23,7 @@ from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import ensure_builtin_model
 from benchmarks.pipeline import costs as pipeline_costs
 from benchmarks.pipeline import main as pipeline
+from benchmarks.pipeline import overlap
 from benchmarks.pipeline import run as pipeline_run
 from benchmarks.pipeline.costs import Costs
 from benchmarks.pipeline.findings import Findings, reached
@@ -215,6 +218,7 @@ def test_failed_and_unsupported_modes_are_reported_and_the_others_run(
     monkeypatch.setattr(pipeline, "run_and_evaluate", fake)
     monkeypatch.setattr(pipeline, "widen", lambda *_: 1000)
     monkeypatch.setattr(pipeline, "measure_costs", lambda _: COSTS)
+    monkeypatch.setattr(pipeline, "measure_slowdown", lambda: 1.5)
     monkeypatch.setattr(pipeline, "accuracy_of", lambda *_: 0.5)
     impossible = Mode("mixed", ("scheduler.on_update=both",))
     chosen = (impossible, *modes())
@@ -334,3 +338,21 @@ def test_the_variety_of_benchmarks_policies_is_unchanged() -> None:
     text = Variety().text(problem, rng, 0.06)
     assert arithmetic(problem.question, text, {"answer": problem.answer}) in (0.0, 1.0)
     assert set("".join(c for c in text if not c.isdigit())) <= set("+=:,. ")
+
+
+def test_what_overlapping_can_bring_on_cores_that_slow_each_other_down() -> None:
+    # Cores of their own: the longer of the two. Cores that share everything: nothing.
+    assert overlap.bound(1.0, 3.0, 1.5, 1.5) == 2.0
+    assert overlap.bound(2.0, 3.0, 1.5, 1.5) == 1.0
+    assert overlap.bound(1.5, 3.0, 1.5, 1.5) == pytest.approx(4 / 3)
+    assert overlap.bound(1.1, 4.0, 3.0, 1.0) == pytest.approx(4 / 3)  # generation is the longer
+    found = Findings(EFFORT, COSTS, 1000, runs=[a_run(SYNC), a_run(RUN_AHEAD)], slowdown=1.5)
+    assert found.ratios()["overlap_bound"] == pytest.approx(1.0 / (1.4 * 0.75), rel=1e-6)
+    console = Console(width=150, record=True, file=io.StringIO())
+    console.print(tables(found)[-1])
+    assert "1.50 times" in console.export_text()
+
+
+def test_the_slowdown_of_two_processes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "_SECONDS", 0.05)
+    assert 0.3 < overlap.measure_slowdown() < 6.0

@@ -1,0 +1,8 @@
+"""`asyncrl run` whose children are paced: `python -m benchmarks.paced.command run CONFIG ...`."""
+
+from asyncrl.cli import main
+from asyncrl.launch import local
+
+if __name__ == "__main__":
+    local.CHILD_MODULE = "benchmarks.paced.child"
+    main()

@@ -1,0 +1,130 @@
+"""Results of benchmarks.paced: the runs, their simulations, and the ratios."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from asyncrl.simulation.world import Outcome
+from benchmarks.paced.run import Numbers
+from benchmarks.paced.setting import KEEP_1, KEEP_4, SYNC, VERIFY, Paced
+
+TARGETS = {
+    "paced_sync_over_verify": 1.7,
+    "paced_verify_over_keep1": 1.05,
+    "paced_verify_over_keep4": 1.15,
+    "paced_generator_idle": 0.03,
+    "paced_staleness_max": 0.0,
+    "sim_vs_paced": 0.05,
+}
+"""`paced_sync_over_verify` must be at least this, the others at most."""
+FLOORS = frozenset({"paced_sync_over_verify"})
+
+
+@dataclass(frozen=True)
+class Result:
+    """A paced run next to its simulation."""
+
+    paced: Paced
+    numbers: Numbers
+    simulated: Outcome
+
+    @property
+    def deviation(self) -> float:
+        """The simulator's step time over the measured one, minus 1."""
+        return self.simulated.step_seconds / self.numbers.step_seconds - 1.0
+
+
+def setting_of(paced: Paced) -> Paced:
+    """What the runs of a comparison have in common: everything but the mode."""
+    return replace(paced, mode=SYNC)
+
+
+@dataclass
+class Findings:
+    """All runs, in the order in which they were made."""
+
+    results: list[Result] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Run to the reason why it has no result."""
+
+    def settings(self) -> list[Paced]:
+        """The settings that were compared, in order."""
+        return list(dict.fromkeys(setting_of(one.paced) for one in self.results))
+
+    def of(self, setting: Paced) -> dict[str, Result]:
+        """The results of a setting by mode."""
+        return {one.paced.mode: one for one in self.results if setting_of(one.paced) == setting}
+
+    def compared(self, setting: Paced) -> dict[str, float]:
+        """The ratios of one setting; those of modes that did not run are missing.
+
+        `..._per_token` are the same ratios per token trained on: the modes draw different answers.
+        """
+        modes = self.of(setting)
+        found: dict[str, float] = {}
+        if (verify := modes.get(VERIFY)) is not None:
+            seconds, simulated = verify.numbers.step_seconds, verify.simulated.step_seconds
+            per_token = verify.numbers.seconds_per_token
+            if (sync := modes.get(SYNC)) is not None:
+                found["sync_over_verify"] = sync.numbers.step_seconds / seconds
+                found["sync_over_verify_per_token"] = sync.numbers.seconds_per_token / per_token
+                found["simulated_sync_over_verify"] = sync.simulated.step_seconds / simulated
+            for name, mode in (("keep1", KEEP_1), ("keep4", KEEP_4)):
+                if (keep := modes.get(mode)) is not None:
+                    found[f"verify_over_{name}"] = seconds / keep.numbers.step_seconds
+                    found[f"verify_over_{name}_per_token"] = (
+                        per_token / keep.numbers.seconds_per_token
+                    )
+                    found[f"simulated_verify_over_{name}"] = simulated / keep.simulated.step_seconds
+            found["generator_idle"] = verify.numbers.generator_idle
+            found["staleness_max"] = verify.numbers.staleness_max
+            if verify.numbers.kept is not None:
+                found["kept_share"] = verify.numbers.kept
+        found["sim_vs_paced"] = max(abs(one.deviation) for one in modes.values())
+        return found
+
+    def ratios(self) -> dict[str, float]:
+        """Name to number. The decisive ones, of the first setting, have no suffix."""
+        found: dict[str, float] = {}
+        for index, setting in enumerate(self.settings()):
+            suffix = "" if index == 0 else "_" + label(setting).replace(" ", "_")
+            for name, value in self.compared(setting).items():
+                prefix = "" if name.startswith("sim") else "paced_"
+                found[f"{prefix}{name}{suffix}"] = value
+        return found
+
+    def raw(self) -> dict[str, Any]:
+        """Everything that was measured, for the JSON file."""
+        return {
+            "failed": self.failed,
+            "runs": [
+                {
+                    "paced": asdict(one.paced),
+                    "numbers": {k: v for k, v in asdict(one.numbers).items() if k != "lengths"},
+                    "simulated": asdict(one.simulated),
+                    "deviation": one.deviation,
+                }
+                for one in self.results
+            ],
+        }
+
+
+def label(setting: Paced) -> str:
+    """A short name of a setting: in what it differs from the first one."""
+    base = Paced()
+    parts = [f"{setting.generators}g"]
+    if setting.training != base.training:
+        parts.append(f"training {setting.training:g}")
+    if setting.machine != base.machine:
+        parts.append(f"{setting.machine.device} {setting.machine.model}")
+    if setting.scale.lengths != base.scale.lengths:
+        parts.append(f"scale {setting.scale.lengths:g}")
+    if setting.scale.dilation != base.scale.dilation:
+        parts.append(f"dilation {setting.scale.dilation:g}")
+    return " ".join(parts)
+
+
+def reached(name: str, value: float) -> bool:
+    """Whether a ratio meets its target."""
+    return value >= TARGETS[name] if name in FLOORS else value <= TARGETS[name]
