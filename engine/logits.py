@@ -6,6 +6,9 @@ So drawing and looking up go through the rows in slabs. Rows are independent of 
 change no result.
 
 The limit is `engine.logits_mib`. The logits themselves, which the model computes, are not counted.
+
+On a GPU kernels work from the logits directly (`engine.logits_triton`) and write no array over the
+vocabulary, so only the output layer has to be asked in slabs there.
 """
 
 from __future__ import annotations
@@ -27,6 +30,10 @@ log-probability, and what the device's allocator rounds up."""
 BYTES_PER_TRUNCATED_LOGIT = 64
 """The same where top-k, top-p or min-p is on: sorted copies, indices, a cumulative sum in float64.
 """
+
+
+MAX_FUSED_K = 64
+"""Longest list that the kernels for GPUs find: that of engine.top_k_logprobs."""
 
 
 class LogitDraws(NamedTuple):
@@ -71,6 +78,14 @@ def draw_from_logits(
         table_rows: T; None: N. Rows that nothing belongs to are 0.
     """
     n, device = len(logits), logits.device
+    if fused(logits, k):
+        from engine.logits_triton import draw_rows
+
+        return LogitDraws(
+            *draw_rows(
+                logits, sampling, k, streams, places, n if table_rows is None else table_rows
+            )
+        )
     tokens = torch.empty(n, dtype=torch.int64, device=device)
     total = n if table_rows is None else table_rows
     ids = torch.zeros((total, 1 + k), dtype=torch.int32, device=device)
@@ -98,9 +113,38 @@ def read_from_logits(
         columns: `[N]` what is looked up.
         k: K of the lists.
     """
+    if fused(logits, max(k, 1)):
+        return _read_fused(logits, sampling, columns, k)
     logprobs = processed_logprobs(logits.float(), sampling)
     reading = read(logprobs, np.arange(len(logprobs)), columns)
     return LogitReading(reading, top_k(logprobs, k) if k else None)
+
+
+def fused(logits: torch.Tensor, k: int) -> bool:
+    """Whether the kernels for GPUs are used."""
+    return logits.device.type == "cuda" and 0 < k <= MAX_FUSED_K
+
+
+def _read_fused(
+    logits: torch.Tensor, sampling: SamplingColumns, columns: KeptColumns, k: int
+) -> LogitReading:
+    from engine.logits_triton import draw_rows, look_up_rows
+
+    found = look_up_rows(logits, sampling, columns)
+    values = found.values.cpu().numpy()
+    own, names = values[:, 0].copy(), columns.tokens.astype(np.int64)
+    name_logprobs = own.copy()
+    tail = columns.outside()
+    names[tail] = found.names.cpu().numpy()[tail]
+    named = tail & (names >= 0)
+    name_logprobs[tail] = -np.inf
+    name_logprobs[named] = found.name_values.cpu().numpy()[named]
+    listed = None
+    if k:
+        streams = Streams(columns.noise_seeds, columns.positions, columns.noise_seeds)
+        _, ids, logprobs = draw_rows(logits, sampling, k, streams, None, len(logits))
+        listed = TopK(ids[:, 1:], logprobs[:, 1:])  # the draw is not used
+    return LogitReading(Reading(own, values[:, 1:], names, name_logprobs), listed)
 
 
 def process_all(logits: torch.Tensor, sampling: SamplingColumns, max_bytes: int) -> torch.Tensor:

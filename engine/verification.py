@@ -58,6 +58,11 @@ class KeptColumns(NamedTuple):
             exact=np.zeros(n, np.bool_),
         )
 
+    def outside(self) -> NDArray[np.bool_]:
+        """`[N]` whether the exact rule judges a token that lies outside its list."""
+        outside: NDArray[np.bool_] = symbols_of(self.tokens, self.ids) == self.ids.shape[1]
+        return self.exact & outside
+
     def part(self, part: slice) -> KeptColumns:
         """Some of them; views."""
         tokens, ids, positions, seeds, exact = self
@@ -215,7 +220,7 @@ def read(logprobs: torch.Tensor, rows: NDArray[np.int64], columns: KeptColumns) 
     found = _at(logprobs, rows, np.concatenate([tokens[:, None], ids], axis=1))
     own, listed = found[:, 0].copy(), found[:, 1:]
     names, name_logprobs = tokens.astype(np.int64), own.copy()
-    tail = np.flatnonzero(columns.exact & (symbols_of(tokens, ids) == ids.shape[1]))
+    tail = np.flatnonzero(columns.outside())
     if len(tail):
         named = identify(
             logprobs, rows[tail], ids[tail], columns.positions[tail], columns.noise_seeds[tail]

@@ -24,6 +24,7 @@ requests being served), `responses` (steps become chunks), `generation`, `verifi
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
 from engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from engine.requests import Limits, SeedStream
+from engine.vllm.client.advice import advice_on_drafting
 from engine.vllm.client.core import Core
 from engine.vllm.client.generation import Generation
 from engine.vllm.client.pausing import Pausing
@@ -45,6 +47,8 @@ from engine.vllm.client.weights import WeightSwap
 from engine.weights import ModelShapes
 from wire.records import EngineStats, TokenCounts
 from wire.weights.layout import Fingerprint, WeightManifest
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +220,22 @@ class VllmEngine:
 
     async def close(self) -> None:
         """End vLLM; running requests end with `finish_reason="abort"`. Idempotent."""
+        self._advise()
         self._process.close()
         if self._parts is not None:
             self._parts.streams.cut()
         await self._process.stop()
+
+    def _advise(self) -> None:
+        """Log that the drafter did not pay, where it costs vLLM its asynchronous scheduling."""
+        if self._parts is None or self._process.ended is not None:
+            return
+        vllm_config = self._process.vllm.llm.vllm_config
+        if vllm_config.speculative_config is None or vllm_config.device_config.device_type == "cpu":
+            return
+        advice = advice_on_drafting(self.stats())
+        if advice:
+            _LOG.warning(advice)
 
     def _running(self) -> _Parts:
         """The parts. Raises EngineError when the engine was not started or has ended."""

@@ -17,6 +17,7 @@ from cache.config import CacheConfig
 from cache.place import CachePlace, to_json
 from engine.config import EngineConfig
 from engine.errors import EngineStartError
+from engine.vllm.client.graphs import graph_config
 from engine.vllm.client.meter import Meter
 from engine.vllm.client.outputs import StepProcessor
 from engine.vllm.client.responses import Responses
@@ -116,6 +117,10 @@ def engine_args(
         "scheduler_cls": SCHEDULER_PATH,
         "additional_config": MessageSettings(ours.steps_per_message).to_config(),
     }
+    if not args["enforce_eager"] and not on_cpu:
+        args["compilation_config"] = graph_config(
+            drafts=drafts, slots=config.slots, max_step_tokens=args["max_num_batched_tokens"]
+        )
     if kv_gib is None:
         args["gpu_memory_utilization"] = ours.gpu_memory_utilization
     else:

@@ -1,0 +1,211 @@
+"""Runs the kernels of `engine.logits_triton`: `compare`, `count` or `compile`.
+
+A program of its own, because Triton decides when it is imported whether it interprets or compiles.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine import logits as engine_logits
+from engine import logits_triton
+from engine.drawing import Streams, draw, draw_by_tensors
+from engine.logits import draw_from_logits, read_from_logits
+from engine.protocol import SamplingParams
+from engine.sampling import SamplingColumns, processed_logprobs
+from engine.verification import KeptColumns, read
+
+PLAIN: list[dict[str, float]] = [{}, {"temperature": 0.7}]
+CUT: list[dict[str, float]] = [
+    {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {}, {"top_p": 0.999},
+    {"top_k": 9, "top_p": 0.7, "min_p": 0.05, "temperature": 1.3},
+]  # fmt: skip
+SMALL = {"_BLOCK": 32, "_CUT_BLOCK": 32, "_BLOCKS_A_PART": 2}
+"""So that few tokens are several blocks and parts: an interpreter is slow."""
+VIEWS = {
+    "view",
+    "slice",
+    "select",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "t",
+    "alias",
+    "empty",
+    "detach",
+}
+POINTERS = {
+    "columns": "*i64", "floors": "*i64", "keys": "*i64", "tokens": "*i64", "names": "*i64",
+    "maxima": "*fp32", "sums": "*fp32", "values": "*fp32", "name_values": "*fp32", "ids": "*i32",
+}  # fmt: skip
+CONSTANTS = {"K": 64, "C": 128, "PARTS": 32, "BLOCKS": 4, "CUT": True}
+
+
+def sampling_of(ways: list[dict[str, float]], rows: int) -> SamplingColumns:
+    """The ways in turn."""
+    return SamplingColumns.of(
+        [SamplingParams(1, **ways[row % len(ways)]) for row in range(rows)]  # type: ignore[arg-type]
+    )
+
+
+def logits_of(rows: int, vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random ones; every fifth row has tokens that cannot be drawn. In bfloat16 many are equal."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (torch.randn(rows, vocabulary, generator=generator) * 2).to(dtype)
+    logits[1::5] = logits[1::5].masked_fill(logits[1::5] < 0.5, -torch.inf)
+    logits[1::5, 0] = 1.0
+    return logits
+
+
+def streams_of(rows: int) -> Streams:
+    """Seeds that use all 64 bits."""
+    seeds = np.arange(rows, dtype=np.uint64) * np.uint64(0x1234567890ABCDEF)
+    return Streams(seeds, np.arange(rows) * 3, seeds + np.uint64(9))
+
+
+def compare() -> None:
+    """Against compiled code of a CPU, and what is defined for rows that are not finite."""
+    outside = named = 0
+    for vocabulary, k, rows, dtype in (
+        (50, 4, 6, torch.float32), (150, 5, 6, torch.bfloat16), (3, 5, 4, torch.float32),
+    ):  # fmt: skip
+        for ways in (PLAIN, CUT):
+            found = _same_draws(logits_of(rows, vocabulary, dtype), k, sampling_of(ways, rows))
+            outside += found
+            named += _same_reading(logits_of(rows, vocabulary, dtype), k, sampling_of(ways, rows))
+    assert outside > 3
+    assert named > 8
+    bad = torch.zeros(3, 40)
+    bad[0, 3], bad[1] = torch.nan, -torch.inf
+    drawn = draw_from_logits(bad, SamplingColumns.unset(3), 4, streams_of(3), max_bytes=1)
+    assert drawn.tokens[:2].tolist() == [-1, -1]
+    assert drawn.tokens[2] >= 0
+    assert drawn.ids[:2, 0].tolist() == [0, 0]
+    assert not drawn.logprobs[:2, :2].isfinite().any()
+    print("the same")
+
+
+def _same_draws(logits: torch.Tensor, k: int, sampling: SamplingColumns) -> int:
+    rows, streams = len(logits), streams_of(len(logits))
+    places = np.random.default_rng(0).permutation(rows + 3)[:rows]
+    logprobs = processed_logprobs(logits.float().clone(), sampling)
+    wanted = draw(logprobs, k, streams)
+    found = draw_from_logits(
+        logits, sampling, k, streams, max_bytes=1, places=places, table_rows=rows + 3
+    )
+    assert torch.equal(found.tokens, wanted.tokens)
+    ids, values = found.ids[places], found.logprobs[places]
+    assert torch.equal(ids[:, 0].long(), wanted.tokens)
+    own = logprobs.gather(1, wanted.tokens[:, None])
+    torch.testing.assert_close(
+        values, torch.cat([own, wanted.listed.logprobs], 1), rtol=1e-5, atol=1e-5
+    )
+    assert torch.equal(ids[:, 1:], wanted.listed.ids)
+    assert not found.ids[np.setdiff1d(np.arange(rows + 3), places)].any()
+    return int((ids[:, 1:] != ids[:, :1]).all(1).sum())
+
+
+def _same_reading(logits: torch.Tensor, k: int, sampling: SamplingColumns) -> int:
+    rows, vocabulary = logits.shape
+    rng = np.random.default_rng(1)
+    ids = np.stack([rng.permutation(vocabulary)[: min(k, vocabulary)] for _ in range(rows)])
+    ids[::3, -1] = -1
+    columns = KeptColumns(
+        rng.integers(0, vocabulary, rows).astype(np.int32), ids.astype(np.int32),
+        np.arange(rows), streams_of(rows).seeds, np.arange(rows) % 4 > 0,
+    )  # fmt: skip
+    logprobs = processed_logprobs(logits.float().clone(), sampling)
+    right = read(logprobs, np.arange(rows), columns)
+    found = read_from_logits(logits, sampling, columns, 3)
+    for mine, theirs in zip(found.reading, right, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert found.listed is not None
+    best = draw(logprobs, 3, streams_of(rows)).listed
+    torch.testing.assert_close(found.listed.logprobs, best.logprobs, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found.listed.ids, best.ids)
+    return int((columns.outside() & (right.names >= 0)).sum())
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations that would start a kernel or a copy on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one, unless it is a view or only takes memory."""
+        self.count += func.overloadpacket.__name__.strip("_") not in VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+def count() -> None:
+    """Operations and kernels for one step without drafts, fused and by tensor operations."""
+    rows, sampling = 2, sampling_of([{"temperature": 0.7}], 2)
+    logits = logits_of(rows, 40, torch.bfloat16)
+    launched = 0
+    names = ("_summarise", "_draw", "_cut")
+    kernels = {name: getattr(logits_triton, name) for name in names}
+
+    class Launch:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            nonlocal launched
+            launched += 1
+            return lambda *_args, **_kwargs: None
+
+    # Two launches are counted, not made: an interpreter's own work would be counted too.
+    with patch.multiple(logits_triton, **{name: Launch(kernels[name]) for name in names}):
+        with Counter() as counter:
+            draw_from_logits(logits, sampling, 4, streams_of(rows), max_bytes=1)
+        # The copy of the parameters to the device is no operation on a CPU.
+        print("fused", counter.count + launched + 1)
+    with Counter() as counter:
+        logprobs = processed_logprobs(logits.float(), sampling)
+        drawn = draw_by_tensors(logprobs, 4, streams_of(rows))
+        logprobs.gather(1, drawn.tokens.clamp(min=0)[:, None])
+    print("tensors", counter.count)
+
+
+def compile_all() -> None:
+    """For sm_90, with the largest lists and truncation; prints what was compiled."""
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for name in ("_summarise", "_draw", "_look_up", "_cut"):
+        kernel = getattr(logits_triton, name)
+        block = logits_triton._CUT_BLOCK if name == "_cut" else logits_triton._BLOCK
+        constants = CONSTANTS | {"BLOCK": block}
+        signature, values = {}, {}
+        for place, argument in enumerate(kernel.arg_names):
+            if argument in constants:
+                signature[argument], values[(place,)] = "constexpr", constants[argument]
+            else:
+                pointer = "*bf16" if argument == "logits" else POINTERS.get(argument, "i32")
+                signature[argument] = pointer
+        source = ASTSource(kernel, signature, values)
+        compiled = compile_kernel(
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}
+        )
+        assert compiled.asm["cubin"]
+        print(name)
+
+
+if __name__ == "__main__":
+    with patch.object(engine_logits, "fused", lambda _logits, k: 0 < k <= 64):
+        if sys.argv[1] == "compile":
+            compile_all()
+        elif sys.argv[1] == "count":
+            count()
+        else:
+            with patch.multiple(logits_triton, **SMALL):
+                compare()
