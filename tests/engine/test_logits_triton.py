@@ -42,4 +42,9 @@ def test_a_step_takes_few_kernels() -> None:
 @pytest.mark.slow
 def test_kernels_compile_for_an_h100() -> None:
     """For both types of logits that vLLM gives."""
-    assert run("compile").split() == ["_summarise", "_draw", "_look_up", "_cut"]
+    assert run("compile").split() == [
+        "summarise_kernel",
+        "draw_kernel",
+        "look_up_kernel",
+        "cut_kernel",
+    ]

@@ -150,7 +150,7 @@ def count() -> None:
     rows, sampling = 2, sampling_of([{"temperature": 0.7}], 2)
     logits = logits_of(rows, 40, torch.bfloat16)
     launched = 0
-    names = ("_summarise", "_draw", "_cut")
+    names = ("summarise_kernel", "draw_kernel", "cut_kernel")
     kernels = {name: getattr(logits_triton, name) for name in names}
 
     class Launch:
@@ -181,9 +181,9 @@ def compile_all() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    for name in ("_summarise", "_draw", "_look_up", "_cut"):
+    for name in ("summarise_kernel", "draw_kernel", "look_up_kernel", "cut_kernel"):
         kernel = getattr(logits_triton, name)
-        block = logits_triton._CUT_BLOCK if name == "_cut" else logits_triton._BLOCK
+        block = logits_triton._CUT_BLOCK if name == "cut_kernel" else logits_triton._BLOCK
         constants = CONSTANTS | {"BLOCK": block}
         signature, values = {}, {}
         for place, argument in enumerate(kernel.arg_names):
