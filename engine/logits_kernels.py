@@ -102,7 +102,7 @@ def look_up_kernel(  # type: ignore[no-untyped-def]
     count, c, C: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
     CUT: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Join a row's parts; write the log-probabilities of `c` given ids, and the name of its tail."""
+    """Join a row's parts; write the log-probabilities of given ids, and the name of its tail."""
     row = tl.program_id(0).to(tl.int64)
     top, norm = _norm(maxima, sums, row, count, PARTS)
     finite = (norm == norm) & (tl.abs(norm) < float("inf")) & (tl.abs(top) < float("inf"))
