@@ -69,7 +69,7 @@ class Clock:
         return run
 
 
-def least_model(folder: Path) -> SlotModel:
+def smallest_model(folder: Path) -> SlotModel:
     """One layer, 16 numbers per token: the host is all there is."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -142,7 +142,7 @@ def run(rounds: int) -> dict[str, Any]:
     """All numbers of the benchmark."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        model = least_model(Path(folder))
+        model = smallest_model(Path(folder))
     warm_up(drafting=True)
     core = core_of(model)
     measure(core, 0)  # everything loaded, memory touched
