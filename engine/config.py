@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from engine.protocol import SamplingParams
 from engine.torch.config import TorchConfig
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 EngineKind = Literal["torch", "vllm", "sglang"]
 DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
+WeightStaging = Literal["host", "device"]
 
 MAX_TOP_K_LOGPROBS = 64
 """Largest K: its log-probabilities travel with every token."""
@@ -115,6 +116,10 @@ class EngineConfig(BaseModel):
     """Data type of weights and KV. `auto`: float32 on a CPU, otherwise bfloat16."""
     device: Device = "auto"
     """Device of the engine. `auto`: a GPU if torch sees one, otherwise the CPU."""
+    weight_staging: WeightStaging = "host"
+    """Where new weights wait for their installation, as one more copy in `dtype`, if the engine is
+    on a GPU. `host`: in page-locked host memory; the pause is a copy over PCIe. `device`: in the
+    GPU's memory; the pause is a copy within it (docs/gpus.md has the sizes)."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
     """Number of CPU threads of the engine's process. null: torch's choice."""
     top_k_logprobs: int = Field(default=64, ge=0, le=MAX_TOP_K_LOGPROBS)
@@ -130,6 +135,15 @@ class EngineConfig(BaseModel):
     """Settings of the torch engine. Only used when kind is torch."""
     vllm: VllmConfig = VllmConfig()
     """Settings of the vLLM engine. Only used when kind is vllm."""
+
+    @model_validator(mode="after")
+    def _vllm_stages_in_host_memory(self) -> Self:
+        if self.kind == "vllm" and self.weight_staging == "device":
+            raise ValueError(
+                "weight_staging: device is not built for engine.kind: vllm, whose loaders take "
+                "whole tensors; use weight_staging: host"
+            )
+        return self
 
     @property
     def logits_bytes(self) -> int:

@@ -221,12 +221,13 @@ class Engine(Protocol):
             WeightsError: this version is not staged; the engine keeps its weights.
         """
 
-    def fingerprint(self) -> Fingerprint:
-        """Of the weights that the engine decodes with.
+    async def fingerprint(self) -> Fingerprint:
+        """Of the weights that the engine decodes with; not while weights are being installed.
 
-        It is computed on their device, from the parameters in use: at the start, and after each
-        installation before a token is drawn with the new weights. Names are those of the HF state
-        dict; a tensor that the engine holds in a form that cannot be compared is left out.
+        It is computed on their device, from the parameters in use, once after the start and after
+        each installation. Tokens may be drawn meanwhile: the caller delivers none of them before it
+        has compared. Names are those of the HF state dict; a tensor that the engine holds in a form
+        that cannot be compared is left out.
         """
 
     async def save_cache(self) -> int:

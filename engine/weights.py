@@ -89,18 +89,21 @@ def _refuse(what: str, wrong: list[str]) -> None:
 class StagedWeights:
     """An engine's own copy of one published version, from `stage` to `install`. Thread-safe.
 
-    It takes as much host memory as the published file, from the first `stage` on: one more copy of
-    the weights per engine. Copying from the published file straight into the parameters would
-    save that memory. But a version that is overwritten during the copy would leave the parameters
-    with a mixture of two versions, and generation would have to stop for the whole of it.
+    It takes one more copy of the weights per engine, from the first `stage` on, in the engine's
+    data types. Copying from the published file straight into the parameters would save that memory.
+    But a version that is overwritten during the copy would leave the parameters with a mixture of
+    two versions, and generation would have to stop for the whole of it.
 
     Args:
         check: called with the tensors that were read; raises WeightsError to refuse them.
+        buffer: holds the copy, in the data types and on the device that installing needs.
     """
 
-    def __init__(self, check: Callable[[NamedTensors], None]) -> None:
+    def __init__(
+        self, check: Callable[[NamedTensors], None], buffer: WeightBuffer | None = None
+    ) -> None:
         self._check = check
-        self._buffer = WeightBuffer()
+        self._buffer = buffer or WeightBuffer()
         self._version: int | None = None
         self._lock = threading.Lock()
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.config import WeightStaging
 from engine.drafting.planner import DraftPlanner, Planner
 from engine.drafting.source import DraftSource
 from engine.drawing import UNREPORTED_K
@@ -43,7 +44,7 @@ from engine.torch.waiting import Waiting
 from engine.torch.weights import ModuleWeights
 from rollout.trajectory import FinishReason
 from wire.records import EngineStats, TokenCounts
-from wire.weights.layout import WeightManifest
+from wire.weights.layout import Fingerprint, WeightManifest
 
 _STEP_TOKENS = 4096
 """Most tokens of a decoding step where the planner decides, if their logits fit into memory."""
@@ -60,6 +61,7 @@ class CoreSettings:
     chunk_tokens: int
     top_k: int
     draft_trees: bool = True
+    weight_staging: WeightStaging = "host"
     logits_bytes: int = 512 << 20
     """Memory for the float32 logits of a step, and as much to process them; one request alone may
     exceed it."""
@@ -95,7 +97,7 @@ class DecodeCore:
         planner: Planner | None = None,
     ) -> None:
         self._model = model
-        self._weights = ModuleWeights(model.module)
+        self._weights = ModuleWeights(model.module, settings.weight_staging)
         self._settings = settings
         cache = model.cache
         affordable = min(_STEP_TOKENS, max(settings.max_logits_rows(model.vocab_size), cache.slots))
@@ -120,12 +122,8 @@ class DecodeCore:
         self._generated = self._drafted = self._accepted = self._steps = 0
         self._busy_seconds = 0.0
         self.policy_version = 0
-        self.fingerprint = self._weights.fingerprint()
-        """Of the parameters in use."""
         self._installations = 0
         """Of weights, counted: a version may come twice, from two trainers."""
-
-    # Requests
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises RequestError when it cannot be served or its id is in use."""
@@ -203,13 +201,17 @@ class DecodeCore:
             WeightsError: this version is not staged; nothing was changed.
         """
         self._weights.install(policy_version)
-        self.fingerprint = self._weights.fingerprint()
         chunks = self.flush()
         self.policy_version = policy_version
         self._installations += 1
         self._rows.advance(policy_version)
         self._drafter.advance(policy_version)
         return chunks
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of the parameters in use. May run during a step, not during an installation."""
+        return self._weights.fingerprint()
 
     def stats(self) -> EngineStats:
         """Counters and gauges."""

@@ -96,6 +96,7 @@ class TorchEngine:
             top_k=config.top_k_logprobs,
             draft_trees=config.torch.draft_trees,
             logits_bytes=config.logits_bytes,
+            weight_staging=config.weight_staging,
         )
         core = self._core = DecodeCore(model, settings, self._source, seed=self._seed)
         self._thread = DecodeThread(
@@ -179,9 +180,10 @@ class TorchEngine:
         core, thread = self._running()
         self._deliver(await thread.run(lambda: core.install_weights(policy_version)))
 
-    def fingerprint(self) -> Fingerprint:
-        """Of the parameters in use, taken before they drew a token."""
-        return self._running()[0].fingerprint
+    async def fingerprint(self) -> Fingerprint:
+        """Of the parameters in use. Computed in a thread of its own; steps continue."""
+        core, _ = self._running()
+        return await asyncio.to_thread(lambda: core.fingerprint)
 
     async def save_cache(self) -> int:
         """Write the snapshot of the cache, if it has a place for one; returns its bytes."""

@@ -4,29 +4,44 @@ from __future__ import annotations
 
 import torch
 
+from engine.config import WeightStaging
 from engine.errors import WeightsError
 from engine.weights import ModelShapes, NamedTensors, StagedWeights
 from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import Fingerprint, WeightManifest
+from wire.weights.reader import WeightBuffer
 
 
 class ModuleWeights:
     """Replaces the parameters of a loaded module in place.
 
+    Whatever shares memory with a parameter, such as a fused product of which it is a view, has the
+    new weights too.
+
     Args:
         module: whose state dict names the tensors.
+        staging: where a version is staged, for a module on a GPU.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, staging: WeightStaging = "host") -> None:
         self._module = module
         self._own = dict(module.state_dict(keep_vars=True))
         self._shapes = ModelShapes.of_module(module)
-        self._staged = StagedWeights(self._check_tied)
+        self._device = next((one.device for one in self._own.values()), torch.device("cpu"))
+        on_gpu = self._device.type != "cpu"
+        own = {name: tensor.dtype for name, tensor in self._own.items()}
+        buffer = WeightBuffer(
+            lambda name, published: own.get(name, published),
+            device=self._device if staging == "device" else torch.device("cpu"),
+            pinned=on_gpu and staging == "host",
+        )
+        self._staged = StagedWeights(self._check_tied, buffer)
+        self._fingerprint: Fingerprint | None = None
 
     def stage(self, manifest: WeightManifest) -> None:
-        """Copy a published version into staging memory; safe while the module computes.
+        """Copy a published version into staging memory, in the module's own data types.
 
-        If it raises, nothing is staged.
+        Safe while the module computes. If it raises, nothing is staged.
 
         Raises:
             WeightsSupersededError: this version was overwritten by a newer one, or removed.
@@ -37,18 +52,23 @@ class ModuleWeights:
         self._staged.stage(manifest)
 
     def install(self, policy_version: int) -> None:
-        """Overwrite the parameters with the staged version, converting data type and device.
+        """Overwrite the parameters with the staged version. Only copies.
 
         Raises:
             WeightsError: this version is not staged; nothing was changed.
         """
         with self._staged.install(policy_version) as tensors, torch.no_grad():
+            self._fingerprint = None
             for name, tensor in tensors:
-                self._own[name].copy_(tensor)
+                self._own[name].copy_(tensor, non_blocking=True)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # the staging memory may be overwritten now
 
     def fingerprint(self) -> Fingerprint:
-        """Of the parameters as they are now, by every name of the state dict."""
-        return fingerprint(self._module.state_dict(keep_vars=True).items())
+        """Of the live parameters, by every name of the state dict; once after each installation."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self._module.state_dict(keep_vars=True).items())
+        return self._fingerprint
 
     def _check_tied(self, tensors: NamedTensors) -> None:
         given = dict(tensors)

@@ -116,7 +116,7 @@ class FakeEngine:
         self.updates.append((version, set(self.serving)))
         self.version = version
 
-    def fingerprint(self) -> Fingerprint:
+    async def fingerprint(self) -> Fingerprint:
         return self.held
 
     async def pause(self) -> None:

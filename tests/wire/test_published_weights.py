@@ -235,3 +235,51 @@ def test_files_of_a_killed_run_are_replaced(tmp_path: Path) -> None:
     with WeightPublisher(tmp_path, "run") as publisher:
         publisher.publish(_weights(0.0), 0)
     assert victim.read_text() == "untouched"
+
+
+def test_weights_are_published_and_read_in_the_data_types_that_are_wanted(tmp_path: Path) -> None:
+    """float32 to bfloat16 by the writer, to others by the reader, over many small steps."""
+    large = torch.randn(700, 1001)  # more than two of the reader's steps
+    given = [("large", large), ("count", torch.arange(5)), ("one", torch.tensor(1.5))]
+    with WeightPublisher(tmp_path, "run", dtype=torch.bfloat16) as publisher:
+        publisher.publish(given, 0)
+        manifest = publisher.publish(given, 1)
+        assert [spec.dtype for spec in manifest.tensors] == ["bfloat16", "int64", "bfloat16"]
+        assert manifest.nbytes < large.nbytes
+        plain = _read(manifest)
+        assert torch.equal(plain["large"], large.to(torch.bfloat16))
+        assert torch.equal(plain["count"], torch.arange(5))
+        buffer = WeightBuffer(
+            lambda name, published: torch.float32 if name == "large" else published
+        )
+        for _ in range(2):
+            buffer.read(manifest)
+            got = dict(buffer.tensors())
+            assert torch.equal(got["large"], large.to(torch.bfloat16).float())
+            assert (got["one"].dtype, got["one"].item()) == (torch.bfloat16, 1.5)
+            assert torch.equal(got["count"], torch.arange(5))
+        with pytest.raises(PublishError, match="tensor one int64"):
+            publisher.publish([*given[:2], ("one", torch.tensor(1))], 2)
+
+
+def test_a_version_overtaken_while_it_is_converted_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, calls = os.preadv, [0]
+    with WeightPublisher(tmp_path, "run") as publisher:
+        manifest = publisher.publish(_weights(1.0), 1)
+
+        def meanwhile(*where: Any) -> int:
+            calls[0] += 1
+            if calls[0] == 3:
+                for version in (2, 3):
+                    publisher.publish(_weights(float(version)), version)
+            return copy(*where)
+
+        monkeypatch.setattr(os, "preadv", meanwhile)
+        buffer = WeightBuffer(lambda _, published: torch.float64)
+        with pytest.raises(WeightsSupersededError, match="holds version 3"):
+            buffer.read(manifest)
+        assert calls[0] > 3
+        with pytest.raises(WeightsReadError, match="no whole version"):
+            next(buffer.tensors())

@@ -5,6 +5,7 @@
     reader.py       an engine copies a version into memory of its own and checks that it is whole
     fingerprint.py  digests of tensors, to compare what an engine holds with the trainer's
     views.py        tensors over a file's bytes, for both sides
+    pinning.py      page-locked memory, for processes with a GPU
 
 An engine uses the copy in two steps: `stage_weights` reads it while tokens are being generated,
 `install_weights` swaps it in (`engine.protocol`). Another transport, such as NCCL between machines,

@@ -6,6 +6,8 @@ bytes 64-   tensors, row-major, each at a 64-byte boundary, as listed in the man
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -31,6 +33,23 @@ class TensorSpec(msgspec.Struct, frozen=True):
     offset: int
     """Bytes from the start of the file, 64-byte aligned."""
     nbytes: int
+
+
+def laid_out(
+    tensors: Iterable[tuple[str, str, int, tuple[int, ...]]],
+) -> tuple[tuple[TensorSpec, ...], int]:
+    """Where tensors lie in a file, one after the other, and the file's size.
+
+    Args:
+        tensors: name, data type, bytes of an element and shape of each.
+    """
+    specs: list[TensorSpec] = []
+    end = HEADER_BYTES
+    for name, dtype, itemsize, shape in tensors:
+        nbytes = itemsize * math.prod(shape)
+        specs.append(TensorSpec(name, dtype, shape, end, nbytes))
+        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return tuple(specs), end
 
 
 class TensorDigest(msgspec.Struct, frozen=True, array_like=True):

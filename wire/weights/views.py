@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from wire.errors import WeightsReadError
 from wire.weights.layout import HEADER_BYTES, TensorSpec
 
 
-def tensor_view(memory: mmap.mmap, spec: TensorSpec) -> Tensor:
-    """A tensor that shares its bytes with `memory`, which holds a whole weights file.
-
-    The tensor keeps the mapping open.
+def dtype_of(spec: TensorSpec, size: int) -> torch.dtype:
+    """The data type of a tensor, once it is known to lie in a file of `size` bytes.
 
     Raises:
         WeightsReadError: the data type is unknown, or the tensor does not lie in the file.
@@ -23,13 +20,21 @@ def tensor_view(memory: mmap.mmap, spec: TensorSpec) -> Tensor:
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightsReadError(f"tensor {spec.name}: unknown data type {spec.dtype!r}")
-    count, size = math.prod(spec.shape), len(memory)
     inside = spec.offset >= HEADER_BYTES and spec.offset + spec.nbytes <= size
-    if not inside or min(spec.shape, default=0) < 0 or count * dtype.itemsize != spec.nbytes:
+    whole = math.prod(spec.shape) * dtype.itemsize == spec.nbytes
+    if not inside or min(spec.shape, default=0) < 0 or not whole:
         raise WeightsReadError(
             f"tensor {spec.name}: {spec.shape} {spec.dtype} does not fill {spec.nbytes} bytes "
             f"at {spec.offset} of {size}"
         )
-    if not count:
-        return torch.empty(spec.shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=spec.offset).view(spec.shape)
+    return dtype
+
+
+def tensor_view(memory: Tensor, spec: TensorSpec) -> Tensor:
+    """A tensor that shares its bytes with `memory`, `[nbytes]` uint8 in the layout of a file.
+
+    Raises:
+        WeightsReadError: as `dtype_of`.
+    """
+    dtype = dtype_of(spec, len(memory))
+    return memory[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)

@@ -5,6 +5,9 @@ writer sets the version in the header to -1, copies the tensors, then sets the n
 reader (`wire.weights.reader`) accepts a copy only if the header names its version before and after.
 No disk, no serialisation, no lock: a slow or dead engine cannot hold up the trainer. Files have
 mode 0600.
+
+The copy converts to the data type of the engines: a trainer in float32 publishes half as many bytes
+for engines in bfloat16, and nobody converts again.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from torch import Tensor
 
 from wire.errors import PublishError
 from wire.weights.layout import (
-    ALIGNMENT,
-    HEADER_BYTES,
     SHARED_MEMORY,
     WRITING,
     Fingerprint,
     TensorSpec,
     WeightManifest,
+    laid_out,
 )
+from wire.weights.pinning import Pin
 from wire.weights.views import tensor_view
 
 
@@ -44,6 +47,8 @@ class _Slot:
     path: Path
     memory: mmap.mmap
     views: list[Tensor]
+    pin: Pin | None = None
+    """Of the mapping, if the tensors come from a GPU."""
 
     def mark(self, version: int) -> None:
         self.memory[:8] = version.to_bytes(8, "little", signed=True)
@@ -60,18 +65,23 @@ class WeightPublisher:
     Args:
         directory: in memory, usually /dev/shm.
         run_id: names the files; letters, digits, dot, dash, underscore. Unique on this machine.
+        dtype: that floating-point tensors are converted to, once, while they are copied: what the
+            engines decode with; None: they are published as they are.
         files: how many alternate. A version is overwritten by the one `files` later.
 
     Raises:
         PublishError: the run id cannot name a file.
     """
 
-    def __init__(self, directory: Path, run_id: str, *, files: int = 2) -> None:
+    def __init__(
+        self, directory: Path, run_id: str, *, dtype: torch.dtype | None = None, files: int = 2
+    ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", run_id):
             raise PublishError(
                 f"run id {run_id!r}: only letters, digits, dots, dashes and underscores"
             )
         self._paths = [directory / f"asyncrl-{run_id}-weights-{i}" for i in range(files)]
+        self._dtype = dtype
         self._slots: list[_Slot] = []
         self._specs: tuple[TensorSpec, ...] = ()
         self._nbytes = 0
@@ -102,7 +112,11 @@ class WeightPublisher:
         slot.mark(WRITING)
         with torch.no_grad():
             for view, (_, tensor) in zip(slot.views, named, strict=True):
-                view.copy_(tensor)
+                # On a GPU the conversion comes first: `copy_` would move the wider numbers.
+                own = tensor.to(view.dtype) if tensor.is_cuda else tensor
+                view.copy_(own, non_blocking=tensor.is_cuda)
+            if any(tensor.is_cuda for _, tensor in named):
+                torch.cuda.synchronize()
         slot.mark(policy_version)
         self._published += 1
         return WeightManifest(
@@ -123,6 +137,8 @@ class WeightPublisher:
             slot = self._slots.pop()
             # The views keep the mapping open; without them it is freed with the slot.
             slot.views.clear()
+            if slot.pin is not None:
+                slot.pin.release()
             slot.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -132,22 +148,27 @@ class WeightPublisher:
         self.close()
 
     def _reserve(self, named: list[tuple[str, Tensor]]) -> None:
-        specs = []
-        end = HEADER_BYTES
         twice = [n for n, times in Counter(name for name, _ in named).items() if times > 1]
         if twice:
             raise PublishError(f"tensor {twice[0]!r} was given twice")
-        for name, tensor in named:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            specs.append(TensorSpec(name, dtype, tuple(tensor.shape), end, tensor.nbytes))
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        self._specs, self._nbytes = tuple(specs), end
+        self._specs, self._nbytes = laid_out(
+            (name, *self._published_as(tensor), tuple(tensor.shape)) for name, tensor in named
+        )
+        from_gpu = any(tensor.is_cuda for _, tensor in named)
         try:
             for path in self._paths:
-                self._slots.append(_slot(path, self._specs, end, of=len(self._paths)))
+                slot = _slot(path, self._specs, self._nbytes, of=len(self._paths), pinned=from_gpu)
+                self._slots.append(slot)
         except PublishError:
             self.close()
             raise
+
+    def _published_as(self, tensor: Tensor) -> tuple[str, int]:
+        """The name and the size in bytes of the data type that a tensor is published in."""
+        dtype = tensor.dtype
+        if self._dtype is not None and tensor.is_floating_point():
+            dtype = self._dtype
+        return str(dtype).removeprefix("torch."), dtype.itemsize
 
     def _check(self, named: list[tuple[str, Tensor]]) -> None:
         if len(named) != len(self._specs):
@@ -155,7 +176,7 @@ class WeightPublisher:
                 f"{len(named)} tensors, but the first version had {len(self._specs)}"
             )
         for spec, (name, tensor) in zip(self._specs, named, strict=True):
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtype, _ = self._published_as(tensor)
             if (spec.name, spec.dtype, spec.shape) != (name, dtype, tuple(tensor.shape)):
                 raise PublishError(
                     f"tensor {name} {dtype} {tuple(tensor.shape)} where the first version had "
@@ -190,7 +211,9 @@ def published(
         yield publisher.publish(tensors, policy_version)
 
 
-def _slot(path: Path, specs: tuple[TensorSpec, ...], nbytes: int, *, of: int) -> _Slot:
+def _slot(
+    path: Path, specs: tuple[TensorSpec, ...], nbytes: int, *, of: int, pinned: bool
+) -> _Slot:
     """Create one of `of` files with all its memory reserved, marked as being written."""
     try:
         # A killed run of this id may have left a file. O_EXCL refuses to follow a planted link.
@@ -210,7 +233,9 @@ def _slot(path: Path, specs: tuple[TensorSpec, ...], nbytes: int, *, of: int) ->
         raise PublishError(_no_room(path, of * nbytes, error)) from error
     finally:
         os.close(descriptor)
-    slot = _Slot(path, memory, [tensor_view(memory, spec) for spec in specs])
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping open
+    views = [tensor_view(whole, spec) for spec in specs]
+    slot = _Slot(path, memory, views, Pin(whole) if pinned else None)
     slot.mark(WRITING)
     return slot
 

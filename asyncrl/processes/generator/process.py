@@ -111,7 +111,7 @@ class GeneratorProcess:
                 self._controller.generator,
                 stats.slots,
                 stats.policy_version,
-                self._engine.fingerprint(),
+                await self._engine.fingerprint(),
                 metrics_port,
             )
         )
@@ -169,9 +169,14 @@ class GeneratorProcess:
                 self._generator.noise_floor.cancel()
                 self._tasks.start(self._installs.install(command))
             case to_generator.Deliver():
-                self._tasks.start(self.deliveries.deliver(command))
+                self._tasks.start(self._deliver(command))
             case to_generator.Rescore():
                 self._tasks.start(self._rescoring.answer(command))
+
+    async def _deliver(self, command: to_generator.Deliver) -> None:
+        """Deliver no token of weights that are not known to be the trainer's."""
+        await self._installs.compared()
+        await self.deliveries.deliver(command)
 
     async def _generate(self, command: to_generator.Generate) -> None:
         self.samples.generate(command, await self._unfinished.read(command))

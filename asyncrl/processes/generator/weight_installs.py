@@ -22,7 +22,10 @@ logger = logging.getLogger("asyncrl.generator")
 
 
 class WeightInstalls:
-    """Stages published weights while the engine generates, then swaps them in.
+    """Stages published weights while the engine generates, then swaps them in and compares them.
+
+    The comparison reads the weights several times as long as the swap takes, so it runs while
+    tokens are drawn with them. No trajectory is delivered until it is done (`compared`).
 
     Args:
         engine: gets the weights.
@@ -54,6 +57,8 @@ class WeightInstalls:
         self._lineage = 0
         self._are_gone = False
         """The engine's weights are of a policy that is gone: nothing is generated with them."""
+        self._compared = asyncio.Event()
+        self._compared.set()
         self.installing: int | None = None
         """Policy version that is being swapped in now; None while none is."""
 
@@ -71,28 +76,13 @@ class WeightInstalls:
             WrongPolicyError: it decodes with other ones; nothing is generated any more.
         """
         started = time.monotonic()
-        version = command.manifest.policy_version
         async with self._lock:
             if command.lineage < self._lineage:
                 return  # of a trainer that is lost; the answer to `Rewind` is the answer
-            try:
-                await self._engine.stage_weights(command.manifest)
-                self.installing = version
-                self._on_change()
-                if command.rebuild_kv:
-                    self._samples.interrupt_all()
-                before = self._engine.stats().policy_version, self._engine.fingerprint()
-                await self._engine.install_weights(version)
-                wrong = self._compare(command.manifest, before)
-                self._are_gone = wrong is not None and self._stops_on_wrong_policy
-                await self._report(wrong)
-            except WeightsSupersededError as error:
-                logger.info("version %d is not installed: %s", version, error)
-            finally:
-                self.installing = None
-                if not self._are_gone:
-                    self._samples.resume_all()
-                self._on_change()
+            before = self._engine.stats().policy_version, await self._engine.fingerprint()
+            if await self._swap(command):
+                await self._report(await self._compare(command.manifest, before))
+            self._compared.set()
             installed = self._version()
         seconds = time.monotonic() - started
         self._metrics.weights_time.observe(seconds)
@@ -100,7 +90,37 @@ class WeightInstalls:
             from_generator.WeightsInstalled(self._controller.generator, installed)
         )
 
-    def _compare(
+    async def _swap(self, command: to_generator.InstallWeights) -> bool:
+        """Stage and install; False if newer weights have been published in place of these."""
+        version = command.manifest.policy_version
+        try:
+            await self._engine.stage_weights(command.manifest)
+            self.installing = version
+            self._on_change()
+            if command.rebuild_kv:
+                self._samples.interrupt_all()
+            self._compared.clear()
+            await self._engine.install_weights(version)
+            self._are_gone = False
+        except WeightsSupersededError as error:
+            logger.info("version %d is not installed: %s", version, error)
+            return False
+        finally:
+            self.installing = None
+            if not self._are_gone:
+                self._samples.resume_all()
+            self._on_change()
+        return True
+
+    async def compared(self) -> None:
+        """Wait until the weights in use have been compared with the trainer's.
+
+        The engine may draw tokens with new weights before that. If they differ and the process ends
+        for it, this never returns.
+        """
+        await self._compared.wait()
+
+    async def _compare(
         self, manifest: WeightManifest, before: tuple[int, Fingerprint]
     ) -> WrongPolicy | None:
         """What is wrong with the weights that the engine decodes with now."""
@@ -110,7 +130,7 @@ class WeightInstalls:
             self._controller.generator,
             manifest.policy_version,
             expected=manifest.fingerprint,
-            found=self._engine.fingerprint(),
+            found=await self._engine.fingerprint(),
             before=before,
         )
 
@@ -121,6 +141,7 @@ class WeightInstalls:
             from_generator.WrongPolicyFound(self._controller.generator, wrong)
         )
         if self._stops_on_wrong_policy:
+            self._are_gone = True
             raise WrongPolicyError(wrong.text)
 
     async def rewind(self, command: to_generator.Rewind) -> None:

@@ -50,16 +50,16 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             max_bytes=max_delivery_bytes(config.engine.max_model_len),
         )
         child.closing.callback(generators.close)
-        publisher = WeightPublisher(
-            SHARED_MEMORY, weights_id(config.run.name, spec.parent, spec.name)
-        )
-        child.closing.callback(publisher.close)
         with child.timeline.span(SpanKind.STARTING):
             learner = _load_learner(child)
         drop_repeated(child.directory / "samples", learner.policy_version)
         engines_on_cpu = _generates_on_cpu(spec, config)
         name = config.engine.weights_dtype(on_cpu=engines_on_cpu)
         engine_dtype: torch.dtype = getattr(torch, name)
+        publisher = WeightPublisher(
+            SHARED_MEMORY, weights_id(config.run.name, spec.parent, spec.name), dtype=engine_dtype
+        )
+        child.closing.callback(publisher.close)
         on_cpus = engines_on_cpu and learner.policy.device.type == "cpu"
         limits = rounding_limits(config, engine_dtype, on_cpus=on_cpus)
         check = PolicyCheck(limits, learner.policy, publisher)

@@ -189,7 +189,7 @@ class VllmEngine:
         """
         await self._running().weights.install(policy_version)
 
-    def fingerprint(self) -> Fingerprint:
+    async def fingerprint(self) -> Fingerprint:
         """Of the weights that vLLM's layers hold, taken before they drew a token."""
         return self._running().weights.fingerprint
 

@@ -16,6 +16,7 @@ from engine.errors import WeightsError, WeightsSupersededError
 from engine.vllm.remote import StagingReport
 from engine.weights import NamedTensors, StagedWeights
 from wire.weights.layout import WeightManifest
+from wire.weights.reader import WeightBuffer
 
 
 class WorkerWeights:
@@ -27,7 +28,12 @@ class WorkerWeights:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._staged = StagedWeights(check_finite)
+        own: torch.dtype = worker.model_config.dtype
+        on_gpu = worker.device.type == "cuda"
+        buffer = WeightBuffer(
+            lambda _, published: own if published.is_floating_point else published, pinned=on_gpu
+        )
+        self._staged = StagedWeights(check_finite, buffer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncrl-staging")
         self._staging: Future[None] | None = None
 

@@ -12,6 +12,7 @@ from tiny_models import make_qwen3
 from torch_cores import PROMPT, core_of, hf_logprobs, load, request, run, tokens_of
 
 from engine.errors import EngineError, WeightsError, WeightsSupersededError
+from engine.torch import weights as weights_module
 from engine.torch.weights import ModuleWeights
 from wire.weights.writer import WeightPublisher, published
 
@@ -96,6 +97,39 @@ def test_wrong_weights_change_nothing(tiny_qwen3: str, tiny_llama: str) -> None:
     # One name of a tied pair is enough.
     swap_weights(core, ((n, t) for n, t in good.items() if n != "lm_head.weight"), 1)
     assert torch.equal(model.lm_head.weight, good["lm_head.weight"])
+
+
+def test_weights_are_staged_in_the_engines_data_type_and_only_copied_when_installed() -> None:
+    """In float32 they would be converted in the pause, and take twice the memory until then."""
+    module = make_qwen3(seed=0).to(torch.bfloat16)
+    weights, new = ModuleWeights(module), make_qwen3(seed=1).state_dict()
+    with published(new.items(), 5) as manifest:
+        weights.stage(manifest)
+    staged = dict(weights._staged._buffer.tensors())
+    assert {tensor.dtype for tensor in staged.values()} == {torch.bfloat16}
+    weights.install(5)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, new[name].to(torch.bfloat16)), name
+
+
+def test_an_installation_does_not_read_the_weights_to_compare_them(
+    tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes several times as long as the copy, and runs while tokens are drawn."""
+    core = core_of(load(tiny_qwen3))
+    asked: list[int] = []
+    look = weights_module.fingerprint
+    monkeypatch.setattr(
+        weights_module,
+        "fingerprint",
+        lambda tensors: asked.append(core.policy_version) or look(tensors),
+    )
+    before = core.fingerprint
+    swap_weights(core, make_qwen3(seed=1).state_dict().items(), 3)
+    assert asked == [0]
+    assert core.fingerprint != before
+    assert core.fingerprint is core.fingerprint
+    assert asked == [0, 3]
 
 
 def test_a_refused_version_leaves_nothing_staged(tiny_qwen3: str) -> None:

@@ -47,7 +47,7 @@ def finding(served: Served, model: Any, before: Any) -> str:
         "generator-0",
         version,
         expected=expected_of(model),
-        found=served.engine.fingerprint(),
+        found=served.call(served.engine.fingerprint()),
         before=(version - 1, before),
     )
     return "" if wrong is None else wrong.text
@@ -56,7 +56,7 @@ def finding(served: Served, model: Any, before: Any) -> str:
 def test_every_tensor_that_vllm_holds_is_compared(served: Served) -> None:
     for model in (served.new, served.old):
         served.install(model)
-        expected, found = expected_of(model), served.engine.fingerprint()
+        expected, found = expected_of(model), served.call(served.engine.fingerprint())
         assert not_compared(expected, found) == []
         assert finding(served, model, found) == ""
         # Two uses of one tied tensor: looked up from memory, multiplied by a packed copy.
@@ -70,7 +70,7 @@ def test_weights_that_were_not_installed_are_named(
     sabotaged: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = sabotaged.engine._running().core
-    before = sabotaged.engine.fingerprint()
+    before = sabotaged.call(sabotaged.engine.fingerprint())
 
     async def only_counts(policy_version: int) -> None:
         core.policy_version = policy_version
@@ -89,7 +89,7 @@ def test_weights_that_were_not_installed_are_named(
 def test_a_tensor_that_was_left_behind_is_named(
     sabotaged: Served, kind: str, skipped: str, named: str
 ) -> None:
-    before = sabotaged.engine.fingerprint()
+    before = sabotaged.call(sabotaged.engine.fingerprint())
     model = copy.deepcopy(sabotaged.new)
     with torch.no_grad():
         model.get_parameter(NORM).mul_(1.5)
@@ -104,7 +104,7 @@ def test_a_tensor_that_was_left_behind_is_named(
 
 def test_one_row_of_a_fused_projection_is_seen(sabotaged: Served) -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
-    before = sabotaged.engine.fingerprint()
+    before = sabotaged.call(sabotaged.engine.fingerprint())
     state = {key: value.clone() for key, value in sabotaged.new.state_dict().items()}
     state[name][-1] *= 1 + 2.0**-20
     version = sabotaged.engine.stats().policy_version + 1

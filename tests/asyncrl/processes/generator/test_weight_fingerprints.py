@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -77,6 +78,37 @@ def test_the_process_ends_before_it_can_deliver_what_other_weights_draw() -> Non
 
     with pytest.raises(WrongPolicyError, match=r"g0 decodes with other weights .* version 2"):
         play(scenario)
+
+
+def test_nothing_is_delivered_until_the_weights_are_compared() -> None:
+    """Comparing takes longer than installing, so the engine draws meanwhile."""
+
+    async def scenario(harness: GeneratorHarness) -> None:
+        await install(harness, 1, held(1.0))
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        harness.engine.feed("train-5.1", [3], 1, end="stop")
+        await settle()
+        comparing, fingerprint_of = asyncio.Event(), harness.engine.fingerprint
+        installed = asyncio.Event()
+
+        async def slowly() -> Fingerprint:
+            if harness.engine.version == 2:
+                installed.set()
+                await comparing.wait()
+            return await fingerprint_of()
+
+        harness.engine.fingerprint = slowly  # type: ignore[method-assign]
+        swap = asyncio.create_task(install(harness, 2, held(2.0)))
+        await installed.wait()
+        await harness.send(tg.Deliver(5, (SAMPLE,)))
+        await settle()
+        assert list(harness.data.sent) == []
+        comparing.set()
+        await swap
+        await settle()
+        assert [one.sample for one in harness.data.sent] == [SAMPLE]
+
+    play(scenario)
 
 
 def test_with_warn_it_says_so_and_continues() -> None:

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.weights import make_model, measure, print_table, ratios_of
+
+
+def test_every_part_is_measured_and_the_worse_data_type_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_model(tmp_path, hidden=64, layers=1)
+    raw = {"bfloat16": measure(path, torch.bfloat16, 2)}
+    one = raw["bfloat16"]
+    memory = one["memory_bytes"]
+    assert memory["before"]["staged"] == pytest.approx(2 * one["engine_bytes"], rel=0.01)
+    assert memory["now"]["staged"] == pytest.approx(one["engine_bytes"], rel=0.01)
+    assert memory["now"]["published"] == 2 * memory["now"]["staged"]
+    pause, floor = (one["milliseconds"][a][b] for a, b in (("now", "pause"), ("floor", "memcpy")))
+    ratios = ratios_of(raw)
+    assert ratios["install_pause_vs_memcpy"] == pytest.approx(pause / floor)
+    worse = {"milliseconds": one["milliseconds"] | {"floor": {"memcpy": floor / 2}}}
+    assert ratios_of(raw | {"float32": worse})["install_pause_vs_memcpy"] == pytest.approx(
+        2 * pause / floor
+    )
+    print_table(raw, ratios)
+    assert "install_pause_vs_memcpy" in capsys.readouterr().out
