@@ -46,7 +46,7 @@ def test_two_ranks_install_and_show_the_weights_of_the_trainer(two_ranks: Served
     for model in (two_ranks.new, two_ranks.old):
         version = two_ranks.install(model)
         expected = fingerprint(model.state_dict(keep_vars=True).items())
-        found = two_ranks.engine.fingerprint()
+        found = two_ranks.call(two_ranks.engine.fingerprint())
         assert not_compared(expected, found) == []
         assert compare_weights("g", version, expected=expected, found=found) is None
         other = two_ranks.old if model is two_ranks.new else two_ranks.new
