@@ -20,8 +20,7 @@ import msgspec
 MAX_MESSAGES = 1024
 """Messages of a body at most."""
 MAX_BYTES = 1 << 20
-"""Bytes of a body of several messages, unless the last one exceeds it. A longer message goes
-alone."""
+"""Bytes of the messages in a body of several, at most. A longer message goes alone."""
 
 
 class Outbox:

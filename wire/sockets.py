@@ -138,13 +138,15 @@ class Hub(Generic[In]):
         self._handshakes.start()
         while True:
             while self._ready:
+                self._received += 1
+                if self._received % _TURN == 0:
+                    # Messages that are here already do not suspend the task. A caller whose time is
+                    # up is cancelled here, so the message stays in the queue until after it.
+                    await asyncio.sleep(0)
                 peer, message = self._ready.popleft()
                 if self.refusals.is_cut_off(peer):
                     self.refusals.drop(peer)
                     continue
-                self._received += 1
-                if self._received % _TURN == 0:
-                    await asyncio.sleep(0)  # messages that are here already do not suspend the task
                 return peer, message
             await self._receive_frame()
 

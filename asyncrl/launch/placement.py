@@ -59,7 +59,9 @@ class GpuPlan:
 
     def environment(self, name: str) -> dict[str, str]:
         """The environment variables of a process by its name."""
-        variables = {VISIBLE: ",".join(gpu.name for gpu in self.of(name))}
+        gpus = self.of(name)
+        numbers = all(gpu.name.isdecimal() for gpu in gpus)  # CUDA does not read a mixture
+        variables = {VISIBLE: ",".join(gpu.name if numbers else gpu.uuid for gpu in gpus)}
         if self.renumbers:  # CUDA's own order is by speed
             variables[_ORDER] = "PCI_BUS_ID"
         return variables

@@ -12,17 +12,19 @@ from asyncrl.launch.placement import VISIBLE, GpuNeeds, GpuPlan, plan_gpus, sele
 
 
 def place(config: RunConfig) -> GpuPlan | None:
-    """Which GPUs each process of a run gets; None where there is no GPU to hand out.
+    """Which GPUs each process of a run gets; None: the machine has none, so nothing is set.
+
+    With `launcher.gpus: []` the machine is not asked, and no process sees a GPU.
 
     Raises:
         UserError: there are too few GPUs, or one that the configuration names does not exist.
     """
     build, visible, wanted = torch_build(), os.environ.get(VISIBLE), config.launcher.gpus
     found = find_gpus() if wanted != () else []
-    if not found and not wanted:
+    if not found and wanted is None:
         _refuse_cuda(config, build, "this machine has none")
         return None
-    usable = select_gpus(found, visible, wanted)
+    usable = select_gpus(found, visible, wanted) if wanted != () else []
     if not usable or build.cuda is None:
         _refuse_cuda(config, build, f"{VISIBLE} and launcher.gpus leave none")
         usable = []

@@ -83,11 +83,26 @@ class DecodeThread:
         """
         self._add(_Job(work, done, failed))
 
-    async def run(self, work: Callable[[], T], *, is_last: bool = False) -> T:
-        """Do work between two steps and return its result. If cancelled, it is still done."""
+    async def run(
+        self,
+        work: Callable[[], T],
+        *,
+        done: Callable[[T], None] | None = None,
+        is_last: bool = False,
+    ) -> T:
+        """Do work between two steps and return its result. If cancelled, it is still done.
+
+        Args:
+            work: to be done in the thread.
+            done: as in `post`. What later steps report may come before the caller resumes, so what
+                must come before that is for `done`, not for the caller.
+            is_last: the thread ends after it.
+        """
         result: asyncio.Future[T] = self._loop.create_future()
 
-        def done(value: T) -> None:
+        def resolve(value: T) -> None:
+            if done is not None:
+                done(value)
             if not result.done():
                 result.set_result(value)
 
@@ -95,7 +110,7 @@ class DecodeThread:
             if not result.done():
                 result.set_exception(error)
 
-        self._add(_Job(work, done, failed, is_last))
+        self._add(_Job(work, resolve, failed, is_last))
         return await result
 
     def wake(self) -> None:
@@ -109,7 +124,7 @@ class DecodeThread:
             last: what is done at the end, also after a step failed. Its chunks are delivered.
         """
         try:
-            self._deliver(await self.run(last, is_last=True))
+            await self.run(last, done=self._deliver, is_last=True)
         finally:
             await asyncio.to_thread(self._thread.join)
 

@@ -39,6 +39,8 @@ class _Reader:
 
     deliveries: asyncio.Queue[TokenChunk | Exception] = field(default_factory=asyncio.Queue)
     has_left: bool = False
+    is_served: bool = False
+    """The core has taken the request. Only the decode thread looks at it."""
 
 
 class TorchEngine:
@@ -117,7 +119,7 @@ class TorchEngine:
         core, thread = self._running()
         name, reader = request.request_id, _Reader()
         thread.post(
-            partial(core.add, request),
+            partial(_add, core, request, reader),
             done=lambda _: self._begin_reading(name, reader),
             failed=reader.deliveries.put_nowait,
         )
@@ -134,7 +136,9 @@ class TorchEngine:
             if self._readers.get(name) is reader:
                 del self._readers[name]
             if not ended and self._ended is None:
-                thread.post(partial(core.abort, name), done=_ignore, failed=self._step_failed)
+                thread.post(
+                    partial(_abort, core, name, reader), done=_ignore, failed=self._step_failed
+                )
 
     def _begin_reading(self, request_id: str, reader: _Reader) -> None:
         """Deliver to this reader what later steps report. An earlier request had the same id."""
@@ -157,7 +161,7 @@ class TorchEngine:
         """Stop between two steps and report everything drawn so far. Idempotent."""
         core, thread = self._running()
         self._paused = True
-        self._deliver(await thread.run(core.flush))
+        await thread.run(core.flush, done=self._deliver)
 
     async def resume(self) -> None:
         """Continue after `pause`. Idempotent."""
@@ -178,7 +182,8 @@ class TorchEngine:
     async def install_weights(self, policy_version: int) -> None:
         """Replace the weights between two steps. Raises WeightsError if they are not staged."""
         core, thread = self._running()
-        self._deliver(await thread.run(lambda: core.install_weights(policy_version)))
+        # What was drawn under the old weights must come before what the next steps draw.
+        await thread.run(lambda: core.install_weights(policy_version), done=self._deliver)
 
     async def fingerprint(self) -> Fingerprint:
         """Of the parameters in use. Computed in a thread of its own; steps continue."""
@@ -224,6 +229,17 @@ class TorchEngine:
         self._ended.__cause__ = failure
         for reader in self._readers.values():
             reader.deliveries.put_nowait(self._ended)
+
+
+def _add(core: DecodeCore, request: GenerateRequest, reader: _Reader) -> None:
+    core.add(request)
+    reader.is_served = True
+
+
+def _abort(core: DecodeCore, request_id: str, reader: _Reader) -> None:
+    """End the reader's request, not another one because of whose id it was refused."""
+    if reader.is_served:
+        core.abort(request_id)
 
 
 def _ignore(_result: None) -> None:

@@ -177,3 +177,20 @@ def test_the_rest_of_a_frame_of_a_peer_that_is_cut_off_is_dropped(address: str) 
         other.close()
 
     between(address, talk, refusals)
+
+
+def test_a_caller_whose_time_is_up_loses_no_message(address: str) -> None:
+    async def talk(hub: Hub[Any], line: Line[Any]) -> None:
+        for number in range(200):
+            line.send_soon(delivered(number))
+        received = [await hub.receive()]
+        while len(received) < 200:
+            waiting = asyncio.create_task(hub.receive())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            if not waiting.cancelled():
+                received.append(waiting.result())
+        assert received == [("g", delivered(number)) for number in range(200)]
+
+    between(address, talk)

@@ -74,7 +74,25 @@ def test_a_driver_that_does_not_answer(smi: Path) -> None:
     answers(smi, "NVIDIA-SMI has failed because it couldn't communicate with the driver", 9)
     with pytest.raises(UserError, match=r"couldn't communicate.*launcher.gpus: \[\]"):
         find_gpus()
-    assert place(load_config(None, ["launcher.gpus=[]"])) is None
+    assert place(load_config(None, ["launcher.gpus=[]"])) is not None
+
+
+@pytest.mark.parametrize("visible", [None, "0,1"])
+def test_a_run_that_may_use_no_gpu_sees_none(
+    visible: str | None, smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise `auto` devices would find the first GPU."""
+    answers(smi, WHOLE)
+    with_cuda(monkeypatch)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    plan = place(load_config(None, ["launcher.gpus=[]"]))
+    assert plan is not None
+    for name in ("generator-0", "trainer"):
+        assert plan.environment(name)["CUDA_VISIBLE_DEVICES"] == ""
+    assert engine_device(plan) == "cpu"
+    with pytest.raises(UserError, match=r"launcher\.gpus leave none"):
+        place(load_config(None, ["launcher.gpus=[]", "trainer.device=cuda"]))
 
 
 def test_without_nvidia_smi_from_proc(smi: Path, tmp_path: Path) -> None:

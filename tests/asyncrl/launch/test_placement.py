@@ -62,6 +62,14 @@ def test_numbers_are_those_of_nvidia_smi_unless_the_user_has_set_the_order() -> 
     assert own.environment("trainer") == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
+def test_a_process_gets_numbers_or_names_never_both() -> None:
+    usable = select_gpus(machine(3), None, ["GPU-00000001-aaaa", 2, 0])
+    found = plan_gpus(usable, GpuNeeds(1, 2, 1), renumbers=True)
+    both = found.environment("generator-0")["CUDA_VISIBLE_DEVICES"]
+    assert both == "GPU-00000001-aaaa,GPU-00000002-aaaa"
+    assert found.environment("trainer")["CUDA_VISIBLE_DEVICES"] == "0"
+
+
 def test_sharing_a_gpu_must_be_asked_for() -> None:
     with pytest.raises(UserError, match=r"launcher\.colocate: true"):
         plan(1, 1, 1)

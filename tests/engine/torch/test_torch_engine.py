@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -219,6 +220,50 @@ def test_what_is_asked_for_during_a_step_is_done_before_the_next_one_and_nobody_
     run(main())
 
 
+def block_until(condition: Callable[[], bool]) -> None:
+    """Keep the event loop from running, and a little longer than that."""
+    until = time.monotonic() + DEADLINE / 2
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.05)
+
+
+@pytest.mark.parametrize("what", ["install", "a cancelled pause"])
+def test_no_token_is_lost_or_overtaken_however_busy_the_event_loop_is(
+    what: str, tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        engine = engine_of(tiny_qwen3, torch={"chunk_tokens": 16})
+        await engine.start()
+        assert isinstance(engine, TorchEngine)
+        assert engine._core is not None
+        step, allowed = engine._core.step, threading.Semaphore(0)
+        held = lambda: (allowed.acquire(timeout=DEADLINE), step())[1]  # noqa: E731
+        monkeypatch.setattr(engine._core, "step", held)
+        with published(make_qwen3(seed=1).state_dict().items(), 4) as manifest:
+            await engine.stage_weights(manifest)
+        reading = asyncio.create_task(collect(engine, request("a", max_tokens=12, seed=1)))
+        await asyncio.sleep(0)
+        allowed.release(3)
+        block_until(lambda: engine.stats().steps == 3)
+        work = engine.install_weights(4) if what == "install" else engine.pause()
+        asked = asyncio.create_task(work)
+        await asyncio.sleep(0)
+        if what != "install":
+            asked.cancel()
+            await engine.resume()
+        allowed.release(100)
+        block_until(lambda: not engine.stats().running)
+        chunks = await reading
+        await asyncio.wait([asked])
+        assert sum(len(chunk.tokens) for chunk in chunks) == 12
+        last = 4 if what == "install" else 0
+        assert [chunk.policy_version for chunk in chunks] == [0, 0, last]
+        await engine.close()
+
+    run(main())
+
+
 def test_a_request_does_not_get_tokens_of_an_earlier_one_with_its_id(
     tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +291,9 @@ def test_the_id_of_a_request_that_is_served_is_refused(tiny_qwen3: str) -> None:
         await engine.start()
         stream = engine.generate(request("a", max_tokens=40))
         tokens = len((await anext(stream)).tokens)
+        left = asyncio.create_task(collect(engine, request("a")))
+        await asyncio.sleep(0)
+        left.cancel()  # it has not been refused yet
         with pytest.raises(RequestError, match="a request with this id is being served"):
             await collect(engine, request("a"))
         async for chunk in stream:
