@@ -181,10 +181,10 @@ class Engine(Protocol):
     def interrupt(self, request_id: str) -> None:
         """End a request: its stream reports all finished steps and ends with `abort`.
 
-        Returns at once. The request ends before the next step begins, and before whatever is asked
-        for later. Nothing happens when it has ended or is not known. Unlike closing the stream,
-        this loses no token of a finished step; where the engine is another process, steps that it
-        has not sent yet are lost as a whole, whatever was drawn in them. So the place of the cut
+        Returns at once. The request ends before the next step begins; where the engine is another
+        process, before the next one after it was told, and the step that runs then is lost as a
+        whole, whatever is drawn in it. Nothing happens when the request has ended or is not known.
+        Unlike closing the stream, this loses no token of a finished step. So the place of the cut
         does not depend on the tokens after it. A cut at the last *report* would: it tells that the
         unreported tokens hold no stop token.
         """

@@ -43,7 +43,7 @@ class VllmConfig(BaseModel):
     steps_per_message: int = Field(default=4, ge=1, le=64)
     """vLLM's core sends what it has generated after so many steps, or after 0.1 s: a message costs
     the generator's process more than what is in it. Ends of responses come up to so many steps
-    later, and an interrupted response loses what was not sent. 1 sends every step."""
+    later. 1 sends every step."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """GPUs of one generator, which split every layer among them."""
     startup_timeout_seconds: float | None = Field(default=None, ge=1, le=WEEK_SECONDS)

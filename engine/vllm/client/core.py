@@ -115,6 +115,17 @@ class Core:
         if running:
             await self.process.ask(self.process.vllm.llm.abort(running), "abort requests")
 
+    async def interrupt(self, request_id: str) -> None:
+        """Have the core end a request, which answers with what it has drawn and the end.
+
+        Nothing happens if it is already over.
+        """
+        vllm = self.process.vllm
+        running = list(vllm.processor.external_req_ids.get(request_id, ()))
+        if running:
+            call = vllm.llm.engine_core.abort_requests_async(running)
+            await self.process.ask(call, "interrupt a request")
+
     async def pause(self) -> None:
         """Return when no step runs any more and all steps have come; requests stay as they are."""
         client = self.process.vllm.llm.engine_core

@@ -142,7 +142,7 @@ class VllmEngine:
                 yield chunk
 
     def interrupt(self, request_id: str) -> None:
-        """End a request; its stream reports all steps that have come, then `abort`."""
+        """End a request; its stream reports all finished steps, then `abort`."""
         self._running().generation.interrupt(request_id)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:

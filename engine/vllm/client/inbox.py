@@ -47,6 +47,14 @@ class Inbox(Generic[T]):
         """
         self.fail(item if isinstance(item, BaseException) else AbortedError("aborted"))
 
+    def interrupt(self) -> None:
+        """The reader was interrupted: what is scored is dropped."""
+        self.put(None)
+
+    def wake(self) -> None:
+        """Make a reader that waits look again, even if nothing has come."""
+        self._ready.set()
+
     def fail(self, error: BaseException) -> None:
         """Close it with an error, which every later `take` raises once nothing is left."""
         if self.closed:
@@ -61,7 +69,7 @@ class Inbox(Generic[T]):
         return self.closed and self._error is None and not self._items
 
     async def take(self) -> list[T]:
-        """Wait for items and take all of them.
+        """Wait for items, or `wake`, and take all of them.
 
         Raises:
             AbortedError: the request was aborted and nothing is left.

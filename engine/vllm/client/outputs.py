@@ -89,6 +89,8 @@ class StepProcessor(OutputProcessor):
         scored = output.new_prompt_logprobs_tensors
         if reason is None:
             inbox.put(EngineError(f"vLLM ended a request with {output.finish_reason}"))
+        elif reason == "abort":
+            inbox.put(None)  # interrupted: what it has drawn came before
         elif isinstance(inbox, Response):
             metrics = output.spec_decode_metrics
             accepted = None

@@ -3,9 +3,9 @@
 The core labels each step with the version of the weights that drew it, so a chunk has one version
 however late it is read.
 
-A response ends where vLLM ends it, where a stop string is complete (vLLM knows none), or where it
-is cut from this side. Whatever vLLM generates after that is dropped, so the place of a cut never
-depends on the tokens behind it.
+A response ends where vLLM ends it, also when it is interrupted: the core then sends all that it has
+drawn before the end, so the place never depends on the tokens behind it. From this side it ends
+where a stop string is complete (vLLM knows none), or when nobody reads it any more.
 """
 
 from __future__ import annotations
@@ -159,6 +159,10 @@ class Response(Inbox[TokenChunk]):
         if self._noise is None or self._noise[0] != policy_version:
             self._noise = policy_version, noise_seeds(self._seed, policy_version)[0]
         return self._noise[1]
+
+    def interrupt(self) -> None:
+        """The reader was interrupted; only the core can end it, as it knows what it has drawn."""
+        self.wake()
 
     def put(self, item: object) -> None:
         """Close it; what has come is still handed over. Also called by vLLM (`Inbox.put`)."""

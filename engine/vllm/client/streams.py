@@ -26,6 +26,8 @@ class _Stream:
     inbox: Inbox[Any]
     restart: bool = False
     """Aborted to be submitted again."""
+    interrupted: bool = False
+    """The core was asked to end it."""
 
     def cut(self) -> None:
         """End it; what was drawn is still handed over."""
@@ -44,10 +46,10 @@ class Reader:
     interrupted: bool = False
 
     def interrupt(self) -> None:
-        """End what is read; what has come is still handed over."""
+        """End what is read: a response with all that was drawn, a verification without result."""
         self.interrupted = True
         if self.stream is not None:
-            self.stream.cut()
+            self.stream.inbox.interrupt()
 
 
 class Streams:
@@ -112,17 +114,21 @@ class Streams:
         try:
             await self._core.submit(stream.request_id, inbox, submitted)
             while not inbox.over:
+                if reader.interrupted and not stream.interrupted:
+                    stream.interrupted = True
+                    await self._core.interrupt(stream.request_id)
                 try:
                     items = await inbox.take()
                 except AbortedError:
-                    if not stream.restart:
+                    if not stream.restart or reader.interrupted:
                         return
                     del self._open[stream.request_id]
                     stream, inbox = self._new(new_inbox)
                     reader.stream = stream
                     await self._core.submit(stream.request_id, inbox, submitted)
                     continue
-                yield items
+                if items:
+                    yield items
         except EngineError:
             raise
         except Exception as error:

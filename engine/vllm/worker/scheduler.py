@@ -7,9 +7,10 @@ output of the step (`engine.vllm.extras.StepTable`). It has all tokens, so of th
 those that end a request are sent.
 
 A message costs the generator's process much more than what is in it, so several steps share one
-(`Outbox`). When a message is sent must not depend on the tokens in it: an interrupted response is
-cut at the last step that came, and that place must not tell anything about the tokens after it
-(docs/decisions/0011). So the end of a response waits for the message like everything else.
+(`Outbox`). When a message is sent depends on the tokens in it: a core in which every response has
+ended sends at once what is left. So an interrupted response must not be cut at the last step that
+came, as that place would tell something about the tokens after it (docs/decisions/0011). It ends
+here: what was drawn before is sent, then its end.
 
 Written against vLLM 0.32.0.
 """
@@ -22,8 +23,9 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import RequestStatus
 
 from engine.vllm.extras import NO_TICKET, MessageSettings, StepTable
 
@@ -45,24 +47,29 @@ class Outbox:
         self._began = 0.0
         self._outputs: dict[int, list[Any]] = {}
         self._drafts: Any = None
+        self._hurried = False
         self.steps = 0
         """That are not sent yet."""
         self.due = False
         """Whether a message is sent after the current step."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether there is anything to send."""
+        return self.steps > 0 or bool(self._outputs)
+
     def begin(self, *, urgent: bool) -> None:
         """Count a step, and decide whether a message is sent after it.
 
         Args:
-            urgent: to be sent at once. It must not depend on tokens that were drawn.
+            urgent: to be sent at once.
         """
         now = self._clock()
         if not self.steps:
             self._began = now
         self.steps += 1
-        self.due = (
-            urgent or self.steps >= self._steps_per_message or now - self._began >= _MAX_SECONDS
-        )
+        full = self.steps >= self._steps_per_message or now - self._began >= _MAX_SECONDS
+        self.due = urgent or self._hurried or full
 
     def count_drafts(self, drafts: Any) -> Any:
         """Add vLLM's statistics of the drafts of a step; returns the sum since the last message.
@@ -79,6 +86,13 @@ class Outbox:
             total.num_accepted_tokens += drafts.num_accepted_tokens
         return self._drafts
 
+    def add_ends(self, requests: Iterable[Any]) -> None:
+        """Keep the ends of requests of vLLM's that were aborted, and hurry: they are waited for."""
+        for one in requests:
+            end = EngineCoreOutput(one.request_id, [], finish_reason=FinishReason.ABORT)
+            self._outputs.setdefault(one.client_index, []).append(end)
+        self._hurried |= self.waits
+
     def add(self, messages: dict[int, Any]) -> None:
         """Keep the outputs of a step, by client."""
         for client, message in messages.items():
@@ -91,7 +105,7 @@ class Outbox:
                 messages[client] = EngineCoreOutputs()
             messages[client].outputs = outputs
         self._outputs = {}
-        self._drafts, self.steps = None, 0
+        self._drafts, self.steps, self._hurried = None, 0, False
         return messages
 
 
@@ -105,7 +119,19 @@ class _WholeTables:
     def has_requests(self) -> bool:
         """Whether a step is needed: also to send what is left before the core rests or pauses."""
         parent: Any = super()
-        return self.outbox.steps > 0 or bool(parent.has_requests())
+        return self.outbox.waits or bool(parent.has_requests())
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        """End requests from outside, as vLLM does; the client is told after what they have drawn.
+
+        VLLM calls it between two steps, or after a step before its tokens are looked at: they are
+        discarded, whatever they are.
+        """
+        parent: Any = super()
+        ended = parent.finish_requests(request_ids, finished_status)
+        if finished_status == RequestStatus.FINISHED_ABORTED:
+            self.outbox.add_ends(ended)
+        return ended
 
     def make_stats(self, spec_decoding_stats: Any = None, *args: Any, **kwargs: Any) -> Any:
         """VLLM's statistics for a message; None if none is sent after this step."""

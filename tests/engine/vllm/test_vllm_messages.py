@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from served_vllm import REAL_VLLM
 
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.vllm.client.responses import Response, Responses
+from engine.vllm.client.streams import Reader, Streams
 from engine.vllm.extras import MessageSettings
 
 pytestmark = REAL_VLLM
@@ -34,6 +36,7 @@ class Core:
 
         monkeypatch.setattr(Scheduler, "__init__", lambda *_, **__: None)
         monkeypatch.setattr(Scheduler, "has_requests", lambda _: False)
+        monkeypatch.setattr(Scheduler, "finish_requests", lambda _, ids, __: self._end(ids))
         monkeypatch.setattr(Scheduler, "make_stats", _stats)
         monkeypatch.setattr(Scheduler, "update_from_output", lambda one, *_: self._vllm(one))
         settings = MessageSettings(steps_per_message).to_config()
@@ -46,20 +49,30 @@ class Core:
         self.responses = Responses(chunk_tokens=1000)
         self.processor = StepProcessor(self.responses)
         self.inboxes = {name: self._open(name) for name in NAMES}
+        self.over: set[str] = set()
         self._outputs: list[Any] = []
         self._drafts: Any = None
         self.place = 0
 
     def _open(self, name: str) -> Response:
         sampling = SamplingParams(999, top_k_logprobs=1)
-        response = Response(
-            GenerateRequest(name, "", np.array([1], np.int32), sampling), 7, self.responses
-        )
+        request = GenerateRequest(name, "", np.array([1], np.int32), sampling)
+        response = Response(request, 7, self.responses)
+        self.admit(name, response)
+        return response
+
+    def admit(self, name: str, response: Response) -> None:
+        """Take in a request."""
         self.processor.request_states[name] = SimpleNamespace(
             queue=response, request_id=name, external_req_id=name, parent_req=None
         )
-        self.processor.external_req_ids[name].append(name)
-        return response
+        self.processor.external_req_ids[name] = [name]
+
+    def _end(self, names: list[str]) -> list[Any]:
+        """As vLLM's: those that have not ended before."""
+        going = [one for one in names if one not in self.over]
+        self.over |= {*names}
+        return [SimpleNamespace(request_id=one, client_index=0) for one in going]
 
     def _vllm(self, scheduler: Any) -> dict[int, Any]:
         from vllm.v1.engine import EngineCoreOutputs
@@ -69,7 +82,12 @@ class Core:
         return {0: message} if self._outputs or message.scheduler_stats else {}
 
     def step(
-        self, *running: str, ended: tuple[str, ...] = (), scored: bool = False, drafts: int = 0
+        self,
+        *running: str,
+        ended: tuple[str, ...] = (),
+        discarded: tuple[str, ...] = (),
+        scored: bool = False,
+        drafts: int = 0,
     ) -> Any:
         """One token for each request; returns the message if one is sent."""
         from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -79,9 +97,11 @@ class Core:
         self._outputs = [
             EngineCoreOutput(name, [1], finish_reason=FinishReason.STOP if name in ended else None)
             for name in running
+            if name not in discarded
         ]
         self._drafts = SpecDecodingStats(4, 1, drafts, drafts - 1) if drafts else None
         self.scheduler.finished_req_ids = set(ended)
+        self.over |= {*ended}
         ids = np.arange(self.place, self.place + 2 * len(running), dtype=np.int32).reshape(-1, 2)
         self.place += 2 * len(running)
         tickets = np.array([self.inboxes[name].ticket for name in running], np.int64)
@@ -107,6 +127,31 @@ class Core:
         return [token for chunk in self.inboxes[name]._items for token in chunk.tokens.tolist()]
 
 
+class Client:
+    """What `Streams` asks of vLLM, over this core.
+
+    Args:
+        core: gets the requests.
+    """
+
+    def __init__(self, core: Core) -> None:
+        vllm = SimpleNamespace(processor=core.processor, meter=SimpleNamespace(idle=lambda: None))
+        self.process = SimpleNamespace(vllm=vllm, ended=None)
+        self._core = core
+
+    async def submit(self, name: str, inbox: Any, _: Any) -> None:
+        self._core.inboxes[name] = inbox
+        self._core.admit(name, inbox)
+
+    async def interrupt(self, name: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self._core.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+
+    async def abort(self, _: list[str]) -> None:
+        """Nothing: all are over."""
+
+
 def _stats(_: Any, drafts: Any = None) -> Any:
     from vllm.v1.metrics.stats import SchedulerStats
 
@@ -127,14 +172,60 @@ def test_a_message_has_the_steps_since_the_last_one(monkeypatch: pytest.MonkeyPa
     assert [core.step("r0") is None for _ in range(6)] == [True, True, False, True, True, False]
 
 
-def test_when_a_message_is_sent_does_not_depend_on_the_tokens(
+@pytest.mark.parametrize("stops", [False, True])
+def test_an_interrupted_response_has_all_tokens_that_were_drawn(
+    monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    """A core that rests after a stop token sends it at once, one that continues waits.
+
+    So a response cut at the last message would be one whose next tokens hold no stop token, and
+    they would be drawn again, with another chance to stop (docs/decisions/0011).
+    """
+    core = Core(monkeypatch, 4)
+
+    async def read() -> tuple[list[int], str | None]:
+        reader, chunks = Reader(), []
+        request = GenerateRequest("one", "", np.array([1], np.int32), SamplingParams(999))
+        streams = Streams(Client(core))  # type: ignore[arg-type]
+        stream = streams.chunks(request, 7, SimpleNamespace(), reader)  # type: ignore[arg-type]
+        reading = asyncio.ensure_future(_collect(stream, chunks))
+        await asyncio.sleep(0)
+        assert core.step("r0", ended=("r0",) if stops else ()) is None
+        reader.interrupt()
+        await asyncio.sleep(0)
+        core.receive(core.step())
+        await asyncio.wait_for(reading, 5)
+        return [int(one) for chunk in chunks for one in chunk.tokens], chunks[-1].finish_reason
+
+    assert asyncio.run(read()) == ([0], "stop" if stops else None)
+    assert not core.scheduler.has_requests()
+
+
+async def _collect(stream: Any, into: list[Any]) -> None:
+    async for chunks in stream:
+        into += chunks
+
+
+def test_the_end_of_an_interrupted_response_waits_for_no_further_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A response that stops is told of no sooner than one that continues is sent.
+    """VLLM ends it after a step, before it looks at its tokens: they are dropped."""
+    from vllm.v1.request import RequestStatus
 
-    Otherwise the place where an interrupted response is cut would tell that the tokens after it
-    hold no stop token (docs/decisions/0011).
-    """
+    core = Core(monkeypatch, 4)
+    assert core.step("r0", "r1") is None
+    core.scheduler.finish_requests(["r0"], RequestStatus.FINISHED_ABORTED)
+    assert core.scheduler.has_requests()
+    core.receive(core.step("r0", "r1", discarded=("r0",)))
+    core.responses.flush()
+    assert (core.tokens("r0"), core.inboxes["r0"].closed) == ([0], True)
+    assert core.tokens("r1") == [2, 6]
+    core.scheduler.finish_requests(["r0"], RequestStatus.FINISHED_ABORTED)  # vLLM asks twice
+    assert core.step("r1") is None
+
+
+def test_the_end_of_a_response_is_no_reason_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With short responses almost every step has one."""
     core = Core(monkeypatch, 4)
     sent = [core.step("r0", "r1", ended=("r0",) if i == 1 else ()) for i in range(4)]
     assert [message is None for message in sent] == [True, True, True, False]
