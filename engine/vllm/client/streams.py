@@ -114,9 +114,7 @@ class Streams:
         try:
             await self._core.submit(stream.request_id, inbox, submitted)
             while not inbox.over:
-                if reader.interrupted and not stream.interrupted:
-                    stream.interrupted = True
-                    await self._core.interrupt(stream.request_id)
+                await self._pass_on_interruption(reader, stream)
                 try:
                     items = await inbox.take()
                 except AbortedError:
@@ -141,6 +139,12 @@ class Streams:
                 await self._core.abort([stream.request_id])
                 if not self._open:
                     process.vllm.meter.idle()
+
+    async def _pass_on_interruption(self, reader: Reader, stream: _Stream) -> None:
+        """Ask the core, once, to end what an interrupted reader reads."""
+        if reader.interrupted and not stream.interrupted:
+            stream.interrupted = True
+            await self._core.interrupt(stream.request_id)
 
     def _new(self, new_inbox: Callable[[], Inbox[T]]) -> tuple[_Stream, Inbox[T]]:
         inbox = new_inbox()
