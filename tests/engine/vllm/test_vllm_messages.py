@@ -184,7 +184,8 @@ def test_an_interrupted_response_has_all_tokens_that_were_drawn(
     core = Core(monkeypatch, 4)
 
     async def read() -> tuple[list[int], str | None]:
-        reader, chunks = Reader(), []
+        reader = Reader()
+        chunks: list[Any] = []
         request = GenerateRequest("one", "", np.array([1], np.int32), SamplingParams(999))
         streams = Streams(Client(core))  # type: ignore[arg-type]
         stream = streams.chunks(request, 7, SimpleNamespace(), reader)  # type: ignore[arg-type]
