@@ -43,7 +43,12 @@ def vllm_engine(path: str, mode: Mode) -> Engine:
         max_model_len=32,
         threads=1,
         top_k_logprobs=mode.top_k,
-        vllm=VllmConfig(kv_cache_gib=0.25, max_step_tokens=256, enable_prefix_caching=True),
+        vllm=VllmConfig(
+            kv_cache_gib=0.25,
+            max_step_tokens=256,
+            enable_prefix_caching=True,
+            steps_per_message=2,  # with 4, responses of some six tokens are seldom cut by an update
+        ),
     )
     return create_engine(config, path, cache_config=_cache_config(mode), seed=1)
 

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config import RunConfig
 from engine.config import EngineConfig
-from engine.vllm.client.environment import VllmLog, prepare
+from engine.vllm.client.environment import prepare, process_log
 from engine.vllm.config import VllmConfig
 
 
@@ -21,9 +21,6 @@ def test_vllm_gives_up_before_its_process_is_killed() -> None:
 
 def test_vllm_is_told_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    log = VllmLog("ERROR")
-    try:
-        prepare(EngineConfig(vllm=VllmConfig().started_within(4000)), log)
-        assert os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] == "3600"
-    finally:
-        log.remove()
+    config = EngineConfig(vllm=VllmConfig().started_within(4000))
+    prepare(config, process_log(config.vllm.log_level))  # vLLM's loggers keep this file open
+    assert os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] == "3600"
