@@ -236,21 +236,22 @@ def _timed(call: Callable[[], object], into: list[float]) -> None:
 
 
 def ratios_of(raw: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The worse of both data types."""
+    """The worse of both data types. A ratio is missing if no step fell into what it compares."""
 
-    def worst(name: str, part: str, below: str, of: str | None = None) -> float:
-        return max(
-            one["milliseconds"][name][part] / one["milliseconds"][of or name][below]
+    def worst(name: str, part: str, below: str, of: str | None = None) -> float | None:
+        pairs = (
+            (one["milliseconds"][name].get(part), one["milliseconds"][of or name].get(below))
             for one in raw.values()
-            if part in one["milliseconds"][name]
         )
+        return max((a / b for a, b in pairs if a is not None and b is not None), default=None)
 
-    return {
+    ratios = {
         "install_pause_vs_memcpy": worst("now", "pause", "memcpy", "floor"),
         "before_pause_vs_memcpy": worst("before", "pause", "memcpy", "floor"),
         "stage_vs_memcpy": worst("now", "stage", "memcpy", "floor"),
         "step_during_stage": worst("now", "step during stage", "step"),
     }
+    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
 
 def print_table(raw: dict[str, dict[str, Any]], ratios: dict[str, float]) -> None:

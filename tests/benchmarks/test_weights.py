@@ -27,3 +27,17 @@ def test_every_part_is_measured_and_the_worse_data_type_counts(
     )
     print_table(raw, ratios)
     assert "install_pause_vs_memcpy" in capsys.readouterr().out
+
+
+def test_a_ratio_without_measurements_is_left_out() -> None:
+    floor = {"memcpy": 2.0}
+    way = {"pause": 4.0, "stage": 6.0, "step": 1.0}
+    slower = {"floor": floor, "before": way, "now": way | {"step during stage": 3.0}}
+    fast = {"floor": floor, "before": way, "now": way}
+    assert ratios_of({"a": {"milliseconds": slower}, "b": {"milliseconds": fast}}) == {
+        "install_pause_vs_memcpy": 2.0,
+        "before_pause_vs_memcpy": 2.0,
+        "stage_vs_memcpy": 3.0,
+        "step_during_stage": 3.0,
+    }
+    assert "step_during_stage" not in ratios_of({"b": {"milliseconds": fast}})
