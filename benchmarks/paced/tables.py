@@ -7,6 +7,7 @@ from rich.table import Table
 from asyncrl.simulation.world import Outcome
 from benchmarks.paced.findings import FLOORS, TARGETS, Findings, label, reached
 from benchmarks.paced.setting import KEEP_1, KEEP_4, SYNC, VERIFY, Machine, Paced
+from benchmarks.targets import targets_table
 
 
 def tables(findings: Findings) -> list[Table]:
@@ -77,18 +78,7 @@ def large_table(found: dict[int, dict[str, Outcome]], machine: Machine) -> Table
 
 
 def _targets(findings: Findings) -> Table:
-    table = Table(title="targets", min_width=60)
-    table.add_column("ratio")
-    for title in ("target", "reached"):
-        table.add_column(title, justify="right")
-    ratios = findings.ratios()
-    for name, target in TARGETS.items():
-        wanted = f"{'>=' if name in FLOORS else '<='} {target:g}"
-        if name not in ratios:
-            table.add_row(name, wanted, "[bold red]MISSING[/]")
-            continue
-        colour = "green" if reached(name, ratios[name]) else "bold red"
-        table.add_row(name, wanted, f"[{colour}]{ratios[name]:.3f}[/]")
+    table = targets_table(findings.ratios(), TARGETS, FLOORS, reached)
     for run, reason in findings.failed.items():
         table.add_row(run, "", f"[bold red]{reason}[/]")
     return table

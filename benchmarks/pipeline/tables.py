@@ -11,6 +11,7 @@ from rich.table import Table
 from benchmarks.pipeline.findings import FLOORS, TARGETS, Findings, reached
 from benchmarks.pipeline.modes import RUN_AHEAD, SYNC
 from benchmarks.pipeline.run import GENERATOR, TRAINER, RunNumbers
+from benchmarks.targets import targets_table
 
 
 def tables(findings: Findings) -> list[Table]:
@@ -103,18 +104,8 @@ def _time(findings: Findings, ran: list[str]) -> Table:
 
 
 def _targets(findings: Findings) -> Table:
-    table = Table(title="targets", min_width=60)
-    table.add_column("ratio")
-    for title in ("target", "reached"):
-        table.add_column(title, justify="right")
     ratios = findings.ratios()
-    for name, target in TARGETS.items():
-        wanted = f"{'>=' if name in FLOORS else '<='} {target}"
-        if name not in ratios:
-            table.add_row(name, wanted, "[bold red]MISSING[/]")
-            continue
-        colour = "green" if reached(name, ratios[name]) else "bold red"
-        table.add_row(name, wanted, f"[{colour}]{ratios[name]:.3f}[/]")
+    table = targets_table(ratios, TARGETS, FLOORS, reached)
     if "overlap_bound" in ratios:
         table.caption = (
             f"two busy processes slow each other down {ratios['overlap_slowdown']:.2f} times here: "
