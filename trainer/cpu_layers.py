@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 logger = logging.getLogger(__name__)
 
@@ -80,20 +80,40 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
+def whole_blocks(rows: int) -> int:
+    """Rows rounded up to one of at most eight sizes per power of two, multiples of MIN_ROWS.
+
+    oneDNN compiles code for each shape (0.2 ms, as long as a small model's product) and keeps 1,024
+    shapes. Packed batches have a different number of tokens each time.
+    """
+    block = max(MIN_ROWS, 1 << max(0, rows.bit_length() - 4))
+    return -(-rows // block) * block
+
+
+def _filled_up(x: Tensor) -> Tensor:
+    """`[N, k]` followed by rows of zeros, up to `whole_blocks`."""
+    missing = whole_blocks(len(x)) - len(x)
+    return pad(x, (0, 0, 0, missing)) if missing else x
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
+        rows = len(flat)
+        flat = _filled_up(flat)
         ctx.save_for_backward(flat, weight)
-        return _product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
+        return _product(flat, weight, bias)[:rows].view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         flat, weight = ctx.saved_tensors
-        grad = grads[0].reshape(-1, weight.shape[0])
+        flat_grad = grads[0].reshape(-1, weight.shape[0])
+        rows = len(flat_grad)
+        grad = _filled_up(flat_grad)
         for_x = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
-            for_x = _product(grad, weight.t()).view(*grads[0].shape[:-1], weight.shape[1])
+            for_x = _product(grad, weight.t())[:rows].view(*grads[0].shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
             for_weight = _product(grad.t(), flat.t())
         if ctx.needs_input_grad[2]:
