@@ -3,6 +3,7 @@
 trajectory    tokens, the log-probabilities they were drawn with, segments of policy versions
 acceptance/   the rules that decide which tokens are kept; proofs in docs/exactness.md
 arrays, jit   checked integer arrays and compiled kernels, which the rules are built on
+sampled_set, fused, fused_kernels   what engines and the trainer must compute alike
 
 Exactness depends on this package alone. The tree, the estimates and the planner only propose
 tokens: an error in them can cost time but never change what is sampled. An import contract keeps

@@ -3,8 +3,9 @@
 Numba keeps compiled code next to the source file and checks only the age of that one file. Kernels
 of one module are inlined into those of another, so a change to the former would leave the latter
 with an old memory layout. Here the name of the directory contains a digest of all sources of the
-package that have kernels. Where nothing can be written (a read-only image), each process compiles
-the code again, which makes the first call seconds slower. `NUMBA_CACHE_DIR` is respected.
+package that have kernels, and of the packages whose kernels it inlines. Where nothing can be
+written (a read-only image), each process compiles the code again, which makes the first call
+seconds slower. `NUMBA_CACHE_DIR` is respected.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -34,13 +35,14 @@ class Compiler:
     def add(...): ...
     """
 
-    def __init__(self, package: Path) -> None:
+    def __init__(self, package: Path, *inlined: Path) -> None:
         """Choose the directory for compiled code.
 
         Args:
-            package: directory of the package; its kernels may inline only kernels of the same one.
+            package: directory of the package.
+            inlined: other directories whose kernels this package's kernels inline.
         """
-        self._directory = code_directory(package, str(numba.config.CACHE_DIR))
+        self._directory = code_directory(package, str(numba.config.CACHE_DIR), inlined)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Compile `function` on its first call, and keep the machine code for later processes."""
@@ -89,15 +91,18 @@ class Compiler:
             numba.config.CACHE_DIR = before
 
 
-def code_directory(package: Path, configured: str = "") -> Path | None:
+def code_directory(
+    package: Path, configured: str = "", inlined: Iterable[Path] = ()
+) -> Path | None:
     """A writable directory for the code of these sources; None if there is none.
 
     Args:
         package: directory of the kernels' sources.
         configured: numba's own setting (`NUMBA_CACHE_DIR`), "" if unset.
+        inlined: other directories whose kernels are inlined into these.
     """
     digest = hashlib.sha256()
-    for source in sorted(package.rglob("*.py")):
+    for source in [one for place in (package, *inlined) for one in sorted(place.rglob("*.py"))]:
         text = source.read_bytes()
         if b"@kernel" in text:
             digest.update(text)

@@ -40,6 +40,7 @@ _HASHING_THREADS = 4
 _FREE = frozenset(
     {
         "device",
+        "fused",
         "threads",
         "learning_rate",
         "learning_rate_minimum",

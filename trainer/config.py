@@ -73,6 +73,8 @@ class TrainerConfig(BaseModel):
     """Torch threads of the trainer's process; unset: torch decides."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third slower."""
+    fused: bool = True
+    """On a CPU, compute float32 Llama-like models in fused layers instead of transformers' own."""
     checkpoint_every: int = Field(default=50, gt=0, le=MAX_STEPS)
     """Optimizer steps between checkpoints."""
     keep_checkpoints: int = Field(default=2, gt=0, le=MAX_STEPS)

@@ -121,6 +121,12 @@ class _Linear(torch.autograd.Function):
         return for_x, for_weight, for_bias
 
 
+def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`[..., k]`, `[o, k]` and `[o]` to `[..., o]` in float32 by oneDNN, with gradients."""
+    out: Tensor = _Linear.apply(x, weight, bias)
+    return out
+
+
 class OnednnLinear(nn.Linear):
     """`nn.Linear` whose float32 products run in oneDNN, forward and backward."""
 
@@ -129,8 +135,7 @@ class OnednnLinear(nn.Linear):
         few = x.numel() < MIN_ROWS * self.in_features
         if few or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
             return linear(x, self.weight, self.bias)
-        out: Tensor = _Linear.apply(x, self.weight, self.bias)
-        return out
+        return fast_linear(x, self.weight, self.bias)
 
 
 class _RmsNorm(torch.autograd.Function):

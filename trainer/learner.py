@@ -84,6 +84,7 @@ class Learner:
             "device": resolve_device(config.device),
             "temperature": temperature,
             "truncation": truncation,
+            "fused": config.fused,
         }
         self._config = config
         self._model_path = model_path

@@ -50,6 +50,8 @@ class Layout:
     """B."""
     longest: int
     """L_max, tokens."""
+    lengths: tuple[int, ...]
+    """`[B]` tokens of each whole sequence."""
     shared: int = 0
     """First tokens that all sequences share."""
 
@@ -82,6 +84,7 @@ class Layout:
             gather=put(np.flatnonzero(own.reshape(-1))),
             sequences=len(counts),
             longest=int(counts.max()),
+            lengths=tuple(lengths),
             shared=shared,
         )
 

@@ -29,6 +29,7 @@ from rollout.trajectory import IntArray
 from rollout.truncation import EVERYTHING, Truncation
 from trainer.cpu_layers import speed_up
 from trainer.errors import UnsupportedModelError
+from trainer.fused import MAX_LENGTH, FusedDecoder, why_not_trained_fused
 from trainer.packing import ATTENTION_NAME, Layout
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ class Policy:
         temperature: float = 1.0,
         truncation: Truncation = EVERYTHING,
         gradient_checkpointing: bool = False,
+        fused: bool = True,
     ) -> None:
         """Load the model and check on two short sequences that packing changes nothing.
 
@@ -136,8 +138,14 @@ class Policy:
         self._head: nn.Module | None = head
         self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
         speed_up(self.model)
+        self._fused = self._fused_decoder(fused and not gradient_checkpointing)
         self._check_packing(model_path)
         _set_modes(self.model, gradient_checkpointing=gradient_checkpointing)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether short sequences are computed by `trainer.fused`."""
+        return self._fused is not None
 
     def score(self, batch: PackedBatch) -> TokenScores:
         """Processed log-probability and entropy of each response token of a micro-batch."""
@@ -186,7 +194,21 @@ class Policy:
         logprobs, entropy, outside = zip(*parts, strict=True)
         return TokenScores(torch.cat(logprobs), torch.cat(entropy), torch.cat(outside))
 
+    def _fused_decoder(self, wanted: bool) -> FusedDecoder | None:
+        reason: str | None = "trainer.fused is off, or gradient_checkpointing on"
+        if wanted and self._compute_dtype != torch.float32:
+            reason = f"trainer.dtype is {self._compute_dtype}"
+        elif wanted:
+            reason = why_not_trained_fused(self.model, threads=torch.get_num_threads())
+        if reason is not None:
+            logger.info("training through transformers' forward pass: %s", reason)
+            return None
+        logger.info("training through fused layers, up to %d tokens a sequence", MAX_LENGTH)
+        return FusedDecoder(self.model)
+
     def _hidden(self, batch: PackedBatch) -> Tensor:
+        if self._fused is not None and batch.layout.longest <= MAX_LENGTH:
+            return self._fused.hidden(batch.tokens, batch.layout)
         out = self.model.base_model(
             input_ids=batch.tokens,
             position_ids=batch.layout.positions,
@@ -247,11 +269,43 @@ class Policy:
                 "sequences than for separate ones, so it cannot be trained here (known causes: "
                 "state-space or convolution layers, attention with its own position bias)"
             )
+        self._check_fused(batch)
         assert self._head is not None  # noqa: S101 - for the type checker
         plain = self._head(self._hidden(batch)[batch.predictors])
         if plain.shape != want.shape or float((plain - want).abs().max()) > close:
             logger.info("%s scales its logits: they come from its own forward pass", model_path)
             self._head = None
+
+    def _check_fused(self, batch: PackedBatch) -> None:
+        """Train through transformers' forward pass if the fused one computes something else.
+
+        Compares hidden states, and the gradients of the first layer's parameters, which pass
+        through all other layers. This also compiles or loads the kernels before the first step.
+        """
+        fused, self._fused = self._fused, None
+        if fused is None:
+            return
+        parameters = list(fused.first_layer.parameters())
+        with torch.enable_grad():
+            want = self._hidden(batch)
+            got = fused.hidden(batch.tokens, batch.layout)[: len(want)]
+            direction = torch.linspace(-1, 1, want.numel()).view_as(want)
+            ours, theirs = (
+                [out.detach(), *torch.autograd.grad((out * direction).sum(), parameters)]
+                for out in (got, want)
+            )
+        size = max(float(one.norm()) for one in theirs[1:])
+        for one, other in zip(ours, theirs, strict=True):
+            gap = float((one - other).norm())
+            if not gap <= 1e-3 * float(other.norm()) + 1e-5 * size:
+                logger.warning(
+                    "training through transformers' forward pass: the fused layers differ by %.2g "
+                    "of %.2g",
+                    gap,
+                    float(other.norm()),
+                )
+                return
+        self._fused = fused
 
     def _separate(self, model_path: str, pairs: Sequence[tuple[IntArray, IntArray]]) -> Tensor:
         self.model.set_attn_implementation("eager")

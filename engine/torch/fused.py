@@ -12,7 +12,7 @@ the tokens whose logits are wanted.
 The weights of fused products are rows of one tensor, and the module's parameters become views of
 it. So there is one copy of each weight, and installed weights are used at once.
 
-`fused_decoder` says which models have it. All others run through transformers' forward pass.
+`rollout.fused` says which models have it. All others run through transformers' forward pass.
 """
 
 from __future__ import annotations
@@ -29,14 +29,8 @@ from engine.torch import fused_kernels as kernels
 from engine.torch.invariant import missing
 from engine.torch.reach import Reach
 from engine.torch.slots import SlotCache
+from rollout import fused_kernels as common
 from rollout.trajectory import FloatArray
-
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Prefixes of transformers' classes that are pre-norm, rotary, gated by silu and nothing else."""
-_ROTARY = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose angles depend on the position alone."""
-SERIAL_PARAMETERS = 1 << 20
-"""Parameters of a layer up to which several threads do not make it faster. The kernels use one."""
 
 
 class _Product:
@@ -110,10 +104,10 @@ class _Buffer:
 
 
 class FusedDecoder:
-    """The forward pass of one model. See `fused_decoder`.
+    """The forward pass of one model. See `rollout.fused`.
 
     Args:
-        model: of a family in FAMILIES, float32, on a CPU. Its weights become views.
+        model: of a family in `rollout.fused`, float32, on a CPU. Its weights become views.
         cache: its KV slots, allocated.
         batch_invariant: whether a row's logits must not depend on what else is in the batch
             (`engine.torch.invariant`): products then see whole blocks of rows.
@@ -211,7 +205,7 @@ class FusedDecoder:
         norm = layer.before_mlp
         kernels.add_and_norm(states, change_array, norm.weight, norm.epsilon)
         layer.gate_up(change, both)
-        kernels.gated(both_array, gated_array)
+        common.gated(both_array, gated_array)
         layer.down(gated, change)
         kernels.add_and_norm(states, change_array, after.weight, after.epsilon)
         return change
@@ -222,29 +216,3 @@ class FusedDecoder:
             shape = (1, self._kv_heads, count, self._size)
             return np.empty(shape, np.float32), np.empty(shape, np.float32)
         return self._cache.keys[layer].numpy(), self._cache.values[layer].numpy()
-
-
-def why_not_fused(model: Any, *, threads: int) -> str | None:
-    """Why a model runs through transformers' forward pass; None: it need not.
-
-    Args:
-        model: loaded.
-        threads: of the engine.
-    """
-    name, config = type(model).__name__, model.config
-    if name not in {f"{family}ForCausalLM" for family in FAMILIES}:
-        return f"{name} is not one of {', '.join(FAMILIES)}"
-    if (model.device.type, model.dtype) != ("cpu", torch.float32):
-        return f"it computes in {model.dtype} on {model.device.type}"
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act!r}"
-    rotary = model.model.rotary_emb
-    if getattr(rotary, "rope_type", "default") not in _ROTARY:
-        return f"its rotary embedding is {rotary.rope_type!r}"
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if len(rotary.inv_freq) * 2 != size:
-        return "it rotates part of a head"
-    parameters = sum(p.numel() for p in model.model.layers[0].parameters())
-    if threads > 1 and parameters > SERIAL_PARAMETERS:
-        return f"its layers are large enough for {threads} threads"
-    return None

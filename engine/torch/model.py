@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.errors import EngineError, EngineStartError
 from engine.torch.feed import Feed
-from engine.torch.fused import FusedDecoder, why_not_fused
+from engine.torch.fused import FusedDecoder
 from engine.torch.invariant import filled_up, missing
 from engine.torch.reach import Reach
 from engine.torch.slots import (
@@ -26,6 +26,7 @@ from engine.torch.slots import (
     causal_blocks,
     decode_block,
 )
+from rollout.fused import why_not_fused
 from rollout.trajectory import IntArray
 
 _log = logging.getLogger(__name__)

@@ -47,3 +47,18 @@ def test_sources_without_kernels_do_not_count(tmp_path: Path) -> None:
     first = jit.code_directory(package, str(tmp_path))
     (package / "config.py").write_text("SIZE = 1")
     assert jit.code_directory(package, str(tmp_path)) == first
+
+
+def test_a_changed_kernel_of_another_package_that_is_inlined_counts(tmp_path: Path) -> None:
+    package, other = tmp_path / "package", tmp_path / "other"
+    package.mkdir()
+    other.mkdir()
+    (package / "store.py").write_text("@kernel")
+
+    def directory(source: str, *inlined: Path) -> Path | None:
+        (other / "shared.py").write_text(source)
+        return jit.code_directory(package, str(tmp_path), inlined)
+
+    first = directory("@kernel", other)
+    assert directory("@kernel  # changed", other) != first
+    assert directory("@kernel") == directory("@kernel  # changed")

@@ -15,9 +15,9 @@ from torch_cores import check_against_hf, core_of, mixed_requests, run, texts_of
 from tree_sources import RandomTrees
 
 from engine.errors import EngineStartError
-from engine.torch import fused_kernels
-from engine.torch.fused import why_not_fused
 from engine.torch.model import SlotModel, load_model
+from rollout import fused_kernels
+from rollout.fused import why_not_fused
 
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
            "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
@@ -123,17 +123,3 @@ def test_a_fused_pass_that_differs_does_not_start(
     monkeypatch.setattr(fused_kernels, "gated", wrong)
     with pytest.raises(EngineStartError, match=r"fused forward pass .*engine\.torch\.fused: false"):
         load(tiny_qwen3)
-
-
-def test_the_exponential_is_exact_to_two_units_in_the_last_place() -> None:
-    x = np.concatenate([np.linspace(-86.9, 87.9, 200_001), [0.0, -1e-9]]).astype(np.float32)
-    got = np.empty((1, len(x)), np.float32)
-    fused_kernels.gated(np.concatenate([-x, np.ones_like(x)])[None], got)  # -x / (1 + e^x)
-    exact = -x.astype(np.float64) / (1.0 + np.exp(x.astype(np.float64)))
-    some = x != 0
-    np.testing.assert_allclose(got[0][some], exact[some], rtol=4e-7, atol=1e-44)
-    edges = np.array([-np.inf, -1e4, np.inf, np.nan], np.float32)
-    assert fused_kernels._exp(edges[0]) == fused_kernels._exp(edges[1]) == 0
-    got = np.empty((1, 1), np.float32)
-    fused_kernels.gated(np.array([[np.nan, 1.0]], np.float32), got)
-    assert np.isnan(got).all(), "an activation that is not a number must not be hidden"
