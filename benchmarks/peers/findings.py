@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.peers.contestants import TRL, VERIFY
+from benchmarks.peers.contestants import KEEP, TRL, VERIFY
 from benchmarks.peers.measured_run import Usage
 from benchmarks.peers.shared_data import Step
 from benchmarks.peers.workloads import Workload
@@ -17,16 +17,19 @@ TARGETS = {"peers_example": 2.0, "peers_uneven": 2.5, "peers_epochs": 3.0}
 """TRL's seconds to the accuracy over those of asyncrl's `verify`: at least these."""
 
 
-def step_of_accuracy(rewards: Sequence[float], threshold: float, window: int) -> int | None:
-    """Index of the first step at whose end the mean reward of `window` steps is high enough.
+def step_of_accuracy(rewards: Sequence[float], accuracy: float) -> int | None:
+    """Index of the first step at which the rising fit of the rewards has reached an accuracy.
 
-    >>> step_of_accuracy([0.5, 0.9, 0.7, 0.9], threshold=0.8, window=2)
-    1
+    The fit is the isotonic regression: the non-decreasing sequence next to the rewards in mean
+    square. It reaches the accuracy where the sum of `reward - accuracy` over all earlier steps is
+    smallest, so all steps count and no window has to be chosen. None: not before the end.
+
+    >>> step_of_accuracy([0.5, 0.9, 0.6, 0.9, 0.8], accuracy=0.8)
+    3
     """
-    for end in range(window, len(rewards) + 1):
-        if statistics.fmean(rewards[end - window : end]) >= threshold:
-            return end - 1
-    return None
+    below = list(itertools.accumulate((reward - accuracy for reward in rewards), initial=0.0))
+    at = below.index(min(below))
+    return at if at < len(rewards) else None
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,14 @@ class Run:
         """Response tokens trained on per second."""
         return sum(step.tokens for step in self.steps) / self.seconds
 
-    def reward(self, window: int) -> float:
-        """Mean reward of the last `window` steps."""
-        return statistics.fmean(step.reward for step in self.steps[-window:])
+    @property
+    def reward(self) -> float:
+        """Mean reward of all samples: higher if it learned faster."""
+        return statistics.fmean(step.reward for step in self.steps)
 
-    def seconds_to(self, workload: Workload) -> float | None:
-        """Seconds of training until the workload's accuracy; None: it was not reached."""
-        rewards = [step.reward for step in self.steps]
-        at = step_of_accuracy(rewards, workload.accuracy, workload.window)
-        return None if at is None else self.steps[at].seconds
+    def own_step(self, accuracy: float) -> int | None:
+        """Index of the step at which this run alone reached the accuracy."""
+        return step_of_accuracy([step.reward for step in self.steps], accuracy)
 
 
 @dataclass
@@ -84,31 +86,54 @@ class Findings:
             if (run.workload, run.contestant) == (workload.name, contestant)
         ]
 
+    def step_of_accuracy(self, workload: Workload, contestant: str) -> int | None:
+        """Index of the step at which a contestant counts as having reached the accuracy.
+
+        All exactly on-policy contestants make the same steps in distribution (same prompts, rewards
+        and loss, tokens drawn by the policy in training), so their runs are averaged step by step.
+        `keep(1)` trains on older tokens; its own runs are averaged.
+        """
+        runs = [
+            run
+            for run in self.runs
+            if run.workload == workload.name and (run.contestant == KEEP) == (contestant == KEEP)
+        ]
+        rewards = zip(*([step.reward for step in run.steps] for run in runs), strict=True)
+        return step_of_accuracy([statistics.fmean(values) for values in rewards], workload.accuracy)
+
+    def seconds_to_accuracy(self, workload: Workload, contestant: str) -> list[float]:
+        """Of each run of a contestant; empty if the accuracy was not reached."""
+        at = self.step_of_accuracy(workload, contestant)
+        if at is None:
+            return []
+        return [run.steps[at].seconds for run in self.of(workload, contestant)]
+
     def ratios(self) -> dict[str, float]:
-        """Every contestant's medians over those of `verify`; TRL's have names of their own."""
+        """Every contestant's medians over those of `verify`; TRL's have names of their own.
+
+        `peers_W` compares seconds to the accuracy, `peers_W_steps` seconds for the same number of
+        steps, `peers_W_median_step` median steps, which leaves warming up out.
+        """
         found: dict[str, float] = {}
         for workload in self.workloads:
-            names = dict.fromkeys(run.contestant for run in self.runs)
-            for name in names:
-                if name == VERIFY:
-                    continue
+            for name in dict.fromkeys(run.contestant for run in self.runs):
+                theirs, ours = self._medians(workload, name), self._medians(workload, VERIFY)
                 base = f"peers_{workload.name}"
                 prefix = base if name == TRL else f"{base}_{_slug(name)}"
-                for suffix, of in (("", _to(workload)), ("_steps", lambda run: run.seconds)):
-                    theirs, ours = (
-                        self._median(workload, name, of),
-                        self._median(workload, VERIFY, of),
-                    )
-                    if theirs is not None and ours is not None:
-                        found[prefix + suffix] = theirs / ours
-        return found
+                if name != VERIFY:
+                    both = theirs.keys() & ours.keys()
+                    found |= {prefix + suffix: theirs[suffix] / ours[suffix] for suffix in both}
+        return dict(sorted(found.items()))
 
-    def _median(
-        self, workload: Workload, contestant: str, of: Callable[[Run], float | None]
-    ) -> float | None:
-        values = [of(run) for run in self.of(workload, contestant)]
-        known = [value for value in values if value is not None]
-        return statistics.median(known) if known and len(known) == len(values) else None
+    def _medians(self, workload: Workload, contestant: str) -> dict[str, float]:
+        """A contestant's seconds by the suffix of the ratio that compares them."""
+        runs = self.of(workload, contestant)
+        values = {
+            "": self.seconds_to_accuracy(workload, contestant),
+            "_steps": [run.seconds for run in runs],
+            "_median_step": [run.step_seconds for run in runs],
+        }
+        return {suffix: statistics.median(found) for suffix, found in values.items() if found}
 
     def raw(self) -> dict[str, Any]:
         """Everything as measured."""
@@ -117,23 +142,30 @@ class Findings:
             "runs": [
                 asdict(run)
                 | {
-                    "seconds_to_accuracy": run.seconds_to(self.workload(run.workload)),
+                    "seconds_to_accuracy": self._seconds_of(run),
+                    "own_step_of_accuracy": run.own_step(self.workload(run.workload).accuracy),
                     "step_seconds": run.step_seconds,
                     "tokens_per_second": run.tokens_per_second,
                     "disturbed": run.usage.disturbed,
                 }
                 for run in self.runs
             ],
+            "steps_to_accuracy": {
+                f"{workload.name}, {name}": None if at is None else at + 1
+                for workload in self.workloads
+                for name in dict.fromkeys(run.contestant for run in self.runs)
+                for at in [self.step_of_accuracy(workload, name)]
+            },
             "missing": self.missing,
         }
+
+    def _seconds_of(self, run: Run) -> float | None:
+        at = self.step_of_accuracy(self.workload(run.workload), run.contestant)
+        return None if at is None else run.steps[at].seconds
 
     def workload(self, name: str) -> Workload:
         """The workload of this name."""
         return next(workload for workload in self.workloads if workload.name == name)
-
-
-def _to(workload: Workload) -> Callable[[Run], float | None]:
-    return lambda run: run.seconds_to(workload)
 
 
 def _slug(name: str) -> str:

@@ -74,13 +74,10 @@ def measure(
                     console.print(f"{key} failed: {error}", style="bold red", markup=False)
                     continue
                 findings.runs.append(run)
-                reached = run.seconds_to(workload)
                 console.print(
                     f"{key}, seed {seed}: {run.step_seconds:.3f} s / step, {run.seconds:.1f} s in "
-                    f"all, {'not reached' if reached is None else f'{reached:.1f} s'} to "
-                    f"{workload.accuracy}, at the end {run.reward(workload.window):.3f}, others "
-                    f"{run.usage.others_share:.1%}, load {run.usage.load_before:.1f} before, "
-                    f"{run.usage.load_after:.1f} after"
+                    f"all, mean reward {run.reward:.3f}, others {run.usage.others_share:.1%}, load "
+                    f"{run.usage.load_before:.1f} before, {run.usage.load_after:.1f} after"
                     + (" DISTURBED" if run.usage.disturbed else ""),
                     highlight=False,
                     soft_wrap=True,

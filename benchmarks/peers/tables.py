@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.peers.findings import TARGETS, Findings, Run
+from benchmarks.peers.findings import TARGETS, Findings
 from benchmarks.peers.workloads import Workload
 
 
@@ -22,7 +22,7 @@ def _workload(findings: Findings, workload: Workload) -> Table:
     table.add_column("contestant")
     for title in (
         *("threads", "s / step", f"s to {workload.accuracy}", "steps to it", "s in all"),
-        *("tokens/s", "accuracy at the end", "CPU s", "peak MB"),
+        *("tokens/s", "mean reward", "CPU s", "peak MB"),
     ):
         table.add_column(title, justify="right")
     names = dict.fromkeys(run.contestant for run in findings.runs)
@@ -30,23 +30,23 @@ def _workload(findings: Findings, workload: Workload) -> Table:
         runs = findings.of(workload, name)
         if not runs:
             continue
-        reached = [run.seconds_to(workload) for run in runs]
+        reached = findings.seconds_to_accuracy(workload, name)
         table.add_row(
             name + (" *" if any(run.usage.disturbed for run in runs) else ""),
             str(runs[0].threads),
             _spread([run.step_seconds for run in runs], 3),
-            "not reached" if None in reached else _spread([s for s in reached if s is not None], 1),
-            ", ".join(_steps(run, workload) for run in runs),
+            _spread(reached, 1) if reached else "not reached",
+            _steps(findings, workload, name),
             _spread([run.seconds for run in runs], 1),
             _spread([run.tokens_per_second for run in runs], 0),
-            _spread([run.reward(workload.window) for run in runs], 3),
+            _spread([run.reward for run in runs], 3),
             _spread([run.usage.cpu_seconds for run in runs], 0),
             _spread([run.usage.peak_bytes / 1e6 for run in runs], 0),
         )
     repeats = len(findings.of(workload, next(iter(names), "")))
-    accuracy = f"mean reward of {workload.window} steps, sampled as in training"
     lines = [
-        f"{repeats} repeat(s) of {workload.steps} steps; accuracy: {accuracy}",
+        f"{repeats} repeat(s) of {workload.steps} steps; accuracy: reward, sampled as in training",
+        "steps to it: of all on-policy runs together, keep(1)'s apart (each run alone)",
         "* disturbed: other processes took more than 3% of the machine",
     ]
     for key, reason in findings.missing.items():
@@ -57,26 +57,29 @@ def _workload(findings: Findings, workload: Workload) -> Table:
     return table
 
 
-def _steps(run: Run, workload: Workload) -> str:
-    seconds = run.seconds_to(workload)
-    if seconds is None:
-        return "-"
-    return str(1 + next(i for i, step in enumerate(run.steps) if step.seconds == seconds))
+def _steps(findings: Findings, workload: Workload, name: str) -> str:
+    own = [run.own_step(workload.accuracy) for run in findings.of(workload, name)]
+    together, *each = (
+        "-" if at is None else str(at + 1)
+        for at in (findings.step_of_accuracy(workload, name), *own)
+    )
+    return f"{together} ({', '.join(each)})"
 
 
 def _targets(findings: Findings) -> Table:
     table = Table(title="TRL's seconds over those of asyncrl's verify", min_width=60)
-    for title in ("ratio", "target", "to the accuracy", "for the same steps"):
+    for title in ("ratio", "target", "to the accuracy", "all steps", "median step"):
         table.add_column(title, justify="left" if title == "ratio" else "right")
     ratios = findings.ratios()
     for name, target in TARGETS.items():
-        found, steps = ratios.get(name), ratios.get(f"{name}_steps")
+        found = ratios.get(name)
+        others = (ratios.get(f"{name}_steps"), ratios.get(f"{name}_median_step"))
         colour = "green" if found is not None and found >= target else "bold red"
         table.add_row(
             name,
             f">= {target}",
             f"[{colour}]{'MISSING' if found is None else f'{found:.2f}'}[/]",
-            "" if steps is None else f"{steps:.2f}",
+            *("" if other is None else f"{other:.2f}" for other in others),
         )
     return table
 

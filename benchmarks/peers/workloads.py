@@ -23,8 +23,7 @@ class Workload:
     """`--set` values on top of `examples/arithmetic.yaml`, the same for all contestants."""
     steps: int
     accuracy: float
-    """Mean reward over `window` steps, sampled as in training, at which the clock is stopped."""
-    window: int
+    """Mean reward, sampled as in training, at which the clock is stopped."""
     quick: tuple[int, tuple[str, ...]] | None = None
     """Steps and further settings under --quick, if they differ."""
 
@@ -47,7 +46,6 @@ EXAMPLE = Workload(
     settings=(),
     steps=80,
     accuracy=0.92,
-    window=5,
 )
 UNEVEN = Workload(
     name="uneven",
@@ -60,7 +58,6 @@ UNEVEN = Workload(
     ),
     steps=40,
     accuracy=0.75,
-    window=8,
 )
 EPOCHS = Workload(
     name="epochs",
@@ -73,7 +70,6 @@ EPOCHS = Workload(
     ),
     steps=64,
     accuracy=0.80,
-    window=16,
     quick=(16, ("task.train_size=16",)),
 )
 WORKLOADS = (EXAMPLE, UNEVEN, EPOCHS)
