@@ -18,6 +18,8 @@ CONFIG = EXAMPLES / "arithmetic.yaml"
 ROOT = EXAMPLES.parent
 TRL, TRL_VLLM, LOOP = "TRL", "TRL + vLLM", "vLLM loop"
 SYNC, KEEP, VERIFY, VERIFY_VLLM = "sync", "keep(1)", "verify", "verify on vLLM"
+ON_POLICY_MODES = (SYNC, VERIFY, VERIFY_VLLM)
+"""asyncrl's modes whose tokens are all drawn by the policy in training, as TRL's are."""
 ESSENTIAL = (TRL, SYNC, VERIFY)
 """What --quick compares."""
 

@@ -148,7 +148,9 @@ class Continuations:
     def _make_room(self, slots: int, width: int) -> None:
         have, wide = self._text.shape
         if slots > have or width > wide:
-            bigger = np.zeros((max(slots, 2 * have), max(width, wide)), np.int32)
+            rows = have if slots <= have else max(slots, 2 * have)
+            columns = wide if width <= wide else max(width, 2 * wide)
+            bigger = np.zeros((rows, columns), np.int32)
             bigger[:have, :wide] = self._text
             self._text = bigger
             more = len(bigger) - have

@@ -110,16 +110,28 @@ def test_ratios_are_seconds_to_the_accuracy_and_seconds_for_the_same_steps() -> 
     # Together: 0.5, 0.83, 0.85, 0.9, so step 2 for all that train on-policy. keep(1): never.
     assert findings.seconds_to_accuracy(TINY_WORKLOAD, TRL) == [6.0]
     assert findings.seconds_to_accuracy(TINY_WORKLOAD, KEEP) == []
+    assert findings.fastest(TINY_WORKLOAD) == VERIFY
+    expected = {"": 3.0, "_verify": 3.0, "_sync": 1.5, "_keep_1": 2.0}
     assert findings.ratios() == {
-        "peers_example": pytest.approx(3.0),
-        "peers_example_steps": pytest.approx(3.0),
-        "peers_example_median_step": pytest.approx(3.0),
-        "peers_example_sync": pytest.approx(2.0),
-        "peers_example_sync_steps": pytest.approx(2.0),
-        "peers_example_sync_median_step": pytest.approx(2.0),
-        "peers_example_keep_1_steps": pytest.approx(1.5),
-        "peers_example_keep_1_median_step": pytest.approx(1.5),
+        f"peers_example{name}{suffix}": pytest.approx(ratio)
+        for name, ratio in expected.items()
+        for suffix in ("", "_steps", "_median_step")
+        if name + suffix != "_keep_1"  # which did not reach the accuracy
     }
+
+
+def test_the_fastest_mode_is_exactly_on_policy() -> None:
+    rewards = [0.5, 0.9, 0.9, 0.9]
+    runs = [
+        a_run(TRL, 3.0, rewards),
+        a_run(VERIFY, 1.0, rewards),
+        a_run(SYNC, 0.8, rewards),
+        a_run(KEEP, 0.5, rewards),
+    ]
+    findings = Findings([TINY_WORKLOAD], runs)
+    assert findings.fastest(TINY_WORKLOAD) == SYNC
+    assert findings.ratios()["peers_example"] == pytest.approx(3.0 / 0.8)
+    assert Findings([TINY_WORKLOAD], runs[:1]).fastest(TINY_WORKLOAD) is None
 
 
 def test_seconds_to_an_accuracy_are_medians_over_seeds() -> None:
@@ -169,7 +181,7 @@ def test_tables_show_every_contestant_and_what_is_missing() -> None:
     assert "sync is MISSING: it failed [1]" in text
     assert "2 (3)" in text  # TRL's steps: of all together, and of its own run
     assert "3.00" in text
-    assert "MISSING" in text.split("peers_uneven")[1].splitlines()[0]
+    assert "verify" in text.split("peers_example")[1].splitlines()[0]
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda one: one.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -64,6 +66,18 @@ def test_a_cursor_can_be_set() -> None:
     assert texts.propose(ids(0), 2).tolist() == [[6, 8]]
     texts.follow_from(ids(0), ids(len(TEXT) + 1))
     assert texts.left(ids(0)).tolist() == [0]
+
+
+def test_ever_longer_texts_take_no_more_slots() -> None:
+    """Each text that was longer than all before it once doubled the rows of the table."""
+    tracemalloc.start()
+    texts = Continuations()
+    for length in range(1, 18):
+        texts.begin(length % 4, np.arange(length, dtype=np.int32))
+        texts.end(length % 4)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 100_000  # of 2 ** 18 rows: 20 MB
 
 
 def test_slots_make_room_for_each_other() -> None:
