@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.errors import EngineError, EngineStartError
+from engine.torch.blas import sgemm_address
 from engine.torch.feed import Feed
 from engine.torch.fused import FusedDecoder
 from engine.torch.invariant import filled_up, missing
@@ -286,6 +287,8 @@ def _choose_forward(model: SlotModel, path: str, *, allowed: bool) -> None:
     why_not: str | None = "engine.torch.fused is false"
     if allowed:
         why_not = why_not_fused(model.module, threads=torch.get_num_threads())
+        if sgemm_address() is None:
+            why_not = "torch's BLAS does not export sgemm_"
     if why_not:
         _log.info("forward pass: transformers' own (not fused: %s)", why_not)
         return

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from rollout.trajectory import IntArray
 
+BoolArray = NDArray[np.bool_]
 Hidden = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 """Earlier new tokens of its row that a new token must not attend to: row, query and key, both
 counted from the row's first new token."""

@@ -133,6 +133,15 @@ class SlotCache(Cache):
         """0: rows differ in length, and positions are always given."""
         return 0
 
+    def join_layers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all layers: `[layers, S, J, max_len, D]` each; the slots become views.
+
+        The slots must be allocated.
+        """
+        keys, values = torch.stack(self.keys), torch.stack(self.values)
+        self.keys, self.values = list(keys), list(values)
+        return keys, values
+
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot into another."""
         for stored in (*self.keys, *self.values):

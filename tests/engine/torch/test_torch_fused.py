@@ -15,8 +15,8 @@ from torch_cores import check_against_hf, core_of, mixed_requests, run, texts_of
 from tree_sources import RandomTrees
 
 from engine.errors import EngineStartError
+from engine.torch import fused
 from engine.torch.model import SlotModel, load_model
-from rollout import fused_kernels
 from rollout.fused import why_not_fused
 
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -96,10 +96,10 @@ def test_other_models_run_through_transformers(
 
 
 def test_fused_or_not_the_tokens_are_the_same(tiny_qwen3: str) -> None:
-    fused, plain = load(tiny_qwen3), load(tiny_qwen3, fused=False)
-    assert (fused.is_fused, plain.is_fused) == (True, False)
+    quick, plain = load(tiny_qwen3), load(tiny_qwen3, fused=False)
+    assert (quick.is_fused, plain.is_fused) == (True, False)
     asked = mixed_requests(12)
-    texts = [texts_of(run(core_of(m, RandomTrees(VOCAB)), asked)) for m in (fused, plain)]
+    texts = [texts_of(run(core_of(m, RandomTrees(VOCAB)), asked)) for m in (quick, plain)]
     assert texts[0] == texts[1]
 
 
@@ -117,9 +117,12 @@ def test_large_layers_are_left_to_several_threads(tiny_llama: str) -> None:
 def test_a_fused_pass_that_differs_does_not_start(
     tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(both: np.ndarray, out: np.ndarray) -> None:
-        out[:] = 1.02 * both[:, : out.shape[1]]
+    right = fused.forward
 
-    monkeypatch.setattr(fused_kernels, "gated", wrong)
+    def wrong(*arguments: Any) -> None:
+        right(*arguments)
+        arguments[-1][:] *= 1.02  # the logits
+
+    monkeypatch.setattr(fused, "forward", wrong)
     with pytest.raises(EngineStartError, match=r"fused forward pass .*engine\.torch\.fused: false"):
         load(tiny_qwen3)
