@@ -14,6 +14,7 @@ it. So there is one copy of each weight, and installed weights are used at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,7 @@ def _norms(modules: list[Any]) -> FloatArray:
     return _joined([[] if one is None else [one.weight] for one in modules])
 
 
-def _joined(layers: list[list[torch.Tensor]]) -> FloatArray:
+def _joined(layers: Sequence[Sequence[torch.Tensor]]) -> FloatArray:
     """The parameters of each layer, one below the other: `[N, sum of rows, ...]`.
 
     Each of them becomes a view as soon as it is copied, so that no more than one layer's weights
