@@ -112,4 +112,5 @@ def _environment(threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM's default is a share of the machine's memory
     }

@@ -16,7 +16,7 @@ up of the first step for all alike. TRL runs in an environment of its own, made 
 The contestants run one after the other, in turns. A run during which other processes took more than
 3% of the machine is marked: two OpenMP threads next to one other busy process are 30 times slower.
 
---quick: TRL, sync and verify, once, about 10 minutes on two quiet cores. In full: everything, three
+--quick: TRL, sync and verify, once, about 11 minutes on two quiet cores. In full: everything, three
 seeds. The first run also trains the models, which takes some minutes.
 """
 
