@@ -214,9 +214,10 @@ def _by_rows(
         fed.append(1.0 + sum(i.drafted for i in pool) / row_steps)
         weights.append(float(row_steps))
     # More rows have fewer drafts each, so both curves fall; a rise is noise.
-    backwards = slice(None, None, -1)
-    speeds = rising(speeds[backwards], weights[backwards])[backwards]
-    fed = rising(fed[backwards], weights[backwards])[backwards]
+    speeds, fed = (
+        rising(np.array(one[::-1], float), np.array(weights[::-1], float))[::-1].tolist()
+        for one in (speeds, fed)
+    )
     return tuple(at), tuple(speeds), tuple(fed)
 
 

@@ -7,10 +7,10 @@ curve through the bins. Bins are fine where it matters: at a large batch only no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
+
+from engine.jit import kernel
 
 Floats = NDArray[np.float64]
 
@@ -37,18 +37,22 @@ _BATCH_CALLS, _BATCH_NODES = 8, 256
 _CENTRES: Floats = (np.concatenate(([0.0], EDGES)) + np.concatenate((EDGES, [1.0]))) / 2
 
 
-def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The closest non-decreasing sequence by weighted squares (pool adjacent violators)."""
-    pools: list[tuple[float, float, int]] = []
-    for value, weight in zip(values, weights, strict=True):
-        mean, total, size = value, weight, 1
-        while pools and pools[-1][0] >= mean:
-            other, other_weight, other_size = pools.pop()
-            mean = (mean * total + other * other_weight) / (total + other_weight)
-            total += other_weight
-            size += other_size
-        pools.append((mean, total, size))
-    return [mean for mean, _, size in pools for _ in range(size)]
+@kernel
+def rising(values: Floats, weights: Floats) -> Floats:
+    """The closest non-decreasing sequence by weighted squares (pool adjacent violators): `[n]`."""
+    means, totals = np.empty(len(values)), np.empty(len(values))
+    sizes = np.empty(len(values), np.int64)
+    pools = 0
+    for i in range(len(values)):
+        mean, total, size = values[i], weights[i], 1
+        while pools and means[pools - 1] >= mean:
+            pools -= 1
+            mean = (mean * total + means[pools] * totals[pools]) / (total + totals[pools])
+            total += totals[pools]
+            size += sizes[pools]
+        means[pools], totals[pools], sizes[pools] = mean, total, size
+        pools += 1
+    return np.repeat(means[:pools], sizes[:pools])
 
 
 class Calibration:
@@ -116,6 +120,6 @@ class Calibration:
             nodes, estimated, accepted = self._sums
             mean = np.where(nodes > 0, estimated / np.maximum(nodes, 1e-9), _CENTRES)
             value = (accepted + DOUBT * mean) / (nodes + DOUBT)
-            smooth = rising(value.tolist(), (nodes + DOUBT).tolist())
-            self._knots = np.concatenate(([0.0], mean)), np.array([0.0, *smooth])
+            smooth = rising(value, nodes + DOUBT)
+            self._knots = np.concatenate(([0.0], mean)), np.concatenate(([0.0], smooth))
         return self._knots

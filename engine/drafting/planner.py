@@ -31,7 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.drafting.calibration import Calibration, Floats
-from engine.drafting.step_times import StepTimes, cell_of
+from engine.drafting.step_time_kernels import cell_of
+from engine.drafting.step_times import StepTimes
 from rollout.trajectory import FloatArray, IntArray
 
 TRYING = 0.004

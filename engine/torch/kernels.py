@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import cache.tree
+from engine.drafting.step_times import warm_up as warm_up_step_times
 from engine.drawing import warm_up as warm_up_drawing
 from engine.torch.trees import plant
 from rollout.acceptance import accept_tree, warm_up_verification
@@ -18,6 +19,7 @@ def warm_up(*, drafting: bool) -> None:
     """
     if drafting:
         cache.tree.warm_up()
+        warm_up_step_times()
     none, two = np.array([-1, -1], np.int32), np.array([2], np.int32)
     one = np.array([0, 1], np.int32)
     forked = cache.tree.Drafts(one, none, np.array([0, 2], np.int32), np.ones(2, np.float32))

@@ -25,6 +25,7 @@ from cache.place import from_json, open_at, save_at
 from cache.tree import RolloutCache
 from engine.drafting.fixed_budget import FixedBudget
 from engine.drafting.planner import DraftPlanner, Planner
+from engine.drafting.step_times import warm_up as warm_up_step_times
 from engine.vllm.extras import DrafterSettings
 from engine.vllm.worker.batch import Batch
 from engine.vllm.worker.plain_steps import FollowingDrafter
@@ -85,6 +86,7 @@ class CacheDrafter:
         cache.draft(np.array([row], np.int32), np.array([2], np.int32))
         cache.close(row)
         warm_up()
+        warm_up_step_times()
 
     def advance(self, policy_version: int) -> None:
         """Label what is generated from now on with this policy version."""

@@ -186,7 +186,12 @@ def test_steps_are_learned_from_before_the_next_decision() -> None:
     budgets = [planner.ask(np.full(8, 100, np.int32)) for planner in (at_once, one_by_one)]
     assert budgets[0][0].tolist() == budgets[1][0].tolist()
     assert budgets[0][0].any()
-    assert at_once.times.steps == one_by_one.times.steps == 8
+    curves = [
+        planner.times.curve(1, 80, rows=8, context=800, asked=False)
+        for planner in (at_once, one_by_one)
+    ]
+    np.testing.assert_array_equal(*curves)
+    np.testing.assert_allclose(curves[0][[7, 63]], 0.01, rtol=0.01)
 
 
 def _asked_at_the_end_of_a_batch(planner: DraftPlanner, found: int) -> int:
