@@ -11,6 +11,9 @@ is one copy of the engine's bytes to where they already have memory.
 Ratios: `install_pause_vs_memcpy` and `before_pause_vs_memcpy` are the pause over that copy (the
 worse of the two data types); `stage_vs_memcpy`; `step_during_stage`, the median decode step during
 staging over that without. Run it on a quiet machine.
+
+The same for a real vLLM (`benchmarks.weights_vllm`), in float32: `vllm_install_pause_vs_memcpy`,
+`vllm_before_pause_vs_memcpy` and `vllm_stage_vs_memcpy`. `--engine` chooses one of the engines.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import numpy as np
 import torch
 
 from benchmarks.report import write_json
+from benchmarks.weights_vllm import measure_vllm
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.torch.core import CoreSettings, DecodeCore
 from engine.torch.model import load_model
@@ -254,6 +258,24 @@ def ratios_of(raw: dict[str, dict[str, Any]]) -> dict[str, float]:
     return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
 
+def vllm_ratios(raw: dict[str, Any]) -> dict[str, float]:
+    """Of what `measure_vllm` gives."""
+    times = raw["milliseconds"]
+    floor = times["floor"]["memcpy"]
+    return {
+        "vllm_install_pause_vs_memcpy": times["now"]["pause"] / floor,
+        "vllm_before_pause_vs_memcpy": times["before"]["pause"] / floor,
+        "vllm_stage_vs_memcpy": times["now"]["stage"] / floor,
+    }
+
+
+def print_vllm_table(raw: dict[str, Any], ratios: dict[str, float]) -> None:
+    for way, parts in raw["milliseconds"].items():
+        print(f"vllm {way:8}" + "".join(f"  {part} {ms:.1f} ms" for part, ms in parts.items()))
+    for name, value in ratios.items():
+        print(f"{name:28} {value:.2f}")
+
+
 def print_table(raw: dict[str, dict[str, Any]], ratios: dict[str, float]) -> None:
     parts = ["publish", "stage", "pause", "step", "step during stage"]
     print(f"{'engine':10} {'way':8}" + "".join(f"{part:>19}" for part in parts) + "     (ms)")
@@ -273,15 +295,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="7 versions of each kind, not 25")
     parser.add_argument("--json", help="file to write")
+    parser.add_argument("--engine", choices=("torch", "vllm"), help="only this one")
     arguments = parser.parse_args()
+    repeats = 7 if arguments.quick else 25
+    raw: dict[str, Any] = {}
+    ratios: dict[str, float] = {}
     with TemporaryDirectory() as folder:
         path = make_model(Path(folder), hidden=1024, layers=8)
-        raw = {
-            name: measure(path, dtype, 7 if arguments.quick else 25)
-            for name, dtype in _DTYPES.items()
-        }
-    ratios = ratios_of(raw)
-    print_table(raw, ratios)
+        if arguments.engine != "vllm":
+            raw = {name: measure(path, dtype, repeats) for name, dtype in _DTYPES.items()}
+            ratios = ratios_of(raw)
+            print_table(raw, ratios)
+        if arguments.engine != "torch":
+            vllm = measure_vllm(path, torch.float32, repeats)
+            print_vllm_table(vllm, vllm_ratios(vllm))
+            raw["vllm"] = vllm
+            ratios |= vllm_ratios(vllm)
     if arguments.json:
         write_json(arguments.json, "weights", raw, ratios)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from engine.protocol import SamplingParams
 from engine.torch.config import TorchConfig
@@ -119,7 +119,8 @@ class EngineConfig(BaseModel):
     weight_staging: WeightStaging = "host"
     """Where new weights wait for their installation, as one more copy in `dtype`, if the engine is
     on a GPU. `host`: in page-locked host memory; the pause is a copy over PCIe. `device`: in the
-    GPU's memory; the pause is a copy within it (docs/gpus.md has the sizes)."""
+    GPU's memory; the pause is a copy within it (docs/gpus.md has the sizes). vLLM needs further
+    host memory for the tensors as they were published."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
     """Number of CPU threads of the engine's process. null: torch's choice."""
     top_k_logprobs: int = Field(default=64, ge=0, le=MAX_TOP_K_LOGPROBS)
@@ -135,15 +136,6 @@ class EngineConfig(BaseModel):
     """Settings of the torch engine. Only used when kind is torch."""
     vllm: VllmConfig = VllmConfig()
     """Settings of the vLLM engine. Only used when kind is vllm."""
-
-    @model_validator(mode="after")
-    def _vllm_stages_in_host_memory(self) -> Self:
-        if self.kind == "vllm" and self.weight_staging == "device":
-            raise ValueError(
-                "weight_staging: device is not built for engine.kind: vllm, whose loaders take "
-                "whole tensors; use weight_staging: host"
-            )
-        return self
 
     @property
     def logits_bytes(self) -> int:

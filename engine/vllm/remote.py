@@ -40,13 +40,16 @@ class StagingReport(msgspec.Struct, frozen=True):
 class RemoteWorker:
     """The calls; `engine.vllm.worker.extension` implements them."""
 
-    def asyncrl_attach(self, parent: int, top_k: int, logits_bytes: int) -> None:
+    def asyncrl_attach(
+        self, parent: int, top_k: int, logits_bytes: int, stage_on_device: bool
+    ) -> None:
         """Install our drawing, scoring and drafting, and exit when process `parent` has ended.
 
         Args:
             parent: id of the generator's process.
             top_k: K of the reported lists (engine.top_k_logprobs).
             logits_bytes: memory that drawing and scoring may hold at once (engine.logits_mib).
+            stage_on_device: whether new weights wait on the model's device (engine.weight_staging).
         """
         raise NotImplementedError
 
@@ -61,12 +64,25 @@ class RemoteWorker:
         """A `StagingReport` (as builtins) of the staging begun last."""
         raise NotImplementedError
 
-    def asyncrl_install(self, policy_version: int) -> None:
-        """Load the staged weights of this version in place, while generation is paused."""
+    def asyncrl_install(self, policy_version: int) -> str:
+        """Put the staged weights of this version in place, while generation is paused.
+
+        Returns:
+            Why vLLM had to load them in the pause, and will for all versions; "" if they were
+            copied, or if this was the first version, which is loaded to prove that copying may
+            replace it.
+        """
         raise NotImplementedError
 
-    def asyncrl_fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-        """A `Fingerprint` (as builtins) of the weights in use, by names of the HF state dict."""
+    def asyncrl_begin_fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Begin a `Fingerprint` of the weights in use, by names and shapes of the HF state dict."""
+        raise NotImplementedError
+
+    def asyncrl_fingerprint(self) -> dict[str, Any] | None:
+        """Continue it for a few milliseconds: the `Fingerprint` (as builtins) once it is done.
+
+        The weights must not change meanwhile.
+        """
         raise NotImplementedError
 
     def asyncrl_save_cache(self) -> int:

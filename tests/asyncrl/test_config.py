@@ -72,11 +72,6 @@ def test_overrides_reach_any_depth(tmp_path: Path) -> None:
         ),
         ("sampling: {max_tokens: 4000}", [], r"sampling.max_tokens \(4000\) leaves no room"),
         (
-            "engine: {kind: vllm, weight_staging: device}",
-            [],
-            r"weight_staging: device is not built for engine.kind: vllm",
-        ),
-        (
             "engine: {vllm: {startup_timeout_seconds: 2000}}",
             [],
             r"2000 is longer than launcher.startup_seconds \(1800\).*Raise launcher",

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.weights import make_model, measure, print_table, ratios_of
+from benchmarks.weights import (
+    make_model,
+    measure,
+    print_table,
+    print_vllm_table,
+    ratios_of,
+    vllm_ratios,
+)
 
 
 def test_every_part_is_measured_and_the_worse_data_type_counts(
@@ -41,3 +48,16 @@ def test_a_ratio_without_measurements_is_left_out() -> None:
         "step_during_stage": 3.0,
     }
     assert "step_during_stage" not in ratios_of({"b": {"milliseconds": fast}})
+
+
+def test_the_pause_of_vllm_counts_against_the_same_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    way = {"stage": 30.0, "pause": 3.0}
+    raw = {"milliseconds": {"now": way, "before": {"pause": 25.0}, "floor": {"memcpy": 2.0}}}
+    ratios = vllm_ratios(raw)
+    assert ratios == {
+        "vllm_install_pause_vs_memcpy": 1.5,
+        "vllm_before_pause_vs_memcpy": 12.5,
+        "vllm_stage_vs_memcpy": 15.0,
+    }
+    print_vllm_table(raw, ratios)
+    assert "vllm now       stage 30.0 ms  pause 3.0 ms" in capsys.readouterr().out

@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from benchmarks.vllm_host.timed_worker import TimedExtension
 from engine.vllm.worker import sampling, weights
 
-_REPACK = weights._repack_tied
 _DRAW = sampling.draw_from_logits
+_LOAD = weights.load
+
+
+def _load_and_derive(name: str, worker: Any, model: Any, tensors: Any) -> None:
+    _LOAD(worker, model, tensors)
+    model.get_submodule(name.rpartition(".")[0]).derived = object()
 
 
 class FaultyWorker(TimedExtension):
     """Behaves as `WorkerExtension` until a fault or a clock is asked for."""
 
-    reload_weights: Callable[..., None]
+    _weights: weights.WorkerWeights
+    _fault: tuple[str, str] = ("none", "")
 
     def asyncrl_fault(self, kind: str, name: str = "") -> None:
         """Begin a fault and end all others.
 
-        `stale head`: never repack a tied head. `skip`: leave tensor `name` as it is.
-        `temperature`: draw at 1.1 times the temperature. Another kind: none.
+        `stale head`: an installation does not replace the packed copy that the head multiplies by.
+        `skip`: it leaves tensor `name` as it is. `temperature`: draw at 1.1 times the temperature.
+        `deriving`: loading leaves an attribute in tensor `name`'s module; proving begins again.
+        Another kind: none.
         """
+        if "deriving" in (kind, self._fault[0]):
+            self._weights = weights.WorkerWeights(self)
+        weights.load = partial(_load_and_derive, name) if kind == "deriving" else _LOAD
         factor = 1.1 if kind == "temperature" else 1.0
         sampling.draw_from_logits = lambda logits, *args, **kwargs: _DRAW(
             logits / factor, *args, **kwargs
         )
-        weights._repack_tied = _REPACK if kind != "stale head" else lambda _model: None
-        vars(self).pop("reload_weights", None)
+        self._fault = kind, name
+
+    def asyncrl_install(self, policy_version: int) -> str:
+        """Install, and undo a part of it."""
+        kind, name = self._fault
+        model: Any = self.model_runner.get_model()
         if kind == "skip":
-            load = self.reload_weights
+            left = model.get_parameter(name).detach().clone()
+        packed = model.lm_head.cpu_linear
+        why = super().asyncrl_install(policy_version)
+        if kind == "skip":
+            model.get_parameter(name).data.copy_(left)
+        if kind == "stale head":
+            model.lm_head.cpu_linear = packed
+        return why
 
-            def without(weights_iterator: Iterator[tuple[str, Any]]) -> None:
-                own = self.model_runner.get_model().get_parameter(name)
-                load(
-                    weights_iterator=(
-                        (one, own.detach().clone() if one == name else tensor)
-                        for one, tensor in weights_iterator
-                    )
-                )
-
-            vars(self)["reload_weights"] = without
+    def asyncrl_staging_way(self) -> tuple[bool, str]:
+        """Whether copying was proved to replace loading, and why it was not."""
+        return self._weights._is_proved, self._weights._why_reloads

@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
+from engine.config import EngineConfig
 from engine.vllm.client.inbox import Inbox
 from engine.vllm.client.process import CoreProcess
 from engine.vllm.extras import RequestExtra
@@ -53,15 +54,20 @@ class Core:
         self._templates: dict[str, Any] = {}
         """vLLM's `SamplingParams` by our arguments, without the token limit."""
 
-    async def attach(self, top_k: int, logits_bytes: int) -> None:
+    async def attach(self, config: EngineConfig) -> None:
         """Put our drawing, scoring and drafting into vLLM's worker.
 
         Args:
-            top_k: tokens that are reported at each position.
-            logits_bytes: memory that drawing and scoring may hold at once.
+            config: of the engine.
         """
-        attach = RemoteWorker.asyncrl_attach
-        await self._call("attach to its worker", attach, os.getpid(), top_k, logits_bytes)
+        await self._call(
+            "attach to its worker",
+            RemoteWorker.asyncrl_attach,
+            os.getpid(),
+            config.top_k_logprobs,
+            config.logits_bytes,
+            config.weight_staging == "device",
+        )
         llm = self.process.vllm.llm
         await self.process.ask(llm.update_weight_version("0"), "set its weight version")
         await self.process.ask(llm.get_supported_tasks(), "name its tasks")
@@ -151,19 +157,31 @@ class Core:
         found = await self._call("stage new weights", RemoteWorker.asyncrl_staging)
         return StagingReport.of_all([msgspec.convert(one, StagingReport) for one in found])
 
-    async def install(self, policy_version: int) -> None:
-        """Load the staged weights and stamp what is drawn from now on; only while paused."""
-        await self._call("install new weights", RemoteWorker.asyncrl_install, policy_version)
+    async def install(self, policy_version: int) -> str:
+        """Put the staged weights in place and stamp what is drawn from now on; only while paused.
+
+        Returns:
+            Why vLLM had to load them in the pause (`RemoteWorker.asyncrl_install`), or "".
+        """
+        install = RemoteWorker.asyncrl_install
+        reasons = await self._call("install new weights", install, policy_version)
         version = self.process.vllm.llm.update_weight_version(str(policy_version))
         await self.process.ask(version, "set its weight version")
         self.policy_version = policy_version
         self._installations += 1
+        return next((reason for reason in reasons if reason), "")
 
     async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:
-        """Of the weights in use, by names and shapes of the HF state dict."""
-        call = self._call("compare its weights", RemoteWorker.asyncrl_fingerprint, shapes)
-        found, *_ = await call  # each rank gives the one of the whole model
-        return msgspec.convert(found, Fingerprint)
+        """Of the weights in use, by names and shapes of the HF state dict.
+
+        vLLM generates meanwhile. The weights must stay.
+        """
+        what = "compare its weights"
+        await self._call(what, RemoteWorker.asyncrl_begin_fingerprint, shapes)
+        while True:
+            found, *_ = await self._call(what, RemoteWorker.asyncrl_fingerprint)
+            if found is not None:  # each rank gives the one of the whole model
+                return msgspec.convert(found, Fingerprint)
 
     async def save_cache(self) -> int:
         """Write the snapshot of the cache inside the core; returns its bytes."""

@@ -3,8 +3,8 @@
     this process (client/)                               vLLM's engine-core process (worker/)
     Generation, Scoring ─► Streams ─► AsyncLLM ────────► scheduler, model, CacheDrafter
     Inbox ◄── StepProcessor ◄───── steps, each stamped ◄─ with the version that drew it
-    WeightSwap ── manifest, by rpc ────────────────────► WorkerWeights copies the published file
-               ── version, by rpc, while paused ───────► and loads its copy
+    WeightSwap ── manifest, by rpc ────────────────────► WorkerWeights loads the published file
+               ── version, by rpc, while paused ───────► into a twin of the model, and copies that
 
     output task (AsyncLLM's)   consumes: messages of the core · produces: chunks, by request
                                waits for: the core · unblocked by: its death too
@@ -103,9 +103,7 @@ class VllmEngine:
             started = process.start(self._model_path, self._cache_config, self._seed, self._place)
             await asyncio.gather(started, asyncio.to_thread(warm_up))
             self._parts = self._assemble(shapes)
-            config = self._config
-            await self._parts.core.attach(config.top_k_logprobs, config.logits_bytes)
-            await self._parts.weights.take_fingerprint()
+            await self._parts.core.attach(self._config)
         except EngineError as error:
             process.fail(error)
             await process.stop()
@@ -190,8 +188,8 @@ class VllmEngine:
         await self._running().weights.install(policy_version)
 
     async def fingerprint(self) -> Fingerprint:
-        """Of the weights that vLLM's layers hold, taken before they drew a token."""
-        return self._running().weights.fingerprint
+        """Of the weights that vLLM's layers hold; it generates meanwhile. Raises EngineError."""
+        return await self._running().weights.fingerprint()
 
     async def save_cache(self) -> int:
         """Write the snapshot of the cache, if it has a place for one; returns its bytes."""

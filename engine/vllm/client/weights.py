@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 from engine.errors import EngineError, WeightsError, WeightsSupersededError
@@ -12,6 +13,7 @@ from engine.vllm.client.streams import Streams
 from engine.weights import ModelShapes, not_staged
 from wire.weights.layout import Fingerprint, WeightManifest
 
+_LOG = logging.getLogger(__name__)
 _FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.05
 """Between two questions whether weights are staged. Each is answered between two steps."""
 
@@ -42,12 +44,18 @@ class WeightSwap:
         self._timeout_seconds = timeout_seconds
         self._lock = asyncio.Lock()
         self._staged: int | None = None
-        self.fingerprint = Fingerprint({}, "")
-        """Of the weights in use, taken before they drew a token."""
+        self._fingerprint: Fingerprint | None = None
+        self._said_why = False
 
-    async def take_fingerprint(self) -> None:
-        """Have the worker look at the weights in use. Raises EngineError."""
-        self.fingerprint = await self._core.fingerprint(self._shapes.shapes)
+    async def fingerprint(self) -> Fingerprint:
+        """Of the weights in use, which stay until it is done; once after each installation.
+
+        Raises EngineError.
+        """
+        async with self._lock:
+            if self._fingerprint is None:
+                self._fingerprint = await self._core.fingerprint(self._shapes.shapes)
+            return self._fingerprint
 
     async def stage(self, manifest: WeightManifest) -> None:
         """Have the worker copy published weights into its staging memory.
@@ -93,10 +101,17 @@ class WeightSwap:
                 raise not_staged(policy_version, self._staged)
             try:
                 async with self._pausing.stopped():
-                    await self._core.install(policy_version)
-                    await self.take_fingerprint()
+                    self._fingerprint = None
+                    why_reloaded = await self._core.install(policy_version)
                     self._staged = None
                     await self._streams.restart_unstarted()
             except EngineError as error:
                 self._core.process.fail(error)
                 raise
+            if why_reloaded and not self._said_why:
+                self._said_why = True
+                _LOG.warning(
+                    "vLLM loads new weights while it is paused, which takes several times as long "
+                    "as copying staged ones: %s",
+                    why_reloaded,
+                )

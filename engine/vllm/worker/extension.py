@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -26,27 +26,33 @@ from engine.vllm.worker.sampling import CoreSampler
 from engine.vllm.worker.scoring import CoreScorer
 from engine.vllm.worker.weights import WorkerWeights, check_reloadable
 from rollout.acceptance import warm_up_verification
-from wire.weights.layout import WeightManifest
+from wire.weights.layout import Fingerprint, WeightManifest
 
 _ORPHANED = 3
 """Exit status of an engine core whose generator has ended."""
+_PIECE = {"cpu": 1 << 22, "cuda": 1 << 28}
+"""Elements of weights that are looked at between two steps: some 10 ms."""
 
 
 class WorkerExtension(RemoteWorker):
     """The calls of `RemoteWorker`. `self` is also vLLM's worker."""
 
     model_runner: Any
-    reload_weights: Callable[..., None]
+    device: Any
     _batch: Batch
     _weights: WorkerWeights
+    _fingerprint: Iterator[Fingerprint | None]
 
-    def asyncrl_attach(self, parent: int, top_k: int, logits_bytes: int) -> None:
+    def asyncrl_attach(
+        self, parent: int, top_k: int, logits_bytes: int, stage_on_device: bool
+    ) -> None:
         """Install our drawing, scoring and drafting, and exit when process `parent` has ended.
 
         Args:
             parent: id of the generator's process.
             top_k: K of the reported lists; 0: none is reported.
             logits_bytes: memory that drawing and scoring may hold at once (engine.logits_mib).
+            stage_on_device: whether new weights wait on the model's device (engine.weight_staging).
         """
         runner = self.model_runner
         check_reloadable(runner.get_model())
@@ -55,7 +61,7 @@ class WorkerExtension(RemoteWorker):
         sampler = CoreSampler(runner, batch, ranks, logits_bytes)
         sampler.install()
         CoreScorer(runner, batch, ranks, logits_bytes).install()
-        self._weights = WorkerWeights(self)
+        self._weights = WorkerWeights(self, on_device=stage_on_device)
         if runner.speculative_config is not None:
             prepare_plainly(runner)
         drafter = _drafter_of(runner)
@@ -75,23 +81,32 @@ class WorkerExtension(RemoteWorker):
         report: dict[str, Any] = msgspec.to_builtins(self._weights.report())
         return report
 
-    def asyncrl_install(self, policy_version: int) -> None:
-        """Load the staged weights of this version in place, while generation is paused."""
-        self._weights.install(policy_version)
+    def asyncrl_install(self, policy_version: int) -> str:
+        """Put the staged weights of this version in place, while generation is paused.
+
+        Returns:
+            Why vLLM had to load them in the pause, "" if it had not.
+        """
+        why_reloaded = self._weights.install(policy_version)
         self._batch.advance(policy_version)
         drafter = _drafter_of(self.model_runner)
         if drafter is not None:
             drafter.advance(policy_version)
+        return why_reloaded
 
-    def asyncrl_fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-        """A `Fingerprint` of the weights in use, by the names and shapes of the HF state dict."""
+    def asyncrl_begin_fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Begin a `Fingerprint` of the weights in use, by the names of the HF state dict."""
         held = HeldWeights(
             self.model_runner.get_model(),
             {name: tuple(shape) for name, shape in shapes.items()},
             Ranks.of_vllm(),
         )
-        found: dict[str, Any] = msgspec.to_builtins(held.fingerprint())
-        return found
+        self._fingerprint = held.fingerprint(_PIECE[self.device.type])
+
+    def asyncrl_fingerprint(self) -> dict[str, Any] | None:
+        """Continue it for a few milliseconds; the fingerprint when it is done."""
+        found = next(self._fingerprint)
+        return None if found is None else dict(msgspec.to_builtins(found))
 
     def asyncrl_save_cache(self) -> int:
         """Write the snapshot of the cache of rollouts; returns its bytes."""

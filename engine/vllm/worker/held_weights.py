@@ -16,7 +16,8 @@ With tensor parallelism each rank sums its part (`engine.vllm.worker.shards`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -76,16 +77,33 @@ class HeldWeights:
             (lambda name: name) if mapper is None else mapper.get_rename_mapper().map_name
         )
 
-    @torch.inference_mode()
-    def fingerprint(self) -> Fingerprint:
-        """Of the weights as they are now."""
+    def fingerprint(self, elements: int) -> Iterator[Fingerprint | None]:
+        """Of the weights as they are now, in pieces that fit between two steps.
+
+        It must not run in another thread: vLLM's products on a CPU share memory (0.32.0,
+        `csrc/cpu/dnnl_helper.cpp`). All ranks cut at the same places.
+
+        Args:
+            elements: of the checkpoint's tensors in a piece, about.
+
+        Yields:
+            None after each piece, and the fingerprint at the end.
+        """
         modules = dict(self._model.named_modules(remove_duplicate=False))
         found: list[tuple[str, TensorSums]] = []
+        seen = 0
         for name, shape in self._shapes.items():
-            sums = self._sums(name, shape, modules)
+            with torch.inference_mode():
+                sums = self._sums(name, shape, modules)
             if sums is not None:
                 found.append((name, sums))
-        return collect(self._totals(found))
+            seen += math.prod(shape)
+            if seen >= elements:
+                seen = 0
+                yield None
+        with torch.inference_mode():
+            whole = collect(self._totals(found))
+        yield whole
 
     def _totals(self, found: list[tuple[str, TensorSums]]) -> list[tuple[str, TensorSums]]:
         """The sums over all ranks, which have the same names in the same order."""

@@ -1,8 +1,12 @@
-"""New weights in vLLM's process: read from the published file in a thread, loaded from the copy.
+"""New weights in vLLM's process: loaded into a second tree of modules, then copied.
 
-vLLM has no call that copies tensors into its layers alone: on a CPU it multiplies by repacked
-copies of linear weights, and a GPU may hold them fused. So installing goes through vLLM's own
-`reload_weights`, layer by layer.
+vLLM's `reload_weights` brings a checkpoint's tensors into the form in which its layers hold them.
+It takes several times as long as a copy, so it runs in a thread on a second tree of the model's
+modules (`engine.vllm.worker.twin`) while tokens are generated. Installing copies from there.
+
+That the two come to the same is proved, not assumed. The first installation reloads the model
+itself, and compares what that has left with the twin, bit by bit. If anything differs, or vLLM
+cannot load into the twin, every installation reloads the model, and says so.
 """
 
 from __future__ import annotations
@@ -14,9 +18,13 @@ import torch
 
 from engine.errors import WeightsError, WeightsSupersededError
 from engine.vllm.remote import StagingReport
+from engine.vllm.worker.twin import Attributes, Twin, like
 from engine.weights import NamedTensors, StagedWeights
-from wire.weights.layout import WeightManifest
+from wire.weights.fingerprint import fingerprint
+from wire.weights.layout import Fingerprint, WeightManifest
 from wire.weights.reader import WeightBuffer
+
+_SHOWN = 5
 
 
 class WorkerWeights:
@@ -24,21 +32,25 @@ class WorkerWeights:
 
     Args:
         worker: vLLM's.
+        on_device: stage on the model's device; otherwise in host memory.
     """
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Any, *, on_device: bool = False) -> None:
         self._worker = worker
         own: torch.dtype = worker.model_config.dtype
-        on_gpu = worker.device.type == "cuda"
         buffer = WeightBuffer(
-            lambda _, published: own if published.is_floating_point else published, pinned=on_gpu
+            lambda _, published: own if published.is_floating_point else published
         )
-        self._staged = StagedWeights(check_finite, buffer)
+        self._staged = StagedWeights(self._receive, buffer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncrl-staging")
         self._staging: Future[None] | None = None
+        self._twin_device = worker.device if on_device else torch.device("cpu")
+        self._twin: Twin | None = None
+        self._is_proved = False
+        self._why_reloads = ""
 
     def begin(self, manifest: WeightManifest) -> None:
-        """Begin to copy a published version into staging memory."""
+        """Begin to stage a published version."""
         self._staging = self._thread.submit(self._staged.stage, manifest)
 
     def report(self) -> StagingReport:
@@ -55,15 +67,127 @@ class WorkerWeights:
             return StagingReport("refused", str(error))
         return StagingReport("staged")
 
-    def install(self, policy_version: int) -> None:
-        """Load the staged version into vLLM's layers; only while generation is paused.
+    def install(self, policy_version: int) -> str:
+        """Put the staged version into vLLM's layers; only while generation is paused.
+
+        Returns:
+            Why it was not copied, but loaded by vLLM in the pause, as will be all others; ""
+            otherwise.
 
         Raises:
             WeightsError: this version is not staged; nothing was changed.
         """
         with self._staged.install(policy_version) as tensors, torch.inference_mode():
-            self._worker.reload_weights(weights_iterator=iter(tensors))
-            _repack_tied(self._worker.model_runner.get_model())
+            if self._twin is None:
+                load(self._worker, self._model, tensors)
+            elif self._is_proved:
+                self._twin.install()
+            else:
+                attributes = Attributes(self._model)
+                load(self._worker, self._model, tensors)
+                self._prove(self._twin, attributes)
+        runner = self._worker.model_runner
+        runner.reset_lora_state()
+        runner.reset_encoder_cache()
+        runner.reset_mm_cache()
+        return self._why_reloads
+
+    @property
+    def _model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self._worker.model_runner.get_model()
+        return model
+
+    def _prove(self, twin: Twin, attributes: Attributes) -> None:
+        """Compare the model, which was reloaded from the tensors that the twin was loaded from."""
+        found = twin.differences() + attributes.replaced()
+        if found:
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            self._reload_from_now(
+                f"copying would not do what vLLM's reload_weights does to "
+                f"{', '.join(found[:_SHOWN])}{more}"
+            )
+        self._is_proved = not found
+
+    def _reload_from_now(self, why: str) -> None:
+        self._twin, self._why_reloads = None, why
+
+    def _receive(self, tensors: NamedTensors) -> None:
+        """Check tensors that were read, and load them into the twin. Runs in the thread."""
+        check_finite(tensors)
+        if self._why_reloads:
+            return
+        try:
+            with torch.inference_mode():
+                if self._twin is None:
+                    self._twin = self._first_twin(tensors)
+                else:
+                    load(self._worker, self._twin.model, tensors)
+        except _ModelChangedError as error:
+            raise WeightsError(str(error)) from error
+        except Exception as error:  # noqa: BLE001 - whatever vLLM's loaders raise; it is reported
+            self._reload_from_now(
+                f"vLLM cannot load into a copy of its modules: {type(error).__name__}: {error}"
+            )
+
+    def _first_twin(self, tensors: NamedTensors) -> Twin:
+        """A twin, loaded; the model must not have noticed."""
+        model = self._model
+        twin = Twin(model, self._twin_device)
+        _let_vllm_load(twin)
+        attributes, before = Attributes(model), _fingerprint_of(model)
+        load(self._worker, twin.model, tensors)
+        if attributes.replaced() or _fingerprint_of(model) != before:
+            raise _ModelChangedError(
+                "loading new weights into a copy of vLLM's modules changed the model that decodes: "
+                "its architecture holds its modules in a way that engine.vllm.worker.twin does not "
+                "know. Use engine.kind: torch"
+            )
+        return twin
+
+
+def _fingerprint_of(model: torch.nn.Module) -> Fingerprint:
+    """Of all parameters with numbers; those whose packed copies are used are empty."""
+    return fingerprint((name, one) for name, one in model.named_parameters() if one.numel())
+
+
+class _ModelChangedError(Exception):
+    """Loading into the twin reached the model."""
+
+
+def load(worker: Any, model: torch.nn.Module, tensors: NamedTensors) -> None:
+    """Have vLLM load a checkpoint's tensors into a model, or its twin, in place."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import inplace
+
+    with set_current_vllm_config(worker.vllm_config):
+        inplace.reload_weights(worker.vllm_config, model, iter(tensors), None, True)
+    _repack_tied(model)
+
+
+def _let_vllm_load(twin: Twin) -> None:
+    """Give vLLM what it has noted of the model's modules at their first loading."""
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        LAYERWISE_INFO,
+        get_layerwise_info,
+    )
+    from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+
+    on_device = any(one.device.type != "cpu" for one in twin.model.parameters())
+    for module, other in twin.pairs:
+        info = get_layerwise_info(module)
+        LAYERWISE_INFO[other] = LayerReloadingInfo(
+            restore_metadata=tuple(
+                {name: like(one, _no_numbers(one), module, other) for name, one in kind.items()}
+                for kind in info.restore_metadata
+            ),
+            restore_device=info.restore_device if on_device else torch.device("cpu"),
+        )
+
+
+def _no_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=torch.device("meta")
+    )
 
 
 def check_reloadable(model: torch.nn.Module) -> None:

@@ -27,6 +27,8 @@ class FakeCore:
     failed: list[EngineError] = field(default_factory=list)
     broken: bool = False
     installed: int = 0
+    why_reloaded: str = ""
+    looked: asyncio.Event | None = None
 
     def __post_init__(self) -> None:
         meter = SimpleNamespace(busy=lambda: self.calls.append("busy"))
@@ -46,14 +48,17 @@ class FakeCore:
     async def resume(self) -> None:
         self.calls.append("resume")
 
-    async def install(self, policy_version: int) -> None:
+    async def install(self, policy_version: int) -> str:
         if self.broken:
             raise EngineError("the core died")
         self.calls.append(("install", policy_version))
         self.installed = policy_version
+        return self.why_reloaded
 
     async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:
         self.calls.append(("compare", *shapes))
+        if self.looked is not None:
+            await self.looked.wait()
         return Fingerprint({}, f"version {self.installed}")
 
 
@@ -99,14 +104,54 @@ def test_weights_are_staged_while_running_and_installed_between_steps() -> None:
         with pytest.raises(WeightsError, match=r"version 5 cannot be installed: version 4 is"):
             await swap.install(5)
         await swap.install(4)
-        assert swap.fingerprint.whole == "version 4"
+        assert (await swap.fingerprint()).whole == "version 4"
+        assert (await swap.fingerprint()).whole == "version 4"
         with pytest.raises(WeightsError, match="no version is staged"):
             await swap.install(4)
+        await swap.stage(manifest(5))
+        await swap.install(5)
+        assert (await swap.fingerprint()).whole == "version 5"
 
     calls = play(FakeCore([RUNNING, RUNNING, STAGED]), scene)
-    compared = ("compare", "a")  # before a token is drawn with the new weights
-    swapped = ["pause", "flush", ("install", 4), compared, "restart", "resume", "busy"]
-    assert calls == [("begin", 4), *swapped]
+    assert calls == [step for version in (4, 5) for step in [("begin", version), *swapped(version)]]
+
+
+def swapped(version: int) -> list[Any]:
+    """The calls of an installation, and of one look at the weights after vLLM draws again."""
+    installed = ["pause", "flush", ("install", version), "restart", "resume", "busy"]
+    return [*installed, ("compare", "a")]
+
+
+def test_weights_stay_until_they_are_looked_at() -> None:
+    """Nobody may install while pieces of a fingerprint are taken between the steps."""
+    looked = asyncio.Event()
+
+    async def scene(swap: WeightSwap, _: Pausing) -> None:
+        await swap.stage(manifest(4))
+        await swap.install(4)
+        looking = asyncio.create_task(swap.fingerprint())
+        await asyncio.sleep(0)
+        replacing = asyncio.create_task(swap.stage(manifest(5)))
+        await asyncio.sleep(0)
+        assert core.calls[-1] == ("compare", "a")
+        looked.set()
+        assert (await looking).whole == "version 4"
+        await replacing
+
+    core = FakeCore([STAGED], looked=looked)
+    assert play(core, scene)[-1] == ("begin", 5)
+
+
+def test_loading_in_the_pause_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(swap: WeightSwap, _: Pausing) -> None:
+        for version in (4, 5):
+            await swap.stage(manifest(version))
+            await swap.install(version)
+
+    play(FakeCore([STAGED], why_reloaded="layer 'x' is odd"), scene)
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+    assert "vLLM loads new weights while it is paused" in caplog.text
+    assert caplog.text.rstrip().endswith("layer 'x' is odd")
 
 
 def test_a_paused_engine_stays_paused() -> None:
@@ -120,8 +165,8 @@ def test_a_paused_engine_stays_paused() -> None:
         await pausing.resume()
 
     calls = play(FakeCore([STAGED]), scene)
-    swapped = [("begin", 4), ("install", 4), ("compare", "a"), "restart"]
-    assert calls == ["pause", "flush", *swapped, "resume", "busy"]
+    installed = [("begin", 4), ("install", 4), "restart"]
+    assert calls == ["pause", "flush", *installed, "resume", "busy"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,163 @@
+"""The second tree of a model's modules, on layers that hold their weights as vLLM's do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.vllm.worker.twin import Attributes, Twin
+
+CPU = torch.device("cpu")
+WIDTH, VOCABULARY = 4, 6
+
+
+class Packed(nn.Module):
+    """Multiplies by a packed copy, which a function holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_size_per_partition = WIDTH
+        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)
+        self.weight.weight_loader = self.load  # type: ignore[attr-defined, assignment]
+        self.pack(torch.zeros(WIDTH, WIDTH))
+
+    def pack(self, weight: Tensor) -> None:
+        kept = weight.clone()
+        self.cpu_linear = lambda x, _weight, bias: functional.linear(x, kept, bias)
+        self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def load(self, weight: Tensor) -> None:
+        self.pack(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cpu_linear(x, self.weight, None)
+
+
+class Model(nn.Module):
+    """An embedding, a packed layer, a norm, and a head tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, False)
+        self.head.weight = self.embed.weight
+        self.inner, self.norm = Packed(), nn.LayerNorm(WIDTH)
+        self.register_buffer("angles", torch.arange(3.0), persistent=False)
+
+    def load(self, seed: int) -> None:
+        """New numbers, by what the modules say that loads them."""
+        generator = torch.Generator().manual_seed(seed)
+        new = partial(torch.randn, generator=generator)
+        self.embed.weight.data.copy_(new(VOCABULARY, WIDTH))
+        self.inner.load(new(WIDTH, WIDTH))
+        self.norm.weight.data.copy_(new(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.inner(self.embed(tokens))))
+        return logits
+
+
+def loaded(seed: int, kind: type[Model] = Model) -> Any:
+    model = kind()
+    model.load(seed)
+    return model
+
+
+@torch.inference_mode()
+def logits(model: Any) -> Tensor:
+    return torch.as_tensor(model(torch.arange(VOCABULARY)))
+
+
+@torch.inference_mode()
+def test_the_model_decodes_unchanged_until_what_was_loaded_is_copied() -> None:
+    model = loaded(1)
+    place = model.embed.weight.data_ptr()
+    twin = Twin(model, CPU)
+    for seed in (2, 3, 4):
+        before = logits(model)
+        twin.model.load(seed)
+        assert torch.equal(logits(model), before)
+        twin.install()
+        assert torch.equal(logits(model), logits(loaded(seed)))
+    assert model.embed.weight.data_ptr() == place, "what was captured from it stays valid"
+    assert twin.model.head.weight is twin.model.embed.weight
+    assert model.head.weight is model.embed.weight
+
+
+@torch.inference_mode()
+def test_a_method_that_loads_a_tensor_becomes_that_of_the_twin() -> None:
+    model = Model()
+    weight = model.inner.weight
+    weight.weight_loader = model.inner.load  # type: ignore[attr-defined, assignment]
+    twin = Twin(model, CPU)
+    assert twin.model.inner.weight.weight_loader.__self__ is twin.model.inner
+
+
+@torch.inference_mode()
+def test_equal_trees_have_no_differences() -> None:
+    model = loaded(1)
+    twin = Twin(model, CPU)
+    for tree in (model, twin.model):
+        tree.load(2)
+    assert twin.differences() == []
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("place", ["embed.weight", "norm.weight", ".angles"])
+def test_one_bit_is_a_difference(place: str) -> None:
+    model = loaded(1)
+    twin = Twin(model, CPU)
+    name = place.rpartition(".")
+    tensor = getattr(model.get_submodule(name[0]), name[2])
+    tensor.view(-1)[-1] = torch.nextafter(tensor.view(-1)[-1], torch.tensor(9.0))
+    assert place in twin.differences()
+
+
+@torch.inference_mode()
+def test_another_packed_weight_is_a_difference() -> None:
+    model = loaded(1)
+    twin = Twin(model, CPU)
+    generator = torch.Generator().manual_seed(1)
+    torch.randn(VOCABULARY, WIDTH, generator=generator)
+    weight = torch.randn(WIDTH, WIDTH, generator=generator)
+    twin.model.inner.pack(weight)
+    assert twin.differences() == []
+    weight[2, 1] += 1e-5
+    twin.model.inner.pack(weight)
+    assert twin.differences() == ["the packed weight of 'inner'"]
+
+
+class Setting(Model):
+    """Sets the same scales at each loading."""
+
+    def load(self, seed: int) -> None:
+        super().load(seed)
+        self.scale = torch.tensor(1.0)
+
+
+class Deriving(Setting):
+    """Keeps something that is made of its weights where nobody copies it."""
+
+    def load(self, seed: int) -> None:
+        super().load(seed)
+        self.absorbed = self.norm.weight.data * 2
+
+
+def test_what_loading_leaves_besides_tensors_is_named() -> None:
+    for kind, replaced in ((Model, []), (Setting, []), (Deriving, [".absorbed"])):
+        model = loaded(1, kind)
+        attributes = Attributes(model)
+        assert attributes.replaced() == []
+        model.load(2)
+        assert attributes.replaced() == replaced
+
+
+def test_parameters_in_columns_are_refused() -> None:
+    model = Model()
+    model.norm.weight = nn.Parameter(torch.zeros(WIDTH, 2).t()[0], requires_grad=False)
+    with pytest.raises(ValueError, match=r"row by row: norm\.weight"):
+        Twin(model, CPU)
