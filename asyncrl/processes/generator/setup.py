@@ -9,7 +9,11 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.processes.bring_up import bring_up, timeline_file
+from asyncrl.processes.bring_up import (
+    bring_up,
+    timeline_file,
+    without_collecting_the_start,
+)
 from asyncrl.processes.checked_tokenizer import load_checked_tokenizer
 from asyncrl.processes.generator.activity import Activity
 from asyncrl.processes.generator.controller_line import ControllerLine
@@ -105,7 +109,8 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
             kv_limit=config.scheduler.runahead_kv_limit,
             stops_on_wrong_policy=config.run.on_wrong_policy == "stop",
         )
-        await process.run(metrics_port=child.metrics_port)
+        with without_collecting_the_start():
+            await process.run(metrics_port=child.metrics_port)
 
 
 def _cache_place(spec: ChildSpec, config: RunConfig, tokenizer: Any) -> CachePlace:

@@ -6,7 +6,7 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.processes.bring_up import Child, bring_up
+from asyncrl.processes.bring_up import Child, bring_up, without_collecting_the_start
 from asyncrl.processes.checked_tokenizer import load_checked_tokenizer
 from asyncrl.processes.shared_memory import weights_id
 from asyncrl.processes.spec import ChildSpec, TrainerKeys
@@ -99,7 +99,8 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             lineage=spec.lineage,
             stops_on_wrong_policy=config.run.on_wrong_policy == "stop",
         )
-        await process.run(metrics_port=child.metrics_port)
+        with without_collecting_the_start():
+            await process.run(metrics_port=child.metrics_port)
 
 
 def _load_learner(child: Child[TrainerMetrics]) -> Learner:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import yaml
 
 from asyncrl.errors import ConfigError, UserError
-from asyncrl.processes.bring_up import Child, bring_up
+from asyncrl.processes.bring_up import Child, bring_up, without_collecting_the_start
 from asyncrl.processes.spec import ChildSpec, keys_of
 from monitoring.metrics import TrainerMetrics
 from wire import Hub, RunKey
@@ -114,3 +116,21 @@ def test_a_child_offers_metrics_and_a_time_line_and_closes_them(tmp_path: Path) 
     heard_from(spec, work, UserError)
     assert seen[1:] == ["closed"]
     assert (tmp_path / "timeline" / "trainer.jsonl").exists()
+
+
+def test_collections_look_only_at_what_was_made_since_the_start() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    old = [Cycle()]
+    with without_collecting_the_start():
+        new = Cycle()
+        tracked = gc.get_objects()
+        assert any(one is new for one in tracked)
+        assert not any(one is old or one is old[0] for one in tracked)
+        gone = weakref.ref(new)
+        del new, tracked
+        gc.collect()
+        assert gone() is None, "a cycle made since the start is still collected"
+    assert any(one is old[0] for one in gc.get_objects())
