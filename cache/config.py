@@ -24,7 +24,8 @@ class CacheConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     enabled: bool = True
-    """Whether rollouts are kept and drafted from."""
+    """Whether rollouts are kept and drafted from. Without them the torch engine still drafts from
+    a sample's own tokens that verification rejected; vLLM then runs without a drafter."""
     max_bytes: int = Field(default=1 << 30, ge=1 << 14, le=(1 << 33) - 512)
     """Bytes that the cached rollouts of one process may take. The least recently used prompts are
     dropped first."""

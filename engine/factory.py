@@ -73,14 +73,12 @@ def _torch_engine(
     from engine.torch.engine import TorchEngine
 
     make = partial(TorchEngine, config, model_path, seed=seed, batch_invariant=batch_invariant)
-    if not cache_config.enabled or cache_config.max_draft_tokens == 0:
-        return make(source=None, max_draft_tokens=0)
+    drafts = cache_config.max_draft_tokens
+    if not cache_config.enabled or drafts == 0:
+        # What verification rejected is in the request and needs no cache to be drafted from.
+        return make(source=None, max_draft_tokens=drafts)
     cache = open_at(cache_config, place)
-    return make(
-        source=cache,
-        max_draft_tokens=cache_config.max_draft_tokens,
-        save=partial(save_at, cache, place),
-    )
+    return make(source=cache, max_draft_tokens=drafts, save=partial(save_at, cache, place))
 
 
 def _vllm_engine(

@@ -1,9 +1,10 @@
 """Earlier continuations of responses, which are drafted from first.
 
 A request may bring the text that its response once continued with. While the response follows that
-text, the rest of it is the draft. After a divergence the text is searched around the cursor for the
-last few tokens that were generated; where they are found, drafting resumes. A wrong draft costs
-time, never exactness.
+text, the rest of it is the draft. A token that differs is first taken for a substitution, and the
+draft continues after it. If the next token differs too, the text is searched around the cursor for
+the last few tokens that were generated; where they are found, drafting resumes, but never with a
+token that was already rejected there. A wrong draft costs time, never exactness.
 
 A response is known by a slot, a small number that the caller chooses.
 """
@@ -42,6 +43,8 @@ class Continuations:
         self._length = np.zeros(0, np.int64)
         self._cursor = np.zeros(0, np.int64)
         self._following = np.zeros(0, np.bool_)
+        self._rejected = np.zeros(0, np.int64)
+        """By slot: place in the text of the last token that was rejected; -1: none."""
         self._active = 0
 
     def __len__(self) -> int:
@@ -54,6 +57,7 @@ class Continuations:
             self._text[slot, : len(tokens)] = tokens
             self._length[slot] = len(tokens)
             self._cursor[slot] = 0
+            self._rejected[slot] = -1
             self._following[slot] = True
             self._active += 1
 
@@ -73,12 +77,14 @@ class Continuations:
             self._length[target] = self._length[source]
             self._cursor[target] = self._cursor[source]
             self._following[target] = self._following[source]
+            self._rejected[target] = self._rejected[source]
             self._length[source] = 0
             self._following[source] = False
 
     def follow_from(self, slots: Index, cursors: Index) -> None:
-        """Set cursors `[n]` in the texts of `slots` `[n]`, and follow the texts from there."""
+        """Follow texts `slots` `[n]` from `cursors` `[n]`; the token before each was rejected."""
         self._cursor[slots] = cursors
+        self._rejected[slots] = np.asarray(cursors) - 1
         self._following[slots] = True
 
     def follow(
@@ -104,9 +110,15 @@ class Continuations:
         columns = np.arange(int(grown.max(initial=0)))
         generated = _take(table, rows, (ends - grown)[:, None] + columns)
         expected = _take(self._text, slots, cursor[:, None] + columns)
-        agrees = ((generated == expected) | (columns >= grown[:, None])).all(axis=1)
+        differs = (generated != expected) & (columns < grown[:, None])
+        agrees = ~differs.any(axis=1)
+        place = cursor + differs.argmax(axis=1)
+        rejects = self._following[slots] & ~agrees
+        # Tokens after the first one that differs were not drafted from the text.
+        alone = (place == cursor + grown - 1) & (place > self._rejected[slots] + 1)
+        self._rejected[slots[rejects]] = place[rejects]
         self._cursor[slots] = cursor + grown
-        self._following[slots] &= agrees & (cursor + grown <= self._length[slots])
+        self._following[slots] &= (agrees | alone) & (cursor + grown <= self._length[slots])
         lost = np.flatnonzero(~self._following[slots])
         if len(lost):
             tail = _take(table, rows[lost], ends[lost, None] + _BACK)
@@ -133,6 +145,7 @@ class Continuations:
         places = ends[:, :, None] + _BACK
         candidates = _take(self._text, slots, places.reshape(len(slots), -1)).reshape(places.shape)
         fits = (places[:, :, 0] >= 0) & (ends < self._length[slots, None]) & enough[:, None]
+        fits &= ends > self._rejected[slots, None]
         hit = (candidates == tail[:, None]).all(axis=2) & fits
         found = hit.any(axis=1)
         self._following[slots[found]] = True
@@ -157,6 +170,7 @@ class Continuations:
             self._length = np.concatenate([self._length, np.zeros(more, np.int64)])
             self._cursor = np.concatenate([self._cursor, np.zeros(more, np.int64)])
             self._following = np.concatenate([self._following, np.zeros(more, np.bool_)])
+            self._rejected = np.concatenate([self._rejected, np.full(more, -1, np.int64)])
 
 
 def _take(table: IntArray, rows: Index, columns: Index) -> IntArray:

@@ -130,19 +130,22 @@ class DraftPlanner:
         """Decide what to ask the cache for. If all budgets are 0, it need not be asked.
 
         Args:
-            left: `[n]` tokens that each running row may still generate before its limit.
+            left: `[n]` tokens that each running row may still generate before its limit; 1 or less
+                if it has nothing to draft from.
             other_tokens: tokens of the same step that belong to no decoding row (prompts).
 
         Returns:
             `[n]` most draft tokens of each row, and the smallest path probability worth drafting.
             No row drafts its last token: the draw after its last draft generates it anyway.
         """
-        self._learn()
         rows = len(left)
         self._asked = 0
+        if not (left > 1).any():
+            return np.zeros(rows, np.int32), 1.0
+        self._learn()
         spare = self._max_step_tokens - rows - other_tokens
         nothing = np.zeros(rows, np.int32), 1.0
-        if rows == 0 or min(spare, self._max_draft_tokens) <= 0:
+        if min(spare, self._max_draft_tokens) <= 0:
             return nothing
         base = rows + other_tokens
         if not self.times.knows(base) or not self._asking_pays(rows, base):

@@ -92,6 +92,8 @@ class Drafter:
         room = left - 1
         if self._branching:
             room = np.where(left > 1, rows.tokens.shape[1] - rows.total[:n], 0).astype(np.int32)
+        if self._source is None:
+            room *= self._continuations.left(np.arange(n)) > 0
         budgets, min_probability = self.planner.ask(room + 1, other_tokens=other_tokens)
         if not budgets.any():
             return no_trees(n)

@@ -85,6 +85,17 @@ def test_a_cache_that_finds_nothing_is_asked_seldom_and_again_when_it_does() -> 
     assert sum(asked[350:]) > 40, "it pays now"
 
 
+def test_a_step_with_nothing_to_draft_from_is_a_plain_one() -> None:
+    """Otherwise the cost of asking would be learned from steps in which nobody was asked."""
+    planner = _planner(steps=20)
+    for _ in range(8):
+        assert not planner.ask(np.full(8, 1, np.int32))[0].any()
+        planner.observe(tokens=8, rows=8, context=800, seconds=0.02)
+    planner.ask(np.full(8, 100, np.int32))
+    planner.choose(*_chains([8] * 8), rows=8)
+    assert planner.times.asking(8) == 0.0
+
+
 def test_no_rows_and_no_nodes() -> None:
     planner = _planner(steps=4)
     budgets, _ = planner.ask(np.zeros(0, np.int32))

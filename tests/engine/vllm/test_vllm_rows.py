@@ -112,9 +112,10 @@ def test_a_row_follows_its_old_text_and_finds_it_again() -> None:
     scene.add("b")
     assert scene.step({"a": (1, 2, 3), "b": (1, 2, 5)}) == [[4, 5, 6], [90, 91, 92]]
     assert scene.step({"b": (1, 2, 5, 3), "a": (1, 2, 3, 4, 5)})[1] == [6, 8, 9]
-    assert scene.step({"a": (1, 2, 3, 4, 5, 30)}) == [[90, 91, 92]]
-    # One token of the old text is missing in the new one: three that agree bring it back.
-    text = (1, 2, 3, 4, 5, 30, 8)
+    assert scene.step({"a": (1, 2, 3, 4, 5, 30)}) == [[8, 9, 10]], "a substitution"
+    # The next token differs as well: three that agree bring the old text back.
+    text = (1, 2, 3, 4, 5, 30, 31, 8)
+    assert scene.step({"a": text[:-1]}) == [[90, 91, 92]]
     assert scene.step({"a": text}) == [[90, 91, 92]]
     assert scene.step({"a": (*text, 9)}) == [[90, 91, 92]]
     assert scene.step({"a": (*text, 9, 10)}) == [[11]]
