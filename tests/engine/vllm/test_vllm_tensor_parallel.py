@@ -41,9 +41,11 @@ def responses_of(served: Served, requests: list[Any]) -> np.ndarray:
     return np.array([tokens_of(one) for one in served.call(collect_all(served.engine, requests))])
 
 
-def test_two_ranks_install_and_show_the_weights_of_the_trainer(two_ranks: Served) -> None:
+def test_two_ranks_install_and_show_the_weights_of_the_trainer(
+    two_ranks: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     """Every tensor, each rank its part; a mistake in one tensor is found."""
-    for model in (two_ranks.new, two_ranks.old):
+    for model in (two_ranks.new, two_ranks.old, two_ranks.new, two_ranks.old):
         version = two_ranks.install(model)
         expected = fingerprint(model.state_dict(keep_vars=True).items())
         found = two_ranks.call(two_ranks.engine.fingerprint())
@@ -52,6 +54,7 @@ def test_two_ranks_install_and_show_the_weights_of_the_trainer(two_ranks: Served
         other = two_ranks.old if model is two_ranks.new else two_ranks.new
         wrong = fingerprint(other.state_dict(keep_vars=True).items())
         assert compare_weights("g", version, expected=wrong, found=found) is not None
+    assert "loads new weights while it is paused" not in caplog.text, "every rank copies"
 
 
 def test_two_ranks_sample_and_draft_exactly(two_ranks: Served) -> None:
