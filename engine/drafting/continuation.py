@@ -107,7 +107,7 @@ class Continuations:
             return
         slots, grown, rows, ends = slots[mine], grown[mine], rows[mine], ends[mine]
         cursor = self._cursor[slots]
-        columns = np.arange(int(grown.max(initial=0)))
+        columns = np.arange(max(int(grown.max()), 1))  # one also if none has grown
         generated = _take(table, rows, (ends - grown)[:, None] + columns)
         expected = _take(self._text, slots, cursor[:, None] + columns)
         differs = (generated != expected) & (columns < grown[:, None])

@@ -156,3 +156,15 @@ def test_estimates_fall_with_every_token() -> None:
     estimates = path_probabilities(5)
     assert estimates.dtype == np.float32
     np.testing.assert_allclose(estimates, 0.95 ** np.arange(1, 6), rtol=1e-6)
+
+
+def test_responses_that_have_got_nothing_stay_where_they_are() -> None:
+    """Rows of vLLM are recorded when one of them ends; the others may have got nothing since."""
+    texts = Continuations()
+    texts.begin(0, np.arange(6, dtype=np.int32))
+    table = np.arange(6, dtype=np.int32)[None]
+    one, none = np.ones(1, np.int64), np.zeros(1, np.int64)
+    texts.follow(none, 2 * one, table, none, 2 * one, none)
+    texts.follow(none, none, table, none, 2 * one, none)
+    assert texts.left(none).tolist() == [4]
+    assert texts.propose(none, 4).tolist() == [[2, 3, 4, 5]]
