@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MIN_ROWS = 16
 """With fewer rows oneDNN's set-up costs more than it saves."""
+TRANSPOSED_BLOCK = 1 << 22
+"""Numbers of a matrix (16 MiB) from which copying it transposed is slower than a product's rest."""
 
 
 def speed_up(model: nn.Module) -> tuple[int, int]:
@@ -96,6 +98,17 @@ def _filled_up(x: Tensor) -> Tensor:
     return pad(x, (0, 0, 0, missing)) if missing else x
 
 
+def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    """`[N, k]` and `[N, o]` to `[o, k]`: grad transposed times x.
+
+    oneDNN copies its transposed first argument, which is slow for a matrix larger than the cache.
+    Then the smaller one comes first, and the result is a transposed view.
+    """
+    if grad.numel() >= TRANSPOSED_BLOCK and grad.shape[1] > 2 * x.shape[1]:
+        return _product(x.t(), grad.t()).t()
+    return _product(grad.t(), x.t())
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -115,7 +128,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             for_x = _product(grad, weight.t())[:rows].view(*grads[0].shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
-            for_weight = _product(grad.t(), flat.t())
+            for_weight = _weight_gradient(flat, grad)
         if ctx.needs_input_grad[2]:
             for_bias = grad.sum(0)
         return for_x, for_weight, for_bias

@@ -33,6 +33,9 @@ from trainer.packing import Layout
 MAX_LENGTH = 512
 """Tokens of the longest sequence; beyond it torch's attention, in blocks, is faster."""
 
+MAX_JOINED = 1 << 23
+"""Numbers of joined gate and up (32 MiB) from which transformers' MLP is used: glibc maps larger
+blocks afresh each time, and clearing their pages costs more than joining them saves."""
 
 _Rotary = tuple[FloatArray, FloatArray]
 """`[positions, D]` cosines and sines."""
@@ -206,7 +209,11 @@ class FusedDecoder:
             states, normed = _add_norm(
                 states, attention.o_proj(mixed), layer.post_attention_layernorm
             )
-            change = mlp.down_proj(_Gated.apply(_joined(normed, mlp.gate_proj, mlp.up_proj)))
+            if 2 * len(ids) * inner.config.intermediate_size >= MAX_JOINED:
+                change = mlp(normed)
+            else:
+                both = _joined(normed, mlp.gate_proj, mlp.up_proj)
+                change = mlp.down_proj(_Gated.apply(both))
         return _add_norm(states, change, inner.norm)[1]
 
 

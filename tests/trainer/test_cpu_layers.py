@@ -41,6 +41,20 @@ def test_linear(bias: bool, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN"
+)
+def test_the_gradient_of_a_wide_layer_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x, grad = torch.randn(40, 24), torch.randn(40, 60)
+    plain = cpu_layers._weight_gradient(x, grad)
+    monkeypatch.setattr(cpu_layers, "TRANSPOSED_BLOCK", 1)
+    turned = cpu_layers._weight_gradient(x, grad)
+    assert (plain.stride(), turned.stride()) == ((24, 1), (1, 60))
+    for got in (plain, turned):
+        torch.testing.assert_close(got, grad.t() @ x, atol=1e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_norm(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import fused_kernels
+from trainer import fused, fused_kernels
 from trainer import policy as policy_module
 from trainer.cpu_layers import whole_blocks
 from trainer.fused import FusedDecoder
@@ -56,6 +56,19 @@ def test_fused_layers_are_as_close_to_float64_as_transformers(
     for key, grad in grads.items():
         size = exact_grads[key].norm()
         assert (grad - exact_grads[key]).norm() < 1e-5 * size + 1e-7, key
+
+
+def test_wide_layers_keep_transformers_mlp_and_its_gradients(
+    model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, rows = model_path("qwen3"), batch([(3, 5), (3, 40)], alike=True)
+    _, expected = gradients(policy(path, fused=True), rows)
+    monkeypatch.setattr(fused, "MAX_JOINED", 1)
+    monkeypatch.setattr(fused._Gated, "apply", lambda *_: pytest.fail("too wide to be joined"))
+    own = policy(path, fused=True)
+    assert own.is_fused
+    for key, grad in gradients(own, rows)[1].items():
+        torch.testing.assert_close(grad, expected[key], atol=1e-5, rtol=1e-4)
 
 
 def test_long_sequences_go_through_transformers(
