@@ -115,14 +115,17 @@ class Inbox:
     ) -> None:
         worker.ready(message.policy_version, message.slots, message.metrics_port)
         self._policy_watch.generator_ready(worker, message.fingerprint)
-        self._directory.state.metrics_ports = self._fleet.metrics_ports()
-        self._directory.write_state()
+        self._write_ports()
         if self._training.has_begun:  # then the scheduler decides when it gets new weights
             joined = events.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
             await self._training.apply(joined)
         else:
             await self._evaluation.update(worker)
         await self._evaluation.fill(worker)
+
+    def _write_ports(self) -> None:
+        self._directory.state.metrics_ports = self._fleet.metrics_ports()
+        self._directory.write_state()
 
     async def _sample_finished(
         self, worker: Worker, message: from_generator.SampleFinished
@@ -178,6 +181,7 @@ class Inbox:
     async def _trainer_ready(self, worker: Worker, message: from_trainer.TrainerReady) -> None:
         worker.ready(message.policy_version, 0, message.metrics_port)
         worker.weights = message.manifest
+        self._write_ports()
         if worker is self._fleet.trainer:
             self._policy_watch.compare()
             await self._trainer_restarts.ready(worker, message.initial_weights)

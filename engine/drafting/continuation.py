@@ -113,7 +113,7 @@ class Continuations:
         differs = (generated != expected) & (columns < grown[:, None])
         agrees = ~differs.any(axis=1)
         place = cursor + differs.argmax(axis=1)
-        rejects = self._following[slots] & ~agrees
+        rejects = self._following[slots] & ~agrees & (place < self._length[slots])
         # Tokens after the first one that differs were not drafted from the text.
         alone = (place == cursor + grown - 1) & (place > self._rejected[slots] + 1)
         self._rejected[slots[rejects]] = place[rejects]

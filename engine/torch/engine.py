@@ -89,7 +89,7 @@ class TorchEngine:
             batch_invariant=self._batch_invariant,
             fused=config.torch.fused,
         )
-        await asyncio.to_thread(warm_up, drafting=self._source is not None)
+        await asyncio.to_thread(warm_up, drafting=self._max_draft_tokens > 0)
         settings = CoreSettings(
             max_step_tokens=config.torch.max_step_tokens,
             max_draft_tokens=self._max_draft_tokens,

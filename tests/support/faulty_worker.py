@@ -13,8 +13,9 @@ _LOAD = weights.load
 
 
 def _load_and_derive(name: str, worker: Any, model: Any, tensors: Any) -> None:
+    """Load, and make something of parameter `name` in place, where nobody copies it."""
     _LOAD(worker, model, tensors)
-    model.get_submodule(name.rpartition(".")[0]).derived = object()
+    model.get_submodule(name.rpartition(".")[0]).derived[0].copy_(model.get_parameter(name))
 
 
 class FaultyWorker(TimedExtension):
@@ -28,11 +29,15 @@ class FaultyWorker(TimedExtension):
 
         `stale head`: an installation does not replace the packed copy that the head multiplies by.
         `skip`: it leaves tensor `name` as it is. `temperature`: draw at 1.1 times the temperature.
-        `deriving`: loading leaves an attribute in tensor `name`'s module; proving begins again.
+        `deriving`: loading makes something of tensor `name` in its module; proving begins again.
         Another kind: none.
         """
         if "deriving" in (kind, self._fault[0]):
             self._weights = weights.WorkerWeights(self)
+        if kind == "deriving":
+            model: Any = self.model_runner.get_model()
+            derived = [model.get_parameter(name).detach().clone()]
+            model.get_submodule(name.rpartition(".")[0]).derived = derived
         weights.load = partial(_load_and_derive, name) if kind == "deriving" else _LOAD
         factor = 1.1 if kind == "temperature" else 1.0
         sampling.draw_from_logits = lambda logits, *args, **kwargs: _DRAW(
@@ -56,4 +61,4 @@ class FaultyWorker(TimedExtension):
 
     def asyncrl_staging_way(self) -> tuple[bool, str]:
         """Whether copying was proved to replace loading, and why it was not."""
-        return self._weights._is_proved, self._weights._why_reloads
+        return self._weights.copies, self._weights._why_reloads

@@ -31,7 +31,7 @@ from wire.weights.layout import Fingerprint, WeightManifest
 _ORPHANED = 3
 """Exit status of an engine core whose generator has ended."""
 _PIECE = {"cpu": 1 << 22, "cuda": 1 << 28}
-"""Elements of weights that are looked at between two steps: some 10 ms."""
+"""Elements of weights that are looked at between two steps, some 10 ms; a tensor is never cut."""
 
 
 class WorkerExtension(RemoteWorker):

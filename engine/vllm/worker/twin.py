@@ -13,18 +13,21 @@ nothing can write to. Loading makes new ones, here as in the model itself, and i
 two functions.
 
 Whether this does what loading into the model itself does depends on the layers: loading may leave
-something that is neither a parameter nor that function. `Attributes` and `differences` find out.
+something that is neither a parameter nor that function. `Attributes` and `differences` find out;
+`engine.vllm.worker.weights` asks them once, with numbers that all differ from those before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wire.weights.fingerprint import sums_of
 from wire.weights.layout import laid_out
 from wire.weights.pinning import Pin
 from wire.weights.views import tensor_view
@@ -36,7 +39,10 @@ _OF_LOADING = ("_do_torchao_reload", "_original_do_torchao_reload")
 """Attributes that vLLM's loading keeps for itself."""
 _WRAPPER = "online_process_loader"
 """Name of the function that vLLM wraps around a tensor's loader while it loads."""
-_PLAIN = (bool, int, float, str, bytes, tuple, frozenset, type(None))
+_NOT_LOOKED_AT = (PACKED, *_OF_LOADING, "_parameters", "_modules", "kv_cache")
+"""Attributes that `Attributes` leaves out: compared by the twin, or never made of weights."""
+_DEPTH = 3
+"""How far `Attributes` follows containers and objects of vLLM from a module."""
 _ROWS = 4
 """Random rows that both packed copies of a weight are multiplied by."""
 
@@ -81,6 +87,17 @@ class Twin:
                 if tensor is not None:
                     own["_buffers"][name] = like(tensor, tensor.detach().clone(), module, twin)
 
+    def poison(self) -> None:
+        """Make all numbers of the twin NaN, so that whatever loading leaves as it is differs."""
+        for _, staged in self._tensors.values():
+            if staged.is_floating_point():
+                staged.fill_(float("nan"))
+
+    def close(self) -> None:
+        """Unlock the twin's memory. It may not be used any more."""
+        if self._pin is not None:
+            self._pin.release()
+
     def install(self) -> None:
         """Copy into the model what was loaded; while no step runs, in inference mode."""
         device = None
@@ -108,37 +125,107 @@ class Twin:
                 found += [
                     f"{path}.{name}"
                     for name, tensor in held.items()
-                    if tensor is not None and not _same_bits(tensor, staged[name])
+                    if tensor is not None
+                    and not (
+                        _same_bits(tensor, staged[name]) and self._is_ours(tensor, staged[name])
+                    )
                 ]
         for module, twin in self._packed():
             if not _same_products(module, twin):
                 found.append(f"the packed weight of {names[id(module)]!r}")
         return found
 
+    def _is_ours(self, held: Tensor, staged: Tensor) -> bool:
+        """Whether installing copies this parameter, from where loading has put it."""
+        if not isinstance(held, nn.Parameter) or not held.numel():
+            return True
+        memory = self._tensors.get(id(held))
+        return memory is not None and memory[1].data_ptr() == staged.data_ptr()
+
     def _packed(self) -> Iterator[tuple[Any, Any]]:
         return ((module, twin) for module, twin in self.pairs if PACKED in vars(module))
 
 
 class Attributes:
-    """What the modules of a model hold besides their tensors, to see what a loading replaces.
+    """What a model holds besides parameters and packed weights, to see what a loading changes.
+
+    Buffers, other tensors and plain values, in modules, in containers and in objects of vLLM that
+    belong to modules. Tensors are noted by digests, so a change in place is seen, and nothing big
+    is kept.
 
     Args:
-        model: as it is now.
+        model: as it is now, and no step runs.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._held = dict(_attributes(model))
+        self._held = _noted(model)
 
-    def replaced(self) -> list[str]:
-        """Names of attributes that have other values now, or are new, without packed weights."""
-        now = dict(_attributes(self._model))
+    def changed(self) -> list[str]:
+        """Names of what has other values now, or is new or gone."""
+        now = _noted(self._model)
+        names = dict.fromkeys([*now, *self._held])
         return [
             name
-            for name, one in now.items()
-            if name.rpartition(".")[2] not in (PACKED, *_OF_LOADING)
-            and not (name in self._held and _is_same(one, self._held[name]))
+            for name in names
+            if not (name in now and name in self._held and _is_same(now[name], self._held[name]))
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """Stands for a tensor (with a digest), or for a container."""
+
+    kind: str
+    shape: tuple[int, ...]
+    sums: tuple[int, ...] = ()
+
+
+_PLAIN = (bool, int, float, str, bytes, frozenset, type(None), _Note)
+
+
+def _noted(model: nn.Module) -> dict[str, Any]:
+    seen: set[int] = set()
+    return {
+        name: value
+        for path, module in model.named_modules()
+        for own, part in vars(module).items()
+        if own not in _NOT_LOOKED_AT
+        for name, value in _reached(f"{path}.{own}", part, _DEPTH, seen)
+    }
+
+
+def _reached(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """The names and notes of a value and of its parts."""
+    parts = _parts(value) if depth else {}
+    if isinstance(value, Tensor):
+        yield path, _note_of(value)
+    elif isinstance(value, (dict, list, tuple)) and depth:
+        yield path, _Note(type(value).__name__, (len(value),))
+    else:
+        yield path, value
+    if parts and id(value) not in seen:
+        seen.add(id(value))
+        for name, part in parts.items():
+            if name not in _NOT_LOOKED_AT:
+                yield from _reached(f"{path}.{name}", part, depth - 1, seen)
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {str(key): part for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {str(index): part for index, part in enumerate(value)}
+    is_of_vllm = type(value).__module__.startswith("vllm") and not isinstance(value, nn.Module)
+    return dict(getattr(value, "__dict__", {})) if is_of_vllm else {}
+
+
+def _note_of(tensor: Tensor) -> _Note:
+    kind = f"{tensor.dtype} on {tensor.device}"
+    if tensor.device.type == "meta" or not tensor.numel():
+        return _Note(kind, tuple(tensor.shape))
+    sums = sums_of(tensor).whole
+    return _Note(kind, tuple(tensor.shape), () if sums is None else tuple(sums.tolist()))
 
 
 def like(tensor: Tensor, data: Tensor, live: nn.Module, twin: nn.Module) -> Tensor:
@@ -199,21 +286,9 @@ def _copied_to(
     return memory, copies
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Of each module, and of the objects of vLLM that are not modules and belong to it."""
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            yield f"{path}.{name}", value
-            if type(value).__module__.startswith("vllm") and not isinstance(value, nn.Module):
-                for part, inner in getattr(value, "__dict__", {}).items():
-                    yield f"{path}.{name}.{part}", inner
-
-
 def _is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return _same_bits(one, other)
     if isinstance(one, MethodType) and isinstance(other, MethodType):
         return one.__func__ is other.__func__ and one.__self__ is other.__self__
     return type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other)
@@ -227,7 +302,11 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _same_products(module: Any, twin: Any) -> bool:
-    """Whether both packed weights give the same bits for random rows."""
+    """Whether both products give the same bits for random rows, and neither reads other memory.
+
+    A product may read the weight that it is called with, or a copy of its own, but no other tensor:
+    after swapping, the model's would read the twin's.
+    """
     width = getattr(module, "input_size_per_partition", None) or getattr(
         module, "embedding_dim", None
     )
@@ -235,5 +314,12 @@ def _same_products(module: Any, twin: Any) -> bool:
         return False
     dtype = getattr(module, "params_dtype", None) or module.weight.dtype
     rows = torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
-    one, other = (getattr(x, PACKED)(rows, x.weight, None) for x in (module, twin))
-    return _same_bits(one, other)
+    theirs, ours = getattr(module, PACKED), getattr(twin, PACKED)
+    given = twin.weight.detach().clone()
+    found = ours(rows, given, None)
+    if theirs is ours and not ours(rows, given * float("nan"), None).isnan().all():
+        return False  # loading has not packed anew
+    twin.weight.data.fill_(float("nan"))
+    alone = ours(rows, given, None)
+    twin.weight.data.copy_(given)
+    return _same_bits(theirs(rows, module.weight, None), found) and _same_bits(found, alone)

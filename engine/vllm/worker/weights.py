@@ -4,14 +4,21 @@ vLLM's `reload_weights` brings a checkpoint's tensors into the form in which its
 It takes several times as long as a copy, so it runs in a thread on a second tree of the model's
 modules (`engine.vllm.worker.twin`) while tokens are generated. Installing copies from there.
 
-That the two come to the same is proved, not assumed. The first installation reloads the model
-itself, and compares what that has left with the twin, bit by bit. If anything differs, or vLLM
-cannot load into the twin, every installation reloads the model, and says so.
+That the two come to the same is proved, not assumed, in the pause of the first installation:
+
+1. The model is loaded with numbers that all differ from those before. Nothing may change but what
+   copying replaces: anything else was made of weights, and copying would leave it as it is.
+2. The model is loaded with the new weights; then a twin is made, filled with NaN, and loaded with
+   them too. The model must not notice, and the two must agree bit by bit.
+
+Otherwise every installation loads the model in the pause, as does this one, and the report says so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,11 +49,12 @@ class WorkerWeights:
             lambda _, published: own if published.is_floating_point else published
         )
         self._staged = StagedWeights(self._receive, buffer)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncrl-staging")
+        self._thread = ThreadPoolExecutor(
+            1, "asyncrl-staging", initializer=partial(_use_device, worker.device)
+        )
         self._staging: Future[None] | None = None
         self._twin_device = worker.device if on_device else torch.device("cpu")
         self._twin: Twin | None = None
-        self._is_proved = False
         self._why_reloads = ""
 
     def begin(self, manifest: WeightManifest) -> None:
@@ -78,14 +86,12 @@ class WorkerWeights:
             WeightsError: this version is not staged; nothing was changed.
         """
         with self._staged.install(policy_version) as tensors, torch.inference_mode():
-            if self._twin is None:
-                load(self._worker, self._model, tensors)
-            elif self._is_proved:
+            if self._twin is not None:
                 self._twin.install()
-            else:
-                attributes = Attributes(self._model)
+            elif self._why_reloads:
                 load(self._worker, self._model, tensors)
-                self._prove(self._twin, attributes)
+            else:
+                self._install_first(tensors)
         runner = self._worker.model_runner
         runner.reset_lora_state()
         runner.reset_encoder_cache()
@@ -97,52 +103,91 @@ class WorkerWeights:
         model: torch.nn.Module = self._worker.model_runner.get_model()
         return model
 
-    def _prove(self, twin: Twin, attributes: Attributes) -> None:
-        """Compare the model, which was reloaded from the tensors that the twin was loaded from."""
-        found = twin.differences() + attributes.replaced()
-        if found:
+    @property
+    def copies(self) -> bool:
+        """Whether installing copies: it was proved to do what loading does."""
+        return self._twin is not None
+
+    def _install_first(self, tensors: NamedTensors) -> None:
+        """Load the model, and find out whether all later versions can be copied from a twin."""
+        model, twin = self._model, None
+        try:
+            twin, found = self._prove(model, tensors)
+        except Exception as error:  # noqa: BLE001 - whatever vLLM's loaders raise; it is reported
+            why = f"vLLM cannot load into a copy of its modules: {type(error).__name__}: {error}"
+        else:
+            if twin is not None and not found:
+                self._twin = twin
+                return
             more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            self._reload_from_now(
-                f"copying would not do what vLLM's reload_weights does to "
+            why = (
+                "copying would not do what vLLM's reload_weights does to "
                 f"{', '.join(found[:_SHOWN])}{more}"
             )
-        self._is_proved = not found
+        self._reload_from_now(why, twin)
+        load(self._worker, model, tensors)
 
-    def _reload_from_now(self, why: str) -> None:
+    def _prove(
+        self, model: torch.nn.Module, tensors: NamedTensors
+    ) -> tuple[Twin | None, list[str]]:
+        """A twin, loaded, and what speaks against copying from it. Leaves the model loaded."""
+        attributes = Attributes(model)
+        load(self._worker, model, _other_numbers(tensors))
+        found = attributes.changed()
+        if found:
+            return None, found
+        load(self._worker, model, tensors)
+        twin = Twin(model, self._twin_device)
+        try:
+            _let_vllm_load(twin)
+            twin.poison()
+            attributes, before = Attributes(model), _fingerprint_of(model)
+            load(self._worker, twin.model, tensors)
+            found = attributes.changed() + twin.differences()
+            if _fingerprint_of(model) != before:
+                found.append("the model itself, while it loads a copy of it")
+        except BaseException:
+            _forget(twin)
+            raise
+        return twin, found
+
+    def _reload_from_now(self, why: str, twin: Twin | None) -> None:
+        if twin is not None:
+            _forget(twin)
         self._twin, self._why_reloads = None, why
 
     def _receive(self, tensors: NamedTensors) -> None:
         """Check tensors that were read, and load them into the twin. Runs in the thread."""
         check_finite(tensors)
-        if self._why_reloads:
+        twin = self._twin
+        if twin is None:
             return
         try:
             with torch.inference_mode():
-                if self._twin is None:
-                    self._twin = self._first_twin(tensors)
-                else:
-                    load(self._worker, self._twin.model, tensors)
-        except _ModelChangedError as error:
-            raise WeightsError(str(error)) from error
+                load(self._worker, twin.model, tensors)
+                if self._worker.device.type == "cuda":  # the thread's stream is not the model's
+                    torch.cuda.synchronize(self._worker.device)
         except Exception as error:  # noqa: BLE001 - whatever vLLM's loaders raise; it is reported
             self._reload_from_now(
-                f"vLLM cannot load into a copy of its modules: {type(error).__name__}: {error}"
+                f"vLLM cannot load into a copy of its modules: {type(error).__name__}: {error}",
+                twin,
             )
 
-    def _first_twin(self, tensors: NamedTensors) -> Twin:
-        """A twin, loaded; the model must not have noticed."""
-        model = self._model
-        twin = Twin(model, self._twin_device)
-        _let_vllm_load(twin)
-        attributes, before = Attributes(model), _fingerprint_of(model)
-        load(self._worker, twin.model, tensors)
-        if attributes.replaced() or _fingerprint_of(model) != before:
-            raise _ModelChangedError(
-                "loading new weights into a copy of vLLM's modules changed the model that decodes: "
-                "its architecture holds its modules in a way that engine.vllm.worker.twin does not "
-                "know. Use engine.kind: torch"
-            )
-        return twin
+
+def _use_device(device: torch.device) -> None:
+    """In a new thread, whose device would be the first one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _other_numbers(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of the same shapes with other values in every place, one by one."""
+    for name, tensor in tensors:
+        if tensor.is_floating_point():
+            shift = torch.linspace(0.5, 1.5, tensor.numel(), device=tensor.device)
+            yield name, (tensor.float() + shift.view(tensor.shape)).to(tensor.dtype)
+        else:
+            yield name, tensor
 
 
 def _fingerprint_of(model: torch.nn.Module) -> Fingerprint:
@@ -150,11 +195,7 @@ def _fingerprint_of(model: torch.nn.Module) -> Fingerprint:
     return fingerprint((name, one) for name, one in model.named_parameters() if one.numel())
 
 
-class _ModelChangedError(Exception):
-    """Loading into the twin reached the model."""
-
-
-def load(worker: Any, model: torch.nn.Module, tensors: NamedTensors) -> None:
+def load(worker: Any, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Have vLLM load a checkpoint's tensors into a model, or its twin, in place."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
@@ -182,6 +223,15 @@ def _let_vllm_load(twin: Twin) -> None:
             ),
             restore_device=info.restore_device if on_device else torch.device("cpu"),
         )
+
+
+def _forget(twin: Twin) -> None:
+    """Take a twin out of vLLM's notes, which would keep its memory, and unlock that memory."""
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    for _, other in twin.pairs:
+        LAYERWISE_INFO.pop(other, None)
+    twin.close()
 
 
 def _no_numbers(tensor: torch.Tensor) -> torch.Tensor:

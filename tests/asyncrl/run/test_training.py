@@ -254,6 +254,10 @@ def test_a_new_generator_is_recorded_and_gets_the_weights_that_are_evaluated(
         state = read_state(run.directory.path)
         assert state is not None
         assert state.metrics_ports == {G: 4321}
+        await run.hear("trainer", ft.TrainerReady(0, weights(0), 4322))
+        state = read_state(run.directory.path)
+        assert state is not None
+        assert state.metrics_ports == {G: 4321, "trainer": 4322}, "although it came last"
         measuring.cancel()
 
     asyncio.run(join())

@@ -131,12 +131,66 @@ def test_another_packed_weight_is_a_difference() -> None:
     assert twin.differences() == ["the packed weight of 'inner'"]
 
 
+def test_what_loading_has_left_as_it_was_is_a_difference() -> None:
+    """Also if the model and its twin hold the same numbers there."""
+    model = loaded(1)
+    twin = Twin(model, CPU)
+    for tree in (model, twin.model):
+        tree.load(1)
+    assert twin.differences() == []
+    twin.poison()
+    twin.model.load(1)
+    assert twin.differences() == ["norm.bias"], "which no loading sets"
+
+
+def test_a_packed_weight_that_was_not_packed_anew_is_a_difference() -> None:
+    model = loaded(1)
+    assert Twin(model, CPU).differences() == ["the packed weight of 'inner'"]
+
+
+def test_a_parameter_that_loading_has_put_elsewhere_is_a_difference() -> None:
+    """Installing copies from where it was."""
+    model = loaded(1)
+    twin = Twin(model, CPU)
+    twin.model.inner.load(torch.zeros(WIDTH, WIDTH))
+    model.inner.load(torch.zeros(WIDTH, WIDTH))
+    assert twin.differences() == []
+    twin.model.norm.weight = nn.Parameter(twin.model.norm.weight.detach().clone())
+    assert twin.differences() == ["norm.weight"]
+
+
+class Unpacked(Packed):
+    """Keeps its weight, and multiplies by what a function of each layer says."""
+
+    def __init__(self, *, reads_own: bool) -> None:
+        self.reads_own = reads_own
+        super().__init__()
+
+    def pack(self, weight: Tensor) -> None:
+        self.weight.data.copy_(weight)
+        own = self.weight.detach()
+        self.cpu_linear = lambda x, given, bias: functional.linear(
+            x, own if self.reads_own else given, bias
+        )
+
+
+@pytest.mark.parametrize(("reads_own", "found"), [(True, ["the packed weight of ''"]), (False, [])])
+def test_a_product_that_reads_the_layers_memory_cannot_be_swapped(
+    reads_own: bool, found: list[str]
+) -> None:
+    model = Unpacked(reads_own=reads_own)
+    model.load(torch.ones(WIDTH, WIDTH))
+    twin = Twin(model, CPU)
+    twin.model.load(torch.ones(WIDTH, WIDTH))
+    assert twin.differences() == found
+
+
 class Setting(Model):
     """Sets the same scales at each loading."""
 
     def load(self, seed: int) -> None:
         super().load(seed)
-        self.scale = torch.tensor(1.0)
+        self.scale, self.scales = torch.tensor(1.0), [torch.tensor(2.0)]
 
 
 class Deriving(Setting):
@@ -147,13 +201,44 @@ class Deriving(Setting):
         self.absorbed = self.norm.weight.data * 2
 
 
-def test_what_loading_leaves_besides_tensors_is_named() -> None:
-    for kind, replaced in ((Model, []), (Setting, []), (Deriving, [".absorbed"])):
-        model = loaded(1, kind)
-        attributes = Attributes(model)
-        assert attributes.replaced() == []
-        model.load(2)
-        assert attributes.replaced() == replaced
+class InPlace(Model):
+    """The same, in a list, and the tensor stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.absorbed = [torch.zeros(WIDTH)]
+
+    def load(self, seed: int) -> None:
+        super().load(seed)
+        self.absorbed[0].copy_(self.norm.weight.data)
+
+
+class InBuffer(Model):
+    """The same, in a buffer."""
+
+    def load(self, seed: int) -> None:
+        super().load(seed)
+        self.angles.copy_(self.norm.weight.data[:3])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        (Model, []),
+        (Setting, []),
+        (Deriving, [".absorbed"]),
+        (InPlace, [".absorbed.0"]),
+        (InBuffer, ["._buffers.angles"]),
+    ],
+)
+def test_what_loading_changes_besides_parameters_is_named(
+    kind: type[Model], changed: list[str]
+) -> None:
+    model = loaded(1, kind)
+    attributes = Attributes(model)
+    assert attributes.changed() == []
+    model.load(2)
+    assert attributes.changed() == changed
 
 
 def test_parameters_in_columns_are_refused() -> None:
