@@ -84,6 +84,9 @@ class GenerateRequest:
     depend on kept tokens: `sampling.seed` must not be the seed that drew them."""
     priority: int = 0
     """Requests with lower values are served first. Primary work is 0; run-ahead is greater."""
+    order: int = 0
+    """Among requests of one priority, lower values are served first, then in order of arrival; 0 to
+    2**32 - 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Requests that wait for a slot: lowest priority value first, then in order of arrival."""
+"""Requests that wait for a slot, in order of `(priority, order, arrival)`, lowest first."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self._requests: dict[str, GenerateRequest] = {}
-        self._heap: list[tuple[int, int, str]] = []
+        self._heap: list[tuple[int, int, int, str]] = []
         self._arrivals = itertools.count()
         self._arrival_of: dict[str, int] = {}
 
@@ -49,7 +49,7 @@ class Waiting:
         name, arrival = request.request_id, next(self._arrivals)
         self._requests[name] = request
         self._arrival_of[name] = arrival
-        heapq.heappush(self._heap, (request.priority, arrival, name))
+        heapq.heappush(self._heap, (request.priority, request.order, arrival, name))
 
     def drop(self, request_id: str) -> GenerateRequest | None:
         """Remove a request; None when it was not waiting. Its heap entry is skipped later."""
@@ -78,7 +78,7 @@ class Waiting:
         contexts: set[bytes] = set()
         out: list[GenerateRequest] = []
         while self._heap and len(out) < free:
-            _, arrival, name = self._heap[0]
+            _, _, arrival, name = self._heap[0]
             if self._arrival_of.get(name) == arrival:
                 request = self._requests[name]
                 context = fed_context(request)
@@ -98,6 +98,6 @@ class Waiting:
 
     def check(self) -> None:
         """Raise EngineError when a waiting request could never be taken."""
-        queued = {(name, arrival) for _, arrival, name in self._heap}
+        queued = {(name, arrival) for _, _, arrival, name in self._heap}
         if not set(self._arrival_of.items()) <= queued:
             raise EngineError("a waiting request is missing from the queue and would never run")

@@ -203,6 +203,7 @@ class SampleGeneration:
             sampling=replace(sampling, seed=self.seed),
             kept=self.tokens_to_verify if not len(self.builder) else None,
             priority=self.priority,
+            order=self.sample.group if self.purpose == "train" else 0,
         )
         if len(self.builder):
             request = replace(request, prefix_tokens=self.builder.tokens())

@@ -30,6 +30,11 @@ def check_temperature(name: str, sampling: SamplingParams) -> None:
         )
 
 
+def _priority(request: GenerateRequest) -> int:
+    """Priority and order in the one number by which vLLM sorts; ties go by arrival there too."""
+    return (request.priority << 32) + request.order
+
+
 def generation(request: GenerateRequest, seed: int) -> CoreRequest:
     """Continue a request from its prefix."""
     sampling, prefix = request.sampling, request.prefix_tokens
@@ -46,7 +51,7 @@ def generation(request: GenerateRequest, seed: int) -> CoreRequest:
         "max_tokens": sampling.max_tokens - len(prefix),
         "stop_token_ids": list(sampling.stop_tokens),
     }
-    return CoreRequest(_joined(request.prompt_tokens, prefix), params, extra, request.priority)
+    return CoreRequest(_joined(request.prompt_tokens, prefix), params, extra, _priority(request))
 
 
 def scoring(request: ScoreRequest, seed: int) -> CoreRequest:
@@ -71,7 +76,7 @@ def verification(request: GenerateRequest, kept: KeptTokens, seed: int) -> CoreR
         min_p=request.sampling.min_p,
     )
     tokens = _joined(request.prompt_tokens, prefix, kept.tokens)
-    return CoreRequest(tokens, _scoring(request.sampling), extra, request.priority)
+    return CoreRequest(tokens, _scoring(request.sampling), extra, _priority(request))
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,19 @@ def test_lower_priority_values_go_first_and_slots_are_bounded(tiny_qwen3: str) -
     run(core)
 
 
+def test_requests_of_one_priority_go_in_their_order_whenever_they_arrive(tiny_qwen3: str) -> None:
+    core = core_of(load(tiny_qwen3, slots=2))
+    asked = [("ahead", 1, 0), ("third", 0, 9), ("first", 0, 4), ("later", 0, 9), ("second", 0, 4)]
+    for name, priority, order in asked:
+        core.add(replace(request(name, priority=priority, stop_tokens=()), order=order))
+    served: list[str] = []
+    while core.has_work:
+        served += [chunk.request_id for chunk in core.step() if chunk.request_id not in served]
+    assert sorted(served[:2]) == ["first", "second"]
+    assert sorted(served[2:4]) == ["later", "third"]
+    assert served[4:] == ["ahead"]
+
+
 def test_abort_frees_running_and_waiting_requests(tiny_qwen3: str) -> None:
     cache = RolloutCache(CacheConfig(max_bytes=1 << 20))
     core = core_of(load(tiny_qwen3, slots=2), cache)

@@ -18,7 +18,7 @@ from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.vllm.client.engine import VllmEngine
 from engine.vllm.client.inbox import Scored
-from engine.vllm.client.requests import Table, generation
+from engine.vllm.client.requests import Table, generation, verification
 from engine.vllm.client.verification import after_verification
 from engine.vllm.extras import Outcome, RequestExtra, ScoreColumns
 from engine.vllm.worker.batch import Entry
@@ -38,6 +38,22 @@ def kept_tokens(n: int, k: int, lenience: float | None = None) -> KeptTokens:
         noise_seeds=np.arange(n, dtype=np.uint64) + np.uint64(1 << 63),
         lenience=lenience,
     )
+
+
+def test_the_order_of_requests_decides_within_a_priority_and_never_across() -> None:
+    def priority(priority: int, order: int, kept: KeptTokens | None = None) -> int:
+        asked = GenerateRequest(
+            "r", "", ids(1), SamplingParams(max_tokens=9), priority=priority, order=order
+        )
+        if kept is None:
+            return generation(asked, 5).priority
+        return verification(asked, kept, 5).priority
+
+    kept = kept_tokens(2, 0)
+    wanted = [(0, 0), (0, 3), (0, 2**32 - 1), (1, 0), (1, 7)]
+    numbers = [priority(*one) for one in wanted]
+    assert numbers == sorted(set(numbers))
+    assert numbers == [priority(*one, kept) for one in wanted]
 
 
 @pytest.mark.parametrize("kept", [None, kept_tokens(4, 0), kept_tokens(4, 3, lenience=1.5)])

@@ -25,6 +25,7 @@ def test_due_samples_take_the_slots_of_run_ahead_which_resumes_from_its_tokens()
         again = harness.engine.requests[-1]
         assert (again.request_id, again.priority, again.kept) == ("train-9.0+1", 1, None)
         assert again.prefix_tokens.tolist() == [3, 4]
+        assert [one.order for one in harness.engine.requests] == [8, 9, 5, 9], "data order"
         assert again.sampling.seed == 7
         other = SampleId(group=5, sample=0)
         await harness.send(tg.Generate(other, PROMPT, 5))
