@@ -84,6 +84,8 @@ class FakeCluster:
         self.finished: commands.RunOutcome | None = None
         self.oldest_version: dict[SampleId, int] = {}
         """`verify` only: lowest version among the tokens of each running sample."""
+        self.verifies: dict[str, tuple[commands.VerifySamples, ...]] = {}
+        """By generator: what it verifies as soon as its weights are installed."""
         self.spent: dict[str, list[float]] = {}
         """By type of event: (seconds, number of events)."""
 
@@ -102,6 +104,8 @@ class FakeCluster:
                 event = events.SampleFinished(event.generator, event.sample, event.length, oldest)
             if isinstance(event, events.WeightsInstalled):
                 self.version[event.generator] = event.policy_version
+                for due in self.verifies.pop(event.generator, ()):
+                    self.verify(due)
             self.tell(event)
             if isinstance(event, events.SampleFinished) and event.length:
                 self.free[event.generator] += 1
@@ -137,6 +141,7 @@ class FakeCluster:
             self.after(0.5, events.StepFinished(command.step, command.groups))
             self.after(0.6, events.WeightsPublished(command.step + 1))
         elif isinstance(command, commands.InstallWeights):
+            self.verifies[command.generator] = command.verify
             self.after(0.05, events.WeightsInstalled(command.generator, command.policy_version))
         elif isinstance(command, commands.FinishRun):
             self.finished = command.outcome

@@ -35,11 +35,14 @@ class VerifySamples(msgspec.Struct, frozen=True):
     """Lowest version that the tokens may have; the generator has installed it or a later one."""
 
 
-class InstallWeights(msgspec.Struct, frozen=True, gc=False):
+class InstallWeights(msgspec.Struct, frozen=True):
     """Have a generator install this version; at most one install is outstanding per generator."""
 
     generator: str
     policy_version: int
+    verify: tuple[VerifySamples, ...] = ()
+    """What becomes due with this version, in data order. The generator begins with it as soon as
+    the version is installed, before it reports so, and drops it if the version is not installed."""
 
 
 class RewindGenerator(msgspec.Struct, frozen=True, gc=False):

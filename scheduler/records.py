@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from rollout.trajectory import SampleId
+
 
 class SampleState(IntEnum):
     """Where a sample is. A sample has exactly one of these states until its group is settled."""
@@ -98,6 +100,8 @@ class Generator:
     """Policy version that it is known to sample from; it may already have a later one."""
     installing: int | None = None
     """Version whose install was commanded and not answered; None if there is none."""
+    requested: frozenset[SampleId] = frozenset()
+    """Samples whose verification was commanded together with that install."""
     groups: dict[int, Group] = field(default_factory=dict)
     """Groups that it owns, by index."""
     queue: list[tuple[int, Group]] = field(default_factory=list)

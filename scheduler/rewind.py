@@ -121,6 +121,7 @@ class Rewind:
                 self._work.suspect(group)
         for generator in state.generators.values():
             generator.version, generator.installing = -1, version
+            generator.requested = frozenset()
             generator.rewinding, generator.draining = True, False
             state.placement.offer(generator, version)
             state.commands.append(commands.RewindGenerator(generator.name, version, state.lineage))

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from rollout.trajectory import UNKNOWN_VERSION
+from rollout.trajectory import UNKNOWN_VERSION, SampleId
 from scheduler import events
 from scheduler.errors import ImpossibleEvent, SenderOutOfStep
-from scheduler.records import DELIVERED, DELIVERING, QUEUED, RUNNING, VERIFYING
+from scheduler.records import (
+    DELIVERED,
+    DELIVERING,
+    QUEUED,
+    RUNNING,
+    VERIFYING,
+    Generator,
+    Group,
+)
 from scheduler.state import SchedulerState
 from scheduler.steps import Steps
 from scheduler.weights import Weights
@@ -32,9 +40,8 @@ class SampleEvents:
             return
         oldest = event.oldest_version
         too_old = oldest < self._admission.min_version(group.step)
-        sample_state = group.states[sample]
-        if sample_state != RUNNING and (sample_state != VERIFYING or too_old):
-            return  # late or repeated: a verified sample is not too old
+        if not self._awaits(generator, group, event.sample, too_old=too_old):
+            return
         if generator.rewinding and self._admission.verifies:
             # Sent before the rewind: the version may be one that is gone. It is verified when due.
             oldest, too_old = UNKNOWN_VERSION, True
@@ -51,6 +58,18 @@ class SampleEvents:
                 state.staleness_max = group.step - oldest
         self._work.hold(generator, group, sample, too_old=too_old)
         self._weights.refill(generator)
+
+    @staticmethod
+    def _awaits(generator: Generator, group: Group, sample: SampleId, *, too_old: bool) -> bool:
+        """Whether a report of a finished sample is neither late nor repeated."""
+        state = group.states[sample.sample]
+        if state == RUNNING:
+            return True
+        if too_old:
+            return False  # a verified sample is not too old
+        # A sample may be verified before its generator has reported the weights as installed.
+        is_early = bool(group.stale[sample.sample]) and sample in generator.requested
+        return state == VERIFYING or is_early
 
     def on_failed(self, event: events.SampleFailed) -> None:
         """Fail the sample's group."""

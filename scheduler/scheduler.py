@@ -14,6 +14,7 @@ data order ─► open steps ─► place ─► start samples ─► DeliverGro
     state         what is known: the groups in flight (`records`), the `ledger`, versions and flags
     placement     which generator a group goes to
     work          moves of samples between their states
+    verification  what is verified when, and the installs that it travels with
     steps         issuing groups, declaring steps, the end of the run
     weights       publishing and installing policy versions
     samples       events of samples
@@ -61,6 +62,7 @@ from scheduler.run_control import RunControl
 from scheduler.samples import SampleEvents
 from scheduler.state import SchedulerState
 from scheduler.steps import Steps
+from scheduler.verification import Verification
 from scheduler.view import SchedulerView, view_of
 from scheduler.weights import Weights
 from scheduler.work import Work
@@ -93,9 +95,10 @@ class Scheduler:
         self.state = SchedulerState.new(config, first_step, total_steps)
         """For reading only."""
         self._commands = self.state.commands
-        self._work = Work(self.state)
+        verification = Verification(self.state)
+        self._work = Work(self.state, verification)
         self._steps = Steps(self.state, self._work, group_key)
-        self._weights = Weights(self.state, self._work)
+        self._weights = Weights(self.state, self._work, verification)
         self._run_control = RunControl(self.state, self._work, self._steps, self._weights)
         rewind = Rewind(self.state, self._work, self._steps, self._weights)
         samples = SampleEvents(self.state, self._work, self._steps, self._weights)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from scheduler import commands, events
+from scheduler import events
 from scheduler.errors import SenderOutOfStep
 from scheduler.records import Generator
 from scheduler.state import SchedulerState
+from scheduler.verification import Verification
 from scheduler.work import Work
 
 
 class Weights:
     """Brings each generator to the latest published version, with one install at a time."""
 
-    def __init__(self, state: SchedulerState, work: Work) -> None:
+    def __init__(self, state: SchedulerState, work: Work, verification: Verification) -> None:
         self._state = state
         self._work = work
+        self._verification = verification
 
     def publish(self, version: int) -> None:
         """Have all generators install a version that the trainer published.
@@ -50,8 +52,7 @@ class Weights:
             waits = bool(busy) and not stands_still
             generator.draining = waits and not state.config.partial_rollout
             if not generator.draining:
-                generator.installing = state.published
-                state.commands.append(commands.InstallWeights(generator.name, state.published))
+                self._verification.install(generator, state.published)
         state.placement.offer(generator, state.published)
 
     def refill(self, generator: Generator) -> None:
@@ -94,7 +95,7 @@ class Weights:
         generator.installing, generator.draining = None, False
         # Verification comes before the next install: with `partial_rollout: false`, that install
         # waits for the samples being verified as well.
-        work.verify_due(generator, before)
+        self._verification.verify_due(generator, before)
         self.update(generator)
         work.place_waiting()
         work.start(generator)

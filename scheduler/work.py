@@ -19,13 +19,15 @@ from scheduler.records import (
     Group,
 )
 from scheduler.state import SchedulerState
+from scheduler.verification import Verification
 
 
 class Work:
     """The groups in flight: starts, verifies, delivers and discards their samples."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, verification: Verification) -> None:
         self._state = state
+        self._verification = verification
         self._config = state.config
         self._admission = state.admission
         self._placement = state.placement
@@ -92,7 +94,9 @@ class Work:
         return exhausted
 
     def hold(self, generator: Generator, group: Group, sample: int, *, too_old: bool) -> None:
-        """RUNNING or VERIFYING to HELD; a complete group is delivered.
+        """RUNNING, VERIFYING or HELD to HELD; a complete group is delivered.
+
+        It may have been HELD with tokens that are too old, and be verified now.
 
         Args:
             generator: the one that finished the sample.
@@ -109,41 +113,9 @@ class Work:
         if too_old:
             min_version = self._admission.min_version(group.step)
             if generator.version >= min_version:
-                self._verify(generator, group, [sample], min_version)
+                self._verification.verify(generator, group, [sample], min_version)
         self._placement.update(generator)
         self.deliver_if_complete(group)
-
-    def verify_due(self, generator: Generator, version_before: int) -> None:
-        """After a generator's version rose: verify what could not be verified before.
-
-        These are the samples of steps whose minimum version lies between the two versions. Running
-        ones are included, since they were started under the version before.
-        """
-        if not self._admission.verifies:
-            return
-        for group in list(generator.groups.values()):
-            min_version = self._admission.min_version(group.step)
-            if version_before < min_version <= generator.version:
-                due = [
-                    sample
-                    for sample, state in enumerate(group.states)
-                    if state == RUNNING or group.stale[sample]
-                ]
-                if due:
-                    self._verify(generator, group, due, min_version)
-
-    def _verify(
-        self, generator: Generator, group: Group, samples: list[int], min_version: int
-    ) -> None:
-        """Command verification. HELD samples become VERIFYING; RUNNING ones stay RUNNING."""
-        for sample in samples:
-            if group.states[sample] == HELD:
-                group.states[sample] = VERIFYING
-                group.stale[sample] = 0
-                group.verifying += 1
-                generator.verifying += 1
-        ids = tuple(SampleId(group.index, sample) for sample in samples)
-        self._commands.append(commands.VerifySamples(generator.name, ids, min_version))
 
     def mark_delivered(self, group: Group, sample: int, by: Generator | None) -> None:
         """Any state to DELIVERED: the trainer has the sample.

@@ -58,12 +58,17 @@ class CommandExecutor:
         await self._fleet.send(command.generator, request)
 
     async def _verify_samples(self, command: commands.VerifySamples) -> None:
-        request = self._requests.verify(command.samples, command.min_version, lineage=self.lineage)
-        await self._fleet.send(command.generator, request)
+        await self._fleet.send(command.generator, self._verification(command))
+
+    def _verification(self, command: commands.VerifySamples) -> to_generator.Verify:
+        return self._requests.verify(command.samples, command.min_version, lineage=self.lineage)
 
     async def _install_weights(self, command: commands.InstallWeights) -> None:
         # Send the newest weights: the version named may be overwritten already.
-        message = self._fleet.installation(rebuild_kv=self._rebuild_kv)
+        message = self._fleet.installation(
+            rebuild_kv=self._rebuild_kv,
+            verify=tuple(self._verification(one) for one in command.verify),
+        )
         if message is not None:
             await self._fleet.send(command.generator, message)
 

@@ -146,12 +146,14 @@ class Fleet:
         """The newest published weights; None while no trainer is ready."""
         return None if self.trainer.is_gone else self.trainer.weights
 
-    def installation(self, *, rebuild_kv: bool = False) -> to_generator.InstallWeights | None:
+    def installation(
+        self, *, rebuild_kv: bool = False, verify: tuple[to_generator.Verify, ...] = ()
+    ) -> to_generator.InstallWeights | None:
         """The command to install the newest weights; None while no trainer is ready."""
         weights = self.weights
         if weights is None:
             return None
-        return to_generator.InstallWeights(weights, rebuild_kv, self.lineage)
+        return to_generator.InstallWeights(weights, rebuild_kv, self.lineage, verify)
 
     def generators(self) -> list[Worker]:
         """Generators that can take work now."""

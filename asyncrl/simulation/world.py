@@ -140,6 +140,8 @@ class World:
         self._delivered: dict[int, list[tuple[int, float, int]]] = {}
         """By step, one entry per group: (largest staleness, sum of staleness, response tokens)."""
         self._ended = False
+        self._verifies: dict[str, tuple[commands.VerifySamples, ...]] = {}
+        """By generator: what it verifies as soon as the weights of its install are swapped in."""
         self._message = setting.cost.message_seconds
         self._rewards_cost = setting.cost.reward(0) > 0
         self._rewards_free: dict[str, float] = {}
@@ -221,6 +223,8 @@ class World:
             generator = self._generators[event.generator]
             generator.advance(self._now)
             generator.install(event.policy_version)
+            for due in self._verifies.pop(event.generator, ()):
+                generator.verify(due.samples, due.min_version)
             self._plan(generator)
         self._events += 1
         touched: dict[str, SimGenerator] = {}
@@ -239,7 +243,8 @@ class World:
                 self._touch(name, touched).start(sample, priority)
             case commands.VerifySamples(generator=name, samples=samples, min_version=version):
                 self._touch(name, touched).verify(samples, version)
-            case commands.InstallWeights(generator=name, policy_version=version):
+            case commands.InstallWeights(generator=name, policy_version=version, verify=due):
+                self._verifies[name] = due
                 staged = self._message + self._setting.cost.stage_seconds
                 self._after(staged, events.WeightsInstalled(name, version))
             case commands.DeliverGroup():

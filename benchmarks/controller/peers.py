@@ -67,13 +67,11 @@ class Generator:
                     self._running[command.sample] = self._version
                 case to_generator.InstallWeights() as command:
                     self._version = command.manifest.policy_version
+                    for due in command.verify:
+                        self._verify(due)
                     await send(from_generator.WeightsInstalled(name, self._version))
                 case to_generator.Verify() as command:
-                    for sample in command.samples:
-                        if sample in self._running:
-                            self._running[sample] = self._version
-                        else:
-                            self._verifying.append(sample)
+                    self._verify(command)
                 case to_generator.Deliver() as command:
                     for sample in command.samples:
                         await send(from_generator.SampleDelivered(name, sample))
@@ -82,6 +80,13 @@ class Generator:
                         name, command.round, command.index, 1.0, self._version
                     )
                     await send(scored)
+
+    def _verify(self, command: to_generator.Verify) -> None:
+        for sample in command.samples:
+            if sample in self._running:
+                self._running[sample] = self._version
+            else:
+                self._verifying.append(sample)
 
     async def _finish(self) -> None:
         while True:

@@ -175,7 +175,7 @@ class Harness:
     def _join(self, version: int) -> None:
         """Training begins as soon as the generator has the weights that it begins with."""
         if version < self._first_step:
-            self._send(self._installation())
+            self._send(self._installation(()))
             return
         assert self._slots is not None
         slots, self._slots = self._slots, None
@@ -198,9 +198,9 @@ class Harness:
                 self._send(request)
             case commands.VerifySamples(samples=samples, min_version=version):
                 self._send(self._requests.verify(samples, version, lineage=self._lineage))
-            case commands.InstallWeights():
+            case commands.InstallWeights(verify=due):
                 self.outcome.cut += self._engine.stats().running
-                self._send(self._installation())
+                self._send(self._installation(due))
             case commands.RewindGenerator(policy_version=version, lineage=lineage):
                 self._send(tg.Rewind(version, lineage))
             case commands.DiscardSamples(samples=samples):
@@ -220,10 +220,10 @@ class Harness:
     def _send(self, message: tg.ToGenerator) -> None:
         self._control.inbox.put_nowait(message)
 
-    def _installation(self) -> tg.InstallWeights:
+    def _installation(self, due: Sequence[commands.VerifySamples]) -> tg.InstallWeights:
         """The command to install the newest published weights."""
         rebuild = self._settings.scheduler.on_update == "recompute"
-        return tg.InstallWeights(self._newest, rebuild, self._lineage)
+        return _installation(self._newest, self._requests, due, rebuild, self._lineage)
 
     # The trainer
 
@@ -305,3 +305,14 @@ def _requests(prompts: Sequence[Sequence[int]], seed: int, start: int) -> Sample
     requests = SampleRequests(LoadedTask(train, (), (), tokenizer=None), seed, start)
     requests.starts_from("the first of the policies")
     return requests
+
+
+def _installation(
+    newest: WeightManifest,
+    requests: SampleRequests,
+    due: Sequence[commands.VerifySamples],
+    rebuild: bool,
+    lineage: int,
+) -> tg.InstallWeights:
+    asked = (requests.verify(one.samples, one.min_version, lineage=lineage) for one in due)
+    return tg.InstallWeights(newest, rebuild, lineage, tuple(asked))

@@ -119,7 +119,7 @@ def test_a_generator_that_installs_slowly_skips_versions_and_the_run_ends():
     world.trainer_joins()
 
     def slow(h):
-        return 3000.0 if h[:2] == ("install", "g1") else 1.0
+        return 3000.0 if h[:2] in (("install", "g1"), ("report", "g1")) else 1.0
 
     run_clocked(world, random.Random(1), slow=slow)
     installed = [e.policy_version for e in world.history if isinstance(e, events.WeightsInstalled)

@@ -25,6 +25,10 @@ class FakeGenerator:
     """Commands that it has not read yet."""
     install: int | None = None
     """Version that it was told to install."""
+    verify_at_install: tuple[VerifySamples, ...] = ()
+    """What it was told to verify as soon as that version is installed."""
+    reported: int = -1
+    """Version that it has reported; an installed one may be newer."""
     paused: bool = False
     kv_used: float = 0.0
 
@@ -39,7 +43,9 @@ class FakeGenerator:
         rewinds = any(isinstance(command, RewindGenerator) for command in self.unread)
         if trainer and not rewinds:
             happenings += [("arrive", self.name, s) for s in sorted(self.sending)]
-        if self.install is not None:
+        if self.install is not None and self.install == self.version:
+            happenings.append(("report", self.name, self.install))
+        elif self.install is not None:
             happenings.append(("install", self.name, self.install))
             if overwrites and self.install < trained:
                 happenings.append(("miss", self.name, self.install))
@@ -78,13 +84,25 @@ class FakeGenerator:
             }
             self.verifying = dict.fromkeys(self.verifying, UNKNOWN_VERSION)
             self.version = -1
+        self.reported, self.verify_at_install = self.version, ()
         self.sending.clear()
         self.install = None
 
     def installed(self, version):
-        self.version, self.install = version, None
+        """The weights are in use, which is reported later; verify what is due with them.
+
+        Returns what `verify` does, for all.
+        """
+        self.version = version
         for sample, oldest in self.running.items():
             self.running[sample] = version if oldest is None else oldest
+        all_unchanged, all_verified = [], 0
+        due, self.verify_at_install = self.verify_at_install, ()
+        for command in due:
+            unchanged, verified = self.verify(command)
+            all_unchanged += unchanged
+            all_verified += verified
+        return all_unchanged, all_verified
 
     def discard(self, samples):
         for sample in samples:

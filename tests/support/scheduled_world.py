@@ -80,16 +80,18 @@ class World:
         g = self.generators[name]
         command = g.unread.pop(0)
         if isinstance(command, VerifySamples):
-            unchanged, verified = g.verify(command)
-            self.verified += verified
-            for sample in unchanged:
-                self.tell(events.SampleFinished(name, sample, 10, g.held[sample]))
+            self._verification_begins(g, *g.verify(command))
             return
         g.rewind(command.policy_version)
         # Acknowledgements of the lost trainer that have not arrived are ignored there.
         self.acks = [(n, s) for n, s in self.acks if n != name]
         self.history = [e for e in self.history if getattr(e, "generator", "") != name]
         self.tell(events.GeneratorRewound(name, command.lineage, g.version))
+
+    def _verification_begins(self, g, unchanged, verified):
+        self.verified += verified
+        for sample in unchanged:
+            self.tell(events.SampleFinished(g.name, sample, 10, g.held[sample]))
 
     def _arrive(self, name, sample):
         g = self.generators[name]
@@ -103,13 +105,19 @@ class World:
         self.tell(events.SampleDelivered(name, sample))
 
     def _install(self, name, version):
-        self.generators[name].installed(version)
+        g = self.generators[name]
+        self._verification_begins(g, *g.installed(version))
+
+    def _report(self, name, version):
+        """The weights have been compared with the trainer's, after what is drawn meanwhile."""
+        g = self.generators[name]
+        g.install, g.reported = None, version
         self.tell(events.WeightsInstalled(name, version))
 
     def _miss(self, name, version):
         """The weights were overwritten by newer ones while they were read."""
         g = self.generators[name]
-        g.install = None
+        g.install, g.verify_at_install = None, ()
         self.tell(events.WeightsInstalled(name, g.version))
 
     def _train(self, _, step):
@@ -173,7 +181,7 @@ class World:
         self.joined += 1
         version = self.published if version is None else version
         limit = self.config.in_flight_limit(slots)
-        self.generators[name] = FakeGenerator(name, slots, version, limit)
+        self.generators[name] = FakeGenerator(name, slots, version, limit, reported=version)
         self.tell(events.GeneratorJoined(name, slots, version))
         return name
 
@@ -212,7 +220,7 @@ class World:
         g, step = self.generators[c.generator], c.sample.group // self.config.groups_per_step
         assert self.finished is None
         assert c.sample.group <= self.scheduler.state.admission.last_group_to_start(g.version)
-        assert c.priority == max(0, step - self.config.max_off_policy_steps - g.version)
+        assert c.priority == max(0, step - self.config.max_off_policy_steps - g.reported)
         if self.config.on_update != "verify" or g.kv_used >= self.config.runahead_kv_limit:
             assert step - g.version <= self.config.max_off_policy_steps
         assert self.trained <= step < self.total_steps
@@ -230,16 +238,22 @@ class World:
     def _do_verify_samples(self, c):
         g = self.generators[c.generator]
         assert c.samples
-        assert c.min_version <= g.version
+        assert c.min_version <= g.reported
         assert self.config.partial_rollout or g.install is None
         g.unread.append(c)
 
     def _do_install_weights(self, c):
         g = self.generators[c.generator]
         assert g.install is None, "two installations outstanding"
-        assert c.policy_version == self.published > g.version
+        assert c.policy_version == self.published > g.reported
         assert self.config.partial_rollout or g.version < 0 or not (g.running or g.verifying)
-        g.install = c.policy_version
+        g.install, g.verify_at_install = c.policy_version, c.verify
+        for due in c.verify:
+            assert due.samples
+            assert due.generator == c.generator
+            assert g.reported < due.min_version <= c.policy_version
+        groups = [due.samples[0].group for due in c.verify]
+        assert groups == sorted(set(groups)), "verified in data order"
 
     def _do_rewind_generator(self, c):
         assert c.lineage == self.lineage

@@ -86,6 +86,9 @@ class InstallWeights(Message, frozen=True):
     """Recompute the KV of running requests, so that none computed by older weights is used."""
     lineage: int = 0
     """Of the trainer that published them."""
+    verify: tuple[Verify, ...] = ()
+    """Begin with these, in this order, as soon as the weights are installed. Drop those whose
+    `min_version` is not reached, because newer weights were published in place of these."""
 
 
 class Rewind(Message, frozen=True):

@@ -97,6 +97,7 @@ class GeneratorProcess:
             controller,
             metrics,
             self._note,
+            verify=self._verify,
             stops_on_wrong_policy=stops_on_wrong_policy,
         )
         self._rescoring = Rescoring(engine, generator.sampling, controller)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from asyncrl.errors import WrongPolicyError
 from asyncrl.processes.generator.controller_line import ControllerLine
@@ -33,6 +33,7 @@ class WeightInstalls:
         controller: is told of each installation.
         metrics: gets the seconds of each installation.
         on_change: called when the engine stops for an installation and when it resumes.
+        verify: requests the verification of samples.
         stops_on_wrong_policy: whether the process ends when the engine turns out to decode with
             other weights than the trainer has. Then no token drawn with them can be delivered.
     """
@@ -45,6 +46,7 @@ class WeightInstalls:
         metrics: GeneratorMetrics,
         on_change: Callable[[], None],
         *,
+        verify: Callable[[to_generator.Verify], Awaitable[None]],
         stops_on_wrong_policy: bool = True,
     ) -> None:
         self._engine = engine
@@ -52,6 +54,7 @@ class WeightInstalls:
         self._controller = controller
         self._metrics = metrics
         self._on_change = on_change
+        self._request_verification = verify
         self._stops_on_wrong_policy = stops_on_wrong_policy
         self._lock = asyncio.Lock()
         self._lineage = 0
@@ -81,6 +84,7 @@ class WeightInstalls:
                 return  # of a trainer that is lost; the answer to `Rewind` is the answer
             before = self._engine.stats().policy_version, await self._engine.fingerprint()
             if await self._swap(command):
+                await self._verify(command)
                 await self._report(await self._compare(command.manifest, before))
             self._compared.set()
             installed = self._version()
@@ -111,6 +115,12 @@ class WeightInstalls:
                 self._samples.resume_all()
             self._on_change()
         return True
+
+    async def _verify(self, command: to_generator.InstallWeights) -> None:
+        """Begin with what became due, before the weights are compared and reported."""
+        for verification in command.verify:
+            if verification.min_version <= self._version():
+                await self._request_verification(verification)
 
     async def compared(self) -> None:
         """Wait until the weights in use have been compared with the trainer's.

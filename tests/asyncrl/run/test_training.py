@@ -59,6 +59,28 @@ def test_one_step_from_the_first_request_to_the_end(tmp_path: Path) -> None:
     asyncio.run(train())
 
 
+def test_new_weights_travel_with_the_verifications_that_they_make_possible(tmp_path: Path) -> None:
+    async def train() -> None:
+        run = Run(tmp_path, steps=2, on_update="verify")
+        training = await run.begin()
+        now, ahead = ((SampleId(group, 0), SampleId(group, 1)) for group in (0, 1))
+        run.hub.take()
+        for sample in (*now, *ahead):
+            await run.hear(G, fg.SampleFinished(G, sample, 5, 0, "stop", DIGEST))
+        for sample in now:
+            await run.hear(G, fg.SampleDelivered(G, sample))
+        sent = await run.hear("trainer", step_finished(1))
+        verify = run.requests.verify(ahead, 1)
+        assert sent == [(G, tg.InstallWeights(weights(1), verify=(verify,)))]
+        for sample in ahead:  # verified before the generator has compared the weights
+            sent = await run.hear(G, fg.SampleFinished(G, sample, 5, 1, "stop", DIGEST))
+        assert sent[-1] == (G, tg.Deliver(1, ahead))
+        assert await run.hear(G, fg.WeightsInstalled(G, 1)) == []
+        training.cancel()
+
+    asyncio.run(train())
+
+
 def test_pausing_reaches_the_generators(tmp_path: Path) -> None:
     async def pause() -> None:
         run = Run(tmp_path)

@@ -14,8 +14,9 @@ import torch
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
 from asyncrl.errors import WrongPolicyError
-from engine.errors import EngineError
+from engine.errors import EngineError, WeightsSupersededError
 from engine.protocol import ScoreRequest
+from rollout.trajectory import SampleId
 from wire.frames import decode_floats, encode_tokens
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
@@ -107,6 +108,65 @@ def test_nothing_is_delivered_until_the_weights_are_compared() -> None:
         await swap
         await settle()
         assert [one.sample for one in harness.data.sent] == [SAMPLE]
+
+    play(scenario)
+
+
+def test_what_is_due_with_the_weights_is_verified_before_they_are_compared() -> None:
+    async def scenario(harness: GeneratorHarness) -> None:
+        await install(harness, 1, held(1.0))
+        running = SampleId(group=5, sample=0)
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        await harness.send(tg.Generate(running, PROMPT, 7))
+        harness.engine.feed("train-5.1", [3], 1, end="stop")
+        harness.engine.feed("train-5.0", [3], 1)
+        await settle()
+        comparing, fingerprint_of = asyncio.Event(), harness.engine.fingerprint
+
+        async def slowly() -> Fingerprint:
+            if harness.engine.version == 2:
+                await comparing.wait()
+            return await fingerprint_of()
+
+        async def changing(policy_version: int) -> None:
+            assert len(harness.engine.requests) == 2, "nothing is verified under the old weights"
+            harness.engine.version, harness.engine.held = policy_version, held(2.0)
+
+        harness.engine.fingerprint = slowly  # type: ignore[method-assign]
+        harness.engine.install_weights = changing  # type: ignore[method-assign]
+        due = tg.Verify((running, SAMPLE), (8, 9), 2)
+        unreached = tg.Verify((SAMPLE,), (11,), 3)  # newer weights were published in place of 3
+        await harness.send(tg.InstallWeights(manifest(2), verify=(due, unreached)))
+        await settle()
+        asked = harness.engine.requests[2:]
+        assert sorted(one.request_id for one in asked) == ["train-5.0-v2", "train-5.1-v2"]
+        assert sorted(one.sampling.seed or 0 for one in asked) == [8, 9]
+        assert [one.policy_version for one in sent(harness.control.sent, fg.WeightsInstalled)] == [
+            1
+        ]
+        comparing.set()
+        await settle()
+        assert sent(harness.control.sent, fg.WeightsInstalled)[-1].policy_version == 2
+
+    play(scenario)
+
+
+def test_weights_that_are_not_installed_verify_nothing() -> None:
+    async def scenario(harness: GeneratorHarness) -> None:
+        await install(harness, 1, held(1.0))
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        harness.engine.feed("train-5.1", [3], 1, end="stop")
+        await settle()
+
+        async def overwritten(_: WeightManifest) -> None:
+            raise WeightsSupersededError("overwritten")
+
+        harness.engine.stage_weights = overwritten  # type: ignore[method-assign]
+        due = tg.Verify((SAMPLE,), (9,), 2)
+        await harness.send(tg.InstallWeights(manifest(2), verify=(due,)))
+        await settle()
+        assert len(harness.engine.requests) == 1
+        assert SAMPLE in harness.process.samples.held
 
     play(scenario)
 

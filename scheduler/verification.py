@@ -1,0 +1,90 @@
+"""Which samples are verified when, and with which command.
+
+Samples become due when their generator's version rises. They are commanded together with the
+install of that version, so that the generator begins with them as soon as it is installed. What is
+started between the command and its report is commanded after the report.
+"""
+
+from __future__ import annotations
+
+from rollout.trajectory import SampleId
+from scheduler import commands
+from scheduler.records import HELD, RUNNING, VERIFYING, Generator, Group
+from scheduler.state import SchedulerState
+
+
+class Verification:
+    """Commands installs and verification, and moves the samples concerned."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._admission = state.admission
+        self._commands = state.commands
+
+    def install(self, generator: Generator, version: int) -> None:
+        """Command an install together with the verification that it makes possible."""
+        verify = tuple(
+            _command(generator, group, samples, min_version)
+            for group, samples, min_version in self._due(generator, generator.version, version)
+        )
+        generator.installing = version
+        generator.requested = frozenset(sample for one in verify for sample in one.samples)
+        self._commands.append(commands.InstallWeights(generator.name, version, verify))
+
+    def verify_due(self, generator: Generator, version_before: int) -> None:
+        """After a generator's version rose: verify what could not be verified before.
+
+        What was commanded together with the install is not commanded again.
+        """
+        requested, generator.requested = generator.requested, frozenset()
+        for group, due, min_version in self._due(generator, version_before, generator.version):
+            _begin(generator, group, due)
+            rest = [sample for sample in due if SampleId(group.index, sample) not in requested]
+            if rest:
+                self._commands.append(_command(generator, group, rest, min_version))
+
+    def verify(
+        self, generator: Generator, group: Group, samples: list[int], min_version: int
+    ) -> None:
+        """Command the verification of these samples of a group now."""
+        _begin(generator, group, samples)
+        self._commands.append(_command(generator, group, samples, min_version))
+
+    def _due(
+        self, generator: Generator, before: int, version: int
+    ) -> list[tuple[Group, list[int], int]]:
+        """(group, samples, minimum version) of what becomes due, in data order.
+
+        These are the samples of steps whose minimum version lies between the two versions. Running
+        ones are included, since they were started under the version before.
+        """
+        due: list[tuple[Group, list[int], int]] = []
+        if not self._admission.verifies:
+            return due
+        for group in sorted(generator.groups.values()):
+            min_version = self._admission.min_version(group.step)
+            if before < min_version <= version:
+                samples = [
+                    sample
+                    for sample, state in enumerate(group.states)
+                    if state == RUNNING or group.stale[sample]
+                ]
+                if samples:
+                    due.append((group, samples, min_version))
+        return due
+
+
+def _command(
+    generator: Generator, group: Group, samples: list[int], min_version: int
+) -> commands.VerifySamples:
+    ids = tuple(SampleId(group.index, sample) for sample in samples)
+    return commands.VerifySamples(generator.name, ids, min_version)
+
+
+def _begin(generator: Generator, group: Group, samples: list[int]) -> None:
+    """HELD samples become VERIFYING; RUNNING ones stay RUNNING."""
+    for sample in samples:
+        if group.states[sample] == HELD:
+            group.states[sample] = VERIFYING
+            group.stale[sample] = 0
+            group.verifying += 1
+            generator.verifying += 1
