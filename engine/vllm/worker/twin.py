@@ -19,7 +19,7 @@ something that is neither a parameter nor that function. `Attributes` and `diffe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -54,15 +54,25 @@ class Twin:
         model: decodes, and gets what is installed.
         device: where the twin's parameters lie, in one piece: that of the model, or the CPU. Host
             memory is page-locked if the model is on a GPU.
+        untouched: keys of `loaded_parts` that no loading changes, such as the rows of a vocabulary
+            of which a rank has only padding.
 
     Raises:
         ValueError: a parameter does not lie in memory row by row.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, untouched: Collection[str] = ()
+    ) -> None:
+        self._untouched = frozenset(untouched)
         live = list(model.modules())
         twins = {id(one): _shallow(one) for one in live}
         memory, self._tensors = _copied_to(device, model)
+        self._loaded = [
+            self._tensors[id(one)][1]
+            for name, one in model.named_parameters()
+            if name not in self._untouched
+        ]
         on_gpu = any(one.device.type == "cuda" for one in model.parameters())
         self._pin = Pin(memory) if on_gpu and device.type == "cpu" else None
         self.pairs: list[tuple[Any, Any]] = [(one, twins[id(one)]) for one in live]
@@ -88,8 +98,8 @@ class Twin:
                     own["_buffers"][name] = like(tensor, tensor.detach().clone(), module, twin)
 
     def poison(self) -> None:
-        """Make all numbers of the twin NaN, so that whatever loading leaves as it is differs."""
-        for _, staged in self._tensors.values():
+        """Make all numbers that loading sets NaN, so that whatever it leaves as it is differs."""
+        for staged in self._loaded:
             if staged.is_floating_point():
                 staged.fill_(float("nan"))
 
@@ -131,6 +141,9 @@ class Twin:
                     )
                 ]
         for module, twin in self._packed():
+            is_kept = getattr(module, PACKED) is getattr(twin, PACKED)
+            if is_kept and _part(names[id(module)], PACKED) in self._untouched:
+                continue
             if not _same_products(module, twin):
                 found.append(f"the packed weight of {names[id(module)]!r}")
         return found
@@ -144,6 +157,29 @@ class Twin:
 
     def _packed(self) -> Iterator[tuple[Any, Any]]:
         return ((module, twin) for module, twin in self.pairs if PACKED in vars(module))
+
+
+def loaded_parts(model: nn.Module) -> dict[str, Any]:
+    """What stands for each parameter and each packed weight of a model, to see which it is given.
+
+    Two of them are compared by `unchanged`.
+    """
+    parts = {name: _note_of(one) for name, one in model.named_parameters()}
+    packed = {
+        _part(path, PACKED): vars(module)[PACKED]
+        for path, module in model.named_modules()
+        if PACKED in vars(module)
+    }
+    return parts | packed
+
+
+def unchanged(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """Keys of `loaded_parts` that have the same numbers, or the same function."""
+    return {name for name in before if name in after and _is_same(after[name], before[name])}
+
+
+def _part(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 class Attributes:

@@ -25,7 +25,7 @@ import torch
 
 from engine.errors import WeightsError, WeightsSupersededError
 from engine.vllm.remote import StagingReport
-from engine.vllm.worker.twin import Attributes, Twin, like
+from engine.vllm.worker.twin import Attributes, Twin, like, loaded_parts, unchanged
 from engine.weights import NamedTensors, StagedWeights
 from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import Fingerprint, WeightManifest
@@ -131,13 +131,14 @@ class WorkerWeights:
         self, model: torch.nn.Module, tensors: NamedTensors
     ) -> tuple[Twin | None, list[str]]:
         """A twin, loaded, and what speaks against copying from it. Leaves the model loaded."""
-        attributes = Attributes(model)
+        attributes, parts = Attributes(model), loaded_parts(model)
         load(self._worker, model, _other_numbers(tensors))
         found = attributes.changed()
         if found:
             return None, found
+        untouched = unchanged(parts, loaded_parts(model))
         load(self._worker, model, tensors)
-        twin = Twin(model, self._twin_device)
+        twin = Twin(model, self._twin_device, untouched)
         try:
             _let_vllm_load(twin)
             twin.poison()

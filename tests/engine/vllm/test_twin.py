@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.vllm.worker.twin import Attributes, Twin
+from engine.vllm.worker.twin import Attributes, Twin, loaded_parts, unchanged
 
 CPU = torch.device("cpu")
 WIDTH, VOCABULARY = 4, 6
@@ -141,6 +141,27 @@ def test_what_loading_has_left_as_it_was_is_a_difference() -> None:
     twin.poison()
     twin.model.load(1)
     assert twin.differences() == ["norm.bias"], "which no loading sets"
+
+
+def test_what_no_loading_changes_is_left_as_it_is() -> None:
+    """Only if that was seen when the model was loaded with other numbers."""
+    model = loaded(1)
+    parts = loaded_parts(model)
+    model.load(2)
+    untouched = unchanged(parts, loaded_parts(model))
+    assert untouched == {"norm.bias", "inner.weight"}, "the latter is packed, and empty"
+    twin = Twin(model, CPU, untouched)
+    twin.poison()
+    twin.model.load(2)
+    assert twin.differences() == []
+    model.norm.load_state_dict({"weight": torch.ones(WIDTH), "bias": torch.zeros(WIDTH)})
+    assert twin.differences() == ["norm.weight"]
+
+
+def test_a_packed_weight_that_no_loading_changes_may_be_shared() -> None:
+    model = loaded(1)
+    parts = loaded_parts(model)
+    assert Twin(model, CPU, unchanged(parts, parts)).differences() == []
 
 
 def test_a_packed_weight_that_was_not_packed_anew_is_a_difference() -> None:
