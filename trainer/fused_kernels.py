@@ -25,10 +25,7 @@ def norm(
 ) -> None:
     """RMS norm (arXiv 1910.07467, eq. 4) of `[T, C]`; `inverse` `[T]` gets each row's factor."""
     for t in range(len(states)):
-        squares = np.float32(0)
-        for c in range(states.shape[1]):
-            squares += states[t, c] * states[t, c]
-        factor = np.float32(_ONE / np.sqrt(squares / np.float32(states.shape[1]) + epsilon))
+        factor = inverse_size(states[t], epsilon)
         inverse[t] = factor
         for c in range(states.shape[1]):
             out[t, c] = states[t, c] * factor * weight[c]

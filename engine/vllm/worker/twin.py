@@ -233,14 +233,14 @@ def _noted(model: nn.Module) -> dict[str, Any]:
 
 def _reached(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """The names and notes of a value and of its parts."""
-    parts = _parts(value) if depth else {}
     if isinstance(value, Tensor):
         yield path, _note_of(value)
     elif isinstance(value, (dict, list, tuple)) and depth:
         yield path, _Note(type(value).__name__, (len(value),))
     else:
         yield path, value
-    if parts and id(value) not in seen:
+    parts = _parts(value) if depth and id(value) not in seen else {}
+    if parts:
         seen.add(id(value))
         for name, part in parts.items():
             if name not in _NOT_LOOKED_AT:
