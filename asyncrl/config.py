@@ -165,14 +165,16 @@ class RunConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _vllm_may_start_as_long_as_its_process(self) -> Self:
-        inner, outer = self.engine.vllm.startup_timeout_seconds, self.launcher.startup_seconds
-        if inner is not None and inner > outer:
-            raise ValueError(
-                f"engine.vllm.startup_timeout_seconds: {inner:g} is longer than "
-                f"launcher.startup_seconds ({outer:g}), after which the generator is killed. Raise "
-                "launcher.startup_seconds alone: vLLM's limit follows it"
-            )
+    def _engines_may_start_as_long_as_their_process(self) -> Self:
+        outer = self.launcher.startup_seconds
+        for kind in ("vllm", "sglang"):
+            inner = getattr(self.engine, kind).startup_timeout_seconds
+            if inner is not None and inner > outer:
+                raise ValueError(
+                    f"engine.{kind}.startup_timeout_seconds: {inner:g} is longer than "
+                    f"launcher.startup_seconds ({outer:g}), after which the generator is killed. "
+                    "Raise launcher.startup_seconds alone: the engine's limit follows it"
+                )
         return self
 
     @model_validator(mode="after")
@@ -189,6 +191,16 @@ class RunConfig(BaseModel):
         """Whether every sample follows the policies of its versions up to its last token."""
         lenient, deadline = self.cache.reuse == "lenient", self.scheduler.sample_deadline_seconds
         return not lenient and deadline is None
+
+    @property
+    def engines(self) -> list[EngineConfig]:
+        """Of the generators, one for each kind."""
+        return self.engine.of_fleet(self.launcher.generators)
+
+    @property
+    def engine_kinds(self) -> str:
+        """For people: `torch`, or `torch+vllm` for a mixed fleet."""
+        return "+".join(engine.kind for engine in self.engines)
 
     @property
     def directory(self) -> Path:

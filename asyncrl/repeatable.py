@@ -34,9 +34,11 @@ def clock_dependencies(
             "cache.reuse: lenient, because a sample begins with tokens that its generator happens "
             "to have; set cache.reuse: drafts"
         )
-    if engine.kind != "torch":
+    for kind in dict.fromkeys(engine.kinds) or (engine.kind,):
+        if kind == "torch":
+            continue
         yield (
-            f"engine.kind: {engine.kind}, because its log-probabilities depend on what else is in "
+            f"engine.kind: {kind}, because its log-probabilities depend on what else is in "
             "the batch; set engine.kind: torch"
         )
     for key, value, works in (

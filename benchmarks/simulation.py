@@ -10,7 +10,8 @@ differences between modes are predictions. The first three steps do not count. I
 load the machine while the runs follow each other, the ratios say little; the load is printed.
 
 Then simulates every mode with 256 generators (H200, 7B), by both models of what verification
-accepts. `--quick` makes runs of 20 steps and simulates 32 generators.
+accepts, and with rejected answers that get another length. `--quick` makes runs of 20 steps and
+simulates 32 generators.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -109,12 +111,16 @@ def main() -> None:
         ratios["simulated_over_measured_worst"] = max(
             (found["ratio"] for found in raw["validation"].values()), key=lambda r: abs(r - 1)
         )
-    for rule in ("token", "block"):
-        large = Cluster(generators=32 if args.quick else 256, rule=rule)
+    size = Cluster(generators=32 if args.quick else 256)
+    for name, large in {
+        "token": size,
+        "block": replace(size, rule="block"),
+        "block_new_length": replace(size, rule="block", new_length=1.0),
+    }.items():
         outcomes = compare(large, MODES)
         console.print(mode_table(large, outcomes))
-        raw[rule] = as_json(outcomes)
-        suffix = "" if rule == "token" else "_block"
+        raw[name] = as_json(outcomes)
+        suffix = "" if name == "token" else f"_{name}"
         sync = outcomes["sync"].step_seconds
         ratios[f"sim256_sync_over_verify{suffix}"] = sync / outcomes["verify"].step_seconds
         ratios[f"sim256_sync_over_verify_3_ahead{suffix}"] = (

@@ -35,8 +35,8 @@ from rich.table import Table
 from benchmarks.report import write_json
 from cache.config import CacheConfig
 from cache.tree import RolloutCache
+from engine import logits
 from engine.protocol import GenerateRequest, SamplingParams
-from engine.torch import draws
 from engine.torch.core import CoreSettings, DecodeCore
 from engine.torch.kernels import warm_up
 from engine.torch.model import SlotModel, load_model
@@ -122,7 +122,7 @@ def measure(core: DecodeCore, round_: int) -> dict[str, float]:
     asked, steps = requests(round_), core.stats().steps
     with (
         mock.patch.object(SlotModel, "forward", forward.timed(SlotModel.forward)),
-        mock.patch.object(draws, "draw", draw.timed(draws.draw)),
+        mock.patch.object(logits, "draw", draw.timed(logits.draw)),
     ):
         began = time.thread_time()
         for one in asked:

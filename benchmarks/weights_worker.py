@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.vllm.worker.extension import WorkerExtension
-from engine.vllm.worker.held_weights import HeldWeights
+from engine.vllm.worker.held_weights import VllmHeldWeights
 from engine.vllm.worker.weights import load
 
 
@@ -17,6 +17,6 @@ class ReloadingExtension(WorkerExtension):
         model = self.model_runner.get_model()
         with self._weights._staged.install(policy_version) as tensors, torch.inference_mode():  # noqa: SLF001
             load(self, model, tensors)
-        held = HeldWeights(model, {name: tuple(shape) for name, shape in shapes.items()})
+        held = VllmHeldWeights(model, {name: tuple(shape) for name, shape in shapes.items()})
         for _ in held.fingerprint(elements=1 << 62):
             pass

@@ -7,6 +7,7 @@ from cache.arena import (
     AT_TOKEN,
     BLOCK,
     BLOCKS,
+    CLOSED,
     END,
     HASH_LONG,
     HASH_SHORT,
@@ -43,6 +44,23 @@ from rollout.trajectory import IntArray
 
 DONE, NEED_BLOCKS, TREE_FULL = 0, 1, 2
 """What `extend` returns: finished; the arena has too few free blocks; the tree is at its limit."""
+
+
+@kernel
+def acceptable(cursors: LongArray, rows: IntArray, tokens: IntArray, offsets: IntArray) -> bool:
+    """Whether `extend` may take these: open rows, rising offsets that fit, tokens from 0 on."""
+    if len(offsets) != len(rows) + 1 or offsets[0] != 0 or offsets[len(rows)] != len(tokens):
+        return False
+    for i in range(len(rows)):
+        row = rows[i]
+        if row < 0 or row >= len(cursors) or cursors[row, TREE] == CLOSED:
+            return False
+        if offsets[i + 1] < offsets[i]:
+            return False
+    for token in tokens:  # noqa: SIM110 - compiled
+        if token < 0:
+            return False
+    return True
 
 
 @kernel

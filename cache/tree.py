@@ -159,12 +159,9 @@ class RolloutCache:
             ValueError: a row is not open, the offsets do not fit, or a token is negative or above
                 2 ** 31 - 1. Nothing was changed.
         """
-        rows = self._rows.require_open(rows)
-        tokens = int32_values("tokens", tokens, minimum=0)
-        offsets = int32_values("offsets", offsets, minimum=0)
-        if len(offsets) != len(rows) + 1:
-            raise ValueError(f"{len(rows)} rows need {len(rows) + 1} offsets, not {len(offsets)}")
-        check_offsets("extend", offsets, len(tokens))
+        vectors = all(_is_int32_vector(one) for one in (rows, tokens, offsets))
+        if not vectors or not insert.acceptable(self._rows.cursors, rows, tokens, offsets):
+            rows, tokens, offsets = self._checked(rows, tokens, offsets)
         self._inserted += len(tokens)
         self._store(rows, tokens, offsets)
 
@@ -290,6 +287,18 @@ class RolloutCache:
         if any(not words[name + arena.SEQ_OPEN] for name in self._rows.sequences()):
             raise CacheCorrupt("an open row's sequence is not marked open")
 
+    def _checked(
+        self, rows: IntArray, tokens: IntArray, offsets: IntArray
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """The arguments of `extend` as int32 vectors; raises what it says."""
+        rows = self._rows.require_open(rows)
+        tokens = int32_values("tokens", tokens, minimum=0)
+        offsets = int32_values("offsets", offsets, minimum=0)
+        if len(offsets) != len(rows) + 1:
+            raise ValueError(f"{len(rows)} rows need {len(rows) + 1} offsets, not {len(offsets)}")
+        check_offsets("extend", offsets, len(tokens))
+        return rows, tokens, offsets
+
     def _store(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
         """Run the kernel. When it needs room, make some, or stop storing that row's tokens."""
         forest, state = self._forest, self._forest.state
@@ -320,6 +329,17 @@ class RolloutCache:
         if own > 0:
             self._forest.arena[own + arena.SEQ_OPEN] = 0
         self._rows.cursors[row, arena.OWN] = arena.MUTED
+
+
+def _is_int32_vector(array: IntArray) -> bool:
+    """Whether compiled code takes it as it is."""
+    return (
+        isinstance(array, np.ndarray)
+        and array.dtype == np.int32
+        and array.ndim == 1
+        and array.flags.c_contiguous
+        and array.flags.writeable  # read-only ones would be compiled for again
+    )
 
 
 def warm_up() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from engine.protocol import SamplingParams
+from engine.sglang.config import SglangConfig
 from engine.torch.config import TorchConfig
 from engine.vllm.config import VllmConfig
 from rollout.truncation import MAX_TOP_K, Truncation
@@ -106,8 +107,11 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: EngineKind = "torch"
-    """Engine that generates. `torch`: embedded, any HF causal LM. `vllm`: vLLM. `sglang`: not built
-    yet."""
+    """Engine that generates. `torch`: embedded, any HF causal LM. `vllm`: vLLM. `sglang`:
+    SGLang."""
+    kinds: tuple[EngineKind, ...] = ()
+    """Engines of a mixed fleet: the kind of generator 0, 1, ..., from the first again when there
+    are more generators. []: `kind` for all."""
     slots: int = Field(default=64, ge=1, le=1 << 16)
     """Number of requests that run at once."""
     max_model_len: int = Field(default=1024, ge=2, le=MAX_TOKENS)
@@ -119,8 +123,8 @@ class EngineConfig(BaseModel):
     weight_staging: WeightStaging = "host"
     """Where new weights wait for their installation, as one more copy in `dtype`, if the engine is
     on a GPU. `host`: in page-locked host memory; the pause is a copy over PCIe. `device`: in the
-    GPU's memory; the pause is a copy within it (docs/gpus.md has the sizes). vLLM needs further
-    host memory for the tensors as they were published."""
+    GPU's memory; the pause is a copy within it (docs/gpus.md has the sizes). vLLM and SGLang need
+    further host memory for the tensors as they were published."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
     """Number of CPU threads of the engine's process. null: torch's choice."""
     top_k_logprobs: int = Field(default=64, ge=0, le=MAX_TOP_K_LOGPROBS)
@@ -130,12 +134,15 @@ class EngineConfig(BaseModel):
     logits_mib: int = Field(default=512, ge=1, le=1 << 20)
     """Most memory, in MiB, that drawing and scoring hold at once for distributions over the
     vocabulary, which they process in slabs of rows (12 bytes a logit, 64 with top-k, top-p or
-    min-p). On a GPU it is taken from what vllm.gpu_memory_utilization leaves, as vLLM's own
-    measurement does not include it. It also bounds the tokens of a step that drafts."""
+    min-p). On a GPU it is taken from what vllm.gpu_memory_utilization or sglang.mem_fraction_static
+    leaves, as their own measurements do not include it. It also bounds the tokens of a step that
+    drafts."""
     torch: TorchConfig = TorchConfig()
     """Settings of the torch engine. Only used when kind is torch."""
     vllm: VllmConfig = VllmConfig()
     """Settings of the vLLM engine. Only used when kind is vllm."""
+    sglang: SglangConfig = SglangConfig()
+    """Settings of the SGLang engine. Only used when kind is sglang."""
 
     @property
     def logits_bytes(self) -> int:
@@ -147,3 +154,40 @@ class EngineConfig(BaseModel):
         if self.dtype != "auto":
             return self.dtype
         return "float32" if on_cpu else "bfloat16"
+
+    def of_generator(self, number: int) -> EngineConfig:
+        """The settings of one generator of a fleet, whose `kind` is its own."""
+        if not self.kinds:
+            return self
+        return self.model_copy(update={"kind": self.kinds[number % len(self.kinds)], "kinds": ()})
+
+    def of_fleet(self, generators: int) -> list[EngineConfig]:
+        """Those of so many generators, one for each kind, in the order of their first."""
+        found: dict[EngineKind, EngineConfig] = {}
+        for number in range(generators):
+            one = self.of_generator(number)
+            found.setdefault(one.kind, one)
+        return list(found.values())
+
+    def started_within(self, seconds: float) -> EngineConfig:
+        """These settings in a process that is killed if it is not ready after so many seconds."""
+        return self.model_copy(
+            update={
+                "vllm": self.vllm.started_within(seconds),
+                "sglang": self.sglang.started_within(seconds),
+            }
+        )
+
+    @property
+    def start_limit(self) -> float | None:
+        """Longest wait for the engine's own process, in seconds; None: it has none."""
+        if self.kind == "torch":
+            return None
+        return (self.vllm if self.kind == "vllm" else self.sglang).start_limit
+
+    @property
+    def gpus(self) -> int:
+        """Of one generator, if it is on GPUs."""
+        if self.kind == "torch":
+            return 1
+        return (self.vllm if self.kind == "vllm" else self.sglang).tensor_parallel_size

@@ -10,8 +10,9 @@ list (`rollout.acceptance.verify_kept`, docs/exactness.md).
 The noise of a token is keyed by the seed of its request and the version that drew it. A verified
 token keeps its list and its noise.
 
-On a CPU the draws are compiled code (`engine.drawing_kernels`), elsewhere tensor operations here,
-with a kernel for names on GPUs (`engine.drawing_triton`). All compute the same bits of noise.
+On a CPU the draws are compiled code (`engine.drawing_kernels`), elsewhere tensor operations here.
+On GPUs engines use kernels of their own, which start from logits (`engine.logits_triton`). All
+compute the same bits of noise.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Drawn(NamedTuple):
     tokens: torch.Tensor
     """`[N]` int64; -1 where a distribution is not finite."""
     listed: TopK
+    logprobs: torch.Tensor
+    """`[N]` float32 of `tokens`; nan where a distribution is not finite."""
 
 
 class Streams(NamedTuple):
@@ -59,8 +62,8 @@ class Streams(NamedTuple):
     noise_seeds: SeedArray
     """`[N]` of the noise, see the function of this name."""
 
-    def part(self, part: slice) -> Streams:
-        """Some of them; views."""
+    def part(self, part: slice | NDArray[np.int64]) -> Streams:
+        """Some of them; views of a slice."""
         return Streams(self.seeds[part], self.positions[part], self.noise_seeds[part])
 
 
@@ -140,11 +143,11 @@ def _draw_on_cpu(
 ) -> Drawn:
     table, rows = _on_cpu(logprobs, rows)
     tokens = np.empty(len(rows), np.int64)
+    own = np.empty(len(rows), np.float32)
     ids, values = _lists(len(rows), k)
-    draw_rows(
-        table, rows, streams.seeds, streams.positions, streams.noise_seeds, tokens, ids, values
-    )
-    return Drawn(torch.from_numpy(tokens), TopK(torch.from_numpy(ids), torch.from_numpy(values)))
+    draw_rows(table, rows, *streams, tokens, own, ids, values)
+    listed = TopK(torch.from_numpy(ids), torch.from_numpy(values))
+    return Drawn(torch.from_numpy(tokens), listed, torch.from_numpy(own))
 
 
 def _on_cpu(
@@ -175,18 +178,14 @@ def draw_by_tensors(logprobs: torch.Tensor, k: int, streams: Streams) -> Drawn:
     # -1: it is listed, or the tail was rounding.
     in_list = torch.where(named >= 0, named, in_list)
     finite = listed.logprobs[:, 0] > -torch.inf
-    return Drawn(in_list.masked_fill(~finite, -1), listed)
+    own = logprobs.gather(1, in_list.clamp(0, logprobs.shape[1] - 1)[:, None]).squeeze(1).float()
+    return Drawn(in_list.masked_fill(~finite, -1), listed, own.masked_fill(~finite, torch.nan))
 
 
 def _name_tails(
     logprobs: torch.Tensor, ids: torch.Tensor, keys: SeedArray, symbols: torch.Tensor
 ) -> torch.Tensor:
     """`[N]` names of the rows whose symbol is the tail, -1 of the others."""
-    if logprobs.device.type == "cuda":
-        from engine.drawing_triton import name_tails
-
-        bits = torch.from_numpy(keys.view(np.int64)).to(logprobs.device, non_blocking=True)
-        return name_tails(logprobs, ids, bits, symbols)
     names = torch.full_like(symbols, -1)
     tail = torch.nonzero(symbols == ids.shape[1]).squeeze(1)
     slab = max(1, _SLAB // logprobs.shape[1])

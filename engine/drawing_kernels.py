@@ -36,6 +36,7 @@ def draw_rows(
     positions: NDArray[np.int64],
     noise_seeds: SeedArray,
     tokens: NDArray[np.int64],
+    own: FloatArray,
     ids: IntArray,
     values: FloatArray,
 ) -> None:
@@ -48,6 +49,7 @@ def draw_rows(
         positions: `[N]` in the responses.
         noise_seeds: `[N]` of the noise outside the lists.
         tokens: `[N]` to fill; -1 where a row is not finite.
+        own: `[N]` to fill, the log-probabilities of `tokens`; nan where a row is not finite.
         ids: `[N, K]` to fill, most probable first, padded with -1.
         values: `[N, K]` to fill, padded with -inf; not finite if the row is not.
     """
@@ -56,7 +58,7 @@ def draw_rows(
     for n in range(len(rows)):
         row = logprobs[rows[n]]
         found = _most_probable(row, ids[n], values[n])
-        tokens[n] = -1
+        tokens[n], own[n] = -1, np.nan
         if found == 0:
             continue
         place = _symbol(ids[n], values[n], found, _uniform(seeds[n], positions[n]), order)
@@ -66,6 +68,7 @@ def draw_rows(
                 place = order[found - 1]
         if place >= 0:
             tokens[n] = ids[n, place]
+        own[n] = row[tokens[n]]
 
 
 @kernel.released

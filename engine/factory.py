@@ -35,7 +35,7 @@ def create_engine(
             being served. Only the torch engine can be; the run's configuration refuses the others.
 
     Raises:
-        EngineStartError: the backend is not installed or not built.
+        EngineStartError: the backend is not installed.
     """
     if place is not None:
         place = dataclasses.replace(place, vocabulary=_vocabulary(model_path, place.vocabulary))
@@ -46,9 +46,7 @@ def create_engine(
         )
     if config.kind == "vllm":
         return _vllm_engine(config, model_path, cache_config, seed, place or CachePlace())
-    raise EngineStartError(
-        "engine.kind=sglang is not built yet: use engine.kind=torch or engine.kind=vllm"
-    )
+    return _sglang_engine(config, model_path, cache_config, seed, place or CachePlace())
 
 
 def _vocabulary(model_path: str, otherwise: int) -> int:
@@ -94,3 +92,13 @@ def _vllm_engine(
     from engine.vllm.client.engine import VllmEngine
 
     return VllmEngine(config, model_path, cache_config=cache_config, seed=seed, place=place)
+
+
+def _sglang_engine(
+    config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
+) -> Engine:
+    from engine.sglang.client.engine import SglangEngine
+    from engine.sglang.interpreter import check_interpreter
+
+    check_interpreter(config.sglang)
+    return SglangEngine(config, model_path, cache_config=cache_config, seed=seed, place=place)

@@ -9,20 +9,23 @@ The limit is `engine.logits_mib`. The logits themselves, which the model compute
 
 On a GPU kernels work from the logits directly (`engine.logits_triton`) and write no array over the
 vocabulary, so only the output layer has to be asked in slabs there.
+
+`Distributions` is what the rest of an engine sees of this: rows that can be drawn from and looked
+up again and again. `distributions_of` chooses how.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.drawing import Streams, TopK, draw, top_k
+from engine.drawing import Drawn, Streams, TopK, draw, top_k
 from engine.sampling import SamplingColumns, processed_logprobs
-from engine.verification import KeptColumns, Reading, read
+from engine.verification import KeptBatch, KeptColumns, Reading, Verdict, name_tokens, read
 
 BYTES_PER_LOGIT = 12
 """Most bytes that are held for a logit while its row is processed: a float32 copy, the
@@ -30,8 +33,6 @@ log-probability, and what the device's allocator rounds up."""
 BYTES_PER_TRUNCATED_LOGIT = 64
 """The same where top-k, top-p or min-p is on: sorted copies, indices, a cumulative sum in float64.
 """
-
-
 MAX_FUSED_K = 64
 """Longest list that the kernels for GPUs find: that of engine.top_k_logprobs."""
 
@@ -54,6 +55,128 @@ class LogitReading(NamedTuple):
     """`[N]`"""
     listed: TopK | None
     """`[N, K]` their most probable tokens, if they were asked for."""
+
+
+class Distributions(Protocol):
+    """The distributions of R rows. Arguments `rows` are `[N]` rows, also repeatedly."""
+
+    def draw(self, k: int, streams: Streams, rows: NDArray[np.int64] | None = None) -> Drawn:
+        """Draw a token from each row, and list its K most probable ones; None: all in order."""
+
+    def top_k(self, k: int, rows: NDArray[np.int64] | None = None) -> TopK:
+        """List the K most probable tokens of each row; None: all in order."""
+
+    def read(self, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
+        """Look up given tokens, `[N]`."""
+
+    def name_tokens(
+        self,
+        batch: KeptBatch,
+        verdict: Verdict,
+        unnamed: NDArray[np.int64],
+        rows: NDArray[np.int64],
+    ) -> None:
+        """As `engine.verification.name_tokens`."""
+
+
+class ProcessedRows:
+    """Distributions that lie as processed log-probabilities, `[R, V]` float32, on any device."""
+
+    def __init__(self, logprobs: torch.Tensor) -> None:
+        self._logprobs = logprobs
+
+    def draw(self, k: int, streams: Streams, rows: NDArray[np.int64] | None = None) -> Drawn:
+        """See `Distributions`."""
+        return draw(self._logprobs, k, streams, rows)
+
+    def top_k(self, k: int, rows: NDArray[np.int64] | None = None) -> TopK:
+        """See `Distributions`."""
+        return top_k(self._logprobs, k, rows)
+
+    def read(self, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
+        """See `Distributions`."""
+        return read(self._logprobs, rows, columns)
+
+    def name_tokens(
+        self,
+        batch: KeptBatch,
+        verdict: Verdict,
+        unnamed: NDArray[np.int64],
+        rows: NDArray[np.int64],
+    ) -> None:
+        """See `Distributions`."""
+        name_tokens(batch, verdict, unnamed, self._logprobs, rows)
+
+
+class FusedRows:
+    """Distributions that the kernels for GPUs compute from `[R, V]` logits at each call."""
+
+    def __init__(self, logits: torch.Tensor, sampling: SamplingColumns) -> None:
+        self._logits = logits
+        self._sampling = sampling
+
+    def draw(self, k: int, streams: Streams, rows: NDArray[np.int64] | None = None) -> Drawn:
+        """See `Distributions`. K is 1 to `MAX_FUSED_K`."""
+        from engine.logits_triton import draw_rows
+
+        sampling = self._sampling if rows is None else self._sampling.at(rows)
+        tokens, ids, values = draw_rows(self._logits, sampling, k, streams, rows=rows)
+        return Drawn(tokens, TopK(ids[:, 1:], values[:, 1:]), values[:, 0])
+
+    def top_k(self, k: int, rows: NDArray[np.int64] | None = None) -> TopK:
+        """See `Distributions`."""
+        n = len(self._logits) if rows is None else len(rows)
+        zeros = np.zeros(n, np.int64)
+        streams = Streams(zeros.astype(np.uint64), zeros, zeros.astype(np.uint64))
+        return self.draw(k, streams, rows).listed  # the draw is not used
+
+    def read(self, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
+        """See `Distributions`."""
+        from engine.logits_triton import look_up_rows
+
+        tail = columns.outside()
+        found = look_up_rows(self._logits, self._sampling.at(rows), columns, tail, rows)
+        values = found.values.cpu().numpy()
+        own, names = values[:, 0].copy(), columns.tokens.astype(np.int64)
+        name_logprobs = own.copy()
+        names[tail] = found.names.cpu().numpy()[tail]
+        named = tail & (names >= 0)
+        name_logprobs[tail] = -np.inf
+        name_logprobs[named] = found.name_values.cpu().numpy()[named]
+        return Reading(own, values[:, 1:], names, name_logprobs)
+
+    def name_tokens(
+        self,
+        batch: KeptBatch,
+        verdict: Verdict,
+        unnamed: NDArray[np.int64],
+        rows: NDArray[np.int64],
+    ) -> None:
+        """See `Distributions`."""
+        from engine.logits_triton import look_up_rows
+
+        columns = verdict.outside(batch, unnamed)
+        everyone = np.ones(len(unnamed), np.bool_)
+        found = look_up_rows(self._logits, self._sampling.at(rows), columns, everyone, rows)
+        names = found.names.cpu().numpy()
+        values = np.where(names >= 0, found.name_values.cpu().numpy(), np.float32(-np.inf))
+        verdict.set_names(unnamed, names, values)
+
+
+def distributions_of(
+    logits: torch.Tensor, sampling: SamplingColumns, k: int, max_bytes: int | None = None
+) -> Distributions:
+    """The distributions of rows of logits.
+
+    Args:
+        logits: `[R, V]` of any floating-point type; may be overwritten.
+        sampling: of the R rows.
+        k: the longest list that will be asked for.
+        max_bytes: memory that may be held at once to process rows; None: all at once.
+    """
+    if fused(logits, k):
+        return FusedRows(logits, sampling)
+    return ProcessedRows(process_all(logits.float(), sampling, max_bytes))
 
 
 def draw_from_logits(
@@ -81,11 +204,7 @@ def draw_from_logits(
     if fused(logits, k):
         from engine.logits_triton import draw_rows
 
-        return LogitDraws(
-            *draw_rows(
-                logits, sampling, k, streams, places, n if table_rows is None else table_rows
-            )
-        )
+        return LogitDraws(*draw_rows(logits, sampling, k, streams, places, table_rows))
     tokens = torch.empty(n, dtype=torch.int64, device=device)
     total = n if table_rows is None else table_rows
     ids = torch.zeros((total, 1 + k), dtype=torch.int32, device=device)
@@ -97,7 +216,7 @@ def draw_from_logits(
         own = drawn.tokens.clamp(min=0)[:, None]
         at = part if places is None else torch.from_numpy(places[part]).to(device)
         ids[at] = torch.cat([own.to(torch.int32), drawn.listed.ids], dim=1)
-        values[at] = torch.cat([logprobs.gather(1, own), drawn.listed.logprobs], dim=1)
+        values[at] = torch.cat([drawn.logprobs[:, None], drawn.listed.logprobs], dim=1)
     return LogitDraws(tokens, ids, values)
 
 
@@ -113,11 +232,9 @@ def read_from_logits(
         columns: `[N]` what is looked up.
         k: K of the lists.
     """
-    if fused(logits, max(k, 1)):
-        return _read_fused(logits, sampling, columns, k)
-    logprobs = processed_logprobs(logits.float(), sampling)
-    reading = read(logprobs, np.arange(len(logprobs)), columns)
-    return LogitReading(reading, top_k(logprobs, k) if k else None)
+    distributions = distributions_of(logits, sampling, max(k, 1))
+    reading = distributions.read(np.arange(len(logits)), columns)
+    return LogitReading(reading, distributions.top_k(k) if k else None)
 
 
 def fused(logits: torch.Tensor, k: int) -> bool:
@@ -125,30 +242,15 @@ def fused(logits: torch.Tensor, k: int) -> bool:
     return logits.device.type == "cuda" and 0 < k <= MAX_FUSED_K
 
 
-def _read_fused(
-    logits: torch.Tensor, sampling: SamplingColumns, columns: KeptColumns, k: int
-) -> LogitReading:
-    from engine.logits_triton import draw_rows, look_up_rows
+def process_all(
+    logits: torch.Tensor, sampling: SamplingColumns, max_bytes: int | None
+) -> torch.Tensor:
+    """The log-probabilities `[N, V]` that are drawn from; overwrites float32 logits.
 
-    found = look_up_rows(logits, sampling, columns)
-    values = found.values.cpu().numpy()
-    own, names = values[:, 0].copy(), columns.tokens.astype(np.int64)
-    name_logprobs = own.copy()
-    tail = columns.outside()
-    names[tail] = found.names.cpu().numpy()[tail]
-    named = tail & (names >= 0)
-    name_logprobs[tail] = -np.inf
-    name_logprobs[named] = found.name_values.cpu().numpy()[named]
-    listed = None
-    if k:
-        streams = Streams(columns.noise_seeds, columns.positions, columns.noise_seeds)
-        _, ids, logprobs = draw_rows(logits, sampling, k, streams, None, len(logits))
-        listed = TopK(ids[:, 1:], logprobs[:, 1:])  # the draw is not used
-    return LogitReading(Reading(own, values[:, 1:], names, name_logprobs), listed)
-
-
-def process_all(logits: torch.Tensor, sampling: SamplingColumns, max_bytes: int) -> torch.Tensor:
-    """The log-probabilities `[N, V]` that are drawn from; overwrites float32 logits."""
+    `max_bytes` may be held at once; None: all rows at once.
+    """
+    if max_bytes is None:
+        return processed_logprobs(logits, sampling)
     at_once = rows_at_once(logits.shape[1], sampling, max_bytes)
     if len(logits) <= at_once:
         return processed_logprobs(logits, sampling)

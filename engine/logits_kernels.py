@@ -4,7 +4,8 @@ Tokens are compared by keys: 32 bits that order floats as integers, then the id,
 says both how probable a token is and which of equally probable ones comes first.
 
 Arguments in capitals are compile-time constants. `n` rows, `vocabulary` tokens, `stride` between
-rows of logits, `count` parts of a row. `columns` are what `engine.logits_triton` packs.
+rows of logits, `count` parts of a row. `columns` are what `engine.logits_triton` packs; the last
+one says which row of the logits a row is.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def summarise_kernel(  # type: ignore[no-untyped-def]
     """Write the largest logit, the sum of exponentials and the K best keys of a part of a row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
+    base = tl.load(columns + 8 * n + row) * stride
     temperature = _real(columns, 4, n, row)
     floor = tl.load(floors + row) if CUT else _LOWEST
     top = tl.full((), -float("inf"), tl.float32)
@@ -33,7 +35,7 @@ def summarise_kernel(  # type: ignore[no-untyped-def]
         best = tl.full((K,), _LOWEST, tl.int64)
     for block in range(BLOCKS):
         token = (part * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        x = _scaled(logits, row * stride, token, token < vocabulary, temperature)
+        x = _scaled(logits, base, token, token < vocabulary, temperature)
         key = _key(x, token)
         if CUT:
             x = tl.where((key >= floor) | (x != x), x, -float("inf"))
@@ -54,6 +56,7 @@ def draw_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Join a row's parts; write its list, its token and their log-probabilities."""
     row = tl.program_id(0).to(tl.int64)
+    base = tl.load(columns + 8 * n + row) * stride
     top, norm = _norm(maxima, sums, row, count, PARTS)
     finite = (norm == norm) & (tl.abs(norm) < float("inf")) & (tl.abs(top) < float("inf"))
     place = tl.arange(0, PARTS * K)
@@ -81,11 +84,11 @@ def draw_kernel(  # type: ignore[no-untyped-def]
         edge = tl.min(tl.where(valid, best, _HIGHEST), axis=0)
         floor = tl.load(floors + row) if CUT else _LOWEST
         name = _name(
-            logits, row * stride, vocabulary, _real(columns, 4, n, row), floor, edge, ids, 0, top,
+            logits, base, vocabulary, _real(columns, 4, n, row), floor, edge, ids, 0, top,
             norm, _stream_bits(noise, position), BLOCK, CUT, False,
         )  # fmt: skip
         drawn = tl.where(name >= 0, name, drawn)
-    x = _scaled(logits, row * stride, drawn, drawn >= 0, _real(columns, 4, n, row))
+    x = _scaled(logits, base, drawn, drawn >= 0, _real(columns, 4, n, row))
     out = tl.load(columns + 3 * n + row) * (k + 1)
     nothing = float("nan")
     tl.store(tokens + row, tl.where(finite, drawn, -1))
@@ -104,13 +107,14 @@ def look_up_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Join a row's parts; write the log-probabilities of given ids, and the name of its tail."""
     row = tl.program_id(0).to(tl.int64)
+    base = tl.load(columns + 8 * n + row) * stride
     top, norm = _norm(maxima, sums, row, count, PARTS)
     finite = (norm == norm) & (tl.abs(norm) < float("inf")) & (tl.abs(top) < float("inf"))
     temperature = _real(columns, 4, n, row)
     floor = tl.load(floors + row) if CUT else _LOWEST
     at = tl.arange(0, C)
     token = tl.load(ids + row * c + at, mask=at < c, other=-1).to(tl.int64)
-    x = _scaled(logits, row * stride, token, token >= 0, temperature)
+    x = _scaled(logits, base, token, token >= 0, temperature)
     if CUT:
         x = tl.where(_key(x, token) >= floor, x, -float("inf"))
     norm = tl.where(finite, norm, float("nan"))
@@ -121,10 +125,10 @@ def look_up_kernel(  # type: ignore[no-untyped-def]
         noise = tl.load(columns + 2 * n + row).to(tl.uint64, bitcast=True)
         bits = _stream_bits(noise, tl.load(columns + n + row))
         name = _name(
-            logits, row * stride, vocabulary, temperature, floor, _HIGHEST, ids + row * c + 1,
+            logits, base, vocabulary, temperature, floor, _HIGHEST, ids + row * c + 1,
             c - 1, top, norm, bits, BLOCK, CUT, True,
         )  # fmt: skip
-    found = _scaled(logits, row * stride, name, name >= 0, temperature)
+    found = _scaled(logits, base, name, name >= 0, temperature)
     tl.store(names + row, name)
     tl.store(name_values + row, (found - top) - norm)
 
@@ -137,29 +141,26 @@ def cut_kernel(logits, columns, floors, n, vocabulary, stride, BLOCK: tl.constex
     top_k = tl.load(columns + 7 * n + row)
     floor = tl.full((), _LOWEST, tl.int64)
     if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
+        base = tl.load(columns + 8 * n + row) * stride
         temperature = _real(columns, 4, n, row)
         top = tl.full((), -float("inf"), tl.float32)
         for start in range(0, vocabulary, BLOCK):
             token = start + tl.arange(0, BLOCK)
-            x = _scaled(logits, row * stride, token, token < vocabulary, temperature)
+            x = _scaled(logits, base, token, token < vocabulary, temperature)
             top = tl.maximum(top, tl.max(x, axis=0))
         least = tl.full((), -(1 << 31), tl.int64)
         if top_k > 0:
             wanted = tl.minimum(top_k, vocabulary).to(tl.float64)
-            least = _split(
-                logits, row * stride, vocabulary, temperature, top, least, wanted, BLOCK, False
-            )
+            least = _split(logits, base, vocabulary, temperature, top, least, wanted, BLOCK, False)
         floor = least << 32
         if top_p < 1.0:
-            total = _weight(logits, row * stride, vocabulary, temperature, top, least, BLOCK)
+            total = _weight(logits, base, vocabulary, temperature, top, least, BLOCK)
             wanted = total * top_p.to(tl.float64)
-            edge = _split(
-                logits, row * stride, vocabulary, temperature, top, least, wanted, BLOCK, True
-            )
-            above = _weight(logits, row * stride, vocabulary, temperature, top, edge + 1, BLOCK)
+            edge = _split(logits, base, vocabulary, temperature, top, least, wanted, BLOCK, True)
+            above = _weight(logits, base, vocabulary, temperature, top, edge + 1, BLOCK)
             each = tl.exp(_ordered(edge.to(tl.int32)) - top).to(tl.float64)
             ties = tl.maximum(tl.ceil((wanted - above) / each), 1.0).to(tl.int64)
-            floor = _tie(logits, row * stride, vocabulary, temperature, edge, ties, BLOCK)
+            floor = _tie(logits, base, vocabulary, temperature, edge, ties, BLOCK)
         if min_p > 0.0:
             least = _order(top + tl.log(min_p)).to(tl.int64)
             floor = tl.maximum(floor, least << 32)

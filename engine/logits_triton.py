@@ -30,7 +30,7 @@ from rollout.trajectory import SeedArray
 
 _BLOCK, _CUT_BLOCK = 2048, 512
 _BLOCKS_A_PART = 4
-_SEED, _POSITION, _NOISE, _PLACE, _TEMPERATURE, _TOP_P, _MIN_P, _TOP_K = range(8)
+_SEED, _POSITION, _NOISE, _PLACE, _TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _ROW = range(9)
 """Rows of the packed columns: int64, or the bits of float64."""
 
 
@@ -73,22 +73,24 @@ def draw_rows(
     sampling: SamplingColumns,
     k: int,
     streams: Streams,
-    places: np.ndarray | None,
-    table_rows: int,
+    places: np.ndarray | None = None,
+    table_rows: int | None = None,
+    rows: np.ndarray | None = None,
 ) -> Tables:
     """As `engine.logits.draw_from_logits`, for all rows at once. The logits are not changed.
 
     Args:
-        logits: `[N, V]`
-        sampling: of the N rows.
+        logits: `[R, V]`
+        sampling: of the N draws.
         k: K of the lists, 1 to 64.
         streams: of the N draws.
         places: `[N]` rows of the table; None: all in order.
-        table_rows: T.
+        table_rows: T; None: N.
+        rows: `[N]` the row of the logits that each draws from; None: all in order.
     """
-    n, device = len(logits), logits.device
-    where = np.arange(n) if places is None else places
-    columns = _pack(sampling, device, streams, where)
+    n, device = len(streams.seeds), logits.device
+    table_rows = n if table_rows is None else table_rows
+    columns = _pack(sampling, device, streams, np.arange(n) if places is None else places, rows)
     parts = _summarise_all(logits, columns, sampling, k)
     tokens = torch.empty(n, dtype=torch.int64, device=device)
     ids = torch.empty((table_rows, 1 + k), dtype=torch.int32, device=device)
@@ -98,7 +100,7 @@ def draw_rows(
         values.zero_()
     if n:
         draw_kernel[(n,)](
-            *parts[:-1], tokens, ids, values, n, logits.shape[1], logits.stride(0),
+            *parts[:-1], tokens, ids, values, n, logits.shape[1], parts.logits.stride(0),
             parts.maxima.shape[1], k, K=parts.keys.shape[2],
             PARTS=triton.next_power_of_2(parts.maxima.shape[1]), BLOCK=_BLOCK, CUT=parts.cut,
             num_warps=8,
@@ -106,18 +108,25 @@ def draw_rows(
     return Tables(tokens, ids, values)
 
 
-def look_up_rows(logits: torch.Tensor, sampling: SamplingColumns, columns: KeptColumns) -> Found:
-    """The log-probabilities of given tokens and lists, and the names of those outside their lists.
+def look_up_rows(
+    logits: torch.Tensor,
+    sampling: SamplingColumns,
+    columns: KeptColumns,
+    tail: np.ndarray,
+    rows: np.ndarray | None = None,
+) -> Found:
+    """The log-probabilities of given tokens and lists, and the names of tokens outside the lists.
 
     Args:
-        logits: `[N, V]`
-        sampling: of the N rows.
-        columns: `[N]`; a token of an exact row that is not in its list is named.
+        logits: `[R, V]`
+        sampling: of the N tokens.
+        columns: `[N]`
+        tail: `[N]` whether a token outside the list is to be named.
+        rows: `[N]` the row of the logits in which each is looked up; None: all in order.
     """
-    n, device = len(logits), logits.device
-    tail = columns.outside()
+    n, device = len(columns.tokens), logits.device
     streams = Streams(columns.noise_seeds, columns.positions, columns.noise_seeds)
-    packed = _pack(sampling, device, streams, tail.astype(np.int64))
+    packed = _pack(sampling, device, streams, tail.astype(np.int64), rows)
     wanted = np.concatenate([columns.tokens[:, None], columns.ids], axis=1).astype(np.int32)
     ids = torch.from_numpy(wanted).to(device)
     values = torch.empty(ids.shape, dtype=torch.float32, device=device)
@@ -127,7 +136,7 @@ def look_up_rows(logits: torch.Tensor, sampling: SamplingColumns, columns: KeptC
     if n:
         look_up_kernel[(n,)](
             *parts[:3], *parts[4:6], ids, values, names, name_values, n, logits.shape[1],
-            logits.stride(0), parts.maxima.shape[1], ids.shape[1],
+            parts.logits.stride(0), parts.maxima.shape[1], ids.shape[1],
             C=triton.next_power_of_2(ids.shape[1]),
             PARTS=triton.next_power_of_2(parts.maxima.shape[1]), BLOCK=_BLOCK, CUT=parts.cut,
             num_warps=8,
@@ -136,13 +145,18 @@ def look_up_rows(logits: torch.Tensor, sampling: SamplingColumns, columns: KeptC
 
 
 def _pack(
-    sampling: SamplingColumns, device: torch.device, streams: Streams, places: np.ndarray
+    sampling: SamplingColumns,
+    device: torch.device,
+    streams: Streams,
+    places: np.ndarray,
+    rows: np.ndarray | None,
 ) -> torch.Tensor:
-    """`[8, N]` all parameters of the rows, in one copy to the device."""
-    packed = np.empty((8, len(places)), np.int64)
+    """`[9, N]` all parameters of the rows, in one copy to the device."""
+    packed = np.empty((9, len(places)), np.int64)
     reals = packed.view(np.float64)
     packed[_SEED], packed[_NOISE] = _signed(streams.seeds), _signed(streams.noise_seeds)
     packed[_POSITION], packed[_PLACE] = streams.positions, places
+    packed[_ROW] = np.arange(len(places)) if rows is None else rows
     reals[_TEMPERATURE] = sampling.temperature
     if sampling.truncated.any():
         reals[_TOP_P], reals[_MIN_P] = sampling.top_p, sampling.min_p
@@ -157,7 +171,7 @@ def _signed(seeds: SeedArray) -> np.ndarray:
 def _summarise_all(
     logits: torch.Tensor, columns: torch.Tensor, sampling: SamplingColumns, k: int
 ) -> _Parts:
-    n, vocabulary = logits.shape
+    n, vocabulary = columns.shape[1], logits.shape[1]
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     count = triton.cdiv(vocabulary, _BLOCK * _BLOCKS_A_PART)

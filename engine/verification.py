@@ -207,6 +207,24 @@ class Verdict:
         place: NDArray[np.int64] = (batch.offsets[rows] + self.accepted[rows]).astype(np.int64)
         return place
 
+    def outside(self, batch: KeptBatch, unnamed: NDArray[np.int64]) -> KeptColumns:
+        """What names the tokens of unnamed rows: their lists, positions and noise."""
+        at, columns = self.place(batch, unnamed), batch.columns
+        return KeptColumns(
+            columns.tokens[at],
+            columns.ids[at],
+            columns.positions[at],
+            self.noise_seed[unnamed],
+            columns.exact[at],
+        )
+
+    def set_names(
+        self, unnamed: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: FloatArray
+    ) -> None:
+        """Fill in the tokens of unnamed rows, and their current log-probabilities."""
+        self.token[unnamed], self.logprob[unnamed] = tokens, logprobs
+        self.unnamed[unnamed] = False
+
 
 def read(logprobs: torch.Tensor, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
     """Look up what the verdict needs.
@@ -315,13 +333,9 @@ def name_tokens(
     """
     if not len(unnamed):
         return
-    at, columns = verdict.place(batch, unnamed), batch.columns
-    tokens = identify(
-        logprobs, rows, columns.ids[at], columns.positions[at], verdict.noise_seed[unnamed]
-    )
-    verdict.token[unnamed] = tokens
-    verdict.logprob[unnamed] = _at(logprobs, rows, tokens[:, None])[:, 0]
-    verdict.unnamed[unnamed] = False
+    outside = verdict.outside(batch, unnamed)
+    tokens = identify(logprobs, rows, outside.ids, outside.positions, outside.noise_seeds)
+    verdict.set_names(unnamed, tokens, _at(logprobs, rows, tokens[:, None])[:, 0])
 
 
 def _stacked(tables: Sequence[NDArray[ScalarT]], fill: float) -> NDArray[ScalarT]:

@@ -1,11 +1,11 @@
-"""Fixtures shared by all tests: tiny models on disk, and real vLLM engines.
+"""Fixtures shared by all tests: tiny models on disk, and real engines.
 
 And the order in which workers take files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,31 @@ hypothesis.settings.load_profile("no deadline")
 """How long an example takes says nothing on a machine that others use too."""
 
 
-_ENDS_THE_ENGINE = "test_vllm_process_death"
+_ENDS_THE_ENGINE = "test_remote_process_death"
 """The module that kills the engine of `served`."""
+
+
+def _engine_of(item: pytest.Item) -> str | None:
+    """The real engine of another process that a test runs."""
+    return next((kind for kind in ("vllm", "sglang") if item.get_closest_marker(kind)), None)
 
 
 def _weight(item: pytest.Item) -> int:
     """0 for the files that take longest: a worker must not begin one when the others are done."""
-    if item.get_closest_marker("vllm") is not None:
+    if _engine_of(item) is not None:
         return 0
     return 1 if item.get_closest_marker("slow") is not None else 2
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give pytest-xdist whole files, the long ones first, and all of real vLLM to one worker.
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
+    """Give pytest-xdist whole files, the long ones first, and all of a real engine to one worker.
 
     Of those, the one that kills the engine of the others comes last.
 
-    Tests of one file share engines and runs, so they belong to one process. Real vLLM engines
-    follow one another in one worker, which bounds memory to one of them at a time.
+    Tests of one file share engines and runs, so they belong to one process; those of
+    tests/engine/remote run on two engines, which are two groups. Real engines of a kind follow one
+    another in one worker, which bounds memory to one of them at a time.
     """
     first = dict[Path, int]()
     for item in items:
@@ -44,8 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (first[item.path], item.path.stem == _ENDS_THE_ENGINE))
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            real_vllm = item.get_closest_marker("vllm") is not None
-            item.add_marker(pytest.mark.xdist_group("vllm" if real_vllm else str(item.path)))
+            item.add_marker(pytest.mark.xdist_group(_engine_of(item) or str(item.path)))
+    yield
+    # pytest has brought together what shares a parameter of a session's fixture.
+    items.sort(key=lambda item: item.path.stem == _ENDS_THE_ENGINE)
 
 
 @pytest.fixture(scope="session")
@@ -61,10 +69,10 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A `served_vllm.Served`, started once for all modules that ask for it (half a minute).
+def served_by_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A `served_engine.Served`, started once for all modules that ask for it (half a minute).
 
-    It has KV space for all slots, and takes prompts in whole. `test_vllm_process_death` kills it.
+    It has KV space for all slots, and takes prompts in whole. `test_remote_process_death` kills it.
     """
     from served_vllm import serving
 
@@ -73,7 +81,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def served_in_small_kv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def served_by_vllm_in_small_kv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Another one, with 32 blocks of 128 tokens, where 16 responses of 390 tokens would need 64.
 
     So vLLM preempts. Prompts longer than 128 tokens are taken in by parts.
@@ -83,3 +91,37 @@ def served_in_small_kv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
     path = tmp_path_factory.mktemp("vllm-small-kv")
     with serving(path, kv_cache_gib=0.002, max_prefill_tokens=128) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def served_by_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """As `served_by_vllm`."""
+    from served_sglang import serving
+
+    with serving(tmp_path_factory.mktemp("sglang-model")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def served_by_sglang_in_small_kv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Another one, with 4,600 tokens, where 16 responses of 390 tokens would need 6,240.
+
+    Prompts longer than 128 tokens are taken in by parts.
+    """
+    from served_sglang import serving
+
+    path = tmp_path_factory.mktemp("sglang-small-kv")
+    with serving(path, kv_cache_gib=0.0022, max_prefill_tokens=128) as running:
+        yield running
+
+
+@pytest.fixture
+def served(served_by_vllm: Any) -> Any:
+    """VLLM, with KV space for all slots. Tests of tests/engine/remote get every engine."""
+    return served_by_vllm
+
+
+@pytest.fixture
+def served_in_small_kv(served_by_vllm_in_small_kv: Any) -> Any:
+    """VLLM, with less."""
+    return served_by_vllm_in_small_kv

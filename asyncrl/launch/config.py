@@ -26,17 +26,18 @@ class LauncherConfig(BaseModel):
     gpus: tuple[GpuNumber | GpuName, ...] | None = None
     """GPUs that this run may use: numbers as `nvidia-smi` and CUDA_VISIBLE_DEVICES have them, or
     names that begin with GPU- or MIG-. null: all that CUDA_VISIBLE_DEVICES leaves visible. []:
-    none, everything runs on the CPU. Each generator gets `engine.vllm.tensor_parallel_size` of
+    none, everything runs on the CPU. Each generator gets `tensor_parallel_size` of its engine of
     them, the trainer the next one (docs/gpus.md)."""
     colocate: bool = False
     """Let the trainer share the first GPU of the last generator instead of having one of its own.
-    Its memory must hold both: lower `engine.vllm.gpu_memory_utilization`."""
+    Its memory must hold both: lower `engine.vllm.gpu_memory_utilization` or
+    `engine.sglang.mem_fraction_static`."""
     pin_cores: bool = False
     """Pin each generator and the trainer to `threads` cores of its own. The controller and the
     reward workers use a core that is left over or else the trainer's, never a generator's."""
     startup_seconds: float = Field(default=START_SECONDS, gt=0, le=WEEK_SECONDS)
     """Longest wait for a process to become ready: imports, loading the model, compilation, CUDA
-    graphs. vLLM's own limit follows it (`engine.vllm.startup_timeout_seconds`)."""
+    graphs. The limits of vLLM and SGLang follow it (`startup_timeout_seconds`)."""
     silence_seconds: float = Field(default=120.0, gt=0, le=WEEK_SECONDS)
     """A process that reports nothing for this long is killed and counts as dead."""
     stop_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)

@@ -3,7 +3,7 @@
     GPUs        0 .. t-1       t .. 2t-1      2t
     process     generator-0    generator-1    trainer
 
-A generator has t GPUs (`engine.vllm.tensor_parallel_size`), side by side, so that those of one
+A generator has t GPUs (`tensor_parallel_size` of its engine), side by side, so that those of one
 generator are those that the machine connects best. A replacement gets its predecessor's.
 A process sees its own GPUs only: CUDA_VISIBLE_DEVICES names them as the user's did.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import Gpu
+from engine.config import EngineKind
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ORDER = "CUDA_DEVICE_ORDER"
@@ -32,6 +33,19 @@ class GpuNeeds:
     """0: it runs on the CPU."""
     colocate: bool = False
     """The trainer shares the first GPUs of the last generator."""
+    engine: EngineKind = "vllm"
+    """Whose settings errors name."""
+
+    @property
+    def size_setting(self) -> str:
+        """Name of the setting behind `per_generator`, where it can be more than 1."""
+        return f"engine.{self.engine}.tensor_parallel_size"
+
+    @property
+    def memory_setting(self) -> str:
+        """Name of the setting that leaves a trainer room on a generator's GPU."""
+        share = "mem_fraction_static" if self.engine == "sglang" else "gpu_memory_utilization"
+        return f"engine.{self.engine}.{share}"
 
     @property
     def total(self) -> int:
@@ -150,7 +164,7 @@ def plan_gpus(gpus: Sequence[Gpu], needs: GpuNeeds, *, renumbers: bool) -> GpuPl
         if len(mine) > 1 and any(gpu.is_part for gpu in mine):
             raise UserError(
                 f"{name} would get {_listed(mine)}, but a process can use only one part of a GPU "
-                "that is divided by MIG: set engine.vllm.tensor_parallel_size: 1, or turn MIG off"
+                f"that is divided by MIG: set {needs.size_setting}: 1, or turn MIG off"
             )
     return GpuPlan(blocks, tuple(trainer), tuple(gpus[needs.total :]), renumbers)
 
@@ -160,7 +174,7 @@ def _too_few(gpus: Sequence[Gpu], needs: GpuNeeds) -> str:
     if needs.per_generator:
         asked.append(
             f"{needs.generators} generator(s) (launcher.generators) with {needs.per_generator} "
-            "GPU(s) each (engine.vllm.tensor_parallel_size)"
+            f"GPU(s) each ({needs.size_setting})"
         )
     if needs.total > needs.generators * needs.per_generator:
         asked.append(f"the trainer with {needs.trainer}")
@@ -181,12 +195,12 @@ def _remedies(count: int, needs: GpuNeeds) -> str:
     if own and count >= needs.generators * needs.per_generator >= needs.trainer:
         ways.append(
             "launcher.colocate: true, with which the trainer shares a generator's GPU (lower "
-            "engine.vllm.gpu_memory_utilization to leave it room)"
+            f"{needs.memory_setting} to leave it room)"
         )
     if own:
         ways.append("trainer.device: cpu")
     if needs.per_generator > 1:
-        ways.append("a smaller engine.vllm.tensor_parallel_size")
+        ways.append(f"a smaller {needs.size_setting}")
     return "Set " + ", or ".join(ways or ["engine.device: cpu"])
 
 

@@ -45,6 +45,11 @@ class ChildSpec(msgspec.Struct, frozen=True):
     first: bool = True
     """False if it replaces a process that died."""
 
+    @property
+    def generator(self) -> int:
+        """Number of a generator, which its replacements have too."""
+        return int(self.name.removeprefix("generator-").split(".")[0])
+
     def config(self) -> RunConfig:
         """Read the run's resolved configuration from the run directory."""
         return load_config(Path(self.run_directory) / "config.yaml")

@@ -32,15 +32,25 @@ def place(config: RunConfig) -> GpuPlan | None:
 
 
 def needs_of(config: RunConfig, *, any_gpu: bool) -> GpuNeeds:
-    """The GPUs that a run wants; `auto` devices want one where there is any."""
-    engine, size = config.engine, 1
-    if engine.kind == "vllm":
-        size = engine.vllm.tensor_parallel_size
+    """The GPUs that a run wants; `auto` devices want one where there is any.
+
+    Raises:
+        UserError: the engines of a mixed fleet want different numbers of GPUs.
+    """
+    fleet = config.engines
+    engine = next((one for one in fleet if one.kind != "torch"), fleet[0])
+    if any_gpu and len({one.gpus for one in fleet}) > 1:
+        sizes = ", ".join(f"{one.kind}: {one.gpus}" for one in fleet)
+        raise UserError(
+            f"engine.kinds: all generators of a run take the same number of GPUs, and these take "
+            f"{sizes}; set tensor_parallel_size of their engines alike (torch takes 1)"
+        )
     return GpuNeeds(
         generators=config.launcher.generators,
-        per_generator=size if any_gpu and engine.device != "cpu" else 0,
+        per_generator=engine.gpus if any_gpu and engine.device != "cpu" else 0,
         trainer=1 if any_gpu and config.trainer.device != "cpu" else 0,
         colocate=config.launcher.colocate,
+        engine="vllm" if engine.kind == "torch" else engine.kind,
     )
 
 

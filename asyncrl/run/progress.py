@@ -339,7 +339,7 @@ class Progress:
         return {
             "run": self._config.run.name,
             "steps": self._config.run.steps,
-            "engine": self._config.engine.kind,
+            "engine": self._config.engine_kinds,
             **view.as_status(),
             "processes": processes,
         }
@@ -350,7 +350,7 @@ class Progress:
         """What the run came to, with its held-out accuracy before and after training."""
         return RunResult(
             run=self._config.run.name,
-            engine=self._config.engine.kind,
+            engine=self._config.engine_kinds,
             steps=self._step,
             wall_seconds=self._seconds_before + self._trained_seconds,
             total_seconds=total_seconds,

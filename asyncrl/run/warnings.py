@@ -55,7 +55,7 @@ def noise_floor(config: RunConfig, measured: NoiseFloor) -> str | None:
         return (
             f"{text}Rounding does not explain it: the log-probabilities of the accepted tokens "
             f"differ by {apart:.2g} only. Please report this as a defect of engine.kind: "
-            f"{config.engine.kind}."
+            f"{config.engine_kinds}."
         )
     return (
         f"{text}Its decoding and scoring kernels compute different probabilities. Set "

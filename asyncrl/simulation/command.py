@@ -62,6 +62,10 @@ def simulate(
         float,
         typer.Option(min=0, max=1, help="Acceptance of rejected continuations as drafts; 0: none."),
     ] = 0.7,
+    new_length: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Share of rejected answers that get another length."),
+    ] = 0.0,
     trainer_devices: Annotated[
         float | None,
         typer.Option(help="Devices of the trainer; default: as many as balance the generators."),
@@ -91,7 +95,12 @@ def simulate(
         "noise": noise, "trainer_devices": trainer_devices,
     }  # fmt: skip
     changes = {name: value for name, value in given.items() if value is not None}
-    changes |= {"model": model.lower(), "sigma": sigma, "redraft": redraft}
+    changes |= {
+        "model": model.lower(),
+        "sigma": sigma,
+        "redraft": redraft,
+        "new_length": new_length,
+    }
     if steps is not None:
         changes["warm_up"] = min(4, steps - 1)
     config = None if config_file is None else load_config(config_file)

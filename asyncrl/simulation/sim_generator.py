@@ -18,6 +18,9 @@ from asyncrl.simulation.cost import Costs
 from asyncrl.simulation.lengths import Lengths, Survival
 from rollout.trajectory import SampleId
 
+_DRAWS = 1000
+"""Most draws of a length that is longer than an accepted prefix."""
+
 
 @dataclass(frozen=True, slots=True)
 class GeneratorSetting:
@@ -28,13 +31,15 @@ class GeneratorSetting:
     lengths: Lengths
     """Draws the length of an answer."""
     known: Mapping[SampleId, int]
-    """Lengths of answers that are not drawn."""
+    """Lengths of answers that are not drawn, unless they are rejected."""
     prompt_tokens: float
     """Tokens of every prompt."""
     drift: float
     """Total variation per token and optimizer step."""
     redraft: float
     """Chance that a token of the old continuation is accepted as a draft."""
+    new_length: float
+    """Chance that a rejected answer gets another length."""
     survival: Survival
     """How much of a sample verification accepts."""
     rebuilds_kv: bool
@@ -47,7 +52,7 @@ class SimRequest:
 
     sample: SampleId
     length: int
-    """Tokens of the finished answer."""
+    """Tokens of the finished answer; a rejection changes it."""
     priority: int = 0
     """As in `StartSample`: 0 if due, above 0 if it runs ahead."""
     segments: list[tuple[int, float]] = field(default_factory=list)
@@ -240,6 +245,8 @@ class SimGenerator:
         if kept < generated:
             # Verification draws the next token; the rejected ones serve as drafts.
             request.segments = [(self.version, kept + 1)]
+            if setting.new_length and self._rng.random() < setting.new_length:
+                request.length = self._length_above(kept, request.length)
             speed = self._cost.redraft(self._active, self._drafting, setting.redraft)
             request.speedup = speed / self._cost.speed(self._active)
             request.drafted += generated - kept - 1
@@ -247,6 +254,18 @@ class SimGenerator:
         else:
             request.segments = [(self.version, kept)]
         return generated
+
+    def _length_above(self, kept: float, otherwise: int) -> int:
+        """Draw the length of a response whose first `kept` tokens stay: what follows is new.
+
+        Lengths are drawn until one is longer; `otherwise` stands for those that are hardly ever
+        drawn.
+        """
+        for _ in range(_DRAWS):
+            length = self._setting.lengths(self._rng)
+            if length > kept:
+                return length
+        return otherwise
 
     @property
     def decoding(self) -> int:

@@ -65,6 +65,9 @@ class Cluster:
     redraft: float = 0.7
     """Chance that a token of the old continuation is accepted as a draft after a rejection; 0: the
     old continuation is not used. No other drafting is modelled, in any mode."""
+    new_length: float = 0.0
+    """Chance that a rejected answer gets another length, whatever it had. 0 is the best case: the
+    new answer is as long as the old one. 1 is the worst: the old length says nothing of it."""
     groups_per_step: int | None = None
     """None: as many as fill every slot once."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -133,6 +136,7 @@ class Cluster:
         setting = Setting(
             config, self.generators, self.slots, self.steps, self.cost(), self.lengths(),
             prompt_tokens=self.prompt_tokens, drift=self.drift, redraft=self.redraft,
+            new_length=self.new_length,
             survival=Survival(self.rule, outside=self.outside, noise=self.noise), seed=self.seed,
         )  # fmt: skip
         return World(setting).run(self.warm_up)
@@ -144,6 +148,8 @@ class Cluster:
             drift += f", {100 * self.outside:.3g}% of the tokens outside the top K"
         if self.noise:
             drift += f", noise floor {self.noise:.2g} per token"
+        if self.new_length:
+            drift += f", {self.new_length:.0%} of rejected answers get another length"
         groups = f"{self.step_groups} groups of {self.scheduler.group_size} a step"
         if self.fit is not None:
             return (

@@ -44,6 +44,9 @@ class Setting:
     """Total variation per token and optimizer step."""
     redraft: float = 0.7
     """Chance that a token of the old continuation is accepted as a draft after a rejection."""
+    new_length: float = 0.0
+    """Chance that a rejected answer gets another length, drawn among those longer than what stays;
+    otherwise it keeps the one that it had."""
     survival: Survival = field(default_factory=Survival)
     """How much of a sample verification accepts."""
     seed: int = 0
@@ -152,7 +155,8 @@ class World:
         setting = self._setting
         shared = GeneratorSetting(
             setting.cost, setting.lengths, setting.known, setting.prompt_tokens, setting.drift,
-            setting.redraft, setting.survival, setting.config.on_update == "recompute",
+            setting.redraft, setting.new_length, setting.survival,
+            setting.config.on_update == "recompute",
         )  # fmt: skip
         for index in range(setting.generators):
             name = f"g{index}"

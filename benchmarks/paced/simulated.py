@@ -97,6 +97,7 @@ def _setting(paced: Paced, numbers: Numbers | None) -> Setting:
         known={SampleId(*sample): length for sample, length in known.items()},
         prompt_tokens=PROMPT_TOKENS,
         redraft=REDRAFT,
+        new_length=1.0,  # letters are drawn independently: where a response ends, too
         survival=Survival("block"),
     )
 

@@ -7,7 +7,6 @@ waiting       requests that wait for a slot
 rows          the running requests as a table of arrays
 admission     slots given to requests and taken back; siblings share a prefill
 drafting      what decoding rows draft, and what was accepted of it
-trees         drafts checked and laid out as token trees
 feed          the tokens of one forward pass
 model         loading, the self-check at start, one packed forward pass
 fused         the same pass for Llama-like models on a CPU, in few calls; fused_kernels: its loops

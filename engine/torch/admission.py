@@ -8,6 +8,8 @@ in (leaders), then the leaders' siblings (followers).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -40,6 +42,8 @@ class Admission:
 
     def admit(self, requests: Sequence[GenerateRequest], installation: int) -> NewRows:
         """Give each request a row. There must be as many free slots."""
+        if not requests:
+            return NewRows.none(self._rows.n)
         fresh: list[list[GenerateRequest]] = [[r] for r in requests if r.kept is not None]
         groups: dict[bytes, list[GenerateRequest]] = {}
         for request in requests:
@@ -50,35 +54,34 @@ class Admission:
             if sibling is None:
                 fresh.append(group)
                 continue
-            for request in group:
-                row = self._take(request, installation)
-                length = int(self._rows.total[row]) - 1
-                self._cache.copy_row(sibling, row, length)
-                self._rows.kv_length[row] = length
+            given = self._take(group, installation)
+            length = len(context_of(group[0])) - 1
+            self._cache.copy_row(sibling, given, length)
+            self._rows.kv_length[given.start : given.stop] = length
         decoding = self._rows.n
         fresh.sort(key=lambda group: len(fed_context(group[0])))
-        leaders = [self._take(group[0], installation) for group in fresh]
-        followers = [
-            (self._take(request, installation), leader)
-            for leader, group in enumerate(fresh)
-            for request in group[1:]
-        ]
+        leaders = self._take([group[0] for group in fresh], installation)
+        siblings = [(one, leader) for leader, group in enumerate(fresh) for one in group[1:]]
+        rows = self._take([request for request, _ in siblings], installation)
+        followers = [(row, leader) for row, (_, leader) in zip(rows, siblings, strict=True)]
         lengths = np.array([len(fed_context(group[0])) for group in fresh], np.int32)
         wanted = np.array([logits_of(group[0]) for group in fresh], np.int32)
         return NewRows(decoding, leaders, followers, lengths, wanted)
 
     def share_prefill(self, new: NewRows) -> None:
         """Copy the KV of leaders' contexts to their followers."""
-        for row, leader in new.followers:
+        for leader, shared in groupby(new.followers, key=itemgetter(1)):
+            rows = [row for row, _ in shared]  # adjacent ones
             source = new.leaders[leader]
-            self._cache.copy_row(source, row, int(self._rows.total[source]))
+            length = int(self._rows.total[source])
+            self._cache.copy_row(source, range(rows[0], rows[-1] + 1), length)
 
     def release(self, row: int) -> None:
         """Free a row's slot; the last row moves into its place."""
         self._drafter.end(row)
         moved = self._rows.release(row)
         if moved is not None:
-            self._cache.copy_row(moved, row, int(self._rows.kv_length[row]))
+            self._cache.copy_row(moved, range(row, row + 1), int(self._rows.kv_length[row]))
             self._drafter.move(moved, row)
             self._unreported.move(moved, row)
 
@@ -92,9 +95,10 @@ class Admission:
         fits &= (rows.tokens[:n, : len(context)] == context).all(axis=1)
         return int(fits.argmax()) if fits.any() else None
 
-    def _take(self, request: GenerateRequest, installation: int) -> int:
-        seed = self._seeds.seed_of(request.sampling)
-        row = self._rows.take(request, seed=seed, installation=installation)
-        self._drafter.begin(row)
-        self._unreported.begin(row)
-        return row
+    def _take(self, requests: Sequence[GenerateRequest], installation: int) -> range:
+        seeds = [self._seeds.seed_of(request.sampling) for request in requests]
+        given = self._rows.take(requests, seeds=seeds, installation=installation)
+        for row in given:
+            self._drafter.begin(row)
+            self._unreported.begin(row)
+        return given

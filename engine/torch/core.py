@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.config import WeightStaging
 from engine.drafting.planner import DraftPlanner, Planner
 from engine.drafting.source import DraftSource
+from engine.drafting.trees import TokenTrees
 from engine.drawing import UNREPORTED_K
 from engine.errors import RequestError
 from engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
@@ -34,11 +34,10 @@ from engine.torch.drafting import Drafter
 from engine.torch.draws import Draws, draw_step
 from engine.torch.feed import Feed
 from engine.torch.model import SlotModel
-from engine.torch.paths import Paths, choose, moved_places
-from engine.torch.reports import GeneratedTokens, Unreported
+from engine.torch.paths import choose, moved_places
+from engine.torch.reports import Unreported
 from engine.torch.rows import Rows
 from engine.torch.scoring import score_all
-from engine.torch.trees import TokenTrees
 from engine.torch.verification import judge_rows
 from engine.torch.waiting import Waiting
 from engine.torch.weights import ModuleWeights
@@ -264,8 +263,7 @@ class DecodeCore:
         )
         if len(draws.judged):
             judge_rows(rows, draws, self.policy_version)
-        paths = self._generate(trees, draws)
-        chunks = self._report(paths, draws.judged)
+        chunks = self._generate(trees, draws)
         seconds = time.perf_counter() - began
         self._drafter.planner.observe(
             tokens=int(trees.counts.sum()) + prompts,
@@ -277,42 +275,30 @@ class DecodeCore:
         self._busy_seconds += seconds
         return chunks
 
-    def _generate(self, trees: TokenTrees, draws: Draws) -> Paths:
-        """Append to each row what it generates, and leave only its KV in place."""
-        rows, n, decoding = self._rows, self._rows.n, trees.rows
+    def _generate(self, trees: TokenTrees, draws: Draws) -> list[TokenChunk]:
+        """Append to each row what it generates, leave only its KV in place, and report."""
+        rows, decoding = self._rows, trees.rows
         walks = None
         if len(trees.tokens):
             walks = self._drafter.judge(trees, draws.tokens[: len(trees.tokens) + decoding])
         paths = choose(rows, draws, walks)
         if trees.forked:
-            row, source, target = moved_places(draws, paths, decoding)
-            first = rows.kv_length[row]
-            self._model.cache.move(row, first + source, first + target)
-        generated = GeneratedTokens.of(draws, paths)
-        row = draws.row[paths.chosen]
-        rows.tokens[row, rows.total[row] + paths.step] = generated.tokens
-        self._unreported.record(draws.judged, row, paths.step, generated)
-        rows.kv_length[:n] = rows.total[:n] + paths.kept - 1
-        rows.total[:n] += paths.kept
+            moved, source, target = moved_places(draws, paths, decoding)
+            first = rows.kv_length[moved]
+            self._model.cache.move(moved, first + source, first + target)
+        self._unreported.record(draws, paths, rows)
+        going, gone = self._unreported.advance(draws, paths, rows, self._settings.chunk_tokens)
         self._drafter.record(draws, paths)
-        self._generated += int((paths.kept - np.minimum(draws.accepted, paths.kept)).sum())
+        judged = draws.judged
+        given = np.minimum(draws.accepted[judged], paths.kept[judged])
+        self._generated += len(paths.chosen) - int(given.sum())
         self._drafted += len(trees.tokens)
         if walks is not None:
             self._accepted += int(np.minimum(walks.accepted, paths.kept[:decoding]).sum())
-        return paths
-
-    def _report(self, paths: Paths, judged: NDArray[np.int64]) -> list[TokenChunk]:
-        rows, unreported, n = self._rows, self._unreported, len(paths.kept)
-        ended = paths.stopped | (rows.total[:n] >= rows.limit[:n])
-        enough = unreported.count[:n] >= self._settings.chunk_tokens
-        due = ~ended & (enough | ~unreported.begun[:n])
-        due[judged] = ~ended[judged]
-        going = np.flatnonzero(due).tolist()
-        # From the last row down: the row that moves into a freed place is then never an ended one.
-        gone = np.flatnonzero(ended)[::-1].tolist()
         reasons: list[FinishReason | None] = [None] * len(going)
         reasons += ["stop" if paths.stopped[row] else "length" for row in gone]
         chunks = self._chunks(going + gone, reasons)
+        # From the last row down: the row that moves into a freed place is then never an ended one.
         for row in gone:
             self._admission.release(row)
         return chunks

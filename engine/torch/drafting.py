@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from engine.drafting.continuation import Continuations
 from engine.drafting.planner import Planner
-from engine.drafting.proposals import Proposer, offsets_of
+from engine.drafting.proposals import Proposer
 from engine.drafting.source import NO_HANDLE, DraftSource
+from engine.drafting.trees import TokenTrees, no_trees, plant
 from engine.torch.draws import Draws
 from engine.torch.paths import Paths
 from engine.torch.rows import Rows
-from engine.torch.trees import TokenTrees, no_trees, plant
+from engine.torch.step_kernels import pick_tokens
 from engine.torch.waiting import context_of
 from rollout.acceptance import AcceptedPaths, accept_tree
 
@@ -87,6 +88,8 @@ class Drafter:
             n: decoding rows.
             other_tokens: tokens of new contexts in the same step.
         """
+        if not n or self.planner.declines(n):
+            return no_trees(n)
         rows = self._rows
         left = rows.left()[:n]
         room = left - 1
@@ -132,10 +135,11 @@ class Drafter:
         rows = self._rows
         n = rows.n
         self._feed_source(draws, paths)
-        every = np.arange(n)
-        self._continuations.follow(
-            every, paths.kept, rows.tokens, every, rows.total[:n], rows.prompt[:n]
-        )
+        if len(self._continuations):
+            every = np.arange(n)
+            self._continuations.follow(
+                every, paths.kept, rows.tokens, every, rows.total[:n], rows.prompt[:n]
+            )
         if len(draws.judged):
             # A rejected token was most often substituted by another: continue after it.
             self._continuations.follow_from(draws.judged, draws.accepted[draws.judged] + 1)
@@ -145,7 +149,8 @@ class Drafter:
         fed = handles != NO_HANDLE
         if self._source is None or not fed.any():
             return
-        tokens = draws.tokens[paths.chosen][fed[draws.row[paths.chosen]]]
-        self._source.extend(
-            handles[fed].astype(np.int32), tokens.astype(np.int32), offsets_of(paths.kept[fed])
-        )
+        tokens = np.empty(len(paths.chosen), np.int32)
+        offsets = np.empty(len(handles) + 1, np.int32)
+        count = pick_tokens(paths.chosen, draws.tokens, paths.kept, fed, tokens, offsets)
+        tokens, offsets = tokens[: offsets[count]], offsets[: count + 1]
+        self._source.extend(handles[fed].astype(np.int32), tokens, offsets)

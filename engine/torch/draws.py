@@ -9,12 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.drawing import Streams, draw
+from engine.drafting.trees import TokenTrees
+from engine.drawing import Drawn, Streams
 from engine.errors import EngineError
-from engine.logits import process_all
+from engine.logits import Distributions, distributions_of
 from engine.torch.rows import NewRows, Rows
-from engine.torch.trees import TokenTrees
+from engine.torch.step_kernels import place_draws
 from rollout.trajectory import FloatArray, IntArray, SeedArray
+
+_NONE = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +28,13 @@ class Draws:
     """`[N]` row of each draw."""
     starts: NDArray[np.int64]
     """`[n]` each row's first draw."""
-    logprobs: torch.Tensor
-    """`[N, V]` the processed distribution of each draw."""
+    distributions: Distributions
+    """N rows: the processed distribution of each draw."""
     tokens: NDArray[np.int64]
     """`[N]` the draw at each position. In a row with kept tokens: the accepted ones, the token
     drawn after them, then -1."""
+    logprobs: FloatArray
+    """`[N]` the log-probabilities of `tokens`; where a token is -1, anything."""
     ids: IntArray
     """`[N, K]` the list at each position; in a row with kept tokens, that of the kept token."""
     values: FloatArray
@@ -67,55 +72,62 @@ def draw_step(
         EngineError: a distribution is not finite.
     """
     decoding = trees.rows
-    sizes = np.concatenate([trees.counts, new.wanted])
+    sizes = trees.counts
+    if len(new.wanted):
+        sizes = np.concatenate([sizes, new.wanted])
     if new.followers:
         ends = np.cumsum(sizes)[decoding:] - 1
         shared = [ends[leader] for _, leader in new.followers]
         index = np.concatenate([np.arange(logits.shape[0]), shared])
         logits = logits[torch.from_numpy(index).to(logits.device)]
         sizes = np.concatenate([sizes, np.ones(len(shared), np.int32)])
-    row = np.repeat(np.arange(rows.n), sizes)
-    starts = np.cumsum(sizes) - sizes
-    offset = np.arange(len(row)) - starts[row]
-    if trees.forked:
-        # Nodes of equal depth share a position and its random number: at most one of them is used.
-        nodes = trees.fed(np.zeros(decoding, np.int32), trees.depths)
-        offset[: len(nodes)] = nodes
-    logprobs = process_all(logits, rows.sampling.at(row), max_bytes)
+    n = rows.n
+    # Nodes of equal depth share a position and its random number: at most one of them is used.
+    depths = trees.fed(np.zeros(decoding, np.int32), trees.depths) if trees.forked else _NONE
+    responses = rows.total[:n] - rows.prompt[:n]
+    places = place_draws(sizes, depths, responses, rows.seed, rows.noise_seed)
+    row, size = places.row, len(places.row)
+    distributions = distributions_of(logits, rows.sampling.at(row), k, max_bytes)
     judged = [r for r, wanted in zip(new.leaders, new.wanted, strict=True) if wanted > 1]
-    noise = rows.noise_seed[row]
-    position = (rows.total - rows.prompt)[row] + offset
+    streams = Streams(places.seeds, places.positions, places.noise_seeds)
     if not judged:
-        tokens, ids, values = _draw(logprobs, k, Streams(rows.seed[row], position, noise), None)
-        own = np.arange(len(row))
+        drawn = distributions.draw(k, streams)
+        tokens, logprobs, ids, values = arrays_of(drawn)
+        own = None
     else:
         own = np.flatnonzero(~np.isin(row, judged))
-        tokens = np.full(len(row), -1, np.int64)
-        ids, values = np.empty((len(row), k), np.int32), np.empty((len(row), k), np.float32)
-        streams = Streams(rows.seed[row[own]], position[own], noise[own])
-        tokens[own], ids[own], values[own] = _draw(logprobs, k, streams, own)
-    if (tokens[own] < 0).any():
-        names = [rows.requests[r].request_id for r in row[own][tokens[own] < 0]]
+        tokens, logprobs = np.full(size, -1, np.int64), np.empty(size, np.float32)
+        ids, values = np.empty((size, k), np.int32), np.empty((size, k), np.float32)
+        tokens[own], logprobs[own], ids[own], values[own] = arrays_of(
+            distributions.draw(k, streams.part(own), own)
+        )
+    undrawn = tokens < 0 if own is None else own[tokens[own] < 0]
+    if undrawn.any() if own is None else len(undrawn):
+        names = [rows.requests[r].request_id for r in row[undrawn]]
         raise EngineError(not_finite(names, policy_version))
     return Draws(
         row=row,
-        starts=starts,
-        logprobs=logprobs,
+        starts=places.starts,
+        distributions=distributions,
         tokens=tokens,
+        logprobs=logprobs,
         ids=ids,
         values=values,
-        noise_seeds=noise,
+        noise_seeds=places.noise_seeds,
         judged=np.array(judged, np.int64),
-        accepted=np.zeros(rows.n, np.int32),
+        accepted=np.zeros(n, np.int32),
     )
 
 
-def _draw(
-    logprobs: torch.Tensor, k: int, streams: Streams, rows: NDArray[np.int64] | None
-) -> tuple[NDArray[np.int64], IntArray, FloatArray]:
-    drawn = draw(logprobs, k, streams, rows)
-    ids, values = drawn.listed
-    return drawn.tokens.cpu().numpy(), ids.cpu().numpy(), values.cpu().numpy()
+def arrays_of(drawn: Drawn) -> tuple[NDArray[np.int64], FloatArray, IntArray, FloatArray]:
+    """Tokens `[N]`, their log-probabilities, and the lists' ids and log-probabilities `[N, K]`."""
+    tokens, (ids, values), logprobs = drawn
+    return (
+        tokens.cpu().numpy(),
+        np.ascontiguousarray(logprobs.cpu().numpy()),
+        np.ascontiguousarray(ids.cpu().numpy()),
+        np.ascontiguousarray(values.cpu().numpy()),
+    )
 
 
 def not_finite(names: Sequence[str], policy_version: int) -> str:

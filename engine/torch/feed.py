@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.drafting.trees import TokenTrees
 from engine.torch.reach import Hidden
 from engine.torch.rows import NewRows, Rows
-from engine.torch.trees import TokenTrees
 from rollout.trajectory import IntArray
 
 

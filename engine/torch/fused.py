@@ -38,7 +38,7 @@ class FusedDecoder:
 
     Args:
         model: of a family in `rollout.fused`, float32, on a CPU. Its weights become views.
-        cache: its KV slots, allocated. Their keys and values become views.
+        cache: its KV slots, allocated. What they hold is lost.
         batch_invariant: whether a row's logits must not depend on what else is in the batch
             (`engine.torch.invariant`): products then see whole blocks of rows.
 

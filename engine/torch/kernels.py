@@ -6,8 +6,17 @@ import numpy as np
 
 import cache.tree
 from engine.drafting.step_times import warm_up as warm_up_step_times
+from engine.drafting.trees import plant
 from engine.drawing import warm_up as warm_up_drawing
-from engine.torch.trees import plant
+from engine.torch.step_kernels import (
+    GeneratedTokens,
+    advance_rows,
+    append_draws,
+    choose_draws,
+    pack,
+    pick_tokens,
+    place_draws,
+)
 from rollout.acceptance import accept_tree, warm_up_verification
 
 
@@ -28,3 +37,25 @@ def warm_up(*, drafting: bool) -> None:
     accept_tree(np.zeros(3, np.int64), trees.tokens, trees.parents, trees.offsets)
     warm_up_verification()
     warm_up_drawing()
+    _warm_up_step()
+
+
+def _warm_up_step() -> None:
+    """The loops of `engine.torch.step_kernels`, for two rows with a draw each."""
+    zero, none = np.zeros(2, np.int32), np.empty(0, np.int32)
+    seeds, flags = np.zeros(2, np.uint64), np.zeros(2, np.bool_)
+    row, starts, _, _, noise = place_draws(zero + 1, none, zero, seeds, seeds)
+    chosen, at, step = (np.empty(2, np.int64) for _ in range(3))
+    kept, total, stops = zero.copy(), zero.copy(), np.full((2, 1), -1, np.int64)
+    choose_draws(zero, starts, 0, none, row, stops, zero + 1, chosen, at, step, kept, flags)
+    lists = np.zeros((2, 1), np.int32), np.zeros((2, 1), np.float32)
+    buffers = GeneratedTokens.empty(2, 1, top_k=1)
+    append_draws(
+        chosen, at, step, zero, flags, row, lists[1][:, 0].copy(), *lists, noise,
+        np.zeros((2, 1), np.int32), total, zero.copy(), buffers,
+    )  # fmt: skip
+    advance_rows(
+        kept, flags, flags, total, zero + 2, zero.copy(), zero.copy(), flags, 1, row, chosen
+    )
+    pack(buffers, starts, kept)
+    pick_tokens(starts, row, kept, flags, zero.copy(), np.zeros(3, np.int32))

@@ -10,8 +10,11 @@ from numpy.typing import NDArray
 from engine.stopping import cut_rows
 from engine.torch.draws import Draws
 from engine.torch.rows import Rows
+from engine.torch.step_kernels import choose_draws
 from rollout.acceptance import AcceptedPaths
 from rollout.trajectory import IntArray
+
+_NO_WALK = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,8 @@ class Paths:
 
     chosen: NDArray[np.int64]
     """`[M]` indices of draws, row after row."""
+    row: NDArray[np.int64]
+    """`[M]` of each."""
     step: NDArray[np.int64]
     """`[M]` place of each among its row's new tokens, from 0."""
     kept: IntArray
@@ -39,32 +44,26 @@ def choose(rows: Rows, draws: Draws, walks: AcceptedPaths | None) -> Paths:
         draws: all draws of this step.
         walks: of the decoding rows, which come first; None: nothing was drafted.
     """
-    if walks is None and not len(draws.judged):
-        paths = _one_each(rows, draws)
-        if rows.with_stop_rule:
-            everyone = np.arange(rows.n)
-            _follow_strings(rows, everyone, paths.step, draws.tokens, paths.kept, paths.stopped)
-        return paths
-    accepted = draws.accepted.copy()
+    n = rows.n
+    accepted: IntArray = draws.accepted
+    walked, walk = 0, _NO_WALK
     if walks is not None:
-        accepted[: len(walks.accepted)] = walks.accepted
-    counts = accepted + 1
-    row = np.repeat(np.arange(rows.n), counts)
-    step = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
-    chosen = draws.starts[row] + step
-    if walks is not None:
-        chosen[: len(walks.draws)] = walks.draws
-    stops = (draws.tokens[chosen][:, None] == rows.stops[row]).any(axis=1)
-    first_stop = np.full(rows.n, np.iinfo(np.int32).max - 1, np.int32)
-    np.minimum.at(first_stop, row[stops], step[stops].astype(np.int32))
-    kept = np.minimum(np.minimum(counts, first_stop + 1), rows.left()).astype(np.int32)
-    stopped = first_stop < kept
+        walked, walk = len(walks.accepted), walks.draws
+        accepted = np.concatenate([walks.accepted, accepted[walked:]])
+    most = n + int(accepted.sum())
+    chosen, row, step = (np.empty(most, np.int64) for _ in range(3))
+    kept, stopped = np.empty(n, np.int32), np.empty(n, np.bool_)
+    size = choose_draws(
+        accepted, draws.starts, walked, walk, draws.tokens, rows.stops, rows.left(),
+        chosen, row, step, kept, stopped,
+    )  # fmt: skip
+    chosen, row, step = chosen[:size], row[:size], step[:size]
     if rows.with_stop_rule:
         _follow_strings(rows, row, step, draws.tokens[chosen], kept, stopped)
-    if (kept < counts).any():
-        inside = step < kept[row]
-        chosen, step = chosen[inside], step[inside]
-    return Paths(chosen, step, kept, accepted, stopped)
+        if int(kept.sum()) < size:
+            inside = step < kept[row]
+            chosen, row, step = chosen[inside], row[inside], step[inside]
+    return Paths(chosen, row, step, kept, accepted, stopped)
 
 
 def _follow_strings(
@@ -82,13 +81,6 @@ def _follow_strings(
         cut_rows(rule.table, rule.classes, mine, rows.stop_state, row, step, tokens, kept, stopped)
 
 
-def _one_each(rows: Rows, draws: Draws) -> Paths:
-    """One draw for each row: a step without drafts and kept tokens, in a few operations."""
-    stopped = (draws.tokens[:, None] == rows.stops[: rows.n]).any(axis=1)
-    zeros = np.zeros(rows.n, np.int64)
-    return Paths(draws.starts, zeros, np.ones(rows.n, np.int32), draws.accepted, stopped)
-
-
 def moved_places(
     draws: Draws, paths: Paths, decoding: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -103,7 +95,7 @@ def moved_places(
         Row of each, and its place now and its place in the chain, both counted from the first
         token that the row was fed.
     """
-    row = draws.row[paths.chosen]
+    row = paths.row
     place = paths.chosen - draws.starts[row]
     apart = (row < decoding) & (place != paths.step)
     return row[apart], place[apart], paths.step[apart]

@@ -3,79 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from engine.protocol import GenerateRequest, TokenChunk
 from engine.torch.draws import Draws
 from engine.torch.paths import Paths
-from engine.torch.rows import RowArrays
-from rollout.trajectory import (
-    ByteArray,
-    FinishReason,
-    FloatArray,
-    IntArray,
-    Provenance,
-    SeedArray,
-)
+from engine.torch.rows import Rows
+from engine.torch.step_kernels import GeneratedTokens, advance_rows, append_draws, pack
+from rollout.trajectory import FinishReason, Provenance
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratedTokens:
-    """M tokens with everything that is reported of them."""
-
-    tokens: IntArray
-    """`[M]`"""
-    logprobs: FloatArray
-    """`[M]`"""
-    topk_ids: IntArray
-    """`[M, K]`"""
-    topk_logprobs: FloatArray
-    """`[M, K]`"""
-    noise_seeds: SeedArray
-    """`[M]`"""
-    provenance: ByteArray
-    """`[M]`"""
-
-    @classmethod
-    def of(cls, draws: Draws, paths: Paths) -> GeneratedTokens:
-        """The tokens that a step chose, row after row."""
-        chosen = paths.chosen
-        row, tokens = draws.row[chosen], draws.tokens[chosen]
-        logprobs = draws.logprobs
-        if len(chosen) < len(draws.row):
-            logprobs = logprobs[torch.from_numpy(chosen).to(logprobs.device)]
-        column = torch.from_numpy(tokens[:, None]).to(logprobs.device)
-        picked = logprobs.gather(1, column).squeeze(1).cpu().numpy()
-        given = paths.step < paths.accepted[row]
-        provenance = np.where(given, Provenance.DRAFTED, Provenance.SAMPLED)
-        if len(draws.judged):
-            provenance[np.isin(row, draws.judged) & given] = Provenance.VERIFIED
-        return cls(
-            tokens.astype(np.int32),
-            picked,
-            draws.ids[chosen],
-            draws.values[chosen],
-            draws.noise_seeds[chosen],
-            provenance.astype(np.uint8),
-        )
-
-    def pick(self, index: NDArray[np.int64]) -> GeneratedTokens:
-        """Some of them."""
-        return GeneratedTokens(
-            self.tokens[index],
-            self.logprobs[index],
-            self.topk_ids[index],
-            self.topk_logprobs[index],
-            self.noise_seeds[index],
-            self.provenance[index],
-        )
-
-
-class Unreported(RowArrays):
+class Unreported:
     """Tokens that rows have generated and not reported yet. S slots, B tokens per row, K top-K."""
 
     def __init__(self, slots: int, buffer: int, top_k: int) -> None:
@@ -83,12 +22,7 @@ class Unreported(RowArrays):
         """`[S]` tokens to report."""
         self.begun = np.zeros(slots, np.bool_)
         """`[S]` whether the row has reported anything."""
-        self._tokens = np.zeros((slots, buffer), np.int32)
-        self._logprobs = np.zeros((slots, buffer), np.float32)
-        self._ids = np.zeros((slots, buffer, top_k), np.int32)
-        self._topk = np.zeros((slots, buffer, top_k), np.float32)
-        self._noise = np.zeros((slots, buffer), np.uint64)
-        self._provenance = np.zeros((slots, buffer), np.uint8)
+        self._buffers = GeneratedTokens.empty(slots, buffer, top_k=top_k)
         self._long: dict[int, GeneratedTokens] = {}
         """By row: what a step with kept tokens generated, however long; reported in that step."""
 
@@ -97,36 +31,56 @@ class Unreported(RowArrays):
         self.count[row] = 0
         self.begun[row] = False
 
-    def record(
-        self,
-        judged: NDArray[np.int64],
-        row: NDArray[np.int64],
-        step: NDArray[np.int64],
-        generated: GeneratedTokens,
-    ) -> None:
-        """Append what a step generated.
+    def move(self, source: int, target: int) -> None:
+        """Follow a row that has moved into the place of one that ended."""
+        self.count[target], self.begun[target] = self.count[source], self.begun[source]
+        for buffer in self._buffers:
+            buffer[target] = buffer[source]
+
+    def record(self, draws: Draws, paths: Paths, rows: Rows) -> None:
+        """Append what a step generated, here and to the rows' contexts.
+
+        Rows whose kept tokens were judged may have more tokens than the buffers hold and must be
+        reported (`chunks`) before the next step.
 
         Args:
-            judged: rows whose kept tokens were judged. They may have more tokens than the buffers
-                hold and must be reported (`chunks`) before the next step.
-            row: `[M]` of each token.
-            step: `[M]` its place among its row's tokens of this step.
-            generated: M tokens.
+            draws: of the step.
+            paths: chosen among them.
+            rows: `total` and `count` do not include these tokens yet: `advance` counts them.
         """
-        at = self.count[row] + step
-        sizes = np.bincount(row)
-        self.count[: len(sizes)] += sizes.astype(np.int32)
-        if len(judged):
-            for one in judged.tolist():
-                self._long[one] = generated.pick(np.flatnonzero(row == one))
-            rest = np.flatnonzero(~np.isin(row, judged))
-            row, at, generated = row[rest], at[rest], generated.pick(rest)
-        self._tokens[row, at] = generated.tokens
-        self._logprobs[row, at] = generated.logprobs
-        self._ids[row, at] = generated.topk_ids
-        self._topk[row, at] = generated.topk_logprobs
-        self._noise[row, at] = generated.noise_seeds
-        self._provenance[row, at] = generated.provenance
+        judged = np.zeros(len(paths.kept), np.bool_)
+        judged[draws.judged] = True
+        append_draws(
+            paths.chosen, paths.row, paths.step, paths.accepted, judged,
+            draws.tokens, draws.logprobs, draws.ids, draws.values, draws.noise_seeds,
+            rows.tokens, rows.total, self.count, self._buffers,
+        )  # fmt: skip
+        for row in draws.judged.tolist():
+            self._long[row] = _judged(draws, row, int(paths.kept[row]), int(draws.accepted[row]))
+
+    def advance(
+        self, draws: Draws, paths: Paths, rows: Rows, chunk_tokens: int
+    ) -> tuple[list[int], list[int]]:
+        """Count the tokens that `record` has appended.
+
+        Args:
+            draws: as for `record`.
+            paths: as for `record`.
+            rows: their `total` and `kv_length` are updated.
+            chunk_tokens: with so many tokens to report, a row reports.
+
+        Returns:
+            Rows that report and continue, and rows that have ended, from the last one down.
+        """
+        n = len(paths.kept)
+        judged = np.zeros(n, np.bool_)
+        judged[draws.judged] = True
+        due, ended = np.empty(n, np.int64), np.empty(n, np.int64)
+        dues, ends = advance_rows(
+            paths.kept, paths.stopped, judged, rows.total, rows.limit, rows.kv_length,
+            self.count, self.begun, chunk_tokens, due, ended,
+        )  # fmt: skip
+        return due[:dues][::-1].tolist(), ended[:ends].tolist()
 
     def chunks(
         self,
@@ -149,27 +103,34 @@ class Unreported(RowArrays):
         counts = self.count[index]
         if self._long:
             counts[[row in self._long for row in rows]] = 0
-        ends = np.cumsum(counts, dtype=np.int64)
-        row = np.repeat(index, counts)
-        at = np.arange(len(row)) - np.repeat(ends - counts, counts)
-        packed = GeneratedTokens(
-            self._tokens[row, at],
-            self._logprobs[row, at],
-            self._ids[row, at],
-            self._topk[row, at],
-            self._noise[row, at],
-            self._provenance[row, at],
-        )
+        packed = pack(self._buffers, index, counts)
+        ends = np.cumsum(counts).tolist()
         self.count[index] = 0
         self.begun[index] = True
         out, start = [], 0
-        for one, request, end, reason in zip(rows, requests, ends.tolist(), reasons, strict=True):
+        for one, request, end, reason in zip(rows, requests, ends, reasons, strict=True):
             generated, span = packed, slice(start, end)
             start = end
             if one in self._long:
                 generated, span = self._long.pop(one), slice(None)
             out.append(_chunk(generated, span, request, policy_version, reason))
         return out
+
+
+def _judged(draws: Draws, row: int, kept: int, accepted: int) -> GeneratedTokens:
+    """What a row with kept tokens has generated: accepted ones, then a draw."""
+    start = int(draws.starts[row])
+    span = slice(start, start + kept)
+    provenance = np.full(kept, Provenance.SAMPLED, np.uint8)
+    provenance[:accepted] = Provenance.VERIFIED
+    return GeneratedTokens(
+        draws.tokens[span].astype(np.int32),
+        draws.logprobs[span].copy(),
+        draws.ids[span].copy(),
+        draws.values[span].copy(),
+        draws.noise_seeds[span].copy(),
+        provenance,
+    )
 
 
 def _chunk(

@@ -6,6 +6,7 @@ slot of a row has the row's index and moves with it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,17 +21,7 @@ from rollout.trajectory import IntArray
 _NO_TOKENS: IntArray = np.empty(0, np.int32)
 
 
-class RowArrays:
-    """Attributes that are arrays with one entry per row."""
-
-    def move(self, source: int, target: int) -> None:
-        """Copy one row's entries over another's."""
-        for column in vars(self).values():
-            if isinstance(column, np.ndarray):
-                column[target] = column[source]
-
-
-class Rows(RowArrays):
+class Rows:
     """State of every running request. S slots, W context width."""
 
     def __init__(self, slots: int, width: int) -> None:
@@ -78,38 +69,50 @@ class Rows(RowArrays):
         self._policy_version = policy_version
         self.noise_seed[: self.n] = noise_seeds(self.seed[: self.n], policy_version)
 
-    def take(self, request: GenerateRequest, *, seed: int, installation: int) -> int:
-        """Give the next row to a request. Raises EngineError when all are taken."""
-        if self.n == self.slots:
-            raise EngineError(f"no free slot for request {request.request_id!r}")
-        row = self.n
+    def take(
+        self, requests: Sequence[GenerateRequest], *, seeds: Sequence[int], installation: int
+    ) -> range:
+        """Give the next rows to requests, in order. Raises EngineError when there are too few."""
+        given = range(self.n, self.n + len(requests))
+        if given.stop > self.slots:
+            name = requests[self.slots - self.n].request_id
+            raise EngineError(f"no free slot for request {name!r}")
+        new = slice(given.start, given.stop)
+        self.prompt[new] = [len(one.prompt_tokens) for one in requests]
+        self.total[new] = self.prompt[new] + [len(one.prefix_tokens) for one in requests]
+        self.limit[new] = self.prompt[new] + [one.sampling.max_tokens for one in requests]
+        self.kv_length[new] = 0
+        self.kv_installation[new] = installation
+        self.seed[new] = np.array(seeds, np.uint64)
+        self.noise_seed[new] = noise_seeds(self.seed[new], self._policy_version)
+        for row, request in zip(given, requests, strict=True):
+            self._fill(row, request)
+        self.n = given.stop
+        return given
+
+    def _fill(self, row: int, request: GenerateRequest) -> None:
+        """Fill in what needs a request of its own."""
+        start, end = int(self.prompt[row]), int(self.total[row])
         sampling = request.sampling
-        start, prefix = len(request.prompt_tokens), len(request.prefix_tokens)
         self.tokens[row, :start] = request.prompt_tokens
-        self.tokens[row, start : start + prefix] = request.prefix_tokens
-        self.total[row] = start + prefix
-        self.prompt[row] = start
-        self.limit[row] = start + sampling.max_tokens
-        self.kv_length[row] = 0
-        self.kv_installation[row] = installation
-        self.seed[row] = seed
-        self.noise_seed[row] = noise_seeds(self.seed[row : row + 1], self._policy_version)[0]
+        if end > start:
+            self.tokens[row, start:end] = request.prefix_tokens
+        if request.kept is not None:
+            # They lie after the context, where they are scored. They do not belong to it yet.
+            self.tokens[row, end : end + len(request.kept)] = request.kept.tokens
         self.sampling.set(row, sampling)
         self._set_stops(row, sampling.stop_tokens)
         rule = sampling.stop_rule
         if rule is not None:
             _, self.stop_state[row] = rule.follow(rule.start, request.prefix_tokens)
             self.with_stop_rule += 1
-        kept = _NO_TOKENS if request.kept is None else request.kept.tokens
-        # Kept tokens lie after the context, where they are scored. They do not belong to it yet.
-        self.tokens[row, start + prefix : start + prefix + len(kept)] = kept
         self.requests.append(request)
         self._row_of[request.request_id] = row
-        self.n += 1
-        return row
 
     def contexts(self, new: NewRows) -> IntArray:
         """`[sum(new.lengths)]` what the leaders feed, one after another."""
+        if not new.leaders:
+            return _NO_TOKENS
         leaders = slice(new.decoding, new.decoding + len(new.leaders))
         return self.tokens[leaders][np.arange(self.tokens.shape[1]) < new.lengths[:, None]]
 
@@ -126,7 +129,9 @@ class Rows(RowArrays):
             return None
         self.requests[row] = moved
         self._row_of[moved.request_id] = row
-        self.move(last, row)
+        for column in vars(self).values():
+            if isinstance(column, np.ndarray):
+                column[row] = column[last]
         self.sampling.move(last, row)
         return last
 
@@ -152,11 +157,16 @@ class NewRows:
 
     decoding: int
     """Rows before them, which decode."""
-    leaders: list[int]
-    """Rows whose contexts are fed; contiguous, sorted by how much they feed."""
+    leaders: range
+    """Rows whose contexts are fed, sorted by how much they feed."""
     followers: list[tuple[int, int]]
     """(row, index of its leader): rows that share their leader's KV and logits."""
     lengths: IntArray
     """`[leaders]` tokens that each leader feeds: its context and its kept tokens."""
     wanted: IntArray
     """`[leaders]` how many last positions need logits: one, and one for each kept token."""
+
+    @classmethod
+    def none(cls, decoding: int) -> NewRows:
+        """A step that takes nothing in."""
+        return cls(decoding, range(0), [], _NO_TOKENS, _NO_TOKENS)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
-from engine.drawing import top_k
-from engine.logits import process_all
+from engine.logits import distributions_of
 from engine.protocol import Score, ScoreRequest
 from engine.sampling import SamplingColumns
 from engine.torch.model import SlotModel
+from engine.verification import KeptColumns
 
 
 def score_all(
@@ -72,16 +71,17 @@ def _score_batch(
     packed = np.concatenate([part for r in chosen for part in (r.prompt_tokens, r.tokens)]).astype(
         np.int32
     )
-    logprobs = process_all(
+    k = max(1, *(r.sampling.top_k_logprobs for r in chosen))
+    sampling = SamplingColumns.of([r.sampling for r in chosen])
+    distributions = distributions_of(
         model.forward_fresh(packed, lengths, wanted),
-        SamplingColumns.of([r.sampling for r in chosen]).at(
-            np.repeat(np.arange(len(chosen)), counts)
-        ),
+        sampling.at(np.repeat(np.arange(len(chosen)), counts)),
+        k,
         max_bytes,
     )
-    targets = torch.from_numpy(packed[wanted + 1].astype(np.int64)).to(logprobs.device)
-    picked = logprobs.gather(1, targets[:, None]).squeeze(1).cpu().numpy()
-    listed = top_k(logprobs, max(r.sampling.top_k_logprobs for r in chosen))
+    targets = KeptColumns.only_tokens(packed[wanted + 1], 0)
+    picked = distributions.read(np.arange(len(wanted)), targets).own
+    listed = distributions.top_k(k)
     ids, values = listed.ids.cpu().numpy(), listed.logprobs.cpu().numpy()
     spans = [slice(end - n, end) for end, n in zip(np.cumsum(counts), counts, strict=True)]
     return {

@@ -136,16 +136,24 @@ class SlotCache(Cache):
     def join_layers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all layers: `[layers, S, J, max_len, D]` each; the slots become views.
 
-        The slots must be allocated.
+        The slots must be allocated. What they hold is lost: their memory is freed before that of
+        all layers is allocated, so a start never needs twice the memory of the slots.
         """
-        keys, values = torch.stack(self.keys), torch.stack(self.values)
-        self.keys, self.values = list(keys), list(values)
+        joined = []
+        for stored in (self.keys, self.values):
+            shape = (len(stored), *stored[0].shape)
+            dtype, device = stored[0].dtype, stored[0].device
+            stored.clear()
+            joined.append(torch.zeros(shape, dtype=dtype, device=device))
+            stored.extend(joined[-1])
+        keys, values = joined
         return keys, values
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of one slot into another."""
+    def copy_row(self, source: int, targets: range, length: int) -> None:
+        """Copy the first `length` positions of one slot into others, which are adjacent."""
+        at = slice(targets.start, targets.stop)
         for stored in (*self.keys, *self.values):
-            stored[target, :, :length] = stored[source, :, :length]
+            stored[at, :, :length] = stored[source, :, :length]
 
     def move(
         self, rows: NDArray[np.integer], sources: NDArray[np.integer], targets: NDArray[np.integer]

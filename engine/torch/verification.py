@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from engine.drawing import Streams, TopK, draw, noise_seeds, top_k
+from engine.drawing import Streams, noise_seeds
 from engine.errors import EngineError
-from engine.torch.draws import Draws, not_finite
+from engine.logits import Distributions
+from engine.torch.draws import Draws, arrays_of, not_finite
 from engine.torch.rows import Rows
-from engine.verification import KeptBatch, judge, name_tokens, read
+from engine.verification import KeptBatch, judge
 from rollout.trajectory import FloatArray, IntArray, SeedArray
 
 
@@ -30,6 +30,9 @@ class KeptVerdicts:
     """`[B]` kept tokens that stay."""
     token: NDArray[np.int64]
     """`[B]` the token after them."""
+    logprobs: FloatArray
+    """`[N + B]` the current log-probability of each kept token; in the place of the first one that
+    does not stay, that of `token`."""
     ids: IntArray
     """`[N + B, K]` row after row, the list at each kept token, and after the last one."""
     values: FloatArray
@@ -51,7 +54,8 @@ def judge_rows(rows: Rows, draws: Draws, policy_version: int) -> None:
     batch = KeptBatch.of(kept, rows.seed[judged], first, k)
     names = [request.request_id for request in requests]
     mine = np.flatnonzero(np.isin(draws.row, judged))
-    verdicts = judge_kept(batch, names, draws.logprobs, mine, policy_version)
+    verdicts = judge_kept(batch, names, draws.distributions, mine, policy_version)
+    draws.logprobs[mine] = verdicts.logprobs
     draws.ids[mine], draws.values[mine] = verdicts.ids, verdicts.values
     draws.noise_seeds[mine] = verdicts.noise_seeds
     for row, one, accepted, token in zip(
@@ -66,7 +70,7 @@ def judge_rows(rows: Rows, draws: Draws, policy_version: int) -> None:
 def judge_kept(
     batch: KeptBatch,
     names: Sequence[str],
-    logprobs: torch.Tensor,
+    distributions: Distributions,
     mine: NDArray[np.int64],
     policy_version: int,
 ) -> KeptVerdicts:
@@ -75,9 +79,9 @@ def judge_kept(
     Args:
         batch: at least one row.
         names: `[B]` of the requests, for error messages.
-        logprobs: `[R, V]` processed current distributions.
-        mine: `[N + B]` rows of `logprobs` at the batch's kept tokens and after each row's last one,
-            in order.
+        distributions: the current ones, R rows.
+        mine: `[N + B]` rows of `distributions` at the batch's kept tokens and after each row's last
+            one, in order.
         policy_version: of the current weights.
 
     Raises:
@@ -85,41 +89,40 @@ def judge_kept(
     """
     columns, rows = batch.columns, np.arange(len(batch.kept))
     place = np.arange(len(batch.row)) + batch.row
-    reading = read(logprobs, mine[place], columns)
+    reading = distributions.read(mine[place], columns)
     wrong = reading.not_finite()
     if wrong.any():
         _refuse(names, np.unique(batch.row[wrong]), policy_version)
     verdict = judge(batch, reading, policy_version)
     after = verdict.place(batch, rows) + rows
     unnamed = np.flatnonzero(verdict.unnamed)
-    name_tokens(batch, verdict, unnamed, logprobs, mine[after[unnamed]])
+    if len(unnamed):
+        distributions.name_tokens(batch, verdict, unnamed, mine[after[unnamed]])
     k = columns.ids.shape[1]
     ids = np.full((len(mine), k), -1, np.int32)
     values = np.full(ids.shape, -np.inf, np.float32)
-    noise = np.empty(len(mine), np.uint64)
+    noise, logprobs = np.empty(len(mine), np.uint64), np.empty(len(mine), np.float32)
     ids[place], values[place], noise[place] = columns.ids, reading.listed, columns.noise_seeds
-    noise[after] = verdict.noise_seed
+    logprobs[place] = reading.own
+    noise[after], logprobs[after] = verdict.noise_seed, verdict.logprob
     fresh = noise_seeds(batch.seeds, policy_version)
     if not columns.exact.all():
         lenient = np.flatnonzero(~columns.exact)
         part = place[lenient]
-        ids[part], values[part] = _lists(top_k(logprobs, k, mine[part]))
+        listed = distributions.top_k(k, mine[part])
+        ids[part], values[part] = listed.ids.cpu().numpy(), listed.logprobs.cpu().numpy()
         noise[part] = fresh[batch.row[lenient]]
     free = np.flatnonzero(verdict.token < 0)
     if len(free):
         at = after[free]
         position = batch.first[free] + verdict.accepted[free]
-        drawn = draw(logprobs, k, Streams(batch.seeds[free], position, fresh[free]), mine[at])
-        verdict.token[free] = drawn.tokens.cpu().numpy()
-        ids[at], values[at] = _lists(drawn.listed)
+        streams = Streams(batch.seeds[free], position, fresh[free])
+        drawn = distributions.draw(k, streams, mine[at])
+        verdict.token[free], logprobs[at], ids[at], values[at] = arrays_of(drawn)
         noise[at] = fresh[free]
     if (verdict.token < 0).any():
         _refuse(names, np.flatnonzero(verdict.token < 0), policy_version)
-    return KeptVerdicts(verdict.accepted, verdict.token, ids, values, noise)
-
-
-def _lists(listed: TopK) -> tuple[IntArray, FloatArray]:
-    return listed.ids.cpu().numpy(), listed.logprobs.cpu().numpy()
+    return KeptVerdicts(verdict.accepted, verdict.token, logprobs, ids, values, noise)
 
 
 def _refuse(names: Sequence[str], rows: NDArray[np.int64], policy_version: int) -> None:

@@ -14,7 +14,9 @@ from rollout.trajectory import IntArray
 
 def context_of(request: GenerateRequest) -> IntArray:
     """`[P + S]` prompt and prefix: the tokens before the first draw."""
-    both = np.concatenate([request.prompt_tokens, request.prefix_tokens])
+    both = request.prompt_tokens
+    if len(request.prefix_tokens):
+        both = np.concatenate([both, request.prefix_tokens])
     return both.astype(np.int32, copy=False)
 
 

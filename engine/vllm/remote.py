@@ -1,15 +1,11 @@
-"""The calls from the generator's process to vLLM's worker: what both sides agree on.
+"""What the generator's process names in vLLM's: our classes, and the calls to its worker.
 
-The client names a call by the method of `RemoteWorker`, the worker extension overrides it. vLLM's
-`collective_rpc` carries arguments and results, so both are builtins.
+vLLM's `collective_rpc` carries arguments and results, so both are builtins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
-
-import msgspec
+from engine.remote.calls import RemoteWorker
 
 EXTENSION_PATH = "engine.vllm.worker.extension.WorkerExtension"
 """What `worker_extension_cls` names."""
@@ -19,25 +15,7 @@ SCHEDULER_PATH = "engine.vllm.worker.scheduler.make_scheduler"
 """What `scheduler_cls` names."""
 
 
-class StagingReport(msgspec.Struct, frozen=True):
-    """How far the staging of weights is."""
-
-    state: Literal["running", "staged", "refused", "superseded"]
-    message: str = ""
-    """Why, when it was refused or superseded."""
-
-    @classmethod
-    def of_all(cls, reports: Sequence[StagingReport]) -> StagingReport:
-        """Of several ranks: running as long as one is, then what went wrong, if anything did.
-
-        Args:
-            reports: at least one.
-        """
-        order = ("running", "refused", "superseded", "staged")
-        return min(reports, key=lambda report: order.index(report.state))
-
-
-class RemoteWorker:
+class VllmWorker(RemoteWorker):
     """The calls; `engine.vllm.worker.extension` implements them."""
 
     def asyncrl_attach(
@@ -51,40 +29,4 @@ class RemoteWorker:
             logits_bytes: memory that drawing and scoring may hold at once (engine.logits_mib).
             stage_on_device: whether new weights wait on the model's device (engine.weight_staging).
         """
-        raise NotImplementedError
-
-    def asyncrl_begin_staging(self, manifest: dict[str, Any]) -> None:
-        """Begin to copy the weights of a manifest (as builtins) in a thread; generation continues.
-
-        A staging that has not ended is waited for in that thread, and its version is replaced.
-        """
-        raise NotImplementedError
-
-    def asyncrl_staging(self) -> dict[str, Any]:
-        """A `StagingReport` (as builtins) of the staging begun last."""
-        raise NotImplementedError
-
-    def asyncrl_install(self, policy_version: int) -> str:
-        """Put the staged weights of this version in place, while generation is paused.
-
-        Returns:
-            Why vLLM had to load them in the pause, and will for all versions; "" if they were
-            copied, or if this was the first version, which is loaded to prove that copying may
-            replace it.
-        """
-        raise NotImplementedError
-
-    def asyncrl_begin_fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Begin a `Fingerprint` of the weights in use, by names and shapes of the HF state dict."""
-        raise NotImplementedError
-
-    def asyncrl_fingerprint(self) -> dict[str, Any] | None:
-        """Continue it for a few milliseconds: the `Fingerprint` (as builtins) once it is done.
-
-        The weights must not change meanwhile.
-        """
-        raise NotImplementedError
-
-    def asyncrl_save_cache(self) -> int:
-        """Write the snapshot of the cache of rollouts; returns its bytes."""
         raise NotImplementedError

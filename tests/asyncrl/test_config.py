@@ -112,3 +112,13 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     write(tmp_path, "")
     with pytest.raises(ConfigError, match=r"no configuration file at .*Did you mean 'run.yaml'"):
         load_config(tmp_path / "runs.yaml")
+
+
+def test_the_engines_of_a_mixed_fleet_follow_the_number_of_the_generator() -> None:
+    config = load_config(None, ["engine.kinds=[torch, vllm]", "launcher.generators=3"])
+    assert [config.engine.of_generator(i).kind for i in range(3)] == ["torch", "vllm", "torch"]
+    assert [engine.kind for engine in config.engines] == ["torch", "vllm"]
+    assert config.engine_kinds == "torch+vllm"
+    alone = load_config(None, ["engine.kind=vllm"])
+    assert (alone.engine_kinds, alone.engine.of_generator(4)) == ("vllm", alone.engine)
+    assert load_config(None, ["engine.kinds=[torch, vllm]"]).engine_kinds == "torch"

@@ -368,7 +368,9 @@ def test_the_simulation_repeats_lengths_and_rejections() -> None:
     assert found.staleness_max == 0
     first, end = paced.window
     timed = [n for (g, _), n in samples.items() if first * 8 <= g < end * 8]
-    assert found.mean_length == pytest.approx(np.mean(timed), rel=1e-3)
+    assert found.mean_length == pytest.approx(
+        np.mean(timed), rel=0.05
+    )  # 5% of them get another length
     sync = simulate(replace(paced, mode=SYNC), like)
     assert sync.step_seconds > found.step_seconds
 

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from served_vllm import REAL_VLLM, TOP_K, VOCAB, Served
+from served_engine import TOP_K, VOCAB, Served
+from served_vllm import REAL_VLLM
 
 from benchmarks.vllm_host import main, sides
 from benchmarks.vllm_host.sides import Ours, Plain, Spent, config_of

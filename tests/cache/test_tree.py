@@ -258,6 +258,46 @@ def test_rows_that_are_not_open_are_refused() -> None:
         cache.draft(np.array([other]), np.array([1, 2]))
 
 
+@pytest.mark.parametrize(
+    ("row", "tokens", "offsets", "message"),
+    [
+        (1, [1], [0, 1], "not open"),
+        (-1, [1], [0, 1], "not open"),
+        (10_000, [1], [0, 1], "not open"),
+        (0, [1, -2], [0, 2], "tokens must lie"),
+        (0, [1, 2], [0, 1], "must rise from 0 to 2"),
+        (0, [1, 2], [1, 2], "must rise from 0 to 2"),
+        (0, [1, 2], [0, 3, 2], "need 2 offsets, not 3"),
+        (0, [1, 2], [], "need 2 offsets, not 0"),
+    ],
+)
+def test_arrays_that_need_no_conversion_are_checked_as_well(
+    row: int, tokens: list[int], offsets: list[int], message: str
+) -> None:
+    cache = make()
+    assert cache.open("p", PROMPT) == 0
+    with pytest.raises(ValueError, match=message):
+        cache.extend(*(np.array(one, np.int32) for one in ([row], tokens, offsets)))
+    assert cache.stats().inserted_tokens == 0
+    falling = [np.array(one, np.int32) for one in ([0, 0], [1, 2], [0, 3, 2])]
+    with pytest.raises(ValueError, match="must rise from 0 to 2"):
+        cache.extend(*falling)
+
+
+def test_arrays_of_any_layout_are_stored_alike() -> None:
+    plain = [np.array([0], np.int32), np.arange(5, 11, dtype=np.int32), np.array([0, 6], np.int32)]
+    read_only = [one.copy() for one in plain]
+    for one in read_only:
+        one.setflags(write=False)
+    strided = [np.repeat(one, 2)[::2] for one in plain]
+    for arrays in (plain, read_only, strided, [one.astype(np.int64) for one in plain]):
+        cache = make()
+        cache.open("p", PROMPT)
+        cache.extend(*arrays)
+        other = cache.open("p", PROMPT)
+        assert cache.draft(np.array([other]), np.array([6])).tokens.tolist() == [*range(5, 11)]
+
+
 def test_hundreds_of_rows_and_prompts() -> None:
     cache = make()
     rows = np.array([cache.open(f"p{i}", PROMPT) for i in range(300)])

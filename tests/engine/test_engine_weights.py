@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.errors import EngineStartError, WeightsError, WeightsSupersededError
-from engine.vllm.worker.weights import check_finite
+from engine.remote.worker.staging import check_finite
 from engine.weights import ModelShapes, NamedTensors, StagedWeights
 from wire.weights.layout import TensorSpec, WeightManifest
 from wire.weights.writer import WeightPublisher, published

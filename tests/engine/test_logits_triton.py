@@ -7,7 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+
+from engine.drawing import Streams, draw, draw_by_tensors, noise_seeds
+from engine.logits import FusedRows, ProcessedRows
+from engine.sampling import SamplingColumns
+from engine.verification import KeptColumns
 
 CASES = Path(__file__).parents[1] / "support" / "fused_kernels.py"
 
@@ -32,6 +39,17 @@ def test_kernels_draw_and_look_up_as_the_compiled_code_of_a_cpu() -> None:
     assert "the same" in run("compare", TRITON_INTERPRET="1")
 
 
+def test_kernels_name_the_tokens_that_tensor_operations_name() -> None:
+    """Over several blocks; nothing where nothing is outside the list or no name is asked for."""
+    assert "the same names" in run("names", TRITON_INTERPRET="1")
+
+
+@pytest.mark.slow
+def test_the_torch_engine_gives_the_same_tokens_with_kernels() -> None:
+    """Samples, verification of kept tokens, SPEC-RL's rule, tokens outside the list, scores."""
+    assert "the same engine" in run("engine", TRITON_INTERPRET="1")
+
+
 def test_a_step_takes_few_kernels() -> None:
     """Two, and copies, where tensor operations take over thirty."""
     counts = dict(line.split() for line in run("count", TRITON_INTERPRET="1").splitlines())
@@ -48,3 +66,25 @@ def test_kernels_compile_for_an_h100() -> None:
         "look_up_kernel",
         "cut_kernel",
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_draws_and_names_the_same_tokens() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(500, 32_000, generator=generator) * 3
+    logprobs = torch.log_softmax(logits, -1)
+    seeds = np.arange(500, dtype=np.uint64)
+    streams = Streams(seeds, np.arange(500), noise_seeds(seeds, 3))
+    there = FusedRows(logits.cuda(), SamplingColumns.unset(500))
+    here, tensors = draw(logprobs, 16, streams), draw_by_tensors(logprobs, 16, streams)
+    assert torch.equal(here.tokens, tensors.tokens)
+    assert torch.equal(there.draw(16, streams).tokens.cpu(), here.tokens)
+    rows, ids = np.arange(0, 500, 3), here.listed.ids.numpy()[::3].copy()
+    outside = logits.argmin(1)[::3].numpy().astype(np.int32)
+    columns = KeptColumns(
+        outside, ids, streams.positions[::3], streams.noise_seeds[::3], np.ones(len(rows), np.bool_)
+    )
+    found, wanted = there.read(rows, columns), ProcessedRows(logprobs).read(rows, columns)
+    np.testing.assert_array_equal(found.names, wanted.names)
+    np.testing.assert_allclose(found.name_logprobs, wanted.name_logprobs, atol=1e-5)

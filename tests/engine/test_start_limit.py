@@ -1,4 +1,4 @@
-"""vLLM's limit of its own start follows that of its process (launcher.startup_seconds)."""
+"""An engine's limit of its own start follows that of its process (launcher.startup_seconds)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def test_vllm_gives_up_before_its_process_is_killed() -> None:
     assert 600 < VllmConfig().start_limit < RunConfig().launcher.startup_seconds
     assert VllmConfig().started_within(1000).start_limit == 900
     assert VllmConfig(startup_timeout_seconds=50).started_within(1000).start_limit == 50
+
+
+def test_sglangs_limit_follows_too() -> None:
+    config = EngineConfig(kind="sglang").started_within(1000)
+    assert (config.start_limit, config.vllm.start_limit) == (900, 900)
+    assert EngineConfig(kind="torch").started_within(1000).start_limit is None
 
 
 def test_vllm_is_told_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

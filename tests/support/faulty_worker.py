@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.vllm_host.timed_worker import TimedExtension
+from engine.remote.worker.staging import WorkerWeights
 from engine.vllm.worker import sampling, weights
 
 _DRAW = sampling.draw_from_logits
@@ -21,7 +22,7 @@ def _load_and_derive(name: str, worker: Any, model: Any, tensors: Any) -> None:
 class FaultyWorker(TimedExtension):
     """Behaves as `WorkerExtension` until a fault or a clock is asked for."""
 
-    _weights: weights.WorkerWeights
+    _weights: WorkerWeights
     _fault: tuple[str, str] = ("none", "")
 
     def asyncrl_fault(self, kind: str, name: str = "") -> None:
@@ -33,7 +34,7 @@ class FaultyWorker(TimedExtension):
         Another kind: none.
         """
         if "deriving" in (kind, self._fault[0]):
-            self._weights = weights.WorkerWeights(self)
+            self._weights = WorkerWeights(weights.VllmLoader(self))
         if kind == "deriving":
             model: Any = self.model_runner.get_model()
             derived = [model.get_parameter(name).detach().clone()]

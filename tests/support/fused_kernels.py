@@ -1,4 +1,4 @@
-"""Runs the kernels of `engine.logits_triton`: `compare`, `count` or `compile`.
+"""Runs the kernels of `engine.logits_triton`: `compare`, `names`, `engine`, `count` or `compile`.
 
 A program of its own, because Triton decides when it is imported whether it interprets or compiles.
 """
@@ -6,20 +6,34 @@ A program of its own, because Triton decides when it is imported whether it inte
 from __future__ import annotations
 
 import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch_cores
+from enumerated_policies import policies
+from new_weights import swap_weights
+from tiny_models import save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import logits as engine_logits
 from engine import logits_triton
-from engine.drawing import Streams, draw, draw_by_tensors
-from engine.logits import draw_from_logits, read_from_logits
-from engine.protocol import SamplingParams
-from engine.sampling import SamplingColumns, processed_logprobs
+from engine.drawing import (
+    Streams,
+    draw,
+    draw_by_tensors,
+    identify_by_tensors,
+    top_k,
+)
+from engine.logits import FusedRows, ProcessedRows, draw_from_logits, read_from_logits
+from engine.protocol import GenerateRequest, SamplingParams, Score, ScoreRequest, TokenChunk
+from engine.sampling import SamplingColumns, processed_logprobs, stream_bits
 from engine.verification import KeptColumns, read
+from rollout.trajectory import Provenance
 
 PLAIN: list[dict[str, float]] = [{}, {"temperature": 0.7}]
 CUT: list[dict[str, float]] = [
@@ -79,6 +93,7 @@ def compare() -> None:
             found = _same_draws(logits_of(rows, vocabulary, dtype), k, sampling_of(ways, rows))
             outside += found
             named += _same_reading(logits_of(rows, vocabulary, dtype), k, sampling_of(ways, rows))
+    _same_of_some(logits_of(6, 50, torch.float32), 4, sampling_of(CUT, 6))
     assert outside > 3
     assert named > 8
     bad = torch.zeros(3, 40)
@@ -130,6 +145,106 @@ def _same_reading(logits: torch.Tensor, k: int, sampling: SamplingColumns) -> in
     torch.testing.assert_close(found.listed.logprobs, best.logprobs, rtol=1e-5, atol=1e-5)
     assert torch.equal(found.listed.ids, best.ids)
     return int((columns.outside() & (right.names >= 0)).sum())
+
+
+def _same_of_some(logits: torch.Tensor, k: int, sampling: SamplingColumns) -> None:
+    """Some rows, in any order and repeatedly: the kernels find them where they lie."""
+    rows = np.array([len(logits) - 1, 0, 2, 0])
+    logprobs = processed_logprobs(logits.float().clone(), sampling)
+    fused, processed = FusedRows(logits, sampling), ProcessedRows(logprobs)
+    mine, theirs = (each.draw(k, streams_of(4), rows) for each in (fused, processed))
+    assert torch.equal(mine.tokens, theirs.tokens)
+    torch.testing.assert_close(mine.logprobs, theirs.logprobs, rtol=1e-5, atol=1e-5)
+    for listed in (mine.listed, fused.top_k(k, rows)):
+        assert torch.equal(listed.ids, theirs.listed.ids)
+        torch.testing.assert_close(listed.logprobs, theirs.listed.logprobs, rtol=1e-5, atol=1e-5)
+    columns = KeptColumns(
+        np.array([1, 2, 0, 1], np.int32), theirs.listed.ids.numpy(), np.arange(4),
+        streams_of(4).seeds, np.ones(4, np.bool_),
+    )  # fmt: skip
+    for found, wanted in zip(fused.read(rows, columns), processed.read(rows, columns), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def names() -> None:
+    """Names by the same noise as those of tensor operations, over several blocks."""
+    for vocabulary, k, rows in ((50, 4, 20), (1500, 8, 12), (2048, 3, 8), (9000, 1, 8)):
+        logits = logits_of(rows, vocabulary, torch.float32)
+        logits[3] = -torch.inf
+        logits[3, :k] = 0.0  # nothing is outside
+        logprobs = torch.log_softmax(logits, -1)
+        ids = top_k(logprobs, k).ids
+        seeds, positions = np.arange(rows, dtype=np.uint64), np.arange(rows)
+        tail = np.arange(rows) % 4 > 0
+        columns = KeptColumns(
+            ids.numpy()[:, 0].copy(), ids.numpy(), positions, seeds, np.zeros(rows, np.bool_)
+        )
+        found = logits_triton.look_up_rows(logits, SamplingColumns.unset(rows), columns, tail)
+        wanted = identify_by_tensors(logprobs, ids, stream_bits(seeds, positions))
+        assert wanted[3] == -1
+        wanted[~torch.from_numpy(tail)] = -1
+        assert torch.equal(found.names, wanted), (vocabulary, k)
+        own = logprobs.gather(1, wanted.clamp(min=0)[:, None])[:, 0]
+        named = wanted >= 0
+        assert named.sum() > rows // 2
+        torch.testing.assert_close(found.name_values[named], own[named], rtol=1e-5, atol=1e-5)
+    print("the same names")
+
+
+def engine() -> None:
+    """The torch engine with the kernels gives the tokens that it gives without them."""
+    fused = _rounds()
+    with patch.object(engine_logits, "fused", lambda _logits, _k: False):
+        processed = _rounds()
+    outside = renewed = 0
+    for (chunks, scores), (other_chunks, other_scores) in zip(fused, processed, strict=True):
+        assert chunks.keys() == other_chunks.keys()
+        for name, mine in chunks.items():
+            for what in ("tokens", "topk_ids", "noise_seeds", "provenance"):
+                one, other = (torch_cores.joined(c, what) for c in (mine, other_chunks[name]))
+                np.testing.assert_array_equal(one, other, what)
+            for what in ("logprobs", "topk_logprobs"):
+                one, other = (torch_cores.joined(c, what) for c in (mine, other_chunks[name]))
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+            outside += sum(chunk.outside_top_k() for chunk in mine)
+            renewed += int((torch_cores.joined(mine, "provenance") == Provenance.VERIFIED).sum())
+        for score, other_score in zip(scores, other_scores, strict=True):
+            np.testing.assert_allclose(score.logprobs, other_score.logprobs, atol=1e-5)
+            np.testing.assert_array_equal(score.topk_ids, other_score.topk_ids)
+    assert outside > 5, outside
+    assert renewed > 5, renewed
+    print("the same engine")
+
+
+Round = tuple[dict[str, list[TokenChunk]], list[Score]]
+
+
+def _rounds() -> list[Round]:
+    """Rounds of one core: new samples, the same verified under new weights, and scores."""
+    old, new = policies(0.1)
+    with tempfile.TemporaryDirectory() as folder:
+        model = torch_cores.load(save(old, Path(folder)), slots=4)
+    core = torch_cores.core_of(model, top_k=2)
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"top_p": 0.8}, {}]
+    asked = [
+        torch_cores.request(f"{i}", seed=i, top_k_logprobs=2, max_tokens=6, **ways[i])
+        for i in range(4)
+    ]
+    first = torch_cores.run(core, asked)
+    swap_weights(core, new.state_dict().items(), 1)
+    again = []
+    for i, one in enumerate(asked):
+        kept = torch_cores.kept_of(first[one.request_id], lenience=1.2 if i == 3 else None)
+        sampling = replace(one.sampling, seed=100 + i)
+        again.append(replace(one, kept=kept, sampling=sampling))
+    verified = torch_cores.run(core, again)
+    scores = core.score([_score_of(one, verified[one.request_id]) for one in asked])
+    return [(first, []), (verified, scores)]
+
+
+def _score_of(request: GenerateRequest, chunks: list[TokenChunk]) -> ScoreRequest:
+    tokens = torch_cores.joined(chunks, "tokens")
+    return ScoreRequest(request.request_id, request.prompt_tokens, tokens, request.sampling)
 
 
 class Counter(TorchDispatchMode):
@@ -206,6 +321,8 @@ if __name__ == "__main__":
             compile_all()
         elif sys.argv[1] == "count":
             count()
+        elif sys.argv[1] == "names":
+            names()
         else:
             with patch.multiple(logits_triton, **SMALL):
-                compare()
+                engine() if sys.argv[1] == "engine" else compare()

@@ -51,9 +51,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     tmp_path: Path,
     tokenizer_kept: Callable[[Path], bool],
 ) -> None:
-    whole = _learner(model_path(name))
+    whole = _learner(model_path(name), threads=1)
     _train(whole, group_of, 4)
-    first = _learner(model_path(name))
+    first = _learner(model_path(name), threads=1)
     _train(first, group_of, 2)
     first.add_group(group_of(9, np.random.default_rng(0)), np.arange(4, dtype=np.float32))
     first.save(tmp_path / "step-000002")

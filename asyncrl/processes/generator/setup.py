@@ -54,12 +54,9 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
                 return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
             engine = create_engine(
-                config.engine.model_copy(
-                    update={
-                        "threads": spec.threads,
-                        "vllm": config.engine.vllm.started_within(config.launcher.startup_seconds),
-                    }
-                ),
+                config.engine.of_generator(spec.generator)
+                .started_within(config.launcher.startup_seconds)
+                .model_copy(update={"threads": spec.threads}),
                 spec.model_path,
                 cache_config=config.cache,
                 seed=config.run.seed,

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
 from engine.config import EngineConfig
-from engine.vllm.client.inbox import Inbox
-from engine.vllm.client.process import CoreProcess
-from engine.vllm.extras import RequestExtra
-from engine.vllm.remote import RemoteWorker, StagingReport
+from engine.errors import EngineError
+from engine.remote.calls import StagingReport
+from engine.remote.client.core import CoreRequest
+from engine.remote.client.inbox import Inbox
+from engine.remote.client.meter import Meter
+from engine.remote.client.responses import Responses
+from engine.vllm.client.process import VllmProcess
+from engine.vllm.extras import to_extra_args
+from engine.vllm.remote import VllmWorker
 from wire.weights.layout import Fingerprint, WeightManifest
 
 T = TypeVar("T")
@@ -25,34 +30,58 @@ _MAX_TEMPLATES = 64
 """Kinds of requests whose parameters are kept. A run has a few."""
 
 
-@dataclass(frozen=True, slots=True)
-class CoreRequest:
-    """A request as vLLM takes it."""
-
-    tokens: list[int]
-    """What to continue."""
-    params: dict[str, Any]
-    """Arguments of vLLM's `SamplingParams`."""
-    extra: RequestExtra
-    """Goes with them; the ticket is not set yet."""
-    priority: int
-    """Lower is served first."""
-
-
-class Core:
-    """What vLLM can be asked.
+class VllmCore:
+    """What vLLM can be asked; satisfies `engine.remote.client.core.Core`.
 
     Args:
         process: a started vLLM.
     """
 
-    def __init__(self, process: CoreProcess) -> None:
+    name = "vLLM"
+    min_temperature = 0.01
+    """vLLM silently raises a lower one to this."""
+
+    def __init__(self, process: VllmProcess) -> None:
         self.process = process
         self.policy_version = 0
         """Of the weights that are loaded."""
         self._installations = 0
-        self._templates: dict[str, Any] = {}
+        self._templates: dict[Hashable, Any] = {}
         """vLLM's `SamplingParams` by our arguments, without the token limit."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the loaded model."""
+        return self.process.vllm.vocab_size
+
+    @property
+    def ended(self) -> EngineError | None:
+        """Why nothing can be asked any more; None while it runs."""
+        return self.process.ended
+
+    @property
+    def unfinished(self) -> int:
+        """Requests submitted whose end has not come."""
+        unfinished: int = self.process.vllm.processor.get_num_unfinished_requests()
+        return unfinished
+
+    @property
+    def responses(self) -> Responses:
+        """The responses being generated."""
+        return self.process.vllm.processor.responses
+
+    @property
+    def meter(self) -> Meter:
+        """What it has done since its start."""
+        return self.process.vllm.meter
+
+    def failure(self, what: str) -> EngineError:
+        """An error that quotes the end of vLLM's log."""
+        return self.process.failure(what)
+
+    def fail(self, error: EngineError) -> None:
+        """Refuse every later call with this error, and tell those who wait."""
+        self.process.fail(error)
 
     async def attach(self, config: EngineConfig) -> None:
         """Put our drawing, scoring and drafting into vLLM's worker.
@@ -62,7 +91,7 @@ class Core:
         """
         await self._call(
             "attach to its worker",
-            RemoteWorker.asyncrl_attach,
+            VllmWorker.asyncrl_attach,
             os.getpid(),
             config.top_k_logprobs,
             config.logits_bytes,
@@ -74,35 +103,31 @@ class Core:
 
     async def submit(self, request_id: str, inbox: Inbox[Any], request: CoreRequest) -> None:
         """Give vLLM a request that is answered to `inbox`. The id must never have been used."""
-        from vllm.inputs.engine import tokens_input
+        from engine.vllm.client.api import tokens_input
 
         vllm = self.process.vllm
         vllm.processor.expect(request_id, inbox)
         vllm.meter.busy()
         prompt = tokens_input(request.tokens, cache_salt=self._salt())
         extra = replace(request.extra, ticket=inbox.ticket)
-        params = self._params_of(request.params)
-        params.extra_args = extra.to_extra_args()
+        params = self._params_of(request)
+        params.extra_args = to_extra_args(extra)
         await vllm.llm.add_request(request_id, prompt, params, priority=request.priority)
 
-    def _params_of(self, arguments: dict[str, Any]) -> Any:
+    def _params_of(self, request: CoreRequest) -> Any:
         """VLLM's parameters of a request: a copy of those of an earlier one of its kind.
 
         VLLM checks what it constructs, `extra_args` above all: a fifth of what a response costs.
-
-        Args:
-            arguments: of `SamplingParams`; the token limit differs between requests.
         """
-        kind = repr([(name, one) for name, one in arguments.items() if name != "max_tokens"])
+        listed = request.extra.top_k_logprobs if request.extra.scored else None
+        kind = request.temperature, request.top_p, request.stop_tokens, listed
         if kind not in self._templates:
-            from vllm import SamplingParams
-
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
-            # vLLM copies the parameters of a request, deeply unless it is told not to.
-            self._templates[kind] = SamplingParams(**arguments, skip_clone=True)
+            self._templates[kind] = _params(*kind)
         params = copy(self._templates[kind])
-        params.max_tokens = arguments["max_tokens"]
+        # vLLM must draw a token even if it only scores; it is thrown away.
+        params.max_tokens = max(1, request.max_tokens)
         return params
 
     def _salt(self) -> str:
@@ -150,11 +175,11 @@ class Core:
     async def begin_staging(self, manifest: WeightManifest) -> None:
         """Have the worker begin to copy published weights; generation continues."""
         builtins = msgspec.to_builtins(manifest)
-        await self._call("stage new weights", RemoteWorker.asyncrl_begin_staging, builtins)
+        await self._call("stage new weights", VllmWorker.asyncrl_begin_staging, builtins)
 
     async def staging(self) -> StagingReport:
         """How far the staging begun last is, in all ranks together."""
-        found = await self._call("stage new weights", RemoteWorker.asyncrl_staging)
+        found = await self._call("stage new weights", VllmWorker.asyncrl_staging)
         return StagingReport.of_all([msgspec.convert(one, StagingReport) for one in found])
 
     async def install(self, policy_version: int) -> str:
@@ -163,7 +188,7 @@ class Core:
         Returns:
             Why vLLM had to load them in the pause (`RemoteWorker.asyncrl_install`), or "".
         """
-        install = RemoteWorker.asyncrl_install
+        install = VllmWorker.asyncrl_install
         reasons = await self._call("install new weights", install, policy_version)
         version = self.process.vllm.llm.update_weight_version(str(policy_version))
         await self.process.ask(version, "set its weight version")
@@ -177,20 +202,20 @@ class Core:
         vLLM generates meanwhile. The weights must stay.
         """
         what = "compare its weights"
-        await self._call(what, RemoteWorker.asyncrl_begin_fingerprint, shapes)
+        await self._call(what, VllmWorker.asyncrl_begin_fingerprint, shapes)
         while True:
-            found, *_ = await self._call(what, RemoteWorker.asyncrl_fingerprint)
+            found, *_ = await self._call(what, VllmWorker.asyncrl_fingerprint)
             if found is not None:  # each rank gives the one of the whole model
                 return msgspec.convert(found, Fingerprint)
 
     async def save_cache(self) -> int:
         """Write the snapshot of the cache inside the core; returns its bytes."""
-        return sum(await self._call("save its cache", RemoteWorker.asyncrl_save_cache))
+        return sum(await self._call("save its cache", VllmWorker.asyncrl_save_cache))
 
     async def _call(
         self,
         what: str,
-        method: Callable[Concatenate[RemoteWorker, P], T],
+        method: Callable[Concatenate[VllmWorker, P], T],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[T]:
@@ -198,3 +223,28 @@ class Core:
         llm = self.process.vllm.llm
         call = llm.collective_rpc(method.__name__, args=args, kwargs=kwargs)
         return await self.process.ask(call, what)
+
+
+def _params(
+    temperature: float, top_p: float, stop_tokens: tuple[int, ...], listed: int | None
+) -> Any:
+    """VLLM's parameters for a kind of requests, without the token limit.
+
+    Args:
+        temperature: of sampling.
+        top_p: of sampling.
+        stop_tokens: that end a response.
+        listed: K of the lists of scored tokens; None: it generates. Our scorer fills them, and our
+            sampler those of drawn tokens, for which vLLM would slice the step's table.
+    """
+    from engine.vllm.client.api import SamplingParams
+
+    return SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        stop_token_ids=list(stop_tokens),
+        prompt_logprobs=listed,
+        ignore_eos=True,  # only our stop tokens end a response; what the model's files say does not
+        detokenize=False,
+        skip_clone=True,  # vLLM copies the parameters of a request, deeply unless it is told not to
+    )

@@ -8,20 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.platforms import current_platform
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.metrics.loggers import PrometheusStatLogger
-
 from cache.config import CacheConfig
 from cache.place import CachePlace, to_json
 from engine.config import EngineConfig
 from engine.errors import EngineStartError
+from engine.remote.client.responses import Responses
+from engine.remote.extras import DrafterSettings
+from engine.vllm.client.api import AsyncEngineArgs, AsyncLLM, PrometheusStatLogger, current_platform
 from engine.vllm.client.graphs import graph_config
-from engine.vllm.client.meter import Meter
+from engine.vllm.client.meter import VllmMeter
 from engine.vllm.client.outputs import StepProcessor
-from engine.vllm.client.responses import Responses
-from engine.vllm.extras import DrafterSettings, MessageSettings
+from engine.vllm.extras import MessageSettings, drafter_to_config
 from engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
 
 _CPU_KV_GIB = 0.5
@@ -38,7 +35,7 @@ class Launched:
 
     llm: AsyncLLM
     processor: StepProcessor
-    meter: Meter
+    meter: VllmMeter
     vocab_size: int
 
 
@@ -56,7 +53,7 @@ def launch(
         Other errors of vLLM's pass through; the caller quotes its log.
     """
     _check_device(config)
-    meter = Meter()
+    meter = VllmMeter()
     args = AsyncEngineArgs(**engine_args(config, model_path, cache_config, seed, place))
     with without_compilers(args):
         llm = AsyncLLM.from_engine_args(args, stat_loggers=[meter.logger])
@@ -131,13 +128,15 @@ def engine_args(
             "model": DRAFTER_PATH,
             "num_speculative_tokens": drafts,
         }
-        args["additional_config"] |= DrafterSettings(
-            cache=cache_config.model_dump(mode="json"),
-            place=to_json(place),
-            fixed_step_tokens=ours.max_step_tokens,
-            max_step_tokens=args["max_num_batched_tokens"],
-            logits_bytes=config.logits_bytes,
-        ).to_config()
+        args["additional_config"] |= drafter_to_config(
+            DrafterSettings(
+                cache=cache_config.model_dump(mode="json"),
+                place=to_json(place),
+                fixed_step_tokens=ours.max_step_tokens,
+                max_step_tokens=args["max_num_batched_tokens"],
+                logits_bytes=config.logits_bytes,
+            )
+        )
     return args
 
 

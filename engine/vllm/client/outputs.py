@@ -2,7 +2,7 @@
 
 vLLM's own processor merges the steps of a slow consumer, keeps only the last weight version of a
 request and builds a Python object per log-probability. This one takes the table of a whole step
-(`engine.vllm.extras.StepTable`) with the version that the core stamped on it. A message has some
+(`engine.remote.extras.StepTable`) with the version that the core stamped on it. A message has some
 steps of one version, and no other outputs than those of tables and of requests that end
 (`engine.vllm.worker.scheduler`), so a step costs a compiled call for any number of requests.
 Written against vLLM 0.32.0.
@@ -13,13 +13,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 
 from engine.errors import EngineError
-from engine.vllm.client.inbox import Inbox, Scored
-from engine.vllm.client.responses import Response, Responses
-from engine.vllm.extras import StepTable
+from engine.remote.client.inbox import Inbox, Scored
+from engine.remote.client.responses import Response, Responses
+from engine.remote.extras import StepTable
+from engine.vllm.client.api import (
+    EngineCoreOutput,
+    FinishReason,
+    OutputProcessor,
+    OutputProcessorOutput,
+)
 from rollout.trajectory import FinishReason as Reason
 
 _REASONS: dict[Any, Reason] = {

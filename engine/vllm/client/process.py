@@ -21,8 +21,7 @@ from engine.errors import EngineError, EngineStartError
 from engine.vllm.client.environment import prepare, process_log
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
+    from engine.vllm.client.api import AsyncLLM
     from engine.vllm.client.launch import Launched
 
 T = TypeVar("T")
@@ -41,10 +40,11 @@ _SOCKETS = (
 """Those of AsyncLLM's client. Its context can be terminated only when all are closed."""
 
 
-class CoreProcess:
+class VllmProcess:
     """One vLLM: `start` once, `stop` once. Used from one event loop."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self.name = "vLLM"
         self._config = config
         self._log = process_log(config.vllm.log_level)
         self._launched: Launched | None = None

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,34 +21,14 @@ from numpy.typing import NDArray
 
 from cache.config import CacheConfig
 from cache.place import from_json, open_at, save_at
-from cache.tree import RolloutCache
-from engine.drafting.fixed_budget import FixedBudget
-from engine.drafting.planner import DraftPlanner, Planner
-from engine.drafting.step_times import warm_up as warm_up_step_times
-from engine.vllm.extras import DrafterSettings
-from engine.vllm.worker.batch import Batch
+from engine.remote.worker.drafting import StepTimer, planner_of, warm_up
+from engine.remote.worker.ranks import Ranks
+from engine.remote.worker.rows import NO_SLOT, RowBook
+from engine.vllm.extras import drafter_from_config
+from engine.vllm.worker.batch import RunnerBatch
 from engine.vllm.worker.plain_steps import FollowingDrafter
-from engine.vllm.worker.ranks import Ranks
-from engine.vllm.worker.rows import NO_SLOT, RowBook, warm_up
 from engine.vllm.worker.sampling import CoreSampler
 from rollout.trajectory import IntArray
-
-_GAP = 0.002
-"""Seconds between two steps that the scheduler may need, whatever the step took."""
-
-
-@dataclass(slots=True)
-class _Taken:
-    """The current step, or the last one."""
-
-    began: float
-    tokens: int
-    """Fed to the model, drafts and prompts included."""
-    rows: int
-    """Rows that decode."""
-    context: int = 0
-    ended: float = 0.0
-    """0: no tokens were drawn in it."""
 
 
 class CacheDrafter:
@@ -60,33 +39,26 @@ class CacheDrafter:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        settings = DrafterSettings.from_config(vllm_config.additional_config)
+        settings = drafter_from_config(vllm_config.additional_config)
         config = CacheConfig.model_validate(settings.cache)
-        self.planner = _planner(
+        self.planner = planner_of(
             settings, config.max_draft_tokens, vllm_config.model_config.get_vocab_size()
         )
         self._place = from_json(settings.place)
         self._cache = open_at(config, self._place)
         self._book = RowBook(self._cache, self.planner)
         self._runner: Any = None
-        self._batch: Batch | None = None
+        self._batch: RunnerBatch | None = None
         self._sampler: CoreSampler | None = None
         self._changes = -1
         self._slots: NDArray[np.int64] = np.empty(0, np.int64)
         self._empty: list[list[int]] = []
         self._proposed: dict[str, list[int]] = {}
-        self._taken: _Taken | None = None
+        self.timer = StepTimer(self.planner)
 
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
         """Warm up the cache's compiled code; there is no model to load."""
-        cache = RolloutCache(CacheConfig(max_bytes=1 << 20))
-        context = np.arange(8, dtype=np.int32)
-        cache.insert("warm-up", context, context)
-        row = cache.open("warm-up", context)
-        cache.draft(np.array([row], np.int32), np.array([2], np.int32))
-        cache.close(row)
         warm_up()
-        warm_up_step_times()
 
     def advance(self, policy_version: int) -> None:
         """Label what is generated from now on with this policy version."""
@@ -98,7 +70,7 @@ class CacheDrafter:
         """Write the cache's snapshot, if it has a place for one; returns its bytes."""
         return save_at(self._cache, self._place)
 
-    def attach(self, runner: Any, batch: Batch, sampler: CoreSampler) -> None:
+    def attach(self, runner: Any, batch: RunnerBatch, sampler: CoreSampler) -> None:
         """Hook into the model runner, whose batch says which request is in which row."""
         self._runner, self._batch, self._sampler = runner, batch, sampler
         execute, take = runner.execute_model, runner.take_draft_token_ids
@@ -119,21 +91,8 @@ class CacheDrafter:
         runner.take_draft_token_ids = take_draft_token_ids
 
     def begin(self, scheduler_output: Any, now: float) -> None:
-        """Note the start of a step, and tell the planner how long the one before took.
-
-        The planner is not told of steps that mostly took in prompts, nor of those before a break
-        (no work, a pause, new weights), seen as a gap longer than the step itself.
-        """
-        last, self._taken = self._taken, None
-        if last is not None and last.ended:
-            spent = last.ended - last.began
-            if now - last.ended <= spent + _GAP:
-                self.planner.observe(
-                    tokens=last.tokens,
-                    rows=last.rows,
-                    context=last.context,
-                    seconds=now - last.began,
-                )
+        """Note the start of a step, and tell the planner how long the one before took."""
+        self.timer.begin(now)
         if self._batch is not None and scheduler_output.finished_req_ids:
             # Their rows of vLLM's table are about to be used again.
             self._record(self._batch, scheduler_output.finished_req_ids)
@@ -145,8 +104,8 @@ class CacheDrafter:
         decoding = len(running)
         if tokens > len(fed) + drafted:  # some rows take in more than a token and its drafts
             decoding = sum(fed[name] == 1 + len(drafts.get(name, ())) for name in running)
-        if decoding and tokens <= 2 * (decoding + drafted) and not self._runner.num_prompt_logprobs:
-            self._taken = _Taken(now, tokens, decoding)
+        if not self._runner.num_prompt_logprobs:
+            self.timer.note(now, tokens=tokens, rows=decoding, drafted=drafted)
         if not tokens and self._batch is not None:
             self._follow(self._batch)  # nothing is running: close the rows of ended requests
 
@@ -183,9 +142,8 @@ class CacheDrafter:
                 drafts = list(drafts)
                 for row, draft in chosen.items():
                     drafts[row] = self._proposed[batch.ids[row]] = draft
-        if self._taken is not None:
-            self._taken.context = int(np.add.reduce(num_tokens_no_spec[:rows]))
-            self._taken.ended = time.perf_counter()
+        if self.timer.noted:
+            self.timer.drawn(int(np.add.reduce(num_tokens_no_spec[:rows])))
         return drafts
 
     def _no_drafts(self, rows: int) -> list[list[int]]:
@@ -216,7 +174,7 @@ class CacheDrafter:
         )
         return {int(decode[at]): draft for at, draft in chosen.items()}
 
-    def _follow(self, batch: Batch) -> None:
+    def _follow(self, batch: RunnerBatch) -> None:
         """Find each row's slot again when rows have changed."""
         batch.refresh()
         if batch.changes != self._changes:
@@ -224,7 +182,7 @@ class CacheDrafter:
             self._book.forget(batch.runner.requests)
             self._slots = self._book.slots(batch.ids, batch.entry)
 
-    def _record(self, batch: Batch, names: Container[str]) -> None:
+    def _record(self, batch: RunnerBatch, names: Container[str]) -> None:
         """Tell the cache what these requests have generated, as far as they have rows."""
         self._follow(batch)
         rows = np.array([row for row, name in enumerate(batch.ids) if name in names], np.int64)
@@ -245,15 +203,7 @@ class CacheDrafter:
 
 def make_drafter(vllm_config: Any) -> CacheDrafter | FollowingDrafter:
     """What vLLM builds: rank 0 drafts for all."""
-    return CacheDrafter(vllm_config) if Ranks.of_vllm().leads else FollowingDrafter()
+    from engine.vllm.worker.api import get_tp_group
 
-
-def _planner(settings: DrafterSettings, max_draft_tokens: int, vocab_size: int) -> Planner:
-    """The planner that the settings ask for; it never exceeds the memory for logits by drafts."""
-    fixed = settings.fixed_step_tokens
-    if fixed is not None:
-        return FixedBudget(max_step_tokens=fixed, max_draft_tokens=max_draft_tokens)
-    affordable = settings.logits_bytes // (4 * vocab_size)
-    return DraftPlanner(
-        max_step_tokens=min(settings.max_step_tokens, affordable), max_draft_tokens=max_draft_tokens
-    )
+    leads = Ranks.of_group(get_tp_group()).leads
+    return CacheDrafter(vllm_config) if leads else FollowingDrafter()

@@ -16,15 +16,17 @@ import msgspec
 
 from engine.drawing import UNREPORTED_K
 from engine.drawing import warm_up as warm_up_drawing
-from engine.vllm.remote import RemoteWorker
-from engine.vllm.worker.batch import Batch
+from engine.remote.worker.ranks import Ranks
+from engine.remote.worker.staging import WorkerWeights
+from engine.vllm.remote import VllmWorker
+from engine.vllm.worker.api import get_tp_group
+from engine.vllm.worker.batch import RunnerBatch
 from engine.vllm.worker.drafter import CacheDrafter
-from engine.vllm.worker.held_weights import HeldWeights
+from engine.vllm.worker.held_weights import VllmHeldWeights
 from engine.vllm.worker.plain_steps import prepare_plainly
-from engine.vllm.worker.ranks import Ranks
 from engine.vllm.worker.sampling import CoreSampler
 from engine.vllm.worker.scoring import CoreScorer
-from engine.vllm.worker.weights import WorkerWeights, check_reloadable
+from engine.vllm.worker.weights import VllmLoader, check_reloadable
 from rollout.acceptance import warm_up_verification
 from wire.weights.layout import Fingerprint, WeightManifest
 
@@ -34,12 +36,12 @@ _PIECE = {"cpu": 1 << 22, "cuda": 1 << 28}
 """Elements of weights that are looked at between two steps, some 10 ms; a tensor is never cut."""
 
 
-class WorkerExtension(RemoteWorker):
-    """The calls of `RemoteWorker`. `self` is also vLLM's worker."""
+class WorkerExtension(VllmWorker):
+    """The calls of `VllmWorker`. `self` is also vLLM's worker."""
 
     model_runner: Any
     device: Any
-    _batch: Batch
+    _batch: RunnerBatch
     _weights: WorkerWeights
     _fingerprint: Iterator[Fingerprint | None]
 
@@ -56,12 +58,12 @@ class WorkerExtension(RemoteWorker):
         """
         runner = self.model_runner
         check_reloadable(runner.get_model())
-        ranks = Ranks.of_vllm()
-        batch = self._batch = Batch(runner, top_k or UNREPORTED_K)
+        ranks = Ranks.of_group(get_tp_group())
+        batch = self._batch = RunnerBatch(runner, top_k or UNREPORTED_K)
         sampler = CoreSampler(runner, batch, ranks, logits_bytes)
         sampler.install()
         CoreScorer(runner, batch, ranks, logits_bytes).install()
-        self._weights = WorkerWeights(self, on_device=stage_on_device)
+        self._weights = WorkerWeights(VllmLoader(self), on_device=stage_on_device)
         if runner.speculative_config is not None:
             prepare_plainly(runner)
         drafter = _drafter_of(runner)
@@ -96,10 +98,10 @@ class WorkerExtension(RemoteWorker):
 
     def asyncrl_begin_fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Begin a `Fingerprint` of the weights in use, by the names of the HF state dict."""
-        held = HeldWeights(
+        held = VllmHeldWeights(
             self.model_runner.get_model(),
             {name: tuple(shape) for name, shape in shapes.items()},
-            Ranks.of_vllm(),
+            Ranks.of_group(get_tp_group()),
         )
         self._fingerprint = held.fingerprint(_PIECE[self.device.type])
 

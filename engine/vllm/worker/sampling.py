@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from engine.drawing import Streams
 from engine.logits import LogitDraws, draw_from_logits
-from engine.vllm.worker.batch import Batch
-from engine.vllm.worker.ranks import Ranks
+from engine.remote.worker.ranks import Ranks
+from engine.vllm.worker.batch import RunnerBatch
 from rollout.acceptance import accept_chain
 
 _NO_TOKEN = -1
@@ -40,7 +40,7 @@ class CoreSampler:
         max_bytes: memory that drawing may hold at once (`engine.logits`).
     """
 
-    def __init__(self, runner: Any, batch: Batch, ranks: Ranks, max_bytes: int) -> None:
+    def __init__(self, runner: Any, batch: RunnerBatch, ranks: Ranks, max_bytes: int) -> None:
         self._runner = runner
         self._batch = batch
         self._ranks = ranks
@@ -52,7 +52,7 @@ class CoreSampler:
 
     def install(self) -> None:
         """Replace the method on this runner."""
-        from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+        from engine.vllm.worker.api import LogprobsTensors, SamplerOutput
 
         self._table, self._result = LogprobsTensors, SamplerOutput
         self._runner._sample = self.__call__  # noqa: SLF001

@@ -3,8 +3,8 @@
 vLLM sends an object per request and step, and slices the step's log-probabilities for each: some
 60 us per request and step, for K = 8. Here requests ask vLLM for no log-probabilities. The whole
 table, which comes from the worker with the rest of the step's results, is attached to the first
-output of the step (`engine.vllm.extras.StepTable`). It has all tokens, so of the other outputs only
-those that end a request are sent.
+output of the step (`StepTable`). It has all tokens, so of the other outputs only those that end a
+request are sent.
 
 A message costs the generator's process much more than what is in it, so several steps share one
 (`Outbox`). When a message is sent depends on the tokens in it: a core in which every response has
@@ -21,13 +21,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.outputs import LogprobsLists
-from vllm.v1.request import RequestStatus
-
-from engine.vllm.extras import NO_TICKET, MessageSettings, StepTable
+from engine.remote.extras import NO_TICKET, StepTable
+from engine.vllm.extras import MessageSettings
+from engine.vllm.worker.api import (
+    AsyncScheduler,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    LogprobsLists,
+    RequestStatus,
+    Scheduler,
+)
 
 _MAX_SECONDS = 0.1
 """Longest time that a step waits for the message to be sent, when steps are slow."""

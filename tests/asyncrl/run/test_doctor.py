@@ -35,6 +35,22 @@ def test_the_machine_and_the_place_of_each_process() -> None:
     assert text.endswith("generator-0: 0 (L20, 45 GiB)\ntrainer: 1 (L20, 45 GiB)")
 
 
+def test_sglangs_interpreter_is_named_with_what_is_wrong_with_it() -> None:
+    lines: list[str] = []
+    config = load_config(None, ["engine={kind: sglang, sglang: {python: /no/python}}"])
+    with pytest.raises(UserError, match="/no/python does not exist"):
+        diagnose(config, lines.append)
+    assert "SGLang's interpreter (/no/python): engine.sglang.python: /no/python does" in lines[-1]
+
+
 def test_what_a_run_would_be_refused_for_comes_last() -> None:
     with pytest.raises(UserError, match="need 3 GPUs, and this run may use 2"):
         said(load_config(None, ["launcher.generators=2"]))
+
+
+def test_a_mixed_fleet_needs_the_same_gpus_for_each_generator() -> None:
+    settings = ["engine={kinds: [torch, vllm], vllm: {tensor_parallel_size: 2}}"]
+    with pytest.raises(UserError, match=r"engine\.kinds: .* these take torch: 1, vllm: 2"):
+        devices.needs_of(load_config(None, [*settings, "launcher.generators=2"]), any_gpu=True)
+    needs = devices.needs_of(load_config(None, settings), any_gpu=True)
+    assert needs.per_generator == 1, "only generator 0 is there"

@@ -21,7 +21,10 @@ CORES = os.cpu_count() or 1
         (f"launcher.threads={CORES + 1}", f"^launcher.threads: {CORES + 1} is more than the"),
         (f"engine.threads={CORES + 1}", "^engine.threads: "),
         (f"trainer.threads={CORES + 1}", "^trainer.threads: "),
-        ("engine.kind=sglang", "^engine.kind: sglang is not built yet"),
+        (
+            "engine={kind: sglang, sglang: {python: /no/python}}",
+            "^engine.sglang.python: /no/python does not exist.*setup-sglang",
+        ),
         (
             f"launcher={{pin_cores: true, generators: {CORES}}}",
             rf"^launcher.pin_cores: {CORES} generator\(s\) and a trainer .* need {CORES + 1} cores",

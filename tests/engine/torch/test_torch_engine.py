@@ -391,8 +391,3 @@ def _reverse_positions(_module: Any, args: Any, kwargs: Any) -> Any:
     """Make the layer depend on the number of tokens fed, which packing changes."""
     cos, sin = kwargs["position_embeddings"]
     return args, kwargs | {"position_embeddings": (cos.flip(1), sin.flip(1))}
-
-
-def test_sglang_names_the_engines_to_use() -> None:
-    with pytest.raises(EngineStartError, match=r"engine\.kind=torch"):
-        create_engine(EngineConfig(kind="sglang"), "x", cache_config=CacheConfig(), seed=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tree_sources import RandomTrees
 from engine.errors import EngineStartError
 from engine.torch import fused
 from engine.torch.model import SlotModel, load_model
+from engine.torch.slots import SlotCache
 from rollout.fused import why_not_fused
 
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -125,3 +127,27 @@ def test_a_fused_pass_that_differs_does_not_start(
     monkeypatch.setattr(fused, "forward", wrong)
     with pytest.raises(EngineStartError, match=r"fused forward pass .*engine\.torch\.fused: false"):
         load(tiny_qwen3)
+
+
+def test_slots_are_freed_before_those_of_all_layers_are_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise a start would need twice the memory of the KV slots."""
+    cache = SlotCache(2, 4)
+    cache.keys = [torch.ones(2, 1, 4, 3) for _ in range(3)]
+    cache.values = [torch.ones(2, 1, 4, 3) for _ in range(3)]
+    of_layers = [[weakref.ref(one) for one in stored] for stored in (cache.keys, cache.values)]
+    zeros = torch.zeros
+
+    def allocate(*args: Any, **options: Any) -> torch.Tensor:
+        assert not any(layer() is not None for layer in of_layers.pop(0))
+        return zeros(*args, **options)
+
+    monkeypatch.setattr(torch, "zeros", allocate)
+    keys, values = cache.join_layers()
+    assert not of_layers
+    for joined, stored in ((keys, cache.keys), (values, cache.values)):
+        assert joined.shape == (3, 2, 1, 4, 3)
+        stored[1][:] = 7.0
+        assert (joined[1] == 7.0).all()
+        assert not joined[[0, 2]].any()

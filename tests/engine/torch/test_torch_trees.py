@@ -18,10 +18,10 @@ from tree_sources import CorruptTrees, OracleTrees, RandomTrees
 from cache.config import CacheConfig
 from cache.tree import Drafts, RolloutCache
 from engine.drafting.source import DraftSource
+from engine.drafting.trees import TokenTrees, no_trees, plant
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.torch.core import DecodeCore
 from engine.torch.model import SlotModel
-from engine.torch.trees import TokenTrees, no_trees, plant
 from rollout.trajectory import IntArray, Provenance
 
 LONG = 90

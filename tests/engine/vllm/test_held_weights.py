@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from engine.errors import WeightsError
-from engine.vllm.worker.held_weights import HeldWeights
+from engine.vllm.worker.held_weights import VllmHeldWeights
 from engine.vllm.worker.weights import check_reloadable
 from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import Fingerprint
@@ -52,7 +52,7 @@ def shapes(weights: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 def fingerprint_of(model: nn.Module, weights: dict[str, torch.Tensor]) -> Fingerprint:
     """Taken in several pieces."""
-    *pieces, found = HeldWeights(model, shapes(weights)).fingerprint(elements=25)
+    *pieces, found = VllmHeldWeights(model, shapes(weights)).fingerprint(elements=25)
     assert pieces == [None, None]
     assert found is not None
     return found

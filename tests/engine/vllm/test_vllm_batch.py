@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.vllm.extras import RequestExtra
-from engine.vllm.worker.batch import Batch
+from engine.remote.extras import RequestExtra
+from engine.vllm.extras import from_extra_args, to_extra_args
+from engine.vllm.worker.batch import RunnerBatch
 
 
 def request(rng: np.random.Generator) -> Any:
@@ -19,7 +20,7 @@ def request(rng: np.random.Generator) -> Any:
         top_k_logprobs=int(rng.integers(9)),
     )
     params = SimpleNamespace(
-        extra_args=extra.to_extra_args(),
+        extra_args=to_extra_args(extra),
         max_tokens=9,
         stop_token_ids=[],
         temperature=float(rng.uniform(0.5, 2)),
@@ -33,7 +34,7 @@ def test_columns_follow_the_rows() -> None:
     rng = np.random.default_rng(0)
     requests: dict[str, Any] = {}
     table = SimpleNamespace(req_ids=[], num_tokens_no_spec=np.zeros(64, np.int32))
-    batch = Batch(SimpleNamespace(requests=requests, input_batch=table))
+    batch = RunnerBatch(SimpleNamespace(requests=requests, input_batch=table))
     for step in range(100):
         for name in [name for name in requests if rng.random() < 0.1]:
             del requests[name]
@@ -44,10 +45,7 @@ def test_columns_follow_the_rows() -> None:
         batch.refresh()
         batch.refresh()
         assert batch.changes <= changes + 1
-        extras = [
-            RequestExtra.from_extra_args(requests[name].sampling_params.extra_args)
-            for name in present
-        ]
+        extras = [from_extra_args(requests[name].sampling_params.extra_args) for name in present]
         params = [requests[name].sampling_params for name in present]
         assert batch.ids == present
         assert batch.seed.tolist() == [extra.seed for extra in extras]

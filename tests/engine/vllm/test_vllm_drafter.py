@@ -11,11 +11,12 @@ from fake_drafting import STOP, FakeSource, FixedPlanner
 
 from cache.config import CacheConfig
 from cache.place import CachePlace, to_json
-from engine.vllm.extras import DrafterSettings, RequestExtra
-from engine.vllm.worker.batch import Batch
+from engine.remote.extras import DrafterSettings, RequestExtra
+from engine.remote.worker.ranks import Ranks
+from engine.vllm.extras import drafter_to_config, to_extra_args
+from engine.vllm.worker.batch import RunnerBatch
 from engine.vllm.worker.drafter import CacheDrafter
 from engine.vllm.worker.plain_steps import prepare_plainly
-from engine.vllm.worker.ranks import Ranks
 
 
 class Clockless:
@@ -38,7 +39,7 @@ class Clockless:
 
     def add(self, name: str, key: str) -> None:
         params = SimpleNamespace(
-            extra_args=RequestExtra(seed=1, cache_key=key).to_extra_args(),
+            extra_args=to_extra_args(RequestExtra(seed=1, cache_key=key)),
             max_tokens=10,
             stop_token_ids=[STOP],
             temperature=1.0,
@@ -71,7 +72,7 @@ def scheduled(
 def vllm_config_of(settings: DrafterSettings, vocabulary: int = 10) -> Any:
     """What the drafter reads of vLLM's configuration."""
     return SimpleNamespace(
-        additional_config=settings.to_config(),
+        additional_config=drafter_to_config(settings),
         model_config=SimpleNamespace(get_vocab_size=lambda: vocabulary),
     )
 
@@ -89,9 +90,9 @@ def adapter() -> tuple[CacheDrafter, Clockless, FixedPlanner]:
     )
     drafter = CacheDrafter(vllm_config_of(settings))
     drafter.load_model(None)
-    planner = drafter.planner = drafter._book._planner = FixedPlanner(3)
+    planner = drafter.planner = drafter.timer.planner = drafter._book._planner = FixedPlanner(3)
     runner = Clockless()
-    batch = Batch(runner)
+    batch = RunnerBatch(runner)
     prepare_plainly(runner)
     drafter.attach(runner, batch, CoreSampler(runner, batch, Ranks(), 1 << 20))
     return drafter, runner, planner
@@ -142,11 +143,10 @@ def test_only_whole_steps_of_decoding_are_timed(
     tokens = np.tile(np.arange(16, dtype=np.int32) + 10, (4, 1))
 
     def step(now: float, length: int, fed: int = 1, drafts: tuple[int, ...] = ()) -> None:
+        drafter.timer._clock = lambda: now + 0.9
         drafter.begin(scheduled({"a": fed}, {"a": list(drafts)} if drafts else {}), now)
         batch.num_tokens_no_spec[0] = length
         drafter.propose([[1]], batch.num_tokens_no_spec, tokens)
-        if drafter._taken is not None:
-            drafter._taken.ended = now + 0.9
 
     step(0.0, 3)
     step(1.0, 5, 3, (8, 9))

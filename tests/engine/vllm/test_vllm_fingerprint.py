@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from new_weights import give_weights
-from served_vllm import REAL_VLLM, Served
+from served_engine import Served
+from served_vllm import REAL_VLLM
 
 from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import Fingerprint

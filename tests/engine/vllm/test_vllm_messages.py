@@ -11,8 +11,9 @@ import pytest
 from served_vllm import REAL_VLLM
 
 from engine.protocol import GenerateRequest, SamplingParams
-from engine.vllm.client.responses import Response, Responses
-from engine.vllm.client.streams import Reader, Streams
+from engine.remote.client.meter import Meter
+from engine.remote.client.responses import Response, Responses
+from engine.remote.client.streams import Reader, Streams
 from engine.vllm.extras import MessageSettings
 
 pytestmark = REAL_VLLM
@@ -135,8 +136,7 @@ class Client:
     """
 
     def __init__(self, core: Core) -> None:
-        vllm = SimpleNamespace(processor=core.processor, meter=SimpleNamespace(idle=lambda: None))
-        self.process = SimpleNamespace(vllm=vllm, ended=None)
+        self.responses, self.meter, self.ended = core.responses, Meter(), None
         self._core = core
 
     async def submit(self, name: str, inbox: Any, _: Any) -> None:
@@ -278,15 +278,24 @@ def test_a_copy_of_checked_parameters_is_what_vllm_would_construct() -> None:
     """Also after vLLM has changed the ones before it, as it does with every request."""
     from vllm.sampling_params import SamplingParams as VllmParams
 
-    from engine.vllm.client.core import Core
+    from engine.remote.client.core import CoreRequest
+    from engine.remote.extras import RequestExtra
+    from engine.vllm.client.core import VllmCore
 
-    core = Core(SimpleNamespace())  # type: ignore[arg-type]
+    core = VllmCore(SimpleNamespace())  # type: ignore[arg-type]
     common = {"temperature": 0.7, "top_p": 0.9, "ignore_eos": True, "detokenize": False}
-    for stops in ([1, 2], [3]):
+
+    def request(limit: int, stops: tuple[int, ...], **extra: int) -> CoreRequest:
+        return CoreRequest(
+            tokens=[1], max_tokens=limit, temperature=0.7, top_p=0.9, stop_tokens=stops,
+            extra=RequestExtra(seed=1, top_k_logprobs=4, **extra), priority=0,
+        )  # fmt: skip
+
+    for stops in ((1, 2), (3,)):
         for limit in (5, 9):
-            arguments = common | {"max_tokens": limit, "stop_token_ids": stops}
-            params = core._params_of(arguments)
-            assert params == VllmParams(**arguments, skip_clone=True)
+            params = core._params_of(request(limit, stops))
+            wanted = common | {"max_tokens": limit, "stop_token_ids": list(stops)}
+            assert params == VllmParams(**wanted, skip_clone=True)
             params.extra_args, params.max_tokens = {"other": 1}, 1
     scored = common | {"max_tokens": 1, "prompt_logprobs": 4}
-    assert core._params_of(scored) == VllmParams(**scored, skip_clone=True)
+    assert core._params_of(request(0, (), scored=2)) == VllmParams(**scored, skip_clone=True)

@@ -19,15 +19,16 @@ from torch import nn
 
 from engine.drawing import noise_seeds, top_k
 from engine.logits import BYTES_PER_LOGIT
-from engine.vllm.extras import Outcome, RequestExtra, ScoreColumns
-from engine.vllm.remote import StagingReport
+from engine.remote.calls import StagingReport
+from engine.remote.extras import Outcome, RequestExtra, ScoreColumns
+from engine.remote.worker.ranks import Ranks
+from engine.remote.worker.shards import shard_of
+from engine.vllm.extras import to_extra_args
 from engine.vllm.worker import scoring
-from engine.vllm.worker.batch import Batch
-from engine.vllm.worker.held_weights import HeldWeights
-from engine.vllm.worker.ranks import Ranks
+from engine.vllm.worker.batch import RunnerBatch
+from engine.vllm.worker.held_weights import VllmHeldWeights
 from engine.vllm.worker.sampling import CoreSampler
 from engine.vllm.worker.scoring import CoreScorer
-from engine.vllm.worker.shards import shard_of
 from rollout.trajectory import KeptTokens
 from wire.weights.fingerprint import fingerprint
 
@@ -91,7 +92,7 @@ def request(rng: np.random.Generator, kept: KeptTokens | None, scored: int) -> A
         seed=int(rng.integers(1 << 62)), generated=scored, scored=scored, kept=kept, ticket=7
     )
     params = SimpleNamespace(
-        extra_args=extra.to_extra_args(), max_tokens=4, stop_token_ids=[], temperature=1.0,
+        extra_args=to_extra_args(extra), max_tokens=4, stop_token_ids=[], temperature=1.0,
         top_p=1.0,
     )  # fmt: skip
     return SimpleNamespace(prompt_token_ids=tokens, num_computed_tokens=0, sampling_params=params)
@@ -149,7 +150,7 @@ def test_one_rank_verifies_and_the_others_take_part_in_the_output_layer(
         rng = np.random.default_rng(3)
         requests = {f"r{i}": request(rng, old_tokens(rng, 9, 2), 9) for i in range(8)}
         runner = Runner(requests, ranks.rank, wrong=True)
-        scorer = CoreScorer(runner, Batch(runner), ranks, 5 * VOCAB * BYTES_PER_LOGIT)
+        scorer = CoreScorer(runner, RunnerBatch(runner), ranks, 5 * VOCAB * BYTES_PER_LOGIT)
         return scorer.compute(runner.hidden, runner.fed), runner.asked
 
     (tables, asked), (nothing, also_asked) = together(2, work)
@@ -175,7 +176,7 @@ def test_all_ranks_take_the_tokens_of_rank_0(
     def work(ranks: Ranks) -> Any:
         rng = np.random.default_rng(1)
         runner = Runner({f"r{i}": request(rng, None, 0) for i in range(3)}, ranks.rank, wrong=True)
-        sampler = CoreSampler(runner, Batch(runner), ranks, 1 << 20)
+        sampler = CoreSampler(runner, RunnerBatch(runner), ranks, 1 << 20)
         sampler.install()
         logits = torch.randn(
             sum(counts), VOCAB, generator=torch.Generator().manual_seed(ranks.rank)
@@ -273,7 +274,7 @@ def taken(weights: dict[str, torch.Tensor], size: int, change: Any = None) -> li
         if change is not None:
             with torch.no_grad():
                 change(model, ranks.rank)
-        *_, found = HeldWeights(model, shapes, ranks).fingerprint(elements=20)
+        *_, found = VllmHeldWeights(model, shapes, ranks).fingerprint(elements=20)
         return found
 
     return together(size, work)

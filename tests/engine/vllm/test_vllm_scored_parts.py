@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from engine.logits import BYTES_PER_LOGIT
-from engine.vllm.extras import RequestExtra
-from engine.vllm.worker.batch import Batch
-from engine.vllm.worker.ranks import Ranks
-from engine.vllm.worker.scored import ScoredRequest
+from engine.remote.extras import RequestExtra
+from engine.remote.worker.ranks import Ranks
+from engine.remote.worker.scored import ScoredRequest
+from engine.vllm.extras import to_extra_args
+from engine.vllm.worker.batch import RunnerBatch
 from engine.vllm.worker.scoring import CoreScorer
 
 VOCAB, WIDTH = 11, 5
@@ -35,7 +36,7 @@ class Runner:
                 num_computed_tokens=0,
                 prompt_token_ids=rng.integers(0, VOCAB, n + 2).tolist(),
                 sampling_params=SimpleNamespace(
-                    extra_args=RequestExtra(seed=0, generated=n, scored=n).to_extra_args(),
+                    extra_args=to_extra_args(RequestExtra(seed=0, generated=n, scored=n)),
                     max_tokens=1,
                     stop_token_ids=[],
                     temperature=1.0,
@@ -64,7 +65,7 @@ class Runner:
 
 def scored(lengths: list[int], max_bytes: int = 1 << 20) -> tuple[Runner, list[Any]]:
     runner = Runner(lengths)
-    requests = runner.step(CoreScorer(runner, Batch(runner), Ranks(), max_bytes))
+    requests = runner.step(CoreScorer(runner, RunnerBatch(runner), Ranks(), max_bytes))
     return runner, [(*one.reading, one.ids, one.values) for one in requests.values()]
 
 
@@ -84,7 +85,7 @@ def test_no_request_is_too_long(limit: int) -> None:
 def test_requests_that_were_aborted_are_forgotten() -> None:
     """They may hold hidden states."""
     runner = Runner([4, 5])
-    scorer = CoreScorer(runner, Batch(runner), Ranks(), 1 << 20)
+    scorer = CoreScorer(runner, RunnerBatch(runner), Ranks(), 1 << 20)
     assert len(runner.step(scorer)) == 2
     runner.num_prompt_logprobs.clear()
     scorer.compute(runner.hidden, {})

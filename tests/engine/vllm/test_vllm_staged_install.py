@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from new_weights import give_weights
-from served_vllm import PROMPT, REAL_VLLM, Served, ask, collect, drawn, logprobs_of, tokens_of
+from served_engine import PROMPT, Served, ask, collect, drawn, logprobs_of, tokens_of
+from served_vllm import REAL_VLLM
 
 pytestmark = REAL_VLLM
 
@@ -62,7 +63,7 @@ def test_a_model_whose_loading_leaves_more_than_tensors_is_reloaded(
             served.install(model)
             proved, why = staging_way(served)
             assert not proved
-            assert why.endswith("reload_weights does to model.norm.derived.0")
+            assert why.endswith("loading does to model.norm.derived.0")
             asked = ask(f"reloaded{seed}", seed=seed, max_tokens=30)
             chunks = served.call(collect(served.engine, asked))
             wanted = drawn(model, PROMPT, tokens_of(chunks))

@@ -11,8 +11,9 @@ from served_vllm import REAL_VLLM
 
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams
-from engine.vllm.client.responses import Response, Responses
-from engine.vllm.extras import MessageSettings, StepTable
+from engine.remote.client.responses import Response, Responses
+from engine.remote.extras import StepTable
+from engine.vllm.extras import MessageSettings
 
 pytestmark = REAL_VLLM
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from served_vllm import (
-    REAL_VLLM,
+from served_engine import (
     Served,
     ask,
     chi_square,
@@ -20,9 +19,9 @@ from served_vllm import (
     drift,
     enumerated,
     logprobs_of,
-    serving,
     tokens_of,
 )
+from served_vllm import REAL_VLLM, serving
 
 from wire.weights.fingerprint import fingerprint
 from wire.wrong_policy import compare_weights, not_compared

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from served_vllm import PROMPT as SHORT
-from served_vllm import REAL_VLLM, TOP_K, VOCAB, Served, ask, collect_all
+from served_engine import PROMPT as SHORT
+from served_engine import TOP_K, VOCAB, Served, ask, collect_all
+from served_vllm import REAL_VLLM
 
 from asyncrl.processes.generator.rescoring import Rescoring
 from asyncrl.processes.trainer.group_queue import WholeGroup
 from asyncrl.processes.trainer.policy_check import PolicyCheck
 from asyncrl.run.rescored import conclusion
 from engine.protocol import SamplingParams
-from engine.vllm.client.core import Core
+from engine.vllm.client.core import VllmCore
 from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
 from trainer.config import TrainerConfig
 from trainer.disagreement import FLOAT32_CPU
@@ -121,7 +122,7 @@ def test_kv_of_older_weights_is_named(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One salt for all versions: vLLM takes the prompt's KV that the old weights computed."""
-    monkeypatch.setattr(Core, "_salt", lambda _: "one for all")
+    monkeypatch.setattr(VllmCore, "_salt", lambda _: "one for all")
     served.install(served.old)
     served.call(collect_all(served.engine, [ask("before", prompt_tokens=LONG)]))
     step = Step(served, tmp_path)

@@ -1,0 +1,1 @@
+"""Runs in the generator's process."""

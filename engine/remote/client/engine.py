@@ -1,0 +1,253 @@
+"""RemoteEngine: the `Engine` protocol for engines whose model runs in a process of its own.
+
+    this process (client/)                        the core's process (worker/)
+    Generation, Scoring ─► Streams ─► Core ─────► scheduler, model, drafter
+    Responses ◄──────────── the engine's output ◄─ steps, each stamped with the version that drew it
+    WeightSwap ── manifest, by a call ──────────► loads the published file into a twin of the model
+               ── version, while paused ────────► and copies that
+
+    output task (the engine's)  consumes: messages of the core · produces: chunks, by request
+                                waits for: the core · unblocked by: its death too
+    core watch (CoreProcess)    waits for: the core process to end · then wakes every consumer
+
+The core stamps each token with the version that drew it; weights change only while generation is
+paused. Requests that have not begun when the weights change begin again under the new ones, because
+their prompt's KV would be of the old version. Prefix KV is shared by requests of one version only
+(the version is the salt of its hash); running requests keep theirs.
+
+The parts are `core` (what the core is asked), `streams` (the requests being served), `responses`
+(steps become chunks), `generation`, `verification` and `scoring` (what requests are for), `pausing`
+and `weights`. An engine gives the process that it starts (`CoreProcess`) and a `Core`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.config import EngineConfig
+from engine.errors import EngineError, EngineStartError
+from engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
+from engine.remote.client.core import Core
+from engine.remote.client.generation import Generation
+from engine.remote.client.pausing import Pausing
+from engine.remote.client.scoring import Scoring
+from engine.remote.client.streams import Streams
+from engine.remote.client.unreported import warm_up
+from engine.remote.client.weights import WeightSwap
+from engine.requests import Limits, SeedStream
+from engine.weights import ModelShapes
+from wire.records import EngineStats, TokenCounts
+from wire.weights.layout import Fingerprint, WeightManifest
+
+
+class CoreProcess(Protocol):
+    """The process of a core: started once, stopped once. Used from one event loop."""
+
+    on_end: Callable[[EngineError], None]
+    """Called once, when the process fails; not when it is closed."""
+
+    @property
+    def name(self) -> str:
+        """Of the engine, for messages: "vLLM"."""
+
+    @property
+    def ended(self) -> EngineError | None:
+        """Why nothing can be asked any more; None before the start and while it runs."""
+
+    def check(self) -> None:
+        """Raise EngineError, saying why, if nothing can be asked any more."""
+
+    def fail(self, error: EngineError) -> None:
+        """Refuse every later call with this error, and call `on_end`."""
+
+    def close(self) -> None:
+        """Refuse every later call; `on_end` is not called. Idempotent."""
+
+    async def stop(self) -> None:
+        """End the process and forget it. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a started engine is made of."""
+
+    core: Core
+    streams: Streams
+    generation: Generation
+    scoring: Scoring
+    pausing: Pausing
+    weights: WeightSwap
+
+
+class RemoteEngine:
+    """A generator whose model runs elsewhere; satisfies `engine.protocol.Engine`. One event loop.
+
+    Args:
+        config: of the engine.
+        model_path: a directory in HF format or a hub id.
+        seed: of the stream that gives seeds to requests without one.
+        process: of the core, not started.
+        start: starts the process with policy version 0, and connects to it. Raises EngineError.
+        call_timeout_seconds: longest wait for a staging of weights.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_path: str,
+        *,
+        seed: int,
+        process: CoreProcess,
+        start: Callable[[], Awaitable[Core]],
+        call_timeout_seconds: float,
+    ) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._seed = seed
+        self._core_process = process
+        self._start = start
+        self._call_timeout_seconds = call_timeout_seconds
+        self._starting = False
+        self._parts: _Parts | None = None
+
+    async def start(self) -> None:
+        """Load the model and become ready. Raises EngineStartError, quoting the engine's log."""
+        process = self._core_process
+        if self._starting or process.ended is not None:
+            raise EngineStartError("the engine was started before; make a new one")
+        self._starting = True
+        try:
+            shapes = await asyncio.to_thread(ModelShapes.of_path, self._model_path)
+            core, _ = await asyncio.gather(self._start(), asyncio.to_thread(warm_up))
+            self._parts = self._assemble(core, shapes)
+        except EngineError as error:
+            process.fail(error)
+            await process.stop()
+            if isinstance(error, EngineStartError):
+                raise
+            raise EngineStartError(f"{process.name} could not be started: {error}") from error
+
+    def _assemble(self, core: Core, shapes: ModelShapes) -> _Parts:
+        config = self._config
+        limits = Limits(config.max_model_len, core.vocab_size, config.top_k_logprobs)
+        seeds = SeedStream(self._seed)
+        streams = Streams(core)
+        self._core_process.on_end = streams.fail
+        pausing = Pausing(core, streams)
+        return _Parts(
+            core=core,
+            streams=streams,
+            generation=Generation(core, streams, limits, seeds),
+            scoring=Scoring(core, streams, limits, seeds),
+            pausing=pausing,
+            weights=WeightSwap(core, streams, pausing, shapes, self._call_timeout_seconds),
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Stream a response; closing the iterator aborts the request.
+
+        Raises:
+            RequestError: the request cannot be served (at the first chunk asked for).
+            EngineError: the core is not running, or died; the end of its log is quoted.
+        """
+        async with aclosing(self._running().generation.chunks(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def interrupt(self, request_id: str) -> None:
+        """End a request; its stream reports all finished steps, then `abort`."""
+        self._running().generation.interrupt(request_id)
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """Score given tokens, all under one policy version.
+
+        They wait for free slots, before all waiting generation. While the engine is paused
+        nothing can be scored: the core pauses as a whole.
+
+        Raises:
+            RequestError: a request cannot be scored; none of them was.
+            EngineError: the engine is paused, or its core died.
+        """
+        parts = self._running()
+        parts.scoring.check(requests)
+        if parts.pausing.paused and requests:
+            raise EngineError(
+                f"the engine is paused: {parts.core.name} cannot score now, resume it first"
+            )
+        return await parts.scoring.score(requests)
+
+    async def pause(self) -> None:
+        """Stop drawing tokens and report what was drawn; running requests stay. Idempotent."""
+        await self._running().pausing.pause()
+
+    async def resume(self) -> None:
+        """Resume drawing after `pause`. Idempotent."""
+        await self._running().pausing.resume()
+
+    async def stage_weights(self, manifest: WeightManifest) -> None:
+        """Have the worker copy published weights into its staging memory; generation continues.
+
+        Raises:
+            WeightsSupersededError: these were overwritten or removed; nothing is staged.
+            WeightsError: the weights do not fit the model, cannot be read or have values that are
+                not finite; nothing is staged.
+            EngineError: the core failed.
+        """
+        await self._running().weights.stage(manifest)
+
+    async def install_weights(self, policy_version: int) -> None:
+        """Replace the weights between two steps; running requests continue with the KV they have.
+
+        Raises:
+            WeightsError: this version is not staged; nothing was changed.
+            EngineError: the core failed during the installation; the engine has ended.
+        """
+        await self._running().weights.install(policy_version)
+
+    async def fingerprint(self) -> Fingerprint:
+        """Of the weights that the layers hold; it generates meanwhile. Raises EngineError."""
+        return await self._running().weights.fingerprint()
+
+    async def save_cache(self) -> int:
+        """Write the snapshot of the cache, if it has a place for one; returns its bytes."""
+        return await self._running().core.save_cache()
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges, as of the last step."""
+        parts = self._running()
+        meter, served = parts.core.meter, parts.core.unfinished
+        # A core's own count after a step leaves out what ended with it, as all scored requests do.
+        running = min(served, self._config.slots)
+        return EngineStats(
+            tokens=TokenCounts(
+                generated=parts.generation.tokens_drawn,
+                drafted=meter.drafted,
+                accepted=meter.accepted,
+            ),
+            steps=meter.steps,
+            busy_seconds=meter.busy_seconds,
+            running=running,
+            waiting=served - running,
+            slots=self._config.slots,
+            kv_used=meter.kv_used if served else 0.0,
+            policy_version=parts.core.policy_version,
+        )
+
+    async def close(self) -> None:
+        """End the core; running requests end with `finish_reason="abort"`. Idempotent."""
+        self._core_process.close()
+        if self._parts is not None:
+            self._parts.streams.cut()
+        await self._core_process.stop()
+
+    def _running(self) -> _Parts:
+        """The parts. Raises EngineError when the engine was not started or has ended."""
+        if self._parts is None and self._core_process.ended is None:
+            raise EngineError("the engine was not started")
+        self._core_process.check()
+        assert self._parts is not None  # noqa: S101 - for the type checker
+        return self._parts

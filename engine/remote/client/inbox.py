@@ -1,0 +1,104 @@
+"""What comes back for one request, on its way from the engine's output task to the reader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from engine.errors import EngineError
+from engine.remote.extras import NO_TICKET
+from rollout.trajectory import FloatArray, IntArray
+
+T = TypeVar("T")
+
+
+class AbortedError(EngineError):
+    """The request was aborted from this side."""
+
+
+class Inbox(Generic[T]):
+    """Items for one reader, who is woken by each item, an end or an error."""
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._error: BaseException | None = None
+        self._ready = asyncio.Event()
+        self.started = False
+        """Something has come for the request, or its end."""
+        self.closed = False
+        """Nothing is added any more."""
+        self.ticket = NO_TICKET
+        """With which its request is sent."""
+
+    def push(self, item: T, *, last: bool = False) -> None:
+        """Add an item, and close the inbox after the last one."""
+        self._items.append(item)
+        self.started = True
+        self.closed |= last
+        self._ready.set()
+
+    def put(self, item: object) -> None:
+        """Close it; what has come is still handed over.
+
+        Also called by engines: with an exception when the core died, otherwise when the request
+        was aborted.
+        """
+        self.fail(item if isinstance(item, BaseException) else AbortedError("aborted"))
+
+    def interrupt(self) -> None:
+        """The reader was interrupted: what is scored is dropped."""
+        self.put(None)
+
+    def wake(self) -> None:
+        """Make a reader that waits look again, even if nothing has come."""
+        self._ready.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Close it with an error, which every later `take` raises once nothing is left."""
+        if self.closed:
+            return
+        self._error = error
+        self.started = self.closed = True
+        self._ready.set()
+
+    @property
+    def over(self) -> bool:
+        """The last item was taken."""
+        return self.closed and self._error is None and not self._items
+
+    async def take(self) -> list[T]:
+        """Wait for items, or `wake`, and take all of them.
+
+        Raises:
+            AbortedError: the request was aborted and nothing is left.
+            EngineError: it failed and nothing is left; the engine's own errors pass through.
+        """
+        await self._ready.wait()
+        if not self.closed:
+            self._ready.clear()
+        if not self._items and self._error is not None:
+            raise self._error
+        taken = list(self._items)
+        self._items.clear()
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The table of a scoring request."""
+
+    ids: IntArray
+    """`[n, C]` for n scored tokens; columns as in `engine.remote.extras.ScoreColumns`."""
+    logprobs: FloatArray
+    """`[n, C]`"""
+    policy_version: int
+
+
+def not_finite(request_id: str) -> str:
+    """The error message for a distribution that is NaN."""
+    return (
+        f"request {request_id!r}: the model's probabilities are not finite: its weights or "
+        "activations overflowed"
+    )

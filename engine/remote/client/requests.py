@@ -1,0 +1,162 @@
+"""Requests and scores of the protocol, as the core takes and gives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.errors import EngineError, RequestError
+from engine.protocol import GenerateRequest, SamplingParams, Score, ScoreRequest
+from engine.remote.client.core import Core, CoreRequest
+from engine.remote.client.inbox import Scored, not_finite
+from engine.remote.extras import RequestExtra, ScoreColumns
+from rollout.trajectory import FloatArray, IntArray, KeptTokens
+
+_SCORE_PRIORITY = -1
+"""Before primary work, because a caller waits for all scores."""
+
+
+def check_temperature(name: str, sampling: SamplingParams, core: Core) -> None:
+    """Raise RequestError for a temperature that the engine would change."""
+    if sampling.temperature < core.min_temperature:
+        raise RequestError(
+            f"request {name!r}: temperature={sampling.temperature} must be at least "
+            f"{core.min_temperature} on {core.name}"
+        )
+
+
+def _priority(request: GenerateRequest) -> int:
+    """Priority and order in the one number by which the core sorts; ties go by arrival there."""
+    return (request.priority << 32) + request.order
+
+
+def generation(request: GenerateRequest, seed: int) -> CoreRequest:
+    """Continue a request from its prefix."""
+    sampling, prefix = request.sampling, request.prefix_tokens
+    extra = RequestExtra(
+        seed=seed,
+        generated=len(prefix),
+        cache_key=request.cache_key,
+        draft=request.draft_tokens,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        top_k_logprobs=sampling.top_k_logprobs,
+    )
+    tokens = _joined(request.prompt_tokens, prefix)
+    left = sampling.max_tokens - len(prefix)
+    return _request(tokens, sampling, extra, _priority(request), left, sampling.stop_tokens)
+
+
+def scoring(request: ScoreRequest, seed: int) -> CoreRequest:
+    """Score the tokens of a request."""
+    count, sampling = len(request.tokens), request.sampling
+    extra = RequestExtra(
+        seed=seed,
+        generated=count,
+        scored=count,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        top_k_logprobs=sampling.top_k_logprobs,
+    )
+    tokens = _joined(request.prompt_tokens, request.tokens)
+    return _request(tokens, sampling, extra, _SCORE_PRIORITY)
+
+
+def verification(request: GenerateRequest, kept: KeptTokens, seed: int) -> CoreRequest:
+    """Verify a request's kept tokens."""
+    prefix, count, sampling = request.prefix_tokens, len(kept), request.sampling
+    extra = RequestExtra(
+        seed=seed,
+        generated=len(prefix) + count,
+        scored=count,
+        kept=kept,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        top_k_logprobs=sampling.top_k_logprobs,
+    )
+    tokens = _joined(request.prompt_tokens, prefix, kept.tokens)
+    return _request(tokens, sampling, extra, _priority(request))
+
+
+def _request(
+    tokens: list[int],
+    sampling: SamplingParams,
+    extra: RequestExtra,
+    priority: int,
+    max_tokens: int = 0,
+    stop_tokens: tuple[int, ...] = (),
+) -> CoreRequest:
+    return CoreRequest(
+        tokens=tokens,
+        max_tokens=max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        stop_tokens=stop_tokens,
+        extra=extra,
+        priority=priority,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The result of a scoring request, by the names of its columns (`ScoreColumns`)."""
+
+    tokens: IntArray
+    """`[n]` those that were scored, or those that verification leaves."""
+    logprobs: FloatArray
+    """`[n]`"""
+    outcomes: IntArray
+    """`[n]` of `engine.remote.extras.Outcome`."""
+    topk_ids: IntArray
+    """`[n, K]`, padded with -1."""
+    topk_logprobs: FloatArray
+    """`[n, K]`, padded with -inf."""
+
+    @classmethod
+    def of(cls, name: str, scored: Scored, top_k: int) -> Table:
+        """Read the table of a scoring request that asked for lists of `top_k` tokens.
+
+        Raises:
+            EngineError: the model's probabilities are not finite.
+        """
+        ids, values = scored.ids, scored.logprobs
+        if np.isnan(values).any():
+            raise EngineError(not_finite(name))
+        columns = ScoreColumns(top_k)
+        return cls(
+            tokens=ids[:, columns.own].copy(),
+            logprobs=values[:, columns.own].copy(),
+            outcomes=ids[:, columns.outcome].copy(),
+            topk_ids=ids[:, columns.listed].copy(),
+            topk_logprobs=values[:, columns.listed].copy(),
+        )
+
+
+def score_of(request: ScoreRequest, scored: Scored) -> Score:
+    """The score in a scoring request's table."""
+    table = Table.of(request.request_id, scored, request.sampling.top_k_logprobs)
+    return Score(
+        request_id=request.request_id,
+        logprobs=table.logprobs,
+        topk_ids=table.topk_ids,
+        topk_logprobs=table.topk_logprobs,
+        policy_version=scored.policy_version,
+    )
+
+
+def unscored(request: ScoreRequest, policy_version: int) -> Score:
+    """The score of no tokens."""
+    k = request.sampling.top_k_logprobs
+    return Score(
+        request_id=request.request_id,
+        logprobs=np.empty(0, np.float32),
+        topk_ids=np.empty((0, k), np.int32),
+        topk_logprobs=np.empty((0, k), np.float32),
+        policy_version=policy_version,
+    )
+
+
+def _joined(*parts: IntArray) -> list[int]:
+    tokens: list[int] = np.concatenate(parts).tolist()
+    return tokens

@@ -1,0 +1,170 @@
+"""The responses that the core generates: the steps of all of them become chunks for each reader.
+
+The core labels each step with the version of the weights that drew it, so a chunk has one version
+however late it is read.
+
+A response ends where the core ends it, also when it is interrupted: the core then sends all that it
+has drawn before the end, so the place never depends on the tokens behind it. From this side it ends
+where a stop string is complete (the core knows none), or when nobody reads it any more.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.drawing import noise_seeds
+from engine.errors import EngineError
+from engine.protocol import GenerateRequest, TokenChunk
+from engine.remote.client.inbox import Inbox, not_finite
+from engine.remote.client.tickets import NEW, NO_ROW, Tickets
+from engine.remote.client.unreported import Unreported
+from engine.remote.extras import StepTable
+from rollout.trajectory import FinishReason
+
+
+class Responses:
+    """The responses that the core is generating.
+
+    Args:
+        chunk_tokens: a chunk has at least so many tokens; the first one of a response has one.
+    """
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._unreported = Unreported(chunk_tokens)
+        self._tickets = Tickets()
+        self._expected: dict[int, Response] = {}
+        """By ticket: those that have no row yet."""
+        self._responses: dict[int, Response] = {}
+        """By row."""
+        self._policy_version = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated since the start."""
+        return self._unreported.recorded
+
+    def expect(self, response: Response) -> int:
+        """The ticket with which the request of a response is sent."""
+        ticket = self._tickets.take()
+        self._expected[ticket] = response
+        return ticket
+
+    def record(self, table: StepTable, policy_version: int) -> None:
+        """Add a step of the core's, and end responses whose stop string is complete.
+
+        Args:
+            table: of the step.
+            policy_version: that drew the tokens.
+        """
+        if policy_version != self._policy_version:
+            self.flush()
+            self._policy_version = policy_version
+        rows, longest, new = self._tickets.rows_of(table.tickets)
+        if new:
+            for ticket in set(table.tickets[rows == NEW].tolist()):
+                self._open(self._expected.pop(ticket))
+            rows, longest, _ = self._tickets.rows_of(table.tickets)
+        for row in self._unreported.record(rows, table, longest):
+            self.end(self._responses[row], "stop")
+
+    def _open(self, response: Response) -> None:
+        """Give a response a row: its first tokens have come."""
+        rule, state = response.request.sampling.stop_rule, 0
+        if rule is not None:
+            state = rule.follow(rule.start, response.request.prefix_tokens)[1]
+        response.started = True
+        response.row = self._unreported.open(rule, state)
+        self._responses[response.row] = response
+        self._tickets.set_row(response.ticket, response.row)
+
+    def report_due(self) -> None:
+        """Hand over first tokens, and chunks that are long enough."""
+        for row in self._unreported.due():
+            self._report(self._responses[row], None)
+
+    def flush(self) -> None:
+        """Hand over everything that was generated."""
+        for row in np.flatnonzero(self._unreported.count).tolist():
+            self._report(self._responses[row], None)
+
+    def end(self, response: Response, reason: FinishReason, accepted: int | None = None) -> None:
+        """A response has ended. Nothing happens if it was closed before.
+
+        Args:
+            response: to end.
+            reason: of the end.
+            accepted: drafts accepted in all steps, those cut off at the end included; None: the
+                core does not count them, or does not know the end.
+        """
+        if response.closed:
+            return
+        if response.row == NO_ROW:  # it ends without any token
+            self._open(self._expected.pop(response.ticket))
+        if accepted is not None:
+            self._unreported.correct_last(response.row, accepted)
+        self._report(response, reason)
+        self._release(response)
+
+    def cut(self, response: Response) -> None:
+        """Hand over what was generated of a response, and drop what comes later."""
+        if response.row != NO_ROW and self._unreported.count[response.row]:
+            self._report(response, None)
+        self._release(response)
+
+    def _release(self, response: Response) -> None:
+        """Forget a response. Idempotent."""
+        self._tickets.give_back(response.ticket)
+        self._expected.pop(response.ticket, None)
+        if response.row != NO_ROW:
+            del self._responses[response.row]
+            self._unreported.close(response.row)
+            response.row = NO_ROW
+
+    def _report(self, response: Response, reason: FinishReason | None) -> None:
+        """Hand over what was generated of a response, with its end if it has ended."""
+        request = response.request
+        generated = self._unreported.take(response.row, request.sampling.top_k_logprobs)
+        if not self._unreported.finite[response.row]:
+            response.fail(EngineError(not_finite(request.request_id)))
+            return
+        chunk = TokenChunk(
+            request_id=request.request_id,
+            tokens=generated.tokens,
+            logprobs=generated.logprobs,
+            topk_ids=generated.topk_ids,
+            topk_logprobs=generated.topk_logprobs,
+            noise_seeds=np.full(len(generated.tokens), response.noise_seed(self._policy_version)),
+            provenance=generated.provenance,
+            policy_version=self._policy_version,
+            finish_reason=reason,
+        )
+        response.push(chunk, last=reason is not None)
+
+
+class Response(Inbox[TokenChunk]):
+    """One response, and its chunks on their way to the reader."""
+
+    def __init__(self, request: GenerateRequest, seed: int, responses: Responses) -> None:
+        super().__init__()
+        self.request = request
+        self._seed = np.array([seed], np.uint64)
+        self._noise: tuple[int, np.uint64] | None = None
+        self.row = NO_ROW
+        """In `responses`, from its first step to its end."""
+        self._responses = responses
+        self.ticket = responses.expect(self)
+
+    def noise_seed(self, policy_version: int) -> np.uint64:
+        """Of the noise that draws its tokens outside the lists under this version."""
+        if self._noise is None or self._noise[0] != policy_version:
+            self._noise = policy_version, noise_seeds(self._seed, policy_version)[0]
+        return self._noise[1]
+
+    def interrupt(self) -> None:
+        """The reader was interrupted; only the core can end it, as it knows what it has drawn."""
+        self.wake()
+
+    def put(self, item: object) -> None:
+        """Close it; what has come is still handed over. Also called by engines (`Inbox.put`)."""
+        self._responses.cut(self)
+        super().put(item)

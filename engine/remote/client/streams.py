@@ -1,0 +1,173 @@
+"""The requests that the core is serving, and what comes back for each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from engine.errors import EngineError
+from engine.protocol import GenerateRequest, TokenChunk
+from engine.remote.client.core import Core, CoreRequest
+from engine.remote.client.inbox import AbortedError, Inbox, Scored
+from engine.remote.client.responses import Response
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One request of the core's."""
+
+    request_id: str
+    """Ours towards the core: never used twice."""
+    inbox: Inbox[Any]
+    restart: bool = False
+    """Aborted to be submitted again."""
+    interrupted: bool = False
+    """The core was asked to end it."""
+
+    def cut(self) -> None:
+        """End it; what was drawn is still handed over."""
+        self.restart = False
+        self.inbox.put(None)
+
+
+@dataclass(slots=True)
+class Reader:
+    """Somebody who reads one request after the other: a verification, then the response.
+
+    `interrupt` ends the request being read, and every later one before it begins.
+    """
+
+    stream: _Stream | None = None
+    interrupted: bool = False
+
+    def interrupt(self) -> None:
+        """End what is read: a response with all that was drawn, a verification without result."""
+        self.interrupted = True
+        if self.stream is not None:
+            self.stream.inbox.interrupt()
+
+
+class Streams:
+    """Submits requests to the core and hands what comes back to their readers.
+
+    Args:
+        core: gets the requests.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._open: dict[str, _Stream] = {}
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def chunks(
+        self, request: GenerateRequest, seed: int, submitted: CoreRequest, reader: Reader
+    ) -> AsyncGenerator[list[TokenChunk], None]:
+        """Chunks of a response until its end; ends early when it is interrupted or closed.
+
+        Args:
+            request: whose tokens are generated.
+            seed: of the request.
+            submitted: the same, as the core takes it.
+            reader: gets the chunks.
+
+        Raises:
+            EngineError: the core failed, or lost the request.
+        """
+        responses = self._core.responses
+        return self._items(
+            request.request_id, submitted, reader, lambda: Response(request, seed, responses)
+        )
+
+    async def scored(self, name: str, submitted: CoreRequest, reader: Reader) -> Scored | None:
+        """The table of a scoring request; None when it was interrupted or closed.
+
+        Args:
+            name: of the request, for errors.
+            submitted: as the core takes it.
+            reader: gets the table.
+
+        Raises:
+            EngineError: the core failed, or lost the request.
+        """
+        async with aclosing(self._items(name, submitted, reader, Inbox[Scored])) as parts:
+            async for (scored,) in parts:
+                return scored
+        return None
+
+    async def _items(
+        self, name: str, submitted: CoreRequest, reader: Reader, new_inbox: Callable[[], Inbox[T]]
+    ) -> AsyncGenerator[list[T], None]:
+        """What comes back for one request, as it comes."""
+        if reader.interrupted:
+            return
+        stream, inbox = self._new(new_inbox)
+        reader.stream = stream
+        try:
+            await self._core.submit(stream.request_id, inbox, submitted)
+            while not inbox.over:
+                await self._pass_on_interruption(reader, stream)
+                try:
+                    items = await inbox.take()
+                except AbortedError:
+                    if not stream.restart or reader.interrupted:
+                        return
+                    del self._open[stream.request_id]
+                    stream, inbox = self._new(new_inbox)
+                    reader.stream = stream
+                    await self._core.submit(stream.request_id, inbox, submitted)
+                    continue
+                if items:
+                    yield items
+        except EngineError:
+            raise
+        except Exception as error:
+            # The engine put it into the inbox or raised it for this request: its core is gone.
+            raise self._core.failure(f"request {name!r} was lost: {error!r}") from error
+        finally:
+            self._open.pop(stream.request_id, None)
+            stream.inbox.put(None)
+            if self._core.ended is None:
+                await self._core.abort([stream.request_id])
+                if not self._open:
+                    self._core.meter.idle()
+
+    async def _pass_on_interruption(self, reader: Reader, stream: _Stream) -> None:
+        """Ask the core, once, to end what an interrupted reader reads."""
+        if reader.interrupted and not stream.interrupted:
+            stream.interrupted = True
+            await self._core.interrupt(stream.request_id)
+
+    def _new(self, new_inbox: Callable[[], Inbox[T]]) -> tuple[_Stream, Inbox[T]]:
+        inbox = new_inbox()
+        stream = _Stream(f"r{next(self._numbers)}", inbox)
+        self._open[stream.request_id] = stream
+        return stream, inbox
+
+    def flush(self) -> None:
+        """Hand everything that was generated to its reader."""
+        self._core.responses.flush()
+
+    async def restart_unstarted(self) -> None:
+        """Submit again what has no token yet: its prompt may have KV of the old weights."""
+        unstarted = [stream for stream in self._open.values() if not stream.inbox.started]
+        for stream in unstarted:
+            stream.restart = True
+        await self._core.abort([stream.request_id for stream in unstarted])
+
+    def cut(self) -> None:
+        """End every request; what was drawn is still handed over."""
+        for stream in self._open.values():
+            stream.cut()
+
+    def fail(self, error: EngineError) -> None:
+        """Raise an error to every reader."""
+        for stream in self._open.values():
+            stream.inbox.put(error)

@@ -1,0 +1,255 @@
+"""Tokens that the core has generated and that requests have not reported yet, as arrays.
+
+A step's table (`StepTable`) has the new tokens of all requests. `record` copies them to the rows of
+the requests in one compiled loop. A chunk is then a slice of one row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.remote.client.tickets import NO_ROW, Index, Tickets, kernel
+from engine.remote.extras import NO_TICKET, StepTable
+from engine.stopping import StopRule, cut_rows
+from rollout.trajectory import ByteArray, FloatArray, IntArray, Provenance
+
+_DRAFTED, _SAMPLED = int(Provenance.DRAFTED), int(Provenance.SAMPLED)
+
+Flags = NDArray[np.bool_]
+
+
+class Tokens(NamedTuple):
+    """n tokens of one request with everything that is reported of them."""
+
+    tokens: IntArray
+    """`[n]`"""
+    logprobs: FloatArray
+    """`[n]`"""
+    topk_ids: IntArray
+    """`[n, K]`, padded with -1."""
+    topk_logprobs: FloatArray
+    """`[n, K]`, padded with -inf."""
+    provenance: ByteArray
+    """`[n]`"""
+
+
+class Unreported:
+    """The rows of requests that generate: R rows of C tokens with the top K; all three grow.
+
+    Provenance: a step of n tokens accepted n - 1 drafts and drew one token. If the response ended
+    inside the accepted drafts, all its tokens are drafts (`correct_last`).
+
+    Args:
+        chunk_tokens: a row is due once it has so many tokens; at first, once it has any.
+    """
+
+    def __init__(self, chunk_tokens: int = 1) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._some_due = False
+        self._free: list[int] = []
+        self._most = 0  # tokens of a row, at most
+        self._rules: dict[int, StopRule] = {}
+        self._ids: IntArray = np.empty((0, 0, 1), np.int32)
+        self._logprobs: FloatArray = np.empty((0, 0, 1), np.float32)
+        self._provenance: ByteArray = np.empty((0, 0), np.uint8)
+        self._accepted: Index = np.empty(0, np.int64)
+        self._state: IntArray = np.empty(0, np.int32)
+        self.count: Index = np.empty(0, np.int64)
+        """`[R]` tokens to report."""
+        self.begun: Flags = np.empty(0, np.bool_)
+        """`[R]` whether the request has reported anything."""
+        self.finite: Flags = np.empty(0, np.bool_)
+        """`[R]` whether the log-probabilities of its tokens are numbers."""
+        self.recorded = 0
+        """Tokens since the start."""
+
+    def open(self, rule: StopRule | None = None, state: int = 0) -> int:
+        """Take a row for a request.
+
+        Args:
+            rule: its stop strings.
+            state: of the rule, after what the response resumes from.
+        """
+        if not self._free:
+            have = len(self.count)
+            self._resize(max(16, 2 * have), *self._ids.shape[1:])
+            self._free = list(range(len(self.count) - 1, have - 1, -1))
+        row = self._free.pop()
+        self.count[row] = self._accepted[row] = 0
+        self.begun[row], self.finite[row] = False, True
+        if rule is not None:
+            self._rules[row], self._state[row] = rule, state
+        return row
+
+    def close(self, row: int) -> None:
+        """Give a row back; what it holds is forgotten."""
+        self._rules.pop(row, None)
+        self.count[row] = 0
+        self._free.append(row)
+
+    def record(self, rows: Index, table: StepTable, longest: int) -> list[int]:
+        """Append what a step generated.
+
+        Args:
+            rows: `[N]` of the table's tokens; NO_ROW: not wanted.
+            table: of N tokens; its arrays are read-only, as when they are received.
+            longest: the most tokens of a row.
+
+        Returns:
+            Rows whose response was ended by a stop string. What the step generated after it is
+            dropped.
+        """
+        kept: Index = rows
+        ended: list[int] = []
+        if self._rules:
+            kept, ended = self._cut(rows, table.ids[:, 0])
+        self._make_room(longest, table.ids.shape[1])
+        recorded, self._most, self._some_due = _record(
+            rows,
+            kept,
+            table.ids,
+            table.logprobs,
+            self._ids,
+            self._logprobs,
+            self._provenance,
+            self.count,
+            self._accepted,
+            self.begun,
+            self.finite,
+            self._most,
+            self._chunk_tokens,
+        )
+        self.recorded += recorded
+        return ended
+
+    def _cut(self, rows: Index, tokens: IntArray) -> tuple[Index, list[int]]:
+        """Cut steps after the token that completes a stop string.
+
+        Returns:
+            `[N]` rows, with NO_ROW for tokens that were cut off, and the rows that have ended.
+        """
+        begins = np.flatnonzero(np.diff(rows, prepend=NO_ROW - 1))
+        drawn = np.diff(begins, append=len(rows))
+        of = np.repeat(np.arange(len(begins)), drawn)
+        place = np.arange(len(rows)) - begins[of]
+        kept, ended = drawn.astype(np.int32), np.zeros(len(begins), np.bool_)
+        given, wanted = rows[begins], rows[begins] >= 0
+        states = self._state[given]
+        rules = [self._rules.get(row) for row in given.tolist()]
+        for rule in {id(rule): rule for rule in rules if rule is not None}.values():
+            mine = np.array([other is rule for other in rules])
+            own = tokens.astype(np.int64)
+            cut_rows(rule.table, rule.classes, mine, states, of, place, own, kept, ended)
+        self._state[given[wanted]] = states[wanted]
+        return np.where(place < kept[of], rows, NO_ROW), given[ended].tolist()
+
+    def correct_last(self, row: int, accepted: int) -> None:
+        """The response has ended: settle whether its last token was an accepted draft.
+
+        Args:
+            row: of the request.
+            accepted: its accepted drafts in all steps, as the core counts them.
+        """
+        if accepted > self._accepted[row] and self.count[row]:
+            self._provenance[row, self.count[row] - 1] = _DRAFTED
+
+    def due(self) -> list[int]:
+        """Rows that are due after the last step."""
+        if not self._some_due:
+            return []
+        due = (self.count >= self._chunk_tokens) | (~self.begun & (self.count > 0))
+        rows: list[int] = np.flatnonzero(due).tolist()
+        return rows
+
+    def take(self, row: int, top_k: int) -> Tokens:
+        """What is to be reported, with the first K entries of the list at each place."""
+        n = int(self.count[row])
+        self.count[row] = 0
+        self.begun[row] = True
+        ids = self._ids[row, :n, : 1 + top_k].copy()
+        logprobs = self._logprobs[row, :n, : 1 + top_k].copy()
+        provenance = self._provenance[row, :n].copy()
+        return Tokens(ids[:, 0], logprobs[:, 0], ids[:, 1:], logprobs[:, 1:], provenance)
+
+    def _make_room(self, tokens: int, width: int) -> None:
+        """Make sure that every row has room for so many more tokens of a table of this width."""
+        have, wide = self._ids.shape[1:]
+        if self._most + tokens > have:
+            self._most = int(self.count.max(initial=0))
+        needed = self._most + tokens
+        if needed > have or width > wide:
+            grown = have if needed <= have else max(2 * have, needed)
+            self._resize(len(self.count), grown, max(wide, width))
+
+    def _resize(self, rows: int, tokens: int, width: int) -> None:
+        """Make the arrays larger: `[rows, tokens, width]`. What they hold stays."""
+        for name in (
+            "_ids",
+            "_logprobs",
+            "_provenance",
+            "_accepted",
+            "_state",
+            "count",
+            "begun",
+            "finite",
+        ):
+            array = getattr(self, name)
+            larger = np.zeros((rows, tokens, width)[: array.ndim], array.dtype)
+            larger[tuple(map(slice, array.shape))] = array
+            setattr(self, name, larger)
+
+
+@kernel
+def _record(
+    rows: Index,
+    kept: Index,
+    ids: IntArray,
+    logprobs: FloatArray,
+    to_ids: IntArray,
+    to_logprobs: FloatArray,
+    provenance: ByteArray,
+    count: Index,
+    accepted: Index,
+    begun: Flags,
+    finite: Flags,
+    most: int,
+    chunk_tokens: int,
+) -> tuple[int, int, bool]:
+    """Append token i of a table to `kept[i]`; `rows[i]` is where it would be if none were cut off.
+
+    Returns:
+        How many tokens that were, the most that a row has now, if it was `most` before, and
+        whether one of these rows is due.
+    """
+    width, total, due = ids.shape[1], 0, False
+    for i in range(len(rows)):
+        row = kept[i]
+        if row < 0:
+            continue
+        at = count[row]
+        for k in range(width):
+            to_logprobs[row, at, k] = logprobs[i, k]
+            to_ids[row, at, k] = ids[i, k]
+        finite[row] &= np.isfinite(logprobs[i, 0])
+        drafted = i + 1 < len(rows) and rows[i + 1] == row
+        provenance[row, at] = _DRAFTED if drafted else _SAMPLED
+        accepted[row] += drafted
+        count[row] = at + 1
+        total += 1
+        most = max(most, count[row])
+        due |= not begun[row] or count[row] >= chunk_tokens
+    return total, most, due
+
+
+def warm_up() -> None:
+    """Compile what a step calls, or load it compiled."""
+    table = StepTable(
+        np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32), np.array([NO_TICKET], np.int64)
+    )
+    for array in table:
+        array.setflags(write=False)
+    rows, longest, _ = Tickets().rows_of(table.tickets)
+    Unreported().record(rows, table, longest)

@@ -1,0 +1,165 @@
+"""What the generator's process adds to an engine's own requests, results and configuration.
+
+Both sides read and write these values here only. Imports no engine and no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.trajectory import FloatArray, IntArray, KeptTokens
+
+NO_TICKET = 0
+"""In place of a request's ticket: it generates nothing."""
+
+
+class DrafterSettings(msgspec.Struct, frozen=True):
+    """What the worker builds its drafter from."""
+
+    cache: dict[str, Any]
+    """A `CacheConfig` as JSON."""
+    place: str
+    """A `CachePlace` as `cache.place.to_json` gives it."""
+    fixed_step_tokens: int | None
+    """The engine's `max_step_tokens`: fill steps with drafts to this many tokens. None: draft what
+    pays."""
+    max_step_tokens: int
+    """The engine's own limit of tokens in a step."""
+    logits_bytes: int
+    """Memory for the float32 logits of a step that drafts: engines plan for one row of logits for
+    each request, none for a draft token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestExtra:
+    """What a request carries besides its tokens, limits, temperature and top-p."""
+
+    seed: int
+    """Of its draws, 0 to 2**64 - 1."""
+    generated: int = 0
+    """Response tokens that its prompt ends with."""
+    cache_key: str = ""
+    """Names the tree that it drafts from and feeds; "" for none."""
+    draft: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    """`[D]` an earlier continuation, drafted from first."""
+    top_k: int = 0
+    """Of sampling."""
+    min_p: float = 0.0
+    """Of sampling."""
+    top_k_logprobs: int = 0
+    """K of the lists that are reported: of each drawn token, or of each scored one."""
+    ticket: int = NO_TICKET
+    """Comes back with each token that is generated."""
+    scored: int = 0
+    """Last tokens of the prompt to score, in a scoring request."""
+    kept: KeptTokens | None = None
+    """What is known of these tokens, if they are to be verified."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values that msgpack takes."""
+        return {
+            "seed": self.seed,
+            "generated": self.generated,
+            "cache_key": self.cache_key,
+            "draft": self.draft.astype("<i4").tobytes(),
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "top_k_logprobs": self.top_k_logprobs,
+            "ticket": self.ticket,
+            "scored": self.scored,
+            "kept": None if self.kept is None else _kept_to_plain(self.kept),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> RequestExtra:
+        """Read what `to_plain` made."""
+        section = dict(plain)
+        draft, kept = section.pop("draft"), section.pop("kept")
+        return cls(
+            **section,
+            draft=np.frombuffer(draft, "<i4").astype(np.int32),
+            kept=None if kept is None else _kept_from_plain(kept),
+        )
+
+
+_KEPT_ARRAYS = {
+    "tokens": "<i4",
+    "logprobs": "<f4",
+    "topk_ids": "<i4",
+    "topk_logprobs": "<f4",
+    "noise_seeds": "<u8",
+}
+
+
+def _kept_to_plain(kept: KeptTokens) -> dict[str, Any]:
+    arrays = {
+        name: np.ascontiguousarray(getattr(kept, name), dtype).tobytes()
+        for name, dtype in _KEPT_ARRAYS.items()
+    }
+    return arrays | {"k": int(kept.topk_ids.shape[1]), "lenience": kept.lenience}
+
+
+def _kept_from_plain(plain: dict[str, Any]) -> KeptTokens:
+    arrays = {name: np.frombuffer(plain[name], dtype) for name, dtype in _KEPT_ARRAYS.items()}
+    shape = len(arrays["tokens"]), plain["k"]
+    for name in ("topk_ids", "topk_logprobs"):
+        arrays[name] = arrays[name].reshape(shape)
+    return KeptTokens(**arrays, lenience=plain["lenience"])
+
+
+class StepTable(NamedTuple):
+    """What one step generated, in one piece for all of its requests."""
+
+    ids: IntArray
+    """`[N, 1 + K]` the token that was drawn at each place, then its list, padded with -1."""
+    logprobs: FloatArray
+    """`[N, 1 + K]` their log-probabilities, padded with -inf."""
+    tickets: NDArray[np.int64]
+    """`[N]` whose tokens these are; those of a request follow each other. NO_TICKET: nobody's, as
+    the token of a prompt that is not all in, those of a request that was aborted meanwhile, and
+    accepted drafts after a stop token or the limit."""
+
+
+class Outcome(IntEnum):
+    """What became of a token that was scored."""
+
+    KEPT = 0
+    """It stays as it is."""
+    DRAWN = 1
+    """Another one was drawn in its place, with fresh noise."""
+    RENAMED = 2
+    """The same noise gives it another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreColumns:
+    """Columns of the table that comes back for a scored request.
+
+    token | outcome | K listed tokens
+
+    It has a row for each scored token. If they were verified, it has rows for the tokens that stay
+    and for the one after them, if one was drawn. Their lists are those of the kept tokens; in all
+    other cases they are the K most probable tokens. The column of outcomes has no log-probability.
+    """
+
+    k: int
+    """K."""
+    own: int = 0
+    outcome: int = 1
+    """An `Outcome`."""
+
+    @property
+    def listed(self) -> slice:
+        """The list."""
+        return slice(2, 2 + self.k)
+
+    @property
+    def width(self) -> int:
+        """Of the table."""
+        return 2 + self.k

@@ -1,0 +1,1 @@
+"""Runs in the process where the model runs."""

@@ -1,0 +1,100 @@
+"""The requests of an engine's batch as arrays, one entry a row.
+
+Engines move rows when a batch is condensed or a request is preempted. A request's parameters are
+read once, when it first appears, into a column of its own. When the list of rows has changed, the
+rows are picked from the columns; an ordinary step costs a comparison of two lists.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.drawing import UNREPORTED_K, noise_seeds
+from engine.remote.worker.entries import Columns, Entry
+from engine.sampling import SamplingColumns
+from rollout.trajectory import SeedArray
+
+
+class Batch(ABC):
+    """Follows the batch of an engine, see the module's docstring. An engine says what it has.
+
+    Args:
+        listed: length of the lists that tokens are drawn with, reported or not.
+    """
+
+    def __init__(self, listed: int = UNREPORTED_K) -> None:
+        self.listed = listed
+        self.policy_version = 0
+        """Of the weights that are loaded; set by `advance`."""
+        self.ids: list[str] = []
+        """`[B]` request ids."""
+        self.seed: SeedArray = np.empty(0, np.uint64)
+        """`[B]`"""
+        self.noise_seed: SeedArray = np.empty(0, np.uint64)
+        """`[B]` of what the rows draw outside their lists (`engine.drawing.noise_seeds`)."""
+        self.sampling = SamplingColumns.unset(0)
+        """`[B]` rows."""
+        self.start: NDArray[np.int64] = np.empty(0, np.int64)
+        """`[B]` as `Entry.start`."""
+        self.ticket: NDArray[np.int64] = np.empty(0, np.int64)
+        """`[B]` as `RequestExtra.ticket`."""
+        self.top_k_logprobs = 0
+        """Entries of the lists that are reported: as many as some row asks for."""
+        self.changes = 0
+        """How many times the rows have changed."""
+        self._known = Columns()
+
+    @property
+    @abstractmethod
+    def present(self) -> list[str]:
+        """`[B]` request ids of the rows that the engine has now."""
+
+    @property
+    @abstractmethod
+    def alive(self) -> Container[str]:
+        """Ids of the requests that the engine knows, with a row or without."""
+
+    @abstractmethod
+    def read(self, request_id: str) -> Entry:
+        """What is known of a request that the engine knows."""
+
+    @abstractmethod
+    def lengths(self) -> NDArray[np.int64]:
+        """`[B]` tokens of each row now, drafts not counted."""
+
+    def refresh(self) -> None:
+        """Take over the engine's rows; cheap when they are the same as before."""
+        ids = self.present
+        if ids == self.ids:
+            return
+        self.ids = list(ids)
+        self.changes += 1
+        known, alive = self._known, self.alive
+        for name in [name for name in known.entries if name not in alive]:
+            known.remove(name)
+        for name in ids:
+            if name not in known.entries:
+                self.entry(name)
+        columns = known.columns_of(ids)
+        self.seed, self.start = known.seed[columns], known.start[columns]
+        self.ticket = known.ticket[columns]
+        self.noise_seed = noise_seeds(self.seed, self.policy_version)
+        self.sampling = known.sampling.at(columns)
+        self.top_k_logprobs = int(known.top_k_logprobs[columns].max(initial=0))
+
+    def advance(self, policy_version: int) -> None:
+        """Draw from now on under this version."""
+        self.policy_version = policy_version
+        self.noise_seed = noise_seeds(self.seed, policy_version)
+
+    def entry(self, request_id: str) -> Entry:
+        """What is known of a request that the engine knows, read once."""
+        entry = self._known.entries.get(request_id)
+        if entry is None:
+            entry = self.read(request_id)
+            self._known.add(request_id, entry)
+        return entry

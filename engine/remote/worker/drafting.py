@@ -1,0 +1,104 @@
+"""What every engine's drafter is made of: the planner, the times of its steps, warm code."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from cache.config import CacheConfig
+from cache.tree import RolloutCache
+from engine.drafting.fixed_budget import FixedBudget
+from engine.drafting.planner import DraftPlanner, Planner
+from engine.drafting.step_times import warm_up as warm_up_step_times
+from engine.remote.extras import DrafterSettings
+from engine.remote.worker.rows import warm_up as warm_up_rows
+
+_GAP = 0.002
+"""Seconds between two steps that a scheduler may need, whatever the step took."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """The current step, or the last one."""
+
+    began: float
+    tokens: int
+    rows: int
+    context: int = 0
+    ended: float = 0.0
+    """0: no tokens were drawn in it."""
+
+
+class StepTimer:
+    """Tells a planner how long steps took, from the start of one to the start of the next.
+
+    It is not told of steps that mostly took in prompts, nor of those before a break (no work, a
+    pause, new weights), seen as a gap longer than the step itself.
+
+    Args:
+        planner: to tell.
+        clock: gives seconds.
+    """
+
+    def __init__(self, planner: Planner, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.planner = planner
+        self._clock = clock
+        self._step: _Step | None = None
+
+    def begin(self, now: float) -> None:
+        """A step begins: the one before is over, and its time is known."""
+        last, self._step = self._step, None
+        if last is None or not last.ended or now - last.ended > last.ended - last.began + _GAP:
+            return
+        self.planner.observe(
+            tokens=last.tokens, rows=last.rows, context=last.context, seconds=now - last.began
+        )
+
+    def note(self, began: float, *, tokens: int, rows: int, drafted: int) -> None:
+        """Time the step that has begun, unless it mostly takes in prompts.
+
+        Args:
+            began: as given to `begin`.
+            tokens: fed to the model, drafts and prompts included.
+            rows: that decode.
+            drafted: draft tokens among these.
+        """
+        if rows and tokens <= 2 * (rows + drafted):
+            self._step = _Step(began, tokens, rows)
+
+    @property
+    def noted(self) -> bool:
+        """Whether the step that has begun is timed."""
+        return self._step is not None
+
+    def drawn(self, context: int) -> None:
+        """The tokens of the step that has begun are drawn, over so many tokens of context."""
+        if self._step is not None:
+            self._step.context = context
+            self._step.ended = self._clock()
+
+
+def planner_of(settings: DrafterSettings, max_draft_tokens: int, vocab_size: int) -> Planner:
+    """The planner that the settings ask for; it never exceeds the memory for logits by drafts."""
+    fixed = settings.fixed_step_tokens
+    if fixed is not None:
+        return FixedBudget(max_step_tokens=fixed, max_draft_tokens=max_draft_tokens)
+    affordable = settings.logits_bytes // (4 * vocab_size)
+    return DraftPlanner(
+        max_step_tokens=min(settings.max_step_tokens, affordable), max_draft_tokens=max_draft_tokens
+    )
+
+
+def warm_up() -> None:
+    """Compile what drafting calls, or load it compiled."""
+    cache = RolloutCache(CacheConfig(max_bytes=1 << 20))
+    context = np.arange(8, dtype=np.int32)
+    cache.insert("warm-up", context, context)
+    row = cache.open("warm-up", context)
+    cache.draft(np.array([row], np.int32), np.array([2], np.int32))
+    cache.close(row)
+    warm_up_rows()
+    warm_up_step_times()

@@ -1,0 +1,109 @@
+"""What the worker knows of requests: an entry for each, and their parameters as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.protocol import SamplingParams
+from engine.remote.extras import RequestExtra
+from engine.sampling import SamplingColumns
+from rollout.trajectory import IntArray, SeedArray
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of one request."""
+
+    extra: RequestExtra
+    """What the generator's process sent along with it."""
+    sampling: SamplingParams
+    """How its tokens are drawn; only that part is set."""
+    start: int
+    """Where its response starts among its tokens: the length of the prompt proper."""
+    context: IntArray
+    """`[C]` its first tokens: the prompt and what it resumes from."""
+    limit: int
+    """Most tokens in all."""
+    stop_tokens: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        extra: RequestExtra,
+        context: IntArray,
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        stop_tokens: tuple[int, ...],
+    ) -> Entry:
+        """Of a request that may generate `max_tokens` more; the rest as in `SamplingParams`."""
+        return cls(
+            extra=extra,
+            sampling=SamplingParams(
+                max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=extra.top_k,
+                min_p=extra.min_p,
+            ),
+            start=len(context) - extra.generated,
+            context=context,
+            limit=len(context) + max_tokens,
+            stop_tokens=stop_tokens,
+        )
+
+
+class Columns:
+    """The parameters of all requests that the engine knows, a column each."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.seed: SeedArray = np.empty(0, np.uint64)
+        self.start: NDArray[np.int64] = np.empty(0, np.int64)
+        self.ticket: NDArray[np.int64] = np.empty(0, np.int64)
+        self.top_k_logprobs: NDArray[np.int64] = np.empty(0, np.int64)
+        self.sampling = SamplingColumns.unset(0)
+        self._column: dict[str, int] = {}
+        self._free: list[int] = []
+
+    def columns_of(self, names: Sequence[str]) -> NDArray[np.int64]:
+        """`[n]` the columns of known requests."""
+        column = self._column
+        return np.array([column[name] for name in names], np.int64)
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Write a new request into a free column."""
+        if not self._free:
+            self._grow()
+        self.entries[name] = entry
+        self._column[name] = self._free.pop()
+        self._write(name)
+
+    def remove(self, name: str) -> None:
+        """Free the column of a request."""
+        del self.entries[name]
+        self._free.append(self._column.pop(name))
+
+    def _write(self, name: str) -> None:
+        column, entry = self._column[name], self.entries[name]
+        self.seed[column] = entry.extra.seed
+        self.start[column] = entry.start
+        self.ticket[column] = entry.extra.ticket
+        # What a request that only scores draws is thrown away.
+        self.top_k_logprobs[column] = 0 if entry.extra.scored else entry.extra.top_k_logprobs
+        self.sampling.set(column, entry.sampling)
+
+    def _grow(self) -> None:
+        have = len(self.seed)
+        size = max(16, 2 * have)
+        self.seed, self.start = np.empty(size, np.uint64), np.empty(size, np.int64)
+        self.ticket, self.top_k_logprobs = np.empty(size, np.int64), np.empty(size, np.int64)
+        self.sampling = SamplingColumns.unset(size)
+        self._free = list(range(size - 1, have - 1, -1))
+        for name in self._column:
+            self._write(name)

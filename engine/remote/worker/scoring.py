@@ -1,0 +1,178 @@
+"""Scores given tokens and verifies kept ones from the hidden states of their prompts.
+
+Only the positions that were asked for go through the output layer, those of all requests of a step
+together, in slabs of bounded memory, with the processed distribution. Kept tokens are judged here,
+where the whole current distribution is (`engine.verification`): only what becomes of them travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.logits import (
+    LogitReading,
+    distributions_of,
+    read_from_logits,
+    rows_at_once,
+    slabs,
+)
+from engine.remote.worker.ranks import Ranks
+from engine.remote.worker.scored import ScoredPart, ScoredRequest, batch_of
+from engine.sampling import SamplingColumns
+from engine.verification import KeptBatch, KeptColumns, Reading, Verdict, judge
+from rollout.trajectory import FloatArray, IntArray
+
+
+class Scorer:
+    """Reads and judges scored positions. All ranks make the same calls, with the same requests.
+
+    Args:
+        compute_logits: the output layer: `[n, H]` hidden states to `[n, >= V]` logits; all ranks
+            take part in it.
+        vocab_size: V.
+        ranks: of this worker; rank 0 scores.
+        max_bytes: memory that scoring may hold at once (`engine.logits`).
+    """
+
+    def __init__(
+        self,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        vocab_size: int,
+        ranks: Ranks,
+        max_bytes: int,
+    ) -> None:
+        self._compute_logits = compute_logits
+        self._vocab_size = vocab_size
+        self._ranks = ranks
+        self._max_bytes = max_bytes
+
+    def read(self, hidden_states: torch.Tensor, parts: list[ScoredPart]) -> None:
+        """Read the scored positions of a step, a slab of bounded memory at a time.
+
+        Args:
+            hidden_states: `[T, H]` of the step's tokens, as the output layer takes them.
+            parts: the scored positions among them.
+        """
+        sampling = SamplingColumns.of([part.request.entry.sampling for part in parts])
+        limit = self._rows_at_once(sampling)
+        batch: list[ScoredPart] = []
+        held = 0
+        for part in parts:
+            left = part
+            while len(left.rows):
+                piece, left = left.split(limit - held)
+                batch.append(piece)
+                held += len(piece.rows)
+                if held == limit:
+                    self._read(hidden_states, batch)
+                    batch, held = [], 0
+        if batch:
+            self._read(hidden_states, batch)
+
+    def _read(self, hidden_states: torch.Tensor, parts: list[ScoredPart]) -> None:
+        """Look up what is needed of these parts; `N` scored positions, part by part."""
+        rows = torch.from_numpy(np.concatenate([part.rows for part in parts]))
+        hidden = hidden_states[rows.to(hidden_states.device)]
+        logits = self._compute_logits(hidden)
+        counts = [len(part.rows) for part in parts]
+        sources = [slice(end - n, end) for end, n in zip(np.cumsum(counts), counts, strict=True)]
+        for part, source in zip(parts, sources, strict=True):
+            part.request.keep_hidden(part.first, hidden[source])
+        if not self._ranks.leads:
+            return
+        found = read_from_logits(
+            logits,
+            _sampling([part.request for part in parts], np.array(counts)),
+            KeptColumns.concatenated([part.request.columns.part(part.span) for part in parts]),
+            max(part.request.k if part.request.reports_top_k else 0 for part in parts),
+        )
+        for part, source in zip(parts, sources, strict=True):
+            _fill(part, found, source)
+
+    def tables(
+        self, done: dict[str, ScoredRequest], policy_version: int
+    ) -> dict[str, tuple[IntArray, FloatArray]]:
+        """The tables of requests whose prompts are complete; none in ranks other than 0.
+
+        What is not finite is not judged: the reader refuses it.
+
+        Args:
+            done: by request id, the same in all ranks.
+            policy_version: of the weights that are loaded.
+        """
+        judged: dict[str, ScoredRequest] = {}
+        verdict = batch = None
+        if self._ranks.leads:
+            judged = {
+                name: one
+                for name, one in done.items()
+                if one.kept is not None and not one.reading.not_finite().any()
+            }
+        if judged:
+            requests = list(judged.values())
+            batch = batch_of(requests, max(request.k for request in requests))
+            reading = Reading.concatenated([request.reading for request in requests])
+            verdict = judge(batch, reading, policy_version)
+        if any(one.kept is not None for one in done.values()):
+            self._name_all(done, list(judged), batch, verdict)
+        if not self._ranks.leads:
+            return {}
+        tables = {name: one.table() for name, one in done.items() if name not in judged}
+        if verdict is not None:
+            tables |= {
+                name: one.verdict_table(verdict, row)
+                for row, (name, one) in enumerate(judged.items())
+            }
+        return tables
+
+    def _name_all(
+        self,
+        done: dict[str, ScoredRequest],
+        judged: list[str],
+        batch: KeptBatch | None,
+        verdict: Verdict | None,
+    ) -> None:
+        """Name all unnamed tokens of a verdict, which rank 0 has. All ranks compute the logits.
+
+        Args:
+            done: requests whose prompts are complete.
+            judged: names of the verdict's rows.
+            batch: of the verdict.
+            verdict: None in other ranks, and if nothing is judged.
+        """
+        rows = np.empty(0, np.int64) if verdict is None else np.flatnonzero(verdict.unnamed)
+        places = [] if verdict is None else verdict.accepted[rows].tolist()
+        unnamed = [(judged[row], place) for row, place in zip(rows.tolist(), places, strict=True)]
+        unnamed = self._ranks.share(unnamed)
+        chosen = [done[name] for name, _ in unnamed]
+        sampling = SamplingColumns.of([one.entry.sampling for one in chosen])
+        for part in slabs(len(unnamed), self._rows_at_once(sampling)):
+            hidden = [done[name].hidden_at(place) for name, place in unnamed[part]]
+            logits = self._compute_logits(torch.stack(hidden))
+            if verdict is not None and batch is not None:
+                these = sampling.at(np.arange(part.start, part.stop))
+                distributions = distributions_of(logits, these, 1)
+                distributions.name_tokens(batch, verdict, rows[part], np.arange(len(logits)))
+
+    def _rows_at_once(self, sampling: SamplingColumns) -> int:
+        """Most rows of a slab."""
+        return rows_at_once(self._vocab_size, sampling, self._max_bytes)
+
+
+def _sampling(requests: Sequence[ScoredRequest], counts: NDArray[np.int64]) -> SamplingColumns:
+    """How the tokens of scored positions are drawn, `counts` of each request."""
+    columns = SamplingColumns.of([request.entry.sampling for request in requests])
+    return columns.at(np.repeat(np.arange(len(requests)), counts))
+
+
+def _fill(part: ScoredPart, found: LogitReading, source: slice) -> None:
+    """Take over what was found at a part's rows of a slab."""
+    request = part.request
+    request.reading.fill(part.span, found.reading, source)
+    if request.reports_top_k and found.listed is not None:
+        ids, values = (one[source, : request.k] for one in found.listed)
+        request.ids[part.span], request.values[part.span] = ids.cpu().numpy(), values.cpu().numpy()

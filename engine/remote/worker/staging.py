@@ -1,0 +1,240 @@
+"""New weights where the model runs: loaded into a second tree of modules, then copied.
+
+An engine's loader brings a checkpoint's tensors into the form in which its layers hold them. It
+takes several times as long as a copy, so it runs in a thread on a second tree of the model's
+modules (`engine.remote.worker.twin`) while tokens are generated. Installing copies from there.
+
+That the two come to the same is proved, not assumed, in the pause of the first installation:
+
+1. The model is loaded with numbers that all differ from those before. Nothing may change but what
+   copying replaces: anything else was made of weights, and copying would leave it as it is.
+2. The model is loaded with the new weights; then a twin is made, filled with NaN, and loaded with
+   them too. The model must not notice, and the two must agree bit by bit.
+
+Otherwise every installation loads the model in the pause, as does this one, and the report says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from engine.errors import WeightsError, WeightsSupersededError
+from engine.remote.calls import StagingReport
+from engine.remote.worker.twin import Attributes, Twin, loaded_parts, unchanged
+from engine.weights import NamedTensors, StagedWeights
+from wire.weights.fingerprint import fingerprint
+from wire.weights.layout import Fingerprint, WeightManifest
+from wire.weights.reader import WeightBuffer
+
+_SHOWN = 5
+
+
+class Loader(Protocol):
+    """How an engine loads a checkpoint's tensors into its model."""
+
+    name: str
+    """Of the engine, for messages: "vLLM"."""
+    device: torch.device
+    """Of the model."""
+    dtype: torch.dtype
+    """Of its floating-point parameters."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """That decodes."""
+
+    def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors, named as in the HF state dict, into the model or its twin, in place."""
+
+    def adopt(self, twin: Twin) -> None:
+        """Give the engine what it needs to load into a new twin."""
+
+    def forget(self, twin: Twin) -> None:
+        """Undo `adopt`."""
+
+    def check_unchanged(self, names: Collection[str]) -> None:
+        """Raise WeightsError if loading should have changed one of these parameters.
+
+        Args:
+            names: keys of `loaded_parts` that loading other numbers has left as they were.
+        """
+
+    def installed(self, policy_version: int) -> None:
+        """The model has new weights: drop what the engine derived from the old ones."""
+
+
+class WorkerWeights:
+    """The staged weights of one rank. `begin`, `report` and `install` never block long.
+
+    Args:
+        loader: the engine's.
+        on_device: stage on the model's device; otherwise in host memory.
+    """
+
+    def __init__(self, loader: Loader, *, on_device: bool = False) -> None:
+        self._loader = loader
+        own = loader.dtype
+        buffer = WeightBuffer(
+            lambda _, published: own if published.is_floating_point else published
+        )
+        self._staged = StagedWeights(self._receive, buffer)
+        self._thread = ThreadPoolExecutor(
+            1, "asyncrl-staging", initializer=partial(_use_device, loader.device)
+        )
+        self._staging: Future[None] | None = None
+        self._twin_device = loader.device if on_device else torch.device("cpu")
+        self._twin: Twin | None = None
+        self._why_reloads = ""
+
+    def begin(self, manifest: WeightManifest) -> None:
+        """Begin to stage a published version."""
+        self._staging = self._thread.submit(self._staged.stage, manifest)
+
+    def report(self) -> StagingReport:
+        """How the staging begun last went. Raises what it did not expect, and if none was begun."""
+        if self._staging is None:
+            raise WeightsError("no staging of weights was begun")
+        if not self._staging.done():
+            return StagingReport("running")
+        try:
+            self._staging.result()
+        except WeightsSupersededError as error:
+            return StagingReport("superseded", str(error))
+        except WeightsError as error:
+            return StagingReport("refused", str(error))
+        return StagingReport("staged")
+
+    def install(self, policy_version: int) -> str:
+        """Put the staged version into the model's layers; only while generation is paused.
+
+        Returns:
+            Why it was not copied, but loaded by the engine in the pause, as will be all others; ""
+            otherwise.
+
+        Raises:
+            WeightsError: this version is not staged; nothing was changed.
+        """
+        with self._staged.install(policy_version) as tensors, torch.inference_mode():
+            if self._twin is not None:
+                self._twin.install()
+            elif self._why_reloads:
+                self._loader.load(self._loader.model, tensors)
+            else:
+                self._install_first(tensors)
+        self._loader.installed(policy_version)
+        return self._why_reloads
+
+    @property
+    def copies(self) -> bool:
+        """Whether installing copies: it was proved to do what loading does."""
+        return self._twin is not None
+
+    def _install_first(self, tensors: NamedTensors) -> None:
+        """Load the model, and find out whether all later versions can be copied from a twin."""
+        model, twin = self._loader.model, None
+        try:
+            twin, found = self._prove(model, tensors)
+        except WeightsError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever loaders raise; it is reported
+            why = self._cannot(error)
+        else:
+            if twin is not None and not found:
+                self._twin = twin
+                return
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            why = (
+                f"copying would not do what {self._loader.name}'s loading does to "
+                f"{', '.join(found[:_SHOWN])}{more}"
+            )
+        self._reload_from_now(why, twin)
+        self._loader.load(model, tensors)
+
+    def _prove(
+        self, model: torch.nn.Module, tensors: NamedTensors
+    ) -> tuple[Twin | None, list[str]]:
+        """A twin, loaded, and what speaks against copying from it. Leaves the model loaded."""
+        attributes, parts = Attributes(model), loaded_parts(model)
+        self._loader.load(model, _other_numbers(tensors))
+        found = attributes.changed()
+        if found:
+            return None, found
+        untouched = unchanged(parts, loaded_parts(model))
+        self._loader.check_unchanged(untouched)
+        self._loader.load(model, tensors)
+        twin = Twin(model, self._twin_device, untouched)
+        try:
+            self._loader.adopt(twin)
+            twin.poison()
+            attributes, before = Attributes(model), _fingerprint_of(model)
+            self._loader.load(twin.model, tensors)
+            found = attributes.changed() + twin.differences()
+            if _fingerprint_of(model) != before:
+                found.append("the model itself, while it loads a copy of it")
+        except BaseException:
+            self._forget(twin)
+            raise
+        return twin, found
+
+    def _reload_from_now(self, why: str, twin: Twin | None) -> None:
+        if twin is not None:
+            self._forget(twin)
+        self._twin, self._why_reloads = None, why
+
+    def _forget(self, twin: Twin) -> None:
+        self._loader.forget(twin)
+        twin.close()
+
+    def _cannot(self, error: Exception) -> str:
+        name = self._loader.name
+        return f"{name} cannot load into a copy of its modules: {type(error).__name__}: {error}"
+
+    def _receive(self, tensors: NamedTensors) -> None:
+        """Check tensors that were read, and load them into the twin. Runs in the thread."""
+        check_finite(tensors)
+        twin = self._twin
+        if twin is None:
+            return
+        try:
+            with torch.inference_mode():
+                self._loader.load(twin.model, tensors)
+                if self._loader.device.type == "cuda":  # the thread's stream is not the model's
+                    torch.cuda.synchronize(self._loader.device)
+        except Exception as error:  # noqa: BLE001 - whatever loaders raise; it is reported
+            self._reload_from_now(self._cannot(error), twin)
+
+
+def _use_device(device: torch.device) -> None:
+    """In a new thread, whose device would be the first one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _other_numbers(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of the same shapes with other values in every place, one by one."""
+    for name, tensor in tensors:
+        if tensor.is_floating_point():
+            shift = torch.linspace(0.5, 1.5, tensor.numel(), device=tensor.device)
+            yield name, (tensor.float() + shift.view(tensor.shape)).to(tensor.dtype)
+        else:
+            yield name, tensor
+
+
+def _fingerprint_of(model: torch.nn.Module) -> Fingerprint:
+    """Of all parameters with numbers; those whose packed copies are used are empty."""
+    return fingerprint((name, one) for name, one in model.named_parameters() if one.numel())
+
+
+def check_finite(tensors: NamedTensors) -> None:
+    """Raise WeightsError if a value is infinite or NaN: the model would sample nonsense."""
+    for name, tensor in tensors:
+        # One pass without a mask in memory; both ends are NaN if any value is.
+        if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+            raise WeightsError(
+                f"weight {name!r} has values that are not finite; the engine keeps its weights"
+            )

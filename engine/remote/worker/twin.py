@@ -1,0 +1,363 @@
+"""A second tree of a model's modules: new weights are loaded into it while the first one decodes.
+
+Loaders stack, pad, shard and pack what a checkpoint has, and they write into modules. So they
+are given modules: shallow copies, with parameters and buffers of their own. What they leave
+there is then copied, parameter by parameter, into the model between two steps.
+
+    twin = Twin(model, device)
+    load(twin.model, tensors)      # in a thread; the model decodes meanwhile
+    twin.install()                 # between two steps
+
+On a CPU vLLM multiplies by packed copies, which a function of each layer holds (`cpu_linear`) and
+nothing can write to. Loading makes new ones, here as in the model itself, and installing swaps the
+two functions. SGLang packs nothing.
+
+Whether this does what loading into the model itself does depends on the layers: loading may leave
+something that is neither a parameter nor that function. `Attributes` and `differences` find out;
+`engine.remote.worker.staging` asks them once, with numbers that all differ from those before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wire.weights.fingerprint import sums_of
+from wire.weights.layout import laid_out
+from wire.weights.pinning import Pin
+from wire.weights.views import tensor_view
+
+PACKED = "cpu_linear"
+"""Attribute of the layers that vLLM packs on a CPU: the product with the packed weight."""
+_TREE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_OF_LOADING = ("_do_torchao_reload", "_original_do_torchao_reload")
+"""Attributes that vLLM's loading keeps for itself."""
+_WRAPPER = "online_process_loader"
+"""Name of the function that vLLM wraps around a tensor's loader while it loads."""
+_NOT_LOOKED_AT = (PACKED, *_OF_LOADING, "_parameters", "_modules", "kv_cache")
+"""Attributes that `Attributes` leaves out: compared by the twin, or never made of weights."""
+_DEPTH = 3
+"""How far `Attributes` follows containers and objects of engines from a module."""
+_ENGINES = ("vllm", "sglang")
+"""Packages whose objects `Attributes` follows."""
+_ROWS = 4
+"""Random rows that both packed copies of a weight are multiplied by."""
+
+
+class Twin:
+    """A model's second tree, and the way from it into the model.
+
+    Args:
+        model: decodes, and gets what is installed.
+        device: where the twin's parameters lie, in one piece: that of the model, or the CPU. Host
+            memory is page-locked if the model is on a GPU.
+        untouched: keys of `loaded_parts` that no loading changes, such as the rows of a vocabulary
+            of which a rank has only padding.
+
+    Raises:
+        ValueError: a parameter does not lie in memory row by row.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, untouched: Collection[str] = ()
+    ) -> None:
+        self._untouched = frozenset(untouched)
+        live = list(model.modules())
+        twins = {id(one): _shallow(one) for one in live}
+        memory, self._tensors = _copied_to(device, model)
+        self._loaded = [
+            self._tensors[id(one)][1]
+            for name, one in model.named_parameters()
+            if name not in self._untouched
+        ]
+        on_gpu = any(one.device.type == "cuda" for one in model.parameters())
+        self._pin = Pin(memory) if on_gpu and device.type == "cpu" else None
+        self.pairs: list[tuple[Any, Any]] = [(one, twins[id(one)]) for one in live]
+        """Each module of the model, and its twin."""
+        self.model = twins[id(model)]
+        """Loads like the model."""
+        made: dict[int, Any] = {}
+        for module, twin in self.pairs:
+            _rebind(twin, twins)
+            held, own = vars(module), vars(twin)
+            own["_modules"] |= {
+                name: twins[id(child)]
+                for name, child in held["_modules"].items()
+                if child is not None
+            }
+            for name, tensor in held["_parameters"].items():
+                if tensor is not None:  # a tied one is one tensor of several modules, as there
+                    if id(tensor) not in made:
+                        made[id(tensor)] = like(tensor, self._tensors[id(tensor)][1], module, twin)
+                    own["_parameters"][name] = made[id(tensor)]
+            for name, tensor in held["_buffers"].items():
+                if tensor is not None:
+                    own["_buffers"][name] = like(tensor, tensor.detach().clone(), module, twin)
+
+    def poison(self) -> None:
+        """Make all numbers that loading sets NaN, so that whatever it leaves as it is differs."""
+        for staged in self._loaded:
+            if staged.is_floating_point():
+                staged.fill_(float("nan"))
+
+    def close(self) -> None:
+        """Unlock the twin's memory. It may not be used any more."""
+        if self._pin is not None:
+            self._pin.release()
+
+    def install(self) -> None:
+        """Copy into the model what was loaded; while no step runs, in inference mode."""
+        device = None
+        for own, staged in self._tensors.values():
+            own.data.copy_(staged, non_blocking=True)
+            device = own.device
+        for module, twin in self._packed():
+            ours, theirs = getattr(twin, PACKED), getattr(module, PACKED)
+            setattr(module, PACKED, ours)
+            setattr(twin, PACKED, theirs)
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)  # the twin is loaded again from now on
+
+    def differences(self) -> list[str]:
+        """What the model does not hold as the twin does, bit by bit. No step may run."""
+        names = {id(module): name for name, module in self.pairs[0][0].named_modules()}
+        found: list[str] = []
+        for module, twin in self.pairs:
+            path = names[id(module)]
+            for kind in ("_parameters", "_buffers"):
+                held, staged = vars(module)[kind], vars(twin)[kind]
+                if held.keys() != staged.keys():
+                    found.append(f"the {kind[1:]} of {path!r} have other names")
+                    continue
+                found += [
+                    f"{path}.{name}"
+                    for name, tensor in held.items()
+                    if tensor is not None
+                    and not (
+                        _same_bits(tensor, staged[name]) and self._is_ours(tensor, staged[name])
+                    )
+                ]
+        for module, twin in self._packed():
+            is_kept = getattr(module, PACKED) is getattr(twin, PACKED)
+            if is_kept and _part(names[id(module)], PACKED) in self._untouched:
+                continue
+            if not _same_products(module, twin):
+                found.append(f"the packed weight of {names[id(module)]!r}")
+        return found
+
+    def _is_ours(self, held: Tensor, staged: Tensor) -> bool:
+        """Whether installing copies this parameter, from where loading has put it."""
+        if not isinstance(held, nn.Parameter) or not held.numel():
+            return True
+        memory = self._tensors.get(id(held))
+        return memory is not None and memory[1].data_ptr() == staged.data_ptr()
+
+    def _packed(self) -> Iterator[tuple[Any, Any]]:
+        return ((module, twin) for module, twin in self.pairs if PACKED in vars(module))
+
+
+def loaded_parts(model: nn.Module) -> dict[str, Any]:
+    """What stands for each parameter and each packed weight of a model, to see which it is given.
+
+    Two of them are compared by `unchanged`.
+    """
+    parts = {name: _note_of(one) for name, one in model.named_parameters()}
+    packed = {
+        _part(path, PACKED): vars(module)[PACKED]
+        for path, module in model.named_modules()
+        if PACKED in vars(module)
+    }
+    return parts | packed
+
+
+def unchanged(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """Keys of `loaded_parts` that have the same numbers, or the same function."""
+    return {name for name in before if name in after and _is_same(after[name], before[name])}
+
+
+def _part(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+class Attributes:
+    """What a model holds besides parameters and packed weights, to see what a loading changes.
+
+    Buffers, other tensors and plain values, in modules, in containers and in objects of the engine
+    that belong to modules. Tensors are noted by digests, so a change in place is seen, and nothing
+    big is kept.
+
+    Args:
+        model: as it is now, and no step runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._held = _noted(model)
+
+    def changed(self) -> list[str]:
+        """Names of what has other values now, or is new or gone."""
+        now = _noted(self._model)
+        names = dict.fromkeys([*now, *self._held])
+        return [
+            name
+            for name in names
+            if not (name in now and name in self._held and _is_same(now[name], self._held[name]))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """Stands for a tensor (with a digest), or for a container."""
+
+    kind: str
+    shape: tuple[int, ...]
+    sums: tuple[int, ...] = ()
+
+
+_PLAIN = (bool, int, float, str, bytes, frozenset, type(None), _Note)
+
+
+def _noted(model: nn.Module) -> dict[str, Any]:
+    seen: set[int] = set()
+    return {
+        name: value
+        for path, module in model.named_modules()
+        for own, part in vars(module).items()
+        if own not in _NOT_LOOKED_AT
+        for name, value in _reached(f"{path}.{own}", part, _DEPTH, seen)
+    }
+
+
+def _reached(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """The names and notes of a value and of its parts."""
+    if isinstance(value, Tensor):
+        yield path, _note_of(value)
+    elif isinstance(value, (dict, list, tuple)) and depth:
+        yield path, _Note(type(value).__name__, (len(value),))
+    else:
+        yield path, value
+    parts = _parts(value) if depth and id(value) not in seen else {}
+    if parts:
+        seen.add(id(value))
+        for name, part in parts.items():
+            if name not in _NOT_LOOKED_AT:
+                yield from _reached(f"{path}.{name}", part, depth - 1, seen)
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {str(key): part for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {str(index): part for index, part in enumerate(value)}
+    is_of_engine = type(value).__module__.startswith(_ENGINES) and not isinstance(value, nn.Module)
+    return dict(getattr(value, "__dict__", {})) if is_of_engine else {}
+
+
+def _note_of(tensor: Tensor) -> _Note:
+    kind = f"{tensor.dtype} on {tensor.device}"
+    if tensor.device.type == "meta" or not tensor.numel():
+        return _Note(kind, tuple(tensor.shape))
+    sums = sums_of(tensor).whole
+    return _Note(kind, tuple(tensor.shape), () if sums is None else tuple(sums.tolist()))
+
+
+def like(tensor: Tensor, data: Tensor, live: nn.Module, twin: nn.Module) -> Tensor:
+    """`data` with the class and the attributes of a module's tensor, for the module's twin.
+
+    Args:
+        tensor: of `live`.
+        data: numbers, and memory, of the result.
+        live: the module; methods of it become those of the twin.
+        twin: its twin.
+    """
+    data.__class__ = tensor.__class__
+    for name, value in vars(tensor).items():
+        while getattr(value, "__name__", "") == _WRAPPER:
+            value = value.__wrapped__
+        data.__dict__[name] = _bound(value, {id(live): twin})
+    return data
+
+
+def _shallow(module: nn.Module) -> Any:
+    """A module with the attributes of another one, and no tensors or children."""
+    twin = object.__new__(type(module))
+    twin.__dict__.update(vars(module))
+    for name in _TREE:
+        twin.__dict__[name] = vars(module)[name].copy()
+    return twin
+
+
+def _rebind(twin: nn.Module, twins: dict[int, Any]) -> None:
+    for name, value in list(vars(twin).items()):
+        twin.__dict__[name] = _bound(value, twins)
+
+
+def _bound(value: Any, twins: dict[int, Any]) -> Any:
+    """A method of a module becomes one of its twin; anything else stays."""
+    if isinstance(value, MethodType) and id(value.__self__) in twins:
+        return MethodType(value.__func__, twins[id(value.__self__)])
+    return value
+
+
+def _copied_to(
+    device: torch.device, model: nn.Module
+) -> tuple[Tensor, dict[int, tuple[nn.Parameter, Tensor]]]:
+    """Memory with a copy of each parameter; and by its id, each parameter with its copy."""
+    parameters = list(model.named_parameters())
+    loose = [name for name, one in parameters if not one.is_contiguous()]
+    if loose:
+        raise ValueError(f"parameters that do not lie in memory row by row: {', '.join(loose)}")
+    specs, nbytes = laid_out(
+        (name, str(one.dtype).removeprefix("torch."), one.dtype.itemsize, tuple(one.shape))
+        for name, one in parameters
+    )
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    copies = {}
+    for (_, one), spec in zip(parameters, specs, strict=True):
+        copies[id(one)] = one, tensor_view(memory, spec)
+        copies[id(one)][1].copy_(one.detach())
+    return memory, copies
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, MethodType) and isinstance(other, MethodType):
+        return one.__func__ is other.__func__ and one.__self__ is other.__self__
+    return type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    other = other.detach().to(one.device)
+    return torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (one, other)))
+
+
+def _same_products(module: Any, twin: Any) -> bool:
+    """Whether both products give the same bits for random rows, and neither reads other memory.
+
+    A product may read the weight that it is called with, or a copy of its own, but no other tensor:
+    after swapping, the model's would read the twin's.
+    """
+    width = getattr(module, "input_size_per_partition", None) or getattr(
+        module, "embedding_dim", None
+    )
+    if width is None:
+        return False
+    dtype = getattr(module, "params_dtype", None) or module.weight.dtype
+    rows = torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    theirs, ours = getattr(module, PACKED), getattr(twin, PACKED)
+    given = twin.weight.detach().clone()
+    found = ours(rows, given, None)
+    if theirs is ours and not ours(rows, given * float("nan"), None).isnan().all():
+        return False  # loading has not packed anew
+    twin.weight.data.fill_(float("nan"))
+    alone = ours(rows, given, None)
+    twin.weight.data.copy_(given)
+    return _same_bits(theirs(rows, module.weight, None), found) and _same_bits(found, alone)

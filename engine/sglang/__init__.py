@@ -1,0 +1,6 @@
+"""SGLang as a generator's engine.
+
+`client/` runs in the generator's process and does not import SGLang. `worker/` runs in SGLang's
+processes, whose interpreter may be another one (`SglangConfig.python`): SGLang's pins disagree with
+vLLM's. `messages` is what they say to each other.
+"""

@@ -1,0 +1,234 @@
+"""The calls to SGLang's scheduler process: requests, pauses, weights."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import msgspec
+import numpy as np
+
+from engine.errors import EngineError
+from engine.remote.calls import StagingReport
+from engine.remote.client.core import CoreRequest
+from engine.remote.client.inbox import Inbox
+from engine.remote.client.meter import Meter
+from engine.remote.client.responses import Responses
+from engine.sglang.calls import SglangWorker
+from engine.sglang.client.outputs import OutputProcessor
+from engine.sglang.client.process import SglangProcess
+from engine.sglang.messages import AddRequest, Answer, Call, EndRequests, Outputs, Ready, ToClient
+from wire.weights.layout import Fingerprint, WeightManifest
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_ID_LENGTH = 16
+"""Of all request ids: SGLang's abort takes every request whose id begins with the given one
+(`managers/scheduler.py` of sglang 0.5.23, `abort_request`), so none may begin with another."""
+
+
+class SglangCore:
+    """What SGLang can be asked; satisfies `engine.remote.client.core.Core`.
+
+    Args:
+        process: of SGLang.
+        chunk_tokens: of a report.
+    """
+
+    name = "SGLang"
+    min_temperature = 0.01
+    """Below it float32 logits overflow in the division."""
+
+    def __init__(self, process: SglangProcess, chunk_tokens: int) -> None:
+        self._process = process
+        self._outputs = OutputProcessor(Responses(chunk_tokens), Meter())
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._installations = 0
+        self.policy_version = 0
+        """Of the weights that are loaded."""
+        self.vocab_size = 0
+        """Of the model, once it is loaded."""
+        self.pid = 0
+        """Of the scheduler process of rank 0, once it is ready."""
+
+    @property
+    def ended(self) -> EngineError | None:
+        """Why nothing can be asked any more; None while it runs."""
+        return self._process.ended
+
+    @property
+    def unfinished(self) -> int:
+        """Requests submitted whose end has not come."""
+        return len(self._outputs)
+
+    @property
+    def responses(self) -> Responses:
+        """The responses being generated."""
+        return self._outputs.responses
+
+    @property
+    def meter(self) -> Meter:
+        """What it has done since its start."""
+        return self._outputs.meter
+
+    def failure(self, what: str) -> EngineError:
+        """An error that quotes the end of SGLang's log."""
+        return self._process.failure(what)
+
+    def fail(self, error: EngineError) -> None:
+        """Refuse every later call with this error, and tell those who wait."""
+        self._process.fail(error)
+
+    def take(self, message: ToClient) -> None:
+        """Process a message of the scheduler process. Raises ValueError if it is malformed."""
+        if isinstance(message, Outputs):
+            self._outputs.take(message)
+        elif isinstance(message, Answer):
+            answer = self._answers.pop(message.number, None)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        elif not self._ready.done():
+            self._ready.set_result(message)
+
+    async def ready(self, limit: float) -> None:
+        """Wait for the worker to take requests.
+
+        Raises:
+            TimeoutError: it was not ready after `limit` seconds.
+            EngineError: it died before.
+        """
+        ready = await self._process.ask(self._ready, "start", limit=limit)
+        self.vocab_size, self.pid = ready.vocab_size, ready.pid
+
+    async def submit(self, request_id: str, inbox: Inbox[Any], request: CoreRequest) -> None:
+        """Send a request that is answered to `inbox`. The id must never have been used."""
+        self._process.check()
+        sent_id = _sent(request_id)
+        self._outputs.expect(sent_id, inbox)
+        self.meter.busy()
+        extra = replace(request.extra, ticket=inbox.ticket)
+        await self._process.send(
+            AddRequest(
+                request_id=sent_id,
+                tokens=np.array(request.tokens, "<i4").tobytes(),
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                stop_tokens=list(request.stop_tokens),
+                priority=request.priority,
+                salt=self._salt(),
+                extra=extra.to_plain(),
+            )
+        )
+
+    def _salt(self) -> str:
+        """Prefix KV is shared only among requests of the same salt, so of the same weights.
+
+        A version alone does not say which weights: another trainer may train it again.
+        """
+        return f"version {self.policy_version}, installation {self._installations}"
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests and drop what comes of them later; those already over are ignored."""
+        ended = []
+        for sent_id in map(_sent, request_ids):
+            inbox = self._outputs.forget(sent_id)
+            if inbox is not None:
+                inbox.put(None)
+                ended.append(sent_id)
+        if ended and self._process.ended is None:
+            await self._process.send(EndRequests(ended))
+
+    async def interrupt(self, request_id: str) -> None:
+        """Have SGLang end a request, which answers with what it has drawn and the end.
+
+        Nothing happens if it is already over.
+        """
+        if _sent(request_id) in self._outputs:
+            await self._process.send(EndRequests([_sent(request_id)]))
+
+    async def pause(self) -> None:
+        """Return when no step runs any more and all steps have come; requests stay as they are."""
+        # The last steps came before the answer, by the same socket.
+        await self._call("pause", SglangWorker.asyncrl_pause)
+        self.meter.idle()
+
+    async def resume(self) -> None:
+        """Resume drawing."""
+        await self._call("resume", SglangWorker.asyncrl_resume)
+
+    async def begin_staging(self, manifest: WeightManifest) -> None:
+        """Have the worker begin to copy published weights; generation continues."""
+        builtins = msgspec.to_builtins(manifest)
+        await self._call("stage new weights", SglangWorker.asyncrl_begin_staging, builtins)
+
+    async def staging(self) -> StagingReport:
+        """How far the staging begun last is, in all ranks together."""
+        report = await self._call("stage new weights", SglangWorker.asyncrl_staging)
+        return msgspec.convert(report, StagingReport)
+
+    async def install(self, policy_version: int) -> str:
+        """Put the staged weights in place and stamp what is drawn from now on; only while paused.
+
+        Returns:
+            Why SGLang had to load them in the pause (`RemoteWorker.asyncrl_install`), or "".
+        """
+        install = SglangWorker.asyncrl_install
+        reason = await self._call("install new weights", install, policy_version)
+        self.policy_version = policy_version
+        self._installations += 1
+        return reason
+
+    async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:
+        """Of the weights in use, by names and shapes of the HF state dict.
+
+        SGLang generates meanwhile. The weights must stay.
+        """
+        what = "compare its weights"
+        await self._call(what, SglangWorker.asyncrl_begin_fingerprint, shapes)
+        while True:
+            found = await self._call(what, SglangWorker.asyncrl_fingerprint)
+            if found is not None:
+                return msgspec.convert(found, Fingerprint)
+
+    async def save_cache(self) -> int:
+        """Write the snapshot of the cache inside SGLang; returns its bytes."""
+        return await self._call("save its cache", SglangWorker.asyncrl_save_cache)
+
+    async def _call(
+        self,
+        what: str,
+        method: Callable[Concatenate[SglangWorker, P], T],
+        *args: P.args,
+        **_none: P.kwargs,
+    ) -> T:
+        """Call a method of the worker; the result of rank 0.
+
+        Raises:
+            EngineError: it failed, SGLang died, or it did not answer in time.
+        """
+        self._process.check()
+        number = next(self._numbers)
+        waiting = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._process.send(Call(number, method.__name__, list(args)))
+            answer = await self._process.ask(waiting, what)
+        finally:
+            self._answers.pop(number, None)
+        if answer.error:
+            raise self.failure(f"SGLang could not {what}: {answer.error}")
+        result: T = answer.result
+        return result
+
+
+def _sent(request_id: str) -> str:
+    """The id that SGLang is told."""
+    if len(request_id) > _ID_LENGTH:
+        raise EngineError(f"request id {request_id!r} has more than {_ID_LENGTH} characters")
+    return request_id.rjust(_ID_LENGTH, ".")

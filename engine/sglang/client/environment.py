@@ -1,0 +1,103 @@
+"""The folder, the log and the environment of SGLang's processes. Does not import SGLang."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.sglang.worker.plugin import MARK_VARIABLE
+
+_QUOTED_LINES = 15
+_LONGEST_FOLDER = 80
+"""Characters. A socket's path may have 107."""
+_PACKAGES = Path(__file__).resolve().parents[3]
+"""The directory that this package was imported from."""
+
+
+class SglangFolder:
+    """A private directory with SGLang's log and the sockets to it."""
+
+    def __init__(self, level: str) -> None:
+        path = tempfile.mkdtemp(prefix="asyncrl-sglang-")
+        if len(path) > _LONGEST_FOLDER:
+            Path(path).rmdir()
+            path = tempfile.mkdtemp(prefix="asyncrl-sglang-", dir="/tmp")
+        self.path = Path(path)
+        self.log = self.path / "sglang.log"
+        self.log.touch()
+        self.requests = f"ipc://{self.path / 'requests'}"
+        """Address from which the worker takes messages."""
+        self.outputs = f"ipc://{self.path / 'outputs'}"
+        """Address to which it sends."""
+        self.logging = self.path / "logging.json"
+        self.logging.write_text(json.dumps(_logging(level)))
+
+    def tail(self) -> str:
+        """The last lines of the log, "" when nothing was written."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return ""
+        return "\n".join(lines[-_QUOTED_LINES:])
+
+    def remove(self) -> None:
+        """Delete the directory. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def environment_of(config: EngineConfig, folder: SglangFolder) -> dict[str, str]:
+    """The environment variables of SGLang's processes."""
+    threads = str(config.threads or os.cpu_count() or 1)
+    variables = os.environ | {
+        MARK_VARIABLE: "1",
+        "SGLANG_LOGGING_CONFIG_PATH": str(folder.logging),
+        # SGLang's own sockets, which nobody else uses, take msgpack (sglang 0.5.23, environ.py).
+        "SGLANG_USE_PICKLE_IPC": "0",
+        # Room for drafts beyond max_model_len, which no request may use.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "TQDM_DISABLE": "1",
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+    }
+    # Threads that spin at barriers starve each other when cores are shared with a trainer.
+    variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    variables.pop("PYTHONHOME", None)
+    if Path(sysconfig.get_path("purelib")).resolve() != _PACKAGES:
+        # A source tree: SGLang's interpreter takes our modules from it too. Installed packages are
+        # not shared, because what lies next to them is not for that interpreter.
+        before = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
+        variables["PYTHONPATH"] = os.pathsep.join([str(_PACKAGES), *before])
+    return variables
+
+
+def _logging(level: str) -> dict[str, object]:
+    """Configuration of `logging`: stderr is the log file, stdout the generator's stderr."""
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {
+            "line": {"format": "%(asctime)s %(levelname)s sglang[%(process)d] %(message)s"}
+        },
+        "handlers": {
+            "generator": {
+                "class": "logging.StreamHandler",
+                "formatter": "line",
+                "level": level,
+                "stream": "ext://sys.stdout",
+            },
+            "file": {
+                "class": "logging.StreamHandler",
+                "formatter": "line",
+                "level": "INFO",
+                "stream": "ext://sys.stderr",
+            },
+        },
+        "root": {"handlers": ["generator", "file"], "level": "INFO"},
+    }

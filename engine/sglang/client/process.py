@@ -1,0 +1,216 @@
+"""SGLang's processes: started, watched, waited for within limits, stopped.
+
+When the process dies, for any reason, `on_end` is called on the event loop with an error that
+quotes the end of SGLang's log, and every call that waits for an answer fails at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from engine.errors import EngineError, EngineStartError
+from engine.sglang.client.environment import SglangFolder
+from engine.sglang.client.link import Link
+from engine.sglang.config import SglangConfig
+from engine.sglang.messages import ToClient, ToWorker
+
+T = TypeVar("T")
+
+MODULE = "engine.sglang.worker.main"
+_STATUS_SECONDS = 1.0
+"""Longest wait for the exit status of a process that has ended."""
+_STOP_SECONDS = 10.0
+"""Then the processes are killed."""
+
+
+class SglangProcess:
+    """One SGLang: `open` and `start` once, `stop` once. Used from one event loop.
+
+    Args:
+        config: of SGLang.
+    """
+
+    name = "SGLang"
+
+    def __init__(self, config: SglangConfig) -> None:
+        self._config = config
+        self._folder: SglangFolder | None = None
+        self._link: Link | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._fd: int | None = None
+        self._over = asyncio.Event()
+        self.ended: EngineError | None = None
+        """Why nothing can be asked any more; None while it runs."""
+        self.on_end: Callable[[EngineError], None] = lambda _: None
+        """Called once, when the process fails; not when it is closed."""
+
+    def open(self, take: Callable[[ToClient], None]) -> SglangFolder:
+        """Make its folder, and begin to receive what it will send.
+
+        Args:
+            take: gets each message.
+        """
+        self._folder = folder = SglangFolder(self._config.log_level)
+        self._link = Link(folder, take, self._on_broken_link)
+        return folder
+
+    async def send(self, message: ToWorker) -> None:
+        """Queue a message for its scheduler process. Raises EngineError if nothing runs."""
+        self.check()
+        if self._link is None:
+            raise EngineError("SGLang is not running")
+        await self._link.send(message)
+
+    def _on_broken_link(self, error: EngineError) -> None:
+        """Nothing that it sends can be read any more, so it is ended."""
+        self.fail(self.failure(str(error)))
+        if self._process is not None:
+            self._process.terminate()
+
+    def start(self, python: str, environment: dict[str, str], settings: msgspec.Struct) -> None:
+        """Start `python -m MODULE` in a session of its own.
+
+        Its stderr goes to the log, its stdout to this process's stderr.
+
+        Args:
+            python: the interpreter.
+            environment: its variables.
+            settings: for its command line.
+
+        Raises:
+            EngineStartError: it cannot be executed.
+        """
+        arguments = [msgspec.json.encode(settings).decode(), str(os.getpid())]
+        try:
+            with self._opened().log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [python, "-P", "-m", MODULE, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=_stderr(),
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise EngineStartError(
+                f"engine.sglang.python: {python} cannot be run: {error}"
+            ) from error
+        self._fd = os.pidfd_open(self._process.pid)
+        asyncio.get_running_loop().add_reader(self._fd, self._on_exit)
+
+    def check(self) -> None:
+        """Raise EngineError, saying why, if nothing can be asked any more."""
+        if self.ended is not None:
+            raise EngineError(str(self.ended)) from self.ended
+
+    async def ask(self, answer: Awaitable[T], what: str, *, limit: float | None = None) -> T:
+        """Await an answer of the process, but not past its end or the time limit.
+
+        Args:
+            answer: to wait for.
+            what: is asked; for the error: "asked to {what}, SGLang did not answer".
+            limit: of the wait, in seconds; None: that of calls.
+
+        Raises:
+            TimeoutError: it did not answer within `limit`.
+            EngineError: the process ended, or did not answer in time.
+        """
+        task = asyncio.ensure_future(answer)
+        over = asyncio.ensure_future(self._over.wait())
+        seconds = self._config.call_timeout_seconds if limit is None else limit
+        try:
+            await asyncio.wait([task, over], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if self.ended is not None:
+                raise EngineError(f"asked to {what}: {self.ended}")
+            if limit is not None:
+                raise TimeoutError
+            raise self.failure(f"asked to {what}, SGLang did not answer within {seconds:g} s")
+        finally:
+            task.cancel()
+            over.cancel()
+
+    def failure(self, what: str) -> EngineError:
+        """An error that quotes the end of SGLang's log."""
+        tail = "" if self._folder is None else self._folder.tail()
+        quoted = f"\nThe end of SGLang's log:\n{tail}" if tail else ""
+        return EngineError(f"{what}{quoted}")
+
+    def fail(self, error: EngineError) -> None:
+        """Refuse every later call with this error, and tell those who wait."""
+        if self.ended is None:
+            self.ended = error
+            self._over.set()
+            self.on_end(error)
+
+    def close(self) -> None:
+        """Refuse every later call; `on_end` is not called. Idempotent."""
+        if self.ended is None:
+            self.ended = EngineError("the engine is closed")
+            self._over.set()
+
+    def _on_exit(self) -> None:
+        self._unwatch()
+        self.fail(self.failure(f"SGLang {self._how_it_ended()}"))
+
+    def _how_it_ended(self) -> str:
+        assert self._process is not None  # noqa: S101 - for the type checker
+        try:
+            code = self._process.wait(_STATUS_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "has died"
+        if code < 0:
+            return f"was killed by signal {-code} ({signal.strsignal(-code)})"
+        return f"ended with exit code {code}"
+
+    def _unwatch(self) -> None:
+        if self._fd is not None:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = None
+
+    async def stop(self) -> None:
+        """End all of its processes and remove its folder. Idempotent."""
+        self._unwatch()
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+        process, self._process = self._process, None
+        if process is not None:
+            await asyncio.to_thread(_end, process)
+        if self._folder is not None:
+            self._folder.remove()
+
+    def _opened(self) -> SglangFolder:
+        assert self._folder is not None  # noqa: S101 - for the type checker
+        return self._folder
+
+
+def _stderr() -> int:
+    """This process's standard error, which a test may have replaced by something without a file."""
+    try:
+        return sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):
+        return subprocess.DEVNULL
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process, which ends its schedulers; then kill whatever is left of its session."""
+    deadline = time.monotonic() + _STOP_SECONDS
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(deadline - time.monotonic())
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

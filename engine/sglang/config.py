@@ -1,0 +1,71 @@
+"""Settings of the SGLang engine."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from wire.limits import MAX_TOKENS, START_SECONDS, WEEK_SECONDS
+
+_SHARE_OF_START = 0.9
+"""SGLang's part of the limit of its generator's start; the rest is imports and the tokenizer."""
+
+
+class SglangConfig(BaseModel):
+    """How SGLang is started, and how many tokens its steps take.
+
+    The length of drafts is a setting of the cache (`cache.max_draft_tokens`). With the cache
+    disabled SGLang runs without speculation.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    python: str | None = Field(default=None, min_length=1)
+    """Python interpreter that SGLang runs in. It may be another one than this, because SGLang's
+    pins disagree with vLLM's; a relative path starts at the current directory. null: this one if it
+    has SGLang, otherwise `.venv-sglang/bin/python`, which `make setup-sglang` makes."""
+    kv_cache_gib: float | None = Field(default=None, gt=0, le=4096)
+    """Memory for KV, in GiB. null: 0.5 on a CPU; on a GPU what mem_fraction_static leaves."""
+    mem_fraction_static: float = Field(default=0.85, gt=0, lt=1)
+    """Share of a GPU's memory that weights and KV may take; the rest is for activations. It bounds
+    kv_cache_gib too."""
+    enable_prefix_caching: bool = True
+    """Share the KV of equal prefixes (SGLang's radix cache). Never across versions of the
+    weights."""
+    max_step_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """null: each step drafts what pays, by the measured step times and acceptance. A number: steps
+    are filled with drafts to this many tokens whatever that costs; rows beyond it run without
+    drafts."""
+    max_prefill_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """Prompt tokens, including kept tokens that are scored, that one step may take in; longer ones
+    are split. null: 4096, on a CPU 512, because more exceeds its caches."""
+    chunk_tokens: int = Field(default=512, ge=1, le=MAX_TOKENS)
+    """A request reports its tokens in chunks of at least this many. The first token is reported at
+    once, and the rest at its end, at an interruption, at a pause and before new weights. 1 streams
+    every message, at a cost."""
+    steps_per_message: int = Field(default=4, ge=1, le=64)
+    """SGLang sends what it has generated after so many steps, or after 0.1 s. Ends of responses
+    come up to so many steps later. 1 sends every step."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """GPUs of one generator, which split every layer among them."""
+    startup_timeout_seconds: float | None = Field(default=None, ge=1, le=WEEK_SECONDS)
+    """Longest wait for SGLang to become ready, at most `launcher.startup_seconds`. null: 90% of
+    that, so that SGLang's own error is seen before its process is killed."""
+    call_timeout_seconds: float = Field(default=120.0, ge=1, le=WEEK_SECONDS)
+    """Longest wait for SGLang to pause, to resume, or to stage or install weights. A step that
+    takes longer ends SGLang too."""
+    log_level: str = Field(default="ERROR", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
+    """What SGLang writes to stderr. INFO and above also goes to a file, whose end is quoted when
+    SGLang fails."""
+
+    @property
+    def start_limit(self) -> float:
+        """Longest wait for SGLang to become ready, in seconds."""
+        own = self.startup_timeout_seconds
+        return _SHARE_OF_START * START_SECONDS if own is None else own
+
+    def started_within(self, seconds: float) -> SglangConfig:
+        """These settings in a process that is killed if it is not ready after so many seconds."""
+        if self.startup_timeout_seconds is not None:
+            return self
+        limit = max(1.0, _SHARE_OF_START * seconds)
+        return self.model_copy(update={"startup_timeout_seconds": limit})

@@ -1,0 +1,108 @@
+"""The Python interpreter that SGLang runs in: found, and asked which versions it has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from engine.errors import EngineStartError
+from engine.sglang.config import SglangConfig
+
+SGLANG_VERSION = "0.5.23"
+"""The only one that `engine/sglang/worker` is written against."""
+DEFAULT = ".venv-sglang/bin/python"
+_SECONDS = 60.0
+_MAKE = "`make setup-sglang` makes an environment with it (docs/sglang.md)"
+_ASK = """
+import json, sys
+from importlib import metadata
+found = {"python": list(sys.version_info[:2])}
+for name in ("sglang", "torch", "asyncrl", "numba", "msgspec", "pyzmq", "pydantic", "transformers"):
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """What an interpreter has; "" for a distribution that it does not have."""
+
+    python: tuple[int, int]
+    sglang: str = ""
+    torch: str = ""
+    asyncrl: str = ""
+    numba: str = ""
+    msgspec: str = ""
+    pyzmq: str = ""
+    pydantic: str = ""
+    transformers: str = ""
+
+    def __str__(self) -> str:
+        version = ".".join(map(str, self.python))
+        return f"python {version}, sglang {self.sglang}, torch {self.torch}"
+
+
+def path_of(config: SglangConfig) -> str:
+    """The setting, or this interpreter if it has SGLang, or that of `make setup-sglang`."""
+    if config.python is not None:
+        return config.python
+    try:
+        metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return DEFAULT
+    return sys.executable
+
+
+def check_interpreter(config: SglangConfig) -> Versions:
+    """The versions of SGLang's interpreter.
+
+    Raises:
+        EngineStartError: there is no such interpreter, or it lacks something, or has another
+            version of it; the message says what to do.
+    """
+    python = path_of(config)
+    where = f"engine.sglang.python: {python}"
+    if not Path(python).is_file():
+        raise EngineStartError(
+            f"{where} does not exist. engine.kind=sglang needs an interpreter with sglang "
+            f"{SGLANG_VERSION}: {_MAKE}"
+        )
+    versions = _ask(python, where)
+    if versions.python < (3, 11):
+        shown = ".".join(map(str, versions.python))
+        raise EngineStartError(f"{where} is Python {shown}; asyncrl needs 3.11 or newer")
+    if versions.sglang != SGLANG_VERSION:
+        has = f"has sglang {versions.sglang}" if versions.sglang else "has no sglang"
+        raise EngineStartError(f"{where} {has}; {SGLANG_VERSION} is needed: {_MAKE}")
+    needed = ("asyncrl", "torch", "numba", "msgspec", "pyzmq", "pydantic", "transformers")
+    missing = [name for name in needed if not getattr(versions, name)]
+    if missing:
+        raise EngineStartError(
+            f"{where} lacks {', '.join(missing)}, which asyncrl's part inside SGLang needs: {_MAKE}"
+        )
+    ours = metadata.version("asyncrl")
+    if versions.asyncrl != ours:
+        raise EngineStartError(
+            f"{where} has asyncrl {versions.asyncrl}, and this is asyncrl {ours}: install the same "
+            "version there (pip install --no-deps)"
+        )
+    return versions
+
+
+def _ask(python: str, where: str) -> Versions:
+    try:
+        answer = subprocess.run(
+            [python, "-P", "-c", _ASK], capture_output=True, timeout=_SECONDS, check=True
+        )
+        return msgspec.json.decode(answer.stdout, type=Versions)
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise EngineStartError(f"{where} is not a working Python 3.11: {' '.join(last)}") from error
+    except (OSError, subprocess.TimeoutExpired, msgspec.MsgspecError) as error:
+        raise EngineStartError(f"{where} is not a working Python interpreter: {error}") from error

@@ -1,0 +1,133 @@
+"""What the generator's process and SGLang's scheduler process say to each other.
+
+Two one-way sockets under a folder that only this user may enter. A frame is one msgpack message;
+arrays travel as little-endian bytes. Nothing is pickled, and neither side reads SGLang's own
+messages from the other: the worker makes SGLang's requests of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Generate or score."""
+
+    request_id: str
+    """Never used twice, and of the same length as all others: SGLang ends requests by prefix."""
+    tokens: bytes
+    """`[n]` int32, what to continue."""
+    max_tokens: int
+    """0 scores only."""
+    temperature: float
+    top_p: float
+    stop_tokens: list[int]
+    priority: int
+    """Lower is served first; ties by arrival."""
+    salt: str
+    """Prefix KV is shared only among requests of the same salt, so of the same weights."""
+    extra: dict[str, Any]
+    """A `RequestExtra` as plain values; it has top-k, min-p and the seed."""
+
+
+class EndRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """End requests; those that are over are ignored.
+
+    A request ends before the next step begins. What was drawn before is sent, then its `End`.
+    """
+
+    request_ids: list[str]
+
+
+class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Call a method of the worker in all ranks, between two steps. It is answered by `Answer`."""
+
+    number: int
+    method: str
+    arguments: list[Any]
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The result of a call."""
+
+    number: int
+    result: Any = None
+    """Of rank 0."""
+    error: str = ""
+    """What was raised; "" if nothing was."""
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """What one step of the model generated: a `StepTable`."""
+
+    policy_version: int
+    width: int
+    """1 + K."""
+    ids: bytes
+    """`[N, 1 + K]` int32"""
+    logprobs: bytes
+    """`[N, 1 + K]` float32"""
+    tickets: bytes
+    """`[N]` int64"""
+
+
+class Scored(msgspec.Struct, frozen=True, array_like=True):
+    """The table of a scored request, with columns as `ScoreColumns` says."""
+
+    request_id: str
+    policy_version: int
+    width: int
+    ids: bytes
+    """`[n, width]` int32"""
+    logprobs: bytes
+    """`[n, width]` float32"""
+
+
+class End(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a request; nothing of it comes later."""
+
+    request_id: str
+    reason: Literal["stop", "length", "abort"]
+    accepted: int = 0
+    """Draft tokens accepted in all of its steps, those cut off at the end included."""
+    error: str = ""
+    """Why SGLang refused or lost it; "" otherwise."""
+
+
+class Gauges(msgspec.Struct, frozen=True, array_like=True):
+    """Counters since the start, and the state after the last step."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_used: float = 0.0
+    """0 to 1."""
+    prefix_asked: int = 0
+    """Context tokens that new requests came with."""
+    prefix_found: int = 0
+    """Of those, tokens whose KV was found in the radix cache."""
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Steps in order; the ends and scores come after their tokens."""
+
+    steps: list[Step] = []
+    scored: list[Scored] = []
+    ends: list[End] = []
+    gauges: Gauges = Gauges()
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The worker takes requests from now on."""
+
+    vocab_size: int
+    pid: int
+    """Of the scheduler process of rank 0."""
+
+
+ToWorker = AddRequest | EndRequests | Call
+ToClient = Outputs | Answer | Ready

@@ -1,0 +1,36 @@
+"""What SGLang itself is started with, for `engine.sglang.worker.main`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of an `EngineConfig` that becomes SGLang's `ServerArgs`, by its own device."""
+
+    folder: str
+    """Private to this engine; removed when its generator has ended."""
+    model_path: str
+    """A directory in HF format or a hub id."""
+    device: Literal["auto", "cpu", "cuda"]
+    dtype: Literal["auto", "float32", "bfloat16"]
+    """"auto": float32 on a CPU, bfloat16 on a GPU."""
+    seed: int
+    max_model_len: int
+    """Tokens of a request, room for drafts included."""
+    slots: int
+    """Requests that run at once."""
+    prefill_tokens: int | None
+    """Of a step. None: by the device."""
+    kv_cache_gib: float | None
+    """None: 0.5 on a CPU, on a GPU what `mem_fraction_static` leaves."""
+    mem_fraction_static: float
+    prefix_caching: bool
+    draft_tokens: int
+    """Most draft tokens of a request in a step; 0: no speculation."""
+    tensor_parallel_size: int
+    step_seconds: float
+    """SGLang ends itself when a step takes longer."""
+    log_level: str

@@ -1,0 +1,53 @@
+"""What the generator's process tells SGLang's processes when it starts them.
+
+SGLang starts its scheduler processes itself and passes them nothing of ours, so the settings travel
+in the environment, which they inherit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Self
+
+import msgspec
+
+from engine.remote.extras import DrafterSettings
+
+VARIABLE = "ASYNCRL_SGLANG_SETTINGS"
+"""The variable with a `WorkerSettings` as JSON."""
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where our part of the scheduler process sends and listens, and what it does."""
+
+    requests: str
+    """Address of the client's PUSH socket, from which `ToWorker` messages come. The client binds
+    both sockets before it starts the process; rank 0 connects."""
+    outputs: str
+    """Address of the client's PULL socket, to which `ToClient` messages go."""
+    parent: int
+    """Id of the generator's process. SGLang's processes exit when it has ended."""
+    top_k: int
+    """K of the reported lists (engine.top_k_logprobs); 0: none is reported."""
+    logits_bytes: int
+    """Memory that drawing and scoring may hold at once (engine.logits_mib)."""
+    stage_on_device: bool
+    """Whether new weights wait on the model's device (engine.weight_staging)."""
+    steps_per_message: int
+    """`SglangConfig.steps_per_message`."""
+    drafting: DrafterSettings | None = None
+    """None: it does not draft."""
+
+    def to_environment(self) -> dict[str, str]:
+        """The variable that SGLang's processes read."""
+        return {VARIABLE: msgspec.json.encode(self).decode()}
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """Read what `to_environment` made.
+
+        Raises:
+            KeyError: the process was not started by a generator of ours.
+        """
+        return msgspec.json.decode(environment[VARIABLE], type=cls)

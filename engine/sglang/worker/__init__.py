@@ -1,0 +1,1 @@
+"""SGLang's side: drawing, drafting, scoring and weights inside its scheduler process."""

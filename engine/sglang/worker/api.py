@@ -1,0 +1,80 @@
+"""Everything of SGLang 0.5.23 that our side of its processes uses, and why.
+
+The other modules import SGLang's names from here only, and what they override of its classes says
+so where it is done. Nothing of its installed files is changed.
+
+    HookRegistry             SGLang's plug-in point to put a subclass in place of its scheduler: its
+                             process looks the name up after it has loaded plug-ins.
+    Scheduler                overridden: where messages come from, what becomes of outputs, what
+                             happens between two steps.
+    Sampler                  overridden: draws.
+    LogitsProcessor          a forward pre-hook takes the hidden states of scored positions, and its
+                             `_get_logits` computes their logits: it gathers them over the ranks and
+                             applies what the model's configuration adds. There is no public name.
+    DefaultModelLoader       the two functions that `begin_weight_update` and `end_weight_update`
+                             call for a model, and a private check of `update_weights_from_tensor`.
+                             The public ones know only the model that decodes, not its twin.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.managers.schedule_batch import (
+    FINISH_ABORT,
+    FINISH_LENGTH,
+    FINISH_MATCHED_TOKEN,
+    Req,
+    ScheduleBatch,
+)
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.model_runner_components.weight_updater import (
+    _unsupported_derived_weight_cache_error as unsupported_derived_weight_cache_error,
+)
+from sglang.srt.model_loader.loader import DefaultModelLoader
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_parallel, get_serving
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.utils import TypeBasedDispatcher
+
+SCHEDULER_NAME = "sglang.srt.managers.scheduler.Scheduler"
+"""What `run_scheduler_process` makes an instance of."""
+
+__all__ = [
+    "FINISH_ABORT",
+    "FINISH_LENGTH",
+    "FINISH_MATCHED_TOKEN",
+    "SCHEDULER_NAME",
+    "AbortReq",
+    "ContinueGenerationReqInput",
+    "DefaultModelLoader",
+    "HookRegistry",
+    "HookType",
+    "IdleSleeper",
+    "LogitsMetadata",
+    "LogitsProcessor",
+    "MHATokenToKVPool",
+    "PauseGenerationReqInput",
+    "Req",
+    "Sampler",
+    "SamplingParams",
+    "ScheduleBatch",
+    "Scheduler",
+    "SchedulerOutputStreamer",
+    "SchedulerRequestReceiver",
+    "TokenizedGenerateReqInput",
+    "TypeBasedDispatcher",
+    "get_parallel",
+    "get_serving",
+    "unsupported_derived_weight_cache_error",
+]

@@ -1,0 +1,84 @@
+"""Draws the tokens of a plain step, the same ones that any other engine of ours draws.
+
+A draw is a pure function of (distribution, seed of the request, policy version, position in the
+response), see `engine.drawing`. So neither the batch, the row, retraction, chunks of a prompt nor
+drafts change which token a request generates. Imports no SGLang.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.drawing import Streams
+from engine.logits import LogitDraws, draw_from_logits
+from engine.remote.worker.ranks import Ranks
+from engine.sglang.worker.requests import SchedulerBatch
+from engine.sglang.worker.steps import Places, Reporting, StepOutput
+
+
+class StepDrawing:
+    """Draws one token for each row of the batch.
+
+    Args:
+        batch: that is run.
+        ranks: of this process; rank 0 draws.
+        reporting: where tables go.
+        max_bytes: memory that drawing may hold at once (`engine.logits`).
+    """
+
+    def __init__(
+        self, batch: SchedulerBatch, ranks: Ranks, reporting: Reporting, max_bytes: int
+    ) -> None:
+        self._batch = batch
+        self._ranks = ranks
+        self._reporting = reporting
+        self._max_bytes = max_bytes
+
+    def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, StepOutput | None]:
+        """The tokens `[B]` int64 of the step and its table, which only rank 0 has.
+
+        Args:
+            logits: `[B, V]`; may be overwritten.
+        """
+        batch, rows = self._batch, len(logits)
+        if not self._ranks.leads:
+            tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+            return self._ranks.share_tokens(tokens), None
+        drawn = draw_from_logits(
+            logits,
+            batch.sampling,
+            batch.listed,
+            Streams(batch.seed, batch.lengths() - batch.start, batch.noise_seed),
+            max_bytes=self._max_bytes,
+        )
+        output = output_of(drawn, batch, np.arange(rows), self._reporting)
+        return self._ranks.share_tokens(drawn.ids[:, 0].long()), output
+
+
+def output_of(
+    drawn: LogitDraws,
+    batch: SchedulerBatch,
+    starts: NDArray[np.int64],
+    reporting: Reporting,
+    at: torch.Tensor | None = None,
+) -> StepOutput:
+    """The table of a step.
+
+    Args:
+        drawn: in it.
+        batch: that ran.
+        starts: `[B]` where each row's first token lies in the table.
+        reporting: where the table goes.
+        at: draws that the table has, in order; None: all.
+    """
+    reported = slice(1 + batch.top_k_logprobs)
+    ids, logprobs = drawn.ids[:, reported], drawn.logprobs[:, reported]
+    return StepOutput(
+        ids if at is None else ids[at],
+        logprobs if at is None else logprobs[at],
+        Places(batch.ids, batch.ticket, starts),
+        batch.policy_version,
+        reporting,
+    )

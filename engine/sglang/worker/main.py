@@ -1,0 +1,219 @@
+"""Starts SGLang's scheduler processes and watches them: `python -m engine.sglang.worker.main`.
+
+Runs in SGLang's interpreter. It does what SGLang's `Engine` does up to its schedulers (`start.py`),
+and leaves out the tokenizer manager, the detokenizer and all of HTTP: our scheduler
+(`scheduler.py`) talks to the generator itself.
+
+    generator ── Popen, own session ──► this process ── spawn ──► a scheduler for each rank
+
+It ends with status 1 when a scheduler ends, with status 2 when SGLang does not take the settings,
+and with the generator, however that ends. No process of its session outlives it: the schedulers
+have SGLang's own parent-death signal, and the generator kills the session when this process ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import connection
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from engine.sglang.server_settings import ServerSettings
+
+_LOG = logging.getLogger("asyncrl.sglang")
+_FAILED, _REFUSED = 1, 2
+_CPU_KV_GIB = 0.5
+_PREFILL, _CPU_PREFILL = 4096, 512
+"""Prompt tokens of a step; more than 512 exceed a CPU's caches."""
+_GIB = 1 << 30
+
+
+def main() -> None:
+    """Run SGLang as the settings in the command line say, until it or the generator ends."""
+    settings = msgspec.json.decode(sys.argv[1], type=ServerSettings)
+    end_with(int(sys.argv[2]), settings.folder)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
+    try:
+        ranks = Ranks(*_start(settings))
+        ranks.wait_for_ready()
+    except (ValueError, RuntimeError, OSError, AssertionError, ImportError, KeyError) as error:
+        _LOG.exception("SGLang did not start")
+        _say(f"{type(error).__name__}: {error}")
+        logging.shutdown()
+        os._exit(_REFUSED)
+    ranks.watch()
+
+
+def _start(settings: ServerSettings) -> tuple[list[Any], Callable[[], None]]:
+    """Start a scheduler process for each rank: the processes, and what waits for all of them."""
+    on_cpu = _prepare_device(settings)
+    from engine.sglang.worker.start import start_schedulers
+
+    return start_schedulers(server_arguments(settings, on_cpu=on_cpu), settings.folder)
+
+
+class Ranks:
+    """The scheduler processes, which end together.
+
+    A scheduler that fails or hangs sends SIGQUIT to this process (`managers/scheduler.py`:6373 and
+    `utils/watchdog.py`:163 of sglang 0.5.23). SGLang's own handler would kill without a word.
+
+    Args:
+        processes: of rank 0, 1, ...
+        wait_for_ready: returns when all of them take requests; raises RuntimeError if one fails.
+    """
+
+    def __init__(self, processes: list[Any], wait_for_ready: Callable[[], None]) -> None:
+        self._processes = processes
+        self.wait_for_ready = wait_for_ready
+        signal.signal(signal.SIGQUIT, self._on_failure)
+        signal.signal(signal.SIGTERM, self._on_close)
+
+    def watch(self) -> None:
+        """Wait for the first process that ends, which none does by itself, and end with it."""
+        connection.wait([process.sentinel for process in self._processes])
+        self._on_failure(signal.SIGQUIT, None)
+
+    def _on_failure(self, _number: int, _frame: FrameType | None) -> None:
+        """Say which process failed, and how, and end."""
+        for rank, process in enumerate(self._processes):
+            process.join(timeout=0.2)  # it may just be ending
+            code = process.exitcode
+            if code is None:
+                continue
+            how = f"ended with exit code {code}"
+            if code < 0:
+                how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
+            _say(f"SGLang's scheduler process of rank {rank} {how}")
+        self._end(_FAILED)
+
+    def _on_close(self, number: int, _frame: FrameType | None) -> None:
+        self._end(128 + number)
+
+    def _end(self, status: int) -> None:
+        """Kill what is left of them, and end without running SGLang's clean-up."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        logging.shutdown()
+        os._exit(status)
+
+
+def _prepare_device(settings: ServerSettings) -> bool:
+    """Choose the platform before SGLang is imported, which reads it then; whether it is a CPU.
+
+    Raises:
+        ValueError: the settings ask for a GPU that is not there.
+    """
+    if settings.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    on_cpu = not torch.cuda.is_available()
+    if settings.device == "cuda" and on_cpu:
+        raise ValueError(
+            f"engine.device=cuda, but torch {torch.__version__} in {sys.executable} sees no GPU: "
+            "install SGLang with CUDA there, or set engine.device=auto"
+        )
+    if on_cpu:
+        os.environ["SGLANG_PLATFORM"] = "asyncrl_cpu"
+    return on_cpu
+
+
+def server_arguments(settings: ServerSettings, *, on_cpu: bool) -> dict[str, Any]:
+    """The arguments of SGLang's `ServerArgs`.
+
+    Raises:
+        ValueError: kv_cache_gib is too little for one request of max_model_len tokens.
+    """
+    dtype = settings.dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else "bfloat16"
+    prefill = settings.prefill_tokens or (_CPU_PREFILL if on_cpu else _PREFILL)
+    arguments: dict[str, Any] = {
+        "model_path": settings.model_path,
+        "skip_tokenizer_init": True,
+        "device": "cpu" if on_cpu else "cuda",
+        "dtype": dtype,
+        "random_seed": settings.seed,
+        "context_length": settings.max_model_len,
+        "max_running_requests": settings.slots,
+        # A chunk of one prompt, and all prompts of a step together.
+        "chunked_prefill_size": prefill,
+        "max_prefill_tokens": prefill,
+        "page_size": 1,
+        "disable_radix_cache": not settings.prefix_caching,
+        "tp_size": settings.tensor_parallel_size,
+        "enable_priority_scheduling": True,
+        "schedule_low_priority_values_first": True,
+        # A request that runs is not put back for one that waits; when KV is full, the least urgent.
+        "disable_priority_preemption": True,
+        "retraction_policy": "priority",
+        "watchdog_timeout": settings.step_seconds,
+        "log_level": settings.log_level.lower(),
+        "mem_fraction_static": settings.mem_fraction_static,
+        # Ours is neither served nor measured by SGLang's own means.
+        "skip_server_warmup": True,
+        "enable_metrics": False,
+    }
+    kv_gib = settings.kv_cache_gib or (_CPU_KV_GIB if on_cpu else None)
+    if kv_gib is not None:
+        arguments["max_total_tokens"] = _kv_tokens(settings, dtype, kv_gib)
+    if on_cpu:
+        arguments |= {
+            "disable_overlap_schedule": True,
+            "disable_cuda_graph": True,
+        }
+    if settings.draft_tokens:
+        arguments |= {
+            "speculative_algorithm": "ASYNCRL",
+            "speculative_num_draft_tokens": settings.draft_tokens + 1,
+        }
+    return arguments
+
+
+def _kv_tokens(settings: ServerSettings, dtype: str, kv_gib: float) -> int:
+    """The tokens whose KV fits into so much memory, on each rank."""
+    from engine.sglang.worker.start import kv_bytes
+
+    each = kv_bytes(settings.model_path, dtype, settings.tensor_parallel_size)
+    tokens = int(kv_gib * _GIB) // each
+    # SGLang reserves two steps' tokens for each request that runs (docs/sglang.md).
+    needed = settings.max_model_len + settings.draft_tokens + 2
+    if tokens < needed:
+        raise ValueError(
+            f"engine.sglang.kv_cache_gib: {kv_gib:g} holds the KV of {tokens} tokens, and one "
+            f"request may need {needed}: it must be at least {needed * each / _GIB:.3g}"
+        )
+    return tokens
+
+
+def end_with(parent: int, folder: str) -> None:
+    """Have this session end, and its folder be removed, when the generator has ended."""
+    fd = os.pidfd_open(parent)
+
+    def wait() -> None:
+        select.select([fd], [], [])
+        shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, name="asyncrl-parent-watch", daemon=True).start()
+
+
+def _say(text: str) -> None:
+    """Write a line to the log file, which SGLang's logging may not be set up for yet."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Parts of SGLang's scheduler in our form: its requests, where they come from, how they end.
+
+Written against SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.remote.worker.entries import Entry
+from engine.sglang.messages import AddRequest, End
+from engine.sglang.worker.api import (
+    FINISH_ABORT,
+    FINISH_LENGTH,
+    FINISH_MATCHED_TOKEN,
+    Req,
+    SamplingParams,
+    SchedulerOutputStreamer,
+    SchedulerRequestReceiver,
+    TokenizedGenerateReqInput,
+)
+from engine.sglang.worker.link import Link
+
+
+class PrefillRequest(Req):
+    """A request that scores its last tokens, so their KV is never taken from the radix cache."""
+
+    entry: Entry
+
+    def _compute_max_prefix_len(self, input_len: int) -> int:
+        """Most tokens of its prefix whose KV may be found: states of scored places are needed."""
+        first = len(self.entry.context) - 1 - self.entry.extra.scored
+        found: int = super()._compute_max_prefix_len(input_len)
+        return min(found, first)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ClientReceiver(SchedulerRequestReceiver):
+    """Receives our client's messages in the place of SGLang's; the rest of it shares them out."""
+
+    link: Link | None
+    """None in ranks other than 0."""
+
+    def _pull_raw_reqs(self) -> list[Any] | None:
+        return None if self.link is None else self.link.receive()
+
+
+class EndStreamer(SchedulerOutputStreamer):
+    """Reports the ends of requests; their tokens were reported by `StepOutput.consume`."""
+
+    __slots__ = ("report_end",)
+
+    report_end: Callable[[Any], None]
+
+    def stream_output(
+        self,
+        reqs: list[Any],
+        return_logprob: bool,  # noqa: ARG002
+        skip_req: Any = None,
+    ) -> None:
+        """SGLang has processed a step of these requests."""
+        for request in reqs:
+            if request is not skip_req and request.finished() and not request.finished_output:
+                request.finished_output = True
+                self.report_end(request)
+
+
+def generate_input(message: AddRequest, entry: Entry) -> Any:
+    """SGLang's request for one of ours; how its tokens are drawn is not SGLang's to know."""
+    params = SamplingParams(
+        max_new_tokens=max(1, message.max_tokens),  # what a request that only scores draws is lost
+        stop_token_ids=set(message.stop_tokens),
+    )
+    params.normalize(None)
+    return TokenizedGenerateReqInput(
+        rid=message.request_id,
+        input_text="",
+        input_ids=array("q", entry.context.tolist()),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=params,
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=True,
+        priority=message.priority,
+        extra_key=message.salt,
+    )
+
+
+def end_of(request: Any) -> End:
+    """The end of a request that SGLang has finished."""
+    reason, accepted = request.finished_reason, request.spec_num_correct_drafts
+    if isinstance(reason, FINISH_MATCHED_TOKEN):
+        return End(request.rid, "stop", accepted)
+    if isinstance(reason, FINISH_LENGTH):
+        return End(request.rid, "length", accepted)
+    why = reason.message if isinstance(reason, FINISH_ABORT) else repr(reason.to_json())
+    return End(request.rid, "abort", accepted, f"SGLang ended the request: {why}")

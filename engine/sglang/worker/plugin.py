@@ -1,0 +1,46 @@
+"""What SGLang finds by its entry points (groups of sglang 0.5.23, `sglang/srt/plugins`).
+
+Every process of SGLang in this environment loads them, so they do nothing unless the process was
+started by a generator of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+MARK_VARIABLE = "ASYNCRL_SGLANG"
+"""Set in the environment of the processes that a generator of ours starts."""
+_FAILED = 4
+"""Exit status of a process whose plug-in could not be loaded."""
+
+
+def cpu_platform() -> str | None:
+    """The platform of machines without a GPU; None where SGLang is not ours."""
+    return "engine.sglang.worker.platform.CpuPlatform" if MARK_VARIABLE in os.environ else None
+
+
+def register() -> None:
+    """Register our scheduler and our drafting.
+
+    SGLang logs what a plug-in raises and runs on without it. It would then serve nobody, so a
+    process that cannot load ours ends.
+    """
+    if MARK_VARIABLE not in os.environ:
+        return
+    try:
+        _register()
+    except BaseException:  # noqa: BLE001 - whatever it was, the process ends with it
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(_FAILED)
+
+
+def _register() -> None:
+    from engine.sglang.worker import speculation
+    from engine.sglang.worker.api import SCHEDULER_NAME, HookRegistry, HookType
+    from engine.sglang.worker.scheduler import ClientScheduler
+
+    HookRegistry.register(SCHEDULER_NAME, ClientScheduler, HookType.REPLACE)
+    speculation.register()

@@ -1,0 +1,117 @@
+"""The requests that SGLang's scheduler knows, and its batch as arrays. Imports no SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.drawing import UNREPORTED_K
+from engine.remote.extras import NO_TICKET, RequestExtra
+from engine.remote.worker.batch import Batch
+from engine.remote.worker.entries import Entry
+from engine.sglang.messages import AddRequest
+
+
+def entry_of(message: AddRequest) -> Entry:
+    """What a message says of its request."""
+    return Entry.of(
+        RequestExtra.from_plain(message.extra),
+        np.frombuffer(message.tokens, "<i4").astype(np.int32),
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p,
+        stop_tokens=tuple(message.stop_tokens),
+    )
+
+
+class Requests:
+    """Those whose end SGLang has not reported yet."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        """By request id."""
+        self._ended: set[str] = set()
+        """Of these, the ones whose end was sent before SGLang got to it."""
+
+    def add(self, request_id: str, entry: Entry) -> None:
+        """A request is about to be given to SGLang."""
+        self.entries[request_id] = entry
+
+    def interrupt(self, request_id: str) -> bool:
+        """End a request before SGLang does; what it draws from now on is nobody's.
+
+        Returns:
+            Whether it was running, so that its end is to be sent.
+        """
+        if not self.serves(request_id):
+            return False
+        self._ended.add(request_id)
+        return True
+
+    def serves(self, request_id: str) -> bool:
+        """Whether a request is running, and its end was not sent."""
+        return request_id in self.entries and request_id not in self._ended
+
+    def forget(self, request_id: str) -> bool:
+        """SGLang is done with a request.
+
+        Returns:
+            Whether its end is still to be sent.
+        """
+        known = self.entries.pop(request_id, None) is not None
+        if request_id in self._ended:
+            self._ended.remove(request_id)
+            return False
+        return known
+
+    def tickets(self, request_ids: list[str], tickets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`[n]` the tickets of requests, NO_TICKET for those that were ended meanwhile."""
+        if self._ended.isdisjoint(request_ids):
+            return tickets
+        over = np.fromiter((one in self._ended for one in request_ids), np.bool_, len(request_ids))
+        return np.where(over, NO_TICKET, tickets)
+
+
+class SchedulerBatch(Batch):
+    """The batch that SGLang runs next, or is running.
+
+    Args:
+        requests: all that its scheduler knows.
+        listed: length of the lists that tokens are drawn with, reported or not.
+    """
+
+    def __init__(self, requests: Requests, listed: int = UNREPORTED_K) -> None:
+        super().__init__(listed)
+        self._requests = requests
+        self._present: list[str] = []
+        self._lengths: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def begin(self, batch: Any) -> None:
+        """Take over a `ScheduleBatch` whose forward pass comes next.
+
+        SGLang has counted the tokens that are fed: a row's next token has the index of its length.
+        """
+        self._present = [request.rid for request in batch.reqs]
+        self._lengths = batch.seq_lens_cpu.numpy().astype(np.int64)
+        self.refresh()
+
+    @property
+    def present(self) -> list[str]:
+        """`[B]` request ids of the rows."""
+        return self._present
+
+    @property
+    def alive(self) -> Container[str]:
+        """Ids of the requests that SGLang knows."""
+        return self._requests.entries
+
+    def read(self, request_id: str) -> Entry:
+        """What is known of a request."""
+        return self._requests.entries[request_id]
+
+    def lengths(self) -> NDArray[np.int64]:
+        """`[B]` tokens of each row, those that are fed included; drafts not counted."""
+        return self._lengths

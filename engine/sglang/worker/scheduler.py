@@ -1,0 +1,278 @@
+"""SGLang's scheduler, serving our client directly.
+
+SGLang's own way leads through a tokenizer process and a detokenizer process, with an object for
+each request and step. Here rank 0 receives our messages, which travel to the other ranks by the
+broadcast of SGLang's own; each rank makes SGLang's requests of them. What steps generate goes back
+as arrays (`worker.steps`), several steps in a message (`worker.outbox`).
+
+Written against SGLang 0.5.23, whose `run_scheduler_process` makes an instance of whatever its
+plug-ins have put in the place of `Scheduler`. Each override says what it is for.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from typing import Any
+
+from engine.drawing import UNREPORTED_K
+from engine.drawing import warm_up as warm_up_drawing
+from engine.remote.worker.ranks import Ranks
+from engine.remote.worker.scoring import Scorer
+from engine.sglang.messages import AddRequest, Call, End, EndRequests, Gauges, Outputs, Ready
+from engine.sglang.settings import WorkerSettings
+from engine.sglang.worker.api import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    IdleSleeper,
+    PauseGenerationReqInput,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+    TypeBasedDispatcher,
+    get_parallel,
+)
+from engine.sglang.worker.calls import WorkerCalls, answer
+from engine.sglang.worker.drawing import StepDrawing
+from engine.sglang.worker.link import Link
+from engine.sglang.worker.outbox import Outbox
+from engine.sglang.worker.parts import (
+    ClientReceiver,
+    EndStreamer,
+    PrefillRequest,
+    end_of,
+    generate_input,
+)
+from engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
+from engine.sglang.worker.sampler import DrawingSampler, OutputLayer
+from engine.sglang.worker.scoring import Prefill, PrefillScoring
+from engine.sglang.worker.steps import Reporting
+from engine.sglang.worker.tree_drawing import TreeDrawing
+from engine.sglang.worker.weights import SglangWeights
+from rollout.acceptance import warm_up_verification
+
+_HEADROOM = 6
+"""Places of the context that SGLang keeps free (`TpModelWorker.get_worker_info`)."""
+
+
+class ClientScheduler(Scheduler):
+    """Serves our client."""
+
+    def __init__(self, server_args: Any, port_args: Any) -> None:
+        self.settings = WorkerSettings.from_environment()
+        self.link: Link | None = None
+        self.requests = Requests()
+        self.outbox = Outbox(self._send, self._gauges, self.settings.steps_per_message)
+        self.reporting = Reporting(self.requests, self.outbox)
+        self._prefix_asked = self._prefix_found = 0
+        super().__init__(server_args, port_args)
+        self._attach()
+
+    def _attach(self) -> None:
+        """Put our drawing and scoring into the model runner that SGLang has made."""
+        settings, runner = self.settings, self.tp_worker.model_runner
+        self.ranks = Ranks.of_group(get_parallel().tp_group)
+        self.rows = SchedulerBatch(self.requests, settings.top_k or UNREPORTED_K)
+        output_layer = OutputLayer(runner.model)
+        size = self.model_config.vocab_size
+        scorer = Scorer(output_layer.logits, size, self.ranks, settings.logits_bytes)
+        self.scoring = PrefillScoring(self.rows, scorer, self.reporting)
+        output_layer.serve(self.scoring)
+        parts = self.rows, self.ranks, self.reporting, settings.logits_bytes
+        runner.sampler = DrawingSampler(StepDrawing(*parts), output_layer)
+        if self.draft_worker is not None and settings.drafting is not None:
+            drawing = TreeDrawing(*parts)
+            self.draft_worker.attach(drawing, self.rows, self.ranks, settings.drafting)
+        weights = SglangWeights(self, self.ranks, on_device=settings.stage_on_device)
+        self.calls = WorkerCalls(self, weights)
+        if self.ranks.leads:
+            warm_up_drawing()
+            warm_up_verification()
+
+    # What SGLang's __init__ calls to make its parts.
+
+    def init_ipc_channels(self, port_args: Any) -> None:
+        """Connect to our client as well. SGLang's own sockets stay, and nobody writes to them."""
+        super().init_ipc_channels(port_args)
+        if self.recv_from_tokenizer is not None:
+            self.link = Link(self.settings.requests, self.settings.outputs)
+
+    def init_idle_sleeper(self) -> None:
+        """Wait for our messages when there is nothing to do."""
+        sockets = [] if self.link is None else [self.link.requests]
+        self.idle_sleeper = IdleSleeper(sockets) if sockets else None
+
+    def init_request_receiver(self) -> None:
+        """Receive our messages."""
+        super().init_request_receiver()
+        theirs: Any = self.request_receiver
+        same = {one.name: getattr(theirs, one.name) for one in fields(theirs)}
+        self.request_receiver: Any = ClientReceiver(**same, link=self.link)
+
+    def init_request_dispatcher(self) -> None:
+        """Handle our messages."""
+        super().init_request_dispatcher()
+        self._request_dispatcher += TypeBasedDispatcher(
+            [(AddRequest, self.add), (EndRequests, self.end), (Call, self.call)]
+        )
+
+    def get_output_streamer_class(self) -> type[EndStreamer]:
+        """Report ends to our client."""
+        return EndStreamer
+
+    def init_output_streamer(self) -> None:
+        """Report ends to our client."""
+        super().init_output_streamer()
+        self.output_streamer.report_end = self._report_end
+
+    def run_event_loop(self) -> None:
+        """Tell the client that requests are served, and serve them."""
+        if self.link is not None:
+            self.link.send(Ready(self.model_config.vocab_size, os.getpid()))
+        super().run_event_loop()
+
+    # Our messages.
+
+    def add(self, message: AddRequest) -> None:
+        """Give SGLang a request, or report why it cannot be served."""
+        entry, name = entry_of(message), message.request_id
+        most = self.max_req_len - _HEADROOM
+        if entry.limit > most:
+            error = f"{entry.limit} tokens are more than the {most} that SGLang can hold at once"
+            self.outbox.add_end(End(name, "abort", error=error))
+            self.outbox.flush()
+            return
+        self.requests.add(name, entry)
+        self.handle_generate_request(generate_input(message, entry))
+
+    def end(self, message: EndRequests) -> None:
+        """End requests before the next step.
+
+        SGLang ends a running request after one more step, whose token `StepOutput` drops. It
+        compares the beginnings of ids; ours are all of the same length.
+        """
+        for name in message.request_ids:
+            if self.requests.interrupt(name):
+                self.outbox.add_end(End(name, "abort", self._accepted(name)))
+                self.abort_request(AbortReq(rid=name))
+        self.outbox.flush()
+
+    def call(self, message: Call) -> None:
+        """Make a call, and answer it after all outputs that came before."""
+        found = answer(self.calls, message, self.ranks)
+        self.outbox.flush()
+        if self.link is not None:
+            self.link.send(found)
+
+    # Between two steps.
+
+    def stop(self) -> None:
+        """Run no step from now on."""
+        self.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        if self.enable_overlap and self.last_batch and self.result_queue:
+            # `in_place` leaves the last result in the queue, and the loop takes one from there
+            # after the pause: leave an empty one.
+            self.process_batch_result(*self.result_queue.popleft())
+            self.result_queue.append((ScheduleBatch(reqs=[]), None))
+        self.cur_batch_for_debug = None  # otherwise SGLang's watchdog takes the pause for a hang
+
+    def resume_steps(self) -> None:
+        """Run steps again."""
+        self.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    def advance(self, policy_version: int) -> None:
+        """Draw from now on under this version."""
+        self.rows.advance(policy_version)
+        if self.draft_worker is not None:
+            self.draft_worker.advance(policy_version)
+
+    def save_cache(self) -> int:
+        """Write the snapshot of the cache of rollouts; returns its bytes."""
+        return 0 if self.draft_worker is None else self.draft_worker.save()
+
+    def _record_scheduler_state_for_paused_engine(self) -> None:
+        """The loop of a paused scheduler comes here again and again: wait for a message."""
+        super()._record_scheduler_state_for_paused_engine()
+        self.maybe_sleep_on_idle()
+
+    def on_idle(self) -> None:
+        """Send what is left before waiting for messages."""
+        self.outbox.flush()
+        super().on_idle()
+
+    def _create_generation_req(self, recv_req: Any, *args: Any, **kwargs: Any) -> Req:
+        """SGLang's request. Only our stop tokens end it, not what the model's files say."""
+        kwargs["eos_token_ids"] = None
+        entry = self.requests.entries[recv_req.rid]
+        if not entry.extra.scored:
+            return Req(*args, **kwargs)
+        scored = PrefillRequest(*args, **kwargs)
+        scored.entry = entry
+        return scored
+
+    def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
+        """Run a step of these rows."""
+        self.rows.begin(batch)
+        prefill = None
+        if batch.forward_mode.is_extend():
+            prefill = Prefill(batch.prefix_lens, batch.extend_lens)
+            self._count_prefixes(batch)
+        self.scoring.begin(prefill)
+        return super().run_batch(batch, pp_proxy_tensors)
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        """Process what a step generated; it is sent when its message is full."""
+        if result is None:  # `stop` has processed it
+            return
+        super().process_batch_result(batch, result)
+        self.outbox.end_step()
+
+    def send_abort_output(self, abort_req: Any, req: Any) -> None:
+        """Report a request that ended outside of a step."""
+        self._forget_drafts(req)
+        if self.requests.forget(req.rid):
+            reason = abort_req.finished_reason or {}
+            error = str(reason.get("message") or "SGLang dropped the request")
+            self.outbox.add_end(End(req.rid, "abort", req.spec_num_correct_drafts, error))
+
+    # Reports.
+
+    def _send(self, outputs: Outputs) -> None:
+        if self.link is not None:
+            self.link.send(outputs)
+
+    def _forget_drafts(self, request: Any) -> None:
+        """Tell the drafter that a request has ended; SGLang does so only in steps that decode."""
+        if self.draft_worker is not None:
+            self.draft_worker.note_request_finished(rid=request.rid, natural_stop=False)
+
+    def _report_end(self, request: Any) -> None:
+        self._forget_drafts(request)
+        if self.requests.forget(request.rid):
+            self.outbox.add_end(end_of(request))
+
+    def _accepted(self, name: str) -> int:
+        """Draft tokens of a running request that were accepted."""
+        running = [*self.waiting_queue, *self.collect_inflight_reqs()]
+        return next((one.spec_num_correct_drafts for one in running if one.rid == name), 0)
+
+    def _count_prefixes(self, batch: Any) -> None:
+        """Count the prompts that a step begins, and what of them was found in the radix cache."""
+        for request, prefix in zip(batch.reqs, batch.prefix_lens, strict=True):
+            if request.extend_batch_idx == 1 and not request.retracted_stain:
+                self._prefix_asked += len(request.origin_input_ids)
+                self._prefix_found += prefix
+
+    def _gauges(self) -> Gauges:
+        free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
+        waiting, drafter = len(self.waiting_queue), self.draft_worker
+        return Gauges(
+            steps=self.outbox.steps,
+            drafted=0 if drafter is None else drafter.drafted,
+            accepted=0 if drafter is None else drafter.accepted,
+            running=len(self.requests.entries) - waiting,
+            waiting=waiting,
+            kv_used=1 - free / self.max_total_num_tokens,
+            prefix_asked=self._prefix_asked,
+            prefix_found=self._prefix_found,
+        )

@@ -1,0 +1,84 @@
+"""Starts SGLang's scheduler processes as its `Engine` does (`entrypoints/engine.py` of 0.5.23).
+
+`Engine.__init__` starts a tokenizer manager, a detokenizer process and sockets too, none of which
+serves us. So this repeats the part of `Engine._launch_subprocesses` (line 1129) up to its call of
+`_launch_scheduler_processes` (line 894, public for subclasses), and calls that.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from sglang.srt.entrypoints.engine import Engine, _set_envs_and_config
+from sglang.srt.managers.scheduler import run_scheduler_process
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import publish
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils.common import configure_logger
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def start_schedulers(
+    arguments: dict[str, Any], folder: str
+) -> tuple[list[Any], Callable[[], None]]:
+    """Start a scheduler process for each rank.
+
+    Args:
+        arguments: of `ServerArgs`.
+        folder: of this SGLang's files, removed at its end.
+
+    Returns:
+        The processes by rank, and a function that waits until all of them are ready, which raises
+        RuntimeError if one fails.
+
+    Raises:
+        ValueError: SGLang does not take these arguments, or not this model.
+    """
+    load_plugins()  # what the arguments name is registered by ours
+    server_args = ServerArgs(**arguments)
+    configure_logger(server_args)
+    server_args.resolve_once()
+    # Environment variables and the start method of processes. Its handler of SIGQUIT is replaced.
+    _set_envs_and_config(server_args)
+    server_args.check_server_args()
+    publish(server_args, role="tokenizer")
+    started, processes = Engine._launch_scheduler_processes(  # noqa: SLF001 - see above
+        server_args, _ports(server_args, folder), run_scheduler_process
+    )
+    return processes, started.wait_for_ready
+
+
+def _ports(server_args: ServerArgs, folder: str) -> PortArgs:
+    """SGLang's own sockets, as temporary files in this folder: SGLang does not remove them."""
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        return PortArgs.init_new(server_args)
+    finally:
+        tempfile.tempdir = before
+
+
+def kv_bytes(model_path: str, dtype: str, ranks: int) -> int:
+    """Bytes of one token's KV in one of so many ranks.
+
+    Args:
+        model_path: a directory in HF format or a hub id.
+        dtype: of KV.
+        ranks: that share the heads.
+
+    Raises:
+        ValueError: the model has other layers than attention.
+    """
+    config = ModelConfig(model_path, dtype=dtype)
+    if config.attention_arch == AttentionArch.MHA:
+        each = config.get_num_kv_heads(ranks) * (config.head_dim + config.v_head_dim)
+    elif config.attention_arch == AttentionArch.MLA:
+        each = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        raise ValueError(
+            "engine.sglang.kv_cache_gib cannot be set for a model with other layers than attention"
+        )
+    return int(each * config.num_hidden_layers * _BYTES[dtype])

@@ -1,0 +1,163 @@
+"""Attention on a CPU for SGLang's batches, with drafted chains and trees (sglang 0.5.23).
+
+SGLang's attention for drafts needs kernels that it has for GPUs, or for CPUs in `sgl_kernel`, which
+PyPI has not for this build: `torch_native`, from which this descends, attends causally with one
+number of tokens per row. Here a forward pass is described once, for all layers, as segments
+(`worker.segments`). Rows of one token, which is what decoding feeds without drafts, are taken
+together; a chain needs a causal mask of its few tokens; only a forked tree needs more.
+
+It is registered as an attention backend (`layers.attention.attention_registry`), which is SGLang's
+official plug-in point for one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from engine.sglang.worker.segments import Segments, segments_of
+
+NAME = "asyncrl_torch"
+"""Of this backend, in SGLang's `attention_backend`."""
+
+
+class TreeAttention(TorchNativeAttnBackend):
+    """Attends to rows of any numbers of tokens. Encoders and sliding windows are SGLang's own.
+
+    Args:
+        model_runner: SGLang's `ModelRunner`.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self._segments: Segments | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Describe a forward pass before its first layer."""
+        super().init_forward_metadata(forward_batch)
+        self._segments = self._describe(forward_batch)
+
+    def _describe(self, forward_batch: Any) -> Segments | None:
+        mode = forward_batch.forward_mode
+        if forward_batch.encoder_lens is not None or mode.is_idle():
+            return None
+        lengths = _numpy(forward_batch.seq_lens_cpu)
+        masks: dict[int, NDArray[np.bool_]] = {}
+        if mode.is_target_verify():
+            contexts = lengths
+            counts, masks = _drafted(forward_batch.spec_info, contexts)
+        elif mode.is_decode():
+            contexts, counts = lengths - 1, np.ones_like(lengths)
+        else:
+            contexts = np.array(forward_batch.extend_prefix_lens_cpu, np.int64)
+            counts = np.array(forward_batch.extend_seq_lens_cpu, np.int64)
+        longest = int((contexts + counts).max(initial=0))
+        rows = forward_batch.req_pool_indices.long()
+        table = self.req_to_token_pool.req_to_token[rows, :longest]
+        return segments_of(table, contexts, counts, masks)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Attend with all tokens of a forward pass, after their KV is in the pool."""
+        segments = self._segments
+        if segments is None or _special(layer):
+            if forward_batch.forward_mode.is_target_verify():
+                raise NotImplementedError(
+                    "drafts on a CPU are not possible with layers of a sliding window or an "
+                    "encoder; set cache.enabled: false"
+                )
+            extended: torch.Tensor = super().forward_extend(
+                q, k, v, layer, forward_batch, save_kv_cache
+            )
+            return extended
+        return self._attend(segments, q, k, v, layer, forward_batch, save_kv_cache)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """The same for a batch of one token per row, which SGLang runs without speculation."""
+        segments = self._segments
+        if segments is None or _special(layer):
+            decoded: torch.Tensor = super().forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache
+            )
+            return decoded
+        return self._attend(segments, q, k, v, layer, forward_batch, save_kv_cache)
+
+    def _attend(
+        self, segments: Segments, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool
+    ) -> torch.Tensor:
+        pool = self.token_to_kv_pool
+        if save and k is not None:
+            location = KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc)
+            pool.set_kv_buffer(layer, location, k, v)
+        heads, size = layer.tp_q_head_num, layer.qk_head_dim
+        query = q.view(-1, heads, size)
+        out: torch.Tensor = q.new_empty(len(query), heads, layer.v_head_dim)
+        keys = pool.get_key_buffer(layer.layer_id)
+        values = pool.get_value_buffer(layer.layer_id)
+        if keys.dtype != query.dtype:
+            raise NotImplementedError(
+                f"KV in {keys.dtype} with activations in {query.dtype} is not possible on a CPU"
+            )
+        segments.attend(query, keys, values, layer.scaling, out)
+        return out.view(len(query), -1)
+
+
+def _special(layer: Any) -> bool:
+    window = layer.sliding_window_size
+    return (
+        layer.is_cross_attention
+        or layer.attn_type == AttentionType.ENCODER_ONLY
+        or (window is not None and window > -1)
+    )
+
+
+def _drafted(
+    spec_info: Any, contexts: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], dict[int, NDArray[np.bool_]]]:
+    """Tokens of each row, and their masks: of our drafts, or of another algorithm's trees."""
+    own = getattr(spec_info, "counts", None)
+    if own is not None:
+        return own, spec_info.masks
+    width = int(spec_info.draft_token_num)
+    flat, at = spec_info.custom_mask.numpy(), 0
+    masks = {}
+    for row, context in enumerate(contexts.tolist()):
+        size = width * (context + width)
+        masks[row] = flat[at : at + size].reshape(width, -1)[:, context:].astype(np.bool_)
+        at += size
+    return np.full(len(contexts), width, np.int64), masks
+
+
+def _numpy(lengths: Any) -> NDArray[np.int64]:
+    """Of a tensor or a list."""
+    return np.asarray(lengths, np.int64)
+
+
+def register() -> None:
+    """Make the backend known to SGLang by its name."""
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(TreeAttention)

@@ -1,0 +1,199 @@
+"""How the trees of a step are fed to SGLang's model, and what is accepted of them. No SGLang here.
+
+A decode step feeds each row its last token and its drafted nodes. A row's KV slots are those that
+follow its context in SGLang's pool (`req_to_token`), in the order of feeding:
+
+    row's context   ... c - 1 | c: last token   c + 1: node 0   c + 2: node 1   ...
+    fed places                  0               1               2
+
+*Ragged* feeding takes one place per token: a row without drafts costs one token. *Uniform* feeding
+gives all rows the places of the longest one, which kernels with fixed strides need; what fills them
+is attended by nobody, drawn from nowhere and never accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.drafting.trees import TokenTrees
+from rollout.acceptance import AcceptedPaths
+from rollout.trajectory import IntArray
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The T tokens of a step with n rows, row after row."""
+
+    tokens: IntArray
+    """`[T]`"""
+    row: Index
+    """`[T]`"""
+    place: Index
+    """`[T]` counted from the row's last token, 0."""
+    positions: Index
+    """`[T]` in the row's text."""
+    counts: Index
+    """`[n]` places of each row; their sum is T."""
+    real: Index | None
+    """`[n + N]` which of the T are last tokens and nodes, in order; None: all."""
+
+    @property
+    def width(self) -> int:
+        """Places of the longest row."""
+        return int(self.counts.max(initial=1))
+
+
+def lay_out(trees: TokenTrees, last: IntArray, contexts: Index, *, ragged: bool) -> Feed:
+    """Lay out the tokens of a step.
+
+    Args:
+        trees: of the n rows.
+        last: `[n]` each row's last token.
+        contexts: `[n]` tokens of each row before that.
+        ragged: whether rows may have different numbers of places.
+    """
+    counts = trees.counts.astype(np.int64)
+    tokens = trees.fed(last, trees.tokens)
+    row, place = _places(counts)
+    positions = contexts[row] + trees.fed(np.zeros_like(last), trees.depths)
+    if ragged or (counts == counts.max(initial=1)).all():
+        return Feed(tokens, row, place, positions, counts, None)
+    width = int(counts.max())
+    real = row * width + place
+    row, place = _places(np.full(len(counts), width, np.int64))
+    padded = np.repeat(last, width)
+    padded[real] = tokens
+    at = contexts[row] + place
+    at[real] = positions
+    return Feed(padded, row, place, at, np.full(len(counts), width, np.int64), real)
+
+
+def _places(counts: Index) -> tuple[Index, Index]:
+    row = np.repeat(np.arange(len(counts)), counts)
+    return row, np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """KV of accepted nodes that does not lie where the row's text continues, M in all."""
+
+    source: Index
+    """`[M]` indices of fed tokens."""
+    target: Index
+    """`[M]` indices of fed tokens."""
+
+
+def roots(trees: TokenTrees) -> Index:
+    """`[n]` index of each row's last token among all last tokens and nodes, in order."""
+    found: Index = trees.offsets[:-1].astype(np.int64) + np.arange(trees.rows)
+    return found
+
+
+def places_in(trees: TokenTrees, width: int) -> Index:
+    """`[n + N]` places of last tokens and nodes in a flat table `[n, width]`."""
+    row, place = _places(trees.counts.astype(np.int64))
+    return row * width + place
+
+
+def paths_of(walks: AcceptedPaths, trees: TokenTrees) -> tuple[Index, Index]:
+    """Walks as tables.
+
+    Returns:
+        path: `[n, 1 + depth of the deepest tree]` places whose draws are generated, 0 first; after
+            the end of a row's path, its last place.
+        counts: `[n]` generated tokens of each.
+    """
+    counts = walks.accepted.astype(np.int64) + 1
+    row, step = _places(counts)
+    path = np.zeros((trees.rows, 1 + int(trees.depths.max(initial=0))), np.int64)
+    path[row, step] = walks.draws - roots(trees)[row]
+    return np.maximum.accumulate(path, axis=1), counts
+
+
+def accepted_nodes(trees: TokenTrees, path: Index, counts: Index) -> NDArray[np.bool_]:
+    """`[N]` whether each node is on its row's path; `path` and `counts` as of `paths_of`."""
+    flags = np.zeros(len(trees.tokens), np.bool_)
+    row, step = np.nonzero((np.arange(path.shape[1]) < counts[:, None]) & (path > 0))
+    flags[trees.offsets[row] + path[row, step] - 1] = True
+    return flags
+
+
+def moves(feed: Feed, path: Index, counts: Index) -> Moves:
+    """What to move after a step with forked trees; `path` and `counts` as of `paths_of`.
+
+    All sources must be read before a target is written: a path that lies further back is moved onto
+    places of other paths.
+    """
+    row, step = np.nonzero(np.arange(path.shape[1]) < counts[:, None])
+    place = path[row, step]
+    start = (np.cumsum(feed.counts) - feed.counts)[row]
+    apart = place != step
+    return Moves((start + place)[apart], (start + step)[apart])
+
+
+def hidden_places(trees: TokenTrees, feed: Feed) -> tuple[Index, Index]:
+    """Pairs of fed tokens on different paths that a causal mask over places lets through.
+
+    Returns:
+        indices of fed tokens: of each query, and of the key that it must not attend to.
+    """
+    row, query, key = trees.hidden()
+    start = np.cumsum(feed.counts) - feed.counts
+    return start[row] + query, start[row] + key
+
+
+def full_mask(trees: TokenTrees, feed: Feed, contexts: Index) -> NDArray[np.bool_]:
+    """The mask that SGLang's kernels take: for each row `[places, context + places]`, flat.
+
+    Args:
+        trees: of the rows.
+        feed: their layout, uniform.
+        contexts: `[n]` tokens of each row before its last one.
+    """
+    query, key = hidden_places(trees, feed)
+    start = np.cumsum(feed.counts) - feed.counts
+    parts = []
+    for row, (context, places) in enumerate(
+        zip(contexts.tolist(), feed.counts.tolist(), strict=True)
+    ):
+        mask = np.ones((places, context + places), np.bool_)
+        mask[:, context:] = np.tri(places, dtype=np.bool_)
+        mine = feed.row[query] == row
+        mask[query[mine] - start[row], context + key[mine] - start[row]] = False
+        parts.append(mask.ravel())
+    return np.concatenate(parts) if parts else np.empty(0, np.bool_)
+
+
+def walk_on_device(
+    draws: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, depth: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rollout.acceptance.accept_tree` in tensor operations, without waiting for the device.
+
+    Args:
+        draws: `[n, W]` the token drawn after each place.
+        tokens: `[n, W]` the token fed at each place; place 0 is the row's last token.
+        parents: `[n, W]` place of each one's parent; -1 where there is no node (place 0, padding).
+        depth: of the deepest tree.
+
+    Returns:
+        path: `[n, depth + 1]` places whose draws are generated, 0 first; after the end of a row's
+            path its last place is repeated.
+        counts: `[n]` int64 generated tokens of each.
+    """
+    at = torch.zeros(len(draws), dtype=torch.int64, device=draws.device)
+    going = torch.ones(len(draws), dtype=torch.bool, device=draws.device)
+    path, counts = [at], torch.ones_like(at)
+    for _ in range(depth):
+        drawn = draws.gather(1, at[:, None])
+        child = (parents == at[:, None]) & (tokens == drawn)
+        going = going & child.any(dim=1)
+        at = torch.where(going, child.int().argmax(dim=1), at)
+        counts = counts + going
+        path.append(at)
+    return torch.stack(path, 1), counts

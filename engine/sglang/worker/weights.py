@@ -1,0 +1,187 @@
+"""New weights in SGLang's scheduler process: how SGLang loads and counts them.
+
+SGLang replaces weights between `begin_weight_update` and `end_weight_update`, while it is paused:
+it undoes what it made of the old ones, has the model load the new ones, and makes it again.
+`SglangLoader` calls the same three functions, so that they can be called for a twin of the model
+while tokens are generated (`engine.remote.worker.staging`). Installing copies what is finished, so
+nothing is undone or made again.
+
+SGLang labels the tokens of a request with spans of its own `weight_version`. It is set to our
+policy version, so its spans are ours. No KV is flushed: requests of other weights have another
+`extra_key`, and SGLang's radix cache shares nothing between different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from engine.errors import WeightsError
+from engine.remote.calls import StagingReport
+from engine.remote.worker.held_weights import HeldWeights
+from engine.remote.worker.ranks import Ranks
+from engine.remote.worker.staging import WorkerWeights
+from engine.remote.worker.twin import Twin
+from wire.weights.layout import Fingerprint, WeightManifest
+
+T = TypeVar("T")
+
+_PIECE = {"cpu": 1 << 22, "cuda": 1 << 28}
+"""Elements of weights that are looked at between two steps, some 10 ms; a tensor is never cut."""
+_STACKED = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+}
+"""What SGLang's models stack if they do not say so (`packed_modules_mapping`): most of them have it
+in `load_weights` only."""
+_SHOWN = 5
+
+
+class SglangLoader:
+    """Loads as SGLang does; satisfies `engine.remote.worker.staging.Loader`.
+
+    Args:
+        runner: SGLang's `ModelRunner`.
+    """
+
+    name = "SGLang"
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        first = next(runner.model.parameters())
+        self.device: torch.device = first.device
+        self.dtype: torch.dtype = runner.dtype
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """That decodes."""
+        model: torch.nn.Module = self._runner.model
+        return model
+
+    def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors, named as in the HF state dict, into the model or its twin, in place."""
+        from engine.sglang.worker.api import DefaultModelLoader
+
+        device = next(model.parameters()).device
+        loading: Any = model
+        DefaultModelLoader.restore_weights_before_loading(model, device)
+        loading.load_weights(iter(tensors))
+        DefaultModelLoader.postprocess_weights(model, device)
+
+    def adopt(self, twin: Twin) -> None:
+        """Do nothing: what SGLang knows of a tensor's loading, the tensor has."""
+
+    def forget(self, twin: Twin) -> None:
+        """Do nothing."""
+
+    def check_unchanged(self, names: Collection[str]) -> None:
+        """Raise WeightsError for parameters that SGLang has not loaded.
+
+        It logs names that it does not know, and continues with the weights of before.
+        """
+        modules = dict(self.model.named_modules())
+        left = []
+        for name, one in self.model.named_parameters():
+            path = name.rpartition(".")[0]
+            indices = getattr(modules[path], "shard_indices", None)
+            is_padding = indices is not None and indices.num_org_elements == 0
+            if name in names and one.numel() and not is_padding:
+                left.append(name)
+        if left:
+            more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+            raise WeightsError(
+                f"SGLang loads no new weights into {', '.join(left[:_SHOWN])}{more} of "
+                f"{type(self.model).__name__}: use engine.kind: torch or vllm for this model"
+            )
+
+    def installed(self, policy_version: int) -> None:
+        """Do nothing: SGLang derives nothing else from weights."""
+
+
+class SglangWeights:
+    """The calls about weights, made in all ranks between two steps. All ranks return the same.
+
+    Args:
+        scheduler: SGLang's.
+        ranks: of this process.
+        on_device: stage on the model's device; otherwise in host memory.
+
+    Raises:
+        WeightsError: SGLang cannot replace the weights of this model.
+    """
+
+    def __init__(self, scheduler: Any, ranks: Ranks, *, on_device: bool) -> None:
+        from engine.sglang.worker.api import unsupported_derived_weight_cache_error
+
+        self._scheduler = scheduler
+        self._ranks = ranks
+        runner = scheduler.tp_worker.model_runner
+        reason = unsupported_derived_weight_cache_error(runner.model)
+        if reason is not None:
+            raise WeightsError(f"SGLang cannot take new weights: {reason}")
+        self._loader = SglangLoader(runner)
+        self._weights = WorkerWeights(self._loader, on_device=on_device)
+        self._fingerprint: Iterator[Fingerprint | None] = iter(())
+        scheduler.record_weight_version_change(new_version="0")
+
+    def begin(self, manifest: dict[str, Any]) -> None:
+        """Begin to copy the weights of a manifest in a thread; generation continues."""
+        self._weights.begin(msgspec.convert(manifest, WeightManifest))
+
+    def staging(self) -> dict[str, Any]:
+        """A `StagingReport` of the staging begun last, in all ranks together."""
+        report = StagingReport.of_all(in_all_ranks(self._ranks, self._weights.report))
+        return dict(msgspec.to_builtins(report))
+
+    def install(self, policy_version: int) -> str:
+        """Put the staged weights of this version in place, while no step runs.
+
+        Returns:
+            Why SGLang had to load them in the pause, in any rank; "" if it had not.
+        """
+        if self._loader.device.type == "cuda":
+            torch.cuda.synchronize(self._loader.device)  # SGLang's steps run on streams of its own
+        reasons = in_all_ranks(self._ranks, partial(self._weights.install, policy_version))
+        self._scheduler.record_weight_version_change(new_version=str(policy_version))
+        return next((reason for reason in reasons if reason), "")
+
+    def begin_fingerprint(self, shapes: dict[str, Any]) -> None:
+        """Begin a `Fingerprint` of the weights in use, by the names of the HF state dict."""
+        model: Any = self._loader.model
+        held = HeldWeights(
+            model,
+            {name: tuple(shape) for name, shape in shapes.items()},
+            self._ranks,
+            packed=_STACKED | (getattr(model, "packed_modules_mapping", None) or {}),
+        )
+        self._fingerprint = held.fingerprint(_PIECE[self._loader.device.type])
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """Continue it for a few milliseconds; the fingerprint when it is done."""
+        found = next(self._fingerprint)
+        return None if found is None else dict(msgspec.to_builtins(found))
+
+
+def in_all_ranks(ranks: Ranks, call: Callable[[], T]) -> list[T]:
+    """What a call returns in each rank. If it fails in one, it fails in all: none of them waits.
+
+    Raises:
+        WeightsError: it failed in another rank; what this one raises passes through.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = call()
+    except Exception as problem:  # noqa: BLE001 - raised below, once the other ranks know
+        error = problem
+    found = ranks.gather((result, "" if error is None else f"{type(error).__name__}: {error}"))
+    if error is not None:
+        raise error
+    failed = next((why for _, why in found if why), "")
+    if failed:
+        raise WeightsError(f"it failed in another rank: {failed}")
+    return [one for one, _ in found]  # type: ignore[misc]

@@ -1,0 +1,319 @@
+"""What a step does for each row, in compiled loops: where draws belong, paths, what rows append.
+
+Each function is one call for all rows of a step, in place of some operations on arrays each.
+None of them gives up Python's lock: another thread would take it at every one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.torch.jit import kernel
+from rollout.trajectory import ByteArray, FloatArray, IntArray, Provenance, SeedArray
+
+LongArray = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+_DRAFTED, _SAMPLED = int(Provenance.DRAFTED), int(Provenance.SAMPLED)
+
+
+class GeneratedTokens(NamedTuple):
+    """M tokens with what is reported of them. As a buffer: B tokens for each of S rows."""
+
+    tokens: IntArray
+    """`[M]`, of a buffer `[S, B]`."""
+    logprobs: FloatArray
+    """`[M]`"""
+    topk_ids: IntArray
+    """`[M, K]`"""
+    topk_logprobs: FloatArray
+    """`[M, K]`"""
+    noise_seeds: SeedArray
+    """`[M]`"""
+    provenance: ByteArray
+    """`[M]`"""
+
+    @classmethod
+    def empty(cls, *shape: int, top_k: int) -> GeneratedTokens:
+        """Arrays to be filled."""
+        return cls(
+            np.empty(shape, np.int32),
+            np.empty(shape, np.float32),
+            np.empty((*shape, top_k), np.int32),
+            np.empty((*shape, top_k), np.float32),
+            np.empty(shape, np.uint64),
+            np.empty(shape, np.uint8),
+        )
+
+
+class Places(NamedTuple):
+    """Where N draws belong, row by row."""
+
+    row: LongArray
+    """`[N]` row of each draw."""
+    starts: LongArray
+    """`[n]` each row's first draw."""
+    positions: LongArray
+    """`[N]` in the responses."""
+    seeds: SeedArray
+    """`[N]` of the requests."""
+    noise_seeds: SeedArray
+    """`[N]` of the noise for tokens outside the list."""
+
+
+def place_draws(
+    sizes: IntArray, depths: IntArray, responses: IntArray, seeds: SeedArray, noise: SeedArray
+) -> Places:
+    """Say where draws belong.
+
+    Args:
+        sizes: `[n]` draws of each row.
+        depths: `[D]` of the first D draws: the places of their tokens after the row's last one.
+            The draws of other rows follow each other.
+        responses: `[n]` tokens of each row's response.
+        seeds: `[n]` of the requests.
+        noise: `[n]` of the noise.
+    """
+    n, size = len(sizes), int(sizes.sum())
+    places = Places(
+        np.empty(size, np.int64),
+        np.empty(n, np.int64),
+        np.empty(size, np.int64),
+        np.empty(size, np.uint64),
+        np.empty(size, np.uint64),
+    )
+    _place(sizes, depths, responses, seeds, noise, places)
+    return places
+
+
+@kernel
+def _place(
+    sizes: IntArray,
+    depths: IntArray,
+    responses: IntArray,
+    seeds: SeedArray,
+    noise: SeedArray,
+    places: Places,
+) -> None:
+    at = 0
+    for row in range(len(sizes)):
+        places.starts[row] = at
+        for offset in range(sizes[row]):
+            places.row[at] = row
+            places.positions[at] = responses[row] + (depths[at] if at < len(depths) else offset)
+            places.seeds[at] = seeds[row]
+            places.noise_seeds[at] = noise[row]
+            at += 1
+
+
+@kernel
+def choose_draws(
+    accepted: IntArray,
+    starts: LongArray,
+    walked: int,
+    walk: IntArray,
+    tokens: LongArray,
+    stops: LongArray,
+    left: IntArray,
+    chosen: LongArray,
+    row: LongArray,
+    step: LongArray,
+    kept: IntArray,
+    stopped: Flags,
+) -> int:
+    """Choose each row's path: what it accepts and one draw more, up to a stop token or its limit.
+
+    Args:
+        accepted: `[n]` drafts and kept tokens that each row accepts.
+        starts: `[n]` each row's first draw.
+        walked: rows that take their draws from `walk`; others take those from `starts` on.
+        walk: `[P]` draws of these rows' paths, row after row.
+        tokens: `[N]` of the draws.
+        stops: `[n, stops]` stop tokens, padded with -1.
+        left: `[n]` tokens that each row may still generate.
+        chosen: `[M]` to fill, the draws of the paths, row after row.
+        row: `[M]` to fill, the row of each.
+        step: `[M]` to fill, its place in its path.
+        kept: `[n]` to fill, the length of each path.
+        stopped: `[n]` to fill, whether its last token is a stop token.
+
+    Returns:
+        M.
+    """
+    at = passed = 0
+    for r in range(len(accepted)):
+        count = accepted[r] + 1
+        kept[r], stopped[r] = 0, False
+        for place in range(min(count, left[r])):
+            draw = walk[passed + place] if r < walked else starts[r] + place
+            chosen[at], row[at], step[at] = draw, r, place
+            at += 1
+            kept[r] = place + 1
+            for stop in stops[r]:
+                stopped[r] |= stop == tokens[draw]
+            if stopped[r]:
+                break
+        if r < walked:
+            passed += count
+    return at
+
+
+@kernel
+def append_draws(
+    chosen: LongArray,
+    row: LongArray,
+    step: LongArray,
+    accepted: IntArray,
+    judged: Flags,
+    tokens: LongArray,
+    logprobs: FloatArray,
+    ids: IntArray,
+    values: FloatArray,
+    noise_seeds: SeedArray,
+    contexts: IntArray,
+    total: IntArray,
+    count: IntArray,
+    buffers: GeneratedTokens,
+) -> None:
+    """Append the chosen draws to the rows' contexts and to what they report.
+
+    Args:
+        chosen: `[M]` draws, row after row.
+        row: `[M]` of each.
+        step: `[M]` its place among its row's new tokens.
+        accepted: `[n]` how many of these are accepted drafts.
+        judged: `[n]` rows whose tokens are not reported from the buffers.
+        tokens: `[N]` of all draws.
+        logprobs: `[N]`
+        ids: `[N, K]`
+        values: `[N, K]`
+        noise_seeds: `[N]`
+        contexts: `[S, W]` to fill.
+        total: `[S]` tokens of the contexts, before these.
+        count: `[S]` tokens in the buffers, before these.
+        buffers: to fill.
+    """
+    k = ids.shape[1]
+    for m in range(len(chosen)):
+        draw, r = chosen[m], row[m]
+        contexts[r, total[r] + step[m]] = tokens[draw]
+        if judged[r]:
+            continue
+        at = count[r] + step[m]
+        buffers.tokens[r, at] = tokens[draw]
+        buffers.logprobs[r, at] = logprobs[draw]
+        for j in range(k):
+            buffers.topk_ids[r, at, j] = ids[draw, j]
+            buffers.topk_logprobs[r, at, j] = values[draw, j]
+        buffers.noise_seeds[r, at] = noise_seeds[draw]
+        buffers.provenance[r, at] = _DRAFTED if step[m] < accepted[r] else _SAMPLED
+
+
+@kernel
+def advance_rows(
+    kept: IntArray,
+    stopped: Flags,
+    judged: Flags,
+    total: IntArray,
+    limit: IntArray,
+    kv_length: IntArray,
+    count: IntArray,
+    begun: Flags,
+    chunk_tokens: int,
+    due: LongArray,
+    ended: LongArray,
+) -> tuple[int, int]:
+    """Count what each row has appended, and say which rows report.
+
+    Args:
+        kept: `[n]` tokens that each row has appended.
+        stopped: `[n]` rows that have ended with one of them.
+        judged: `[n]` rows that must report.
+        total: `[S]` tokens of the contexts; updated.
+        limit: `[S]` most tokens of the contexts.
+        kv_length: `[S]` tokens whose KV is in the slots; updated.
+        count: `[S]` tokens to report; updated.
+        begun: `[S]` whether a row has reported anything.
+        chunk_tokens: with so many tokens to report a row reports.
+        due: `[n]` to fill with the rows that report and continue.
+        ended: `[n]` to fill with the rows that have ended, from the last one down.
+
+    Returns:
+        How many are due, and how many have ended.
+    """
+    dues = ends = 0
+    for row in range(len(kept) - 1, -1, -1):
+        kv_length[row] = total[row] + kept[row] - 1
+        total[row] += kept[row]
+        count[row] += kept[row]
+        if stopped[row] or total[row] >= limit[row]:
+            ended[ends] = row
+            ends += 1
+        elif judged[row] or count[row] >= chunk_tokens or not begun[row]:
+            due[dues] = row
+            dues += 1
+    return dues, ends
+
+
+def pack(buffers: GeneratedTokens, rows: LongArray, counts: IntArray) -> GeneratedTokens:
+    """The first `counts[i]` tokens of each of some rows of a buffer, row after row."""
+    packed = GeneratedTokens.empty(int(counts.sum()), top_k=buffers.topk_ids.shape[2])
+    _pack(buffers, rows, counts, packed)
+    return packed
+
+
+@kernel
+def _pack(
+    buffers: GeneratedTokens, rows: LongArray, counts: IntArray, packed: GeneratedTokens
+) -> None:
+    k = packed.topk_ids.shape[1]
+    at = 0
+    for i in range(len(rows)):
+        row = rows[i]
+        for place in range(counts[i]):
+            packed.tokens[at] = buffers.tokens[row, place]
+            packed.logprobs[at] = buffers.logprobs[row, place]
+            packed.noise_seeds[at] = buffers.noise_seeds[row, place]
+            packed.provenance[at] = buffers.provenance[row, place]
+            for j in range(k):
+                packed.topk_ids[at, j] = buffers.topk_ids[row, place, j]
+                packed.topk_logprobs[at, j] = buffers.topk_logprobs[row, place, j]
+            at += 1
+
+
+@kernel
+def pick_tokens(
+    chosen: LongArray,
+    tokens: LongArray,
+    kept: IntArray,
+    wanted: Flags,
+    picked: IntArray,
+    offsets: IntArray,
+) -> int:
+    """Gather the new tokens of some rows.
+
+    Args:
+        chosen: `[M]` draws, row after row.
+        tokens: `[N]` of all draws.
+        kept: `[n]` how many of the chosen ones each row has.
+        wanted: `[n]` rows whose tokens are gathered.
+        picked: `[M]` to fill with these, row after row.
+        offsets: `[n + 1]` to fill: where each wanted row's tokens begin, and the end.
+
+    Returns:
+        How many rows are wanted.
+    """
+    at = rows = size = 0
+    offsets[0] = 0
+    for row in range(len(kept)):
+        if wanted[row]:
+            for place in range(at, at + kept[row]):
+                picked[size] = tokens[chosen[place]]
+                size += 1
+            rows += 1
+            offsets[rows] = size
+        at += kept[row]
+    return rows

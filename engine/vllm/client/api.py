@@ -1,0 +1,30 @@
+"""Everything of vLLM that the generator's process touches, by name. Pinned to 0.32.0.
+
+Where vLLM is updated, these names are checked first, then what is done with them. Importing this
+takes seconds, as vLLM does: modules that are imported without an engine import it in functions.
+"""
+
+from __future__ import annotations
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.platforms import current_platform
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
+
+__all__ = [
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "EngineCoreOutput",
+    "FinishReason",
+    "OutputProcessor",
+    "OutputProcessorOutput",
+    "PrometheusStatLogger",
+    "SamplingParams",
+    "StatLoggerBase",
+    "current_platform",
+    "tokens_input",
+]

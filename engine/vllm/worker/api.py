@@ -1,0 +1,45 @@
+"""Everything of vLLM that its engine core's process is asked for, by name. Pinned to 0.32.0.
+
+Where vLLM is updated, these names are checked first, then what is done with them, and the methods
+that `sampling`, `scoring`, `drafter` and `scheduler` replace or extend. Importing this takes
+seconds: modules that tests use without an engine import it in functions.
+"""
+
+from __future__ import annotations
+
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import inplace
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, get_layerwise_info
+from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplerOutput
+from vllm.v1.request import RequestStatus
+
+__all__ = [
+    "LAYERWISE_INFO",
+    "AsyncScheduler",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "FinishReason",
+    "LayerReloadingInfo",
+    "LogprobsLists",
+    "LogprobsTensors",
+    "ParallelLMHead",
+    "RequestStatus",
+    "SamplerOutput",
+    "Scheduler",
+    "UnquantizedEmbeddingMethod",
+    "VocabParallelEmbedding",
+    "get_layerwise_info",
+    "get_tp_group",
+    "inplace",
+    "set_current_vllm_config",
+]

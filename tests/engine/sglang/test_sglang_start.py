@@ -1,0 +1,165 @@
+"""How SGLang is started: its interpreter, its arguments, its environment. Runs no SGLang."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from cache.config import CacheConfig
+from cache.place import CachePlace
+from engine.config import EngineConfig
+from engine.errors import EngineStartError
+from engine.factory import create_engine
+from engine.sglang.client.environment import SglangFolder, environment_of
+from engine.sglang.client.launch import server_settings, worker_settings
+from engine.sglang.config import SglangConfig
+from engine.sglang.interpreter import SGLANG_VERSION, check_interpreter, path_of
+from engine.sglang.server_settings import ServerSettings
+from engine.sglang.settings import WorkerSettings
+from engine.sglang.worker.main import server_arguments
+
+GOOD = {
+    "python": [3, 11],
+    "sglang": SGLANG_VERSION,
+    "asyncrl": "0.1.0",
+    **dict.fromkeys(("torch", "numba", "msgspec", "pyzmq", "pydantic", "transformers"), "1"),
+}
+
+
+def interpreter(folder: Path, says: dict[str, Any] | str) -> SglangConfig:
+    """A program that answers as an interpreter with these versions."""
+    import json
+
+    path = folder / "python"
+    answer = says if isinstance(says, str) else f"echo '{json.dumps(says)}'"
+    path.write_text(f"#!/bin/sh\n{answer}\n")
+    path.chmod(0o755)
+    return SglangConfig(python=str(path))
+
+
+def test_a_fitting_interpreter(tmp_path: Path) -> None:
+    versions = check_interpreter(interpreter(tmp_path, GOOD))
+    assert str(versions) == f"python 3.11, sglang {SGLANG_VERSION}, torch 1"
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        (GOOD | {"sglang": "0.4.1"}, f"has sglang 0.4.1; {SGLANG_VERSION} is needed: `make setup"),
+        ({"python": [3, 11]}, f"has no sglang; {SGLANG_VERSION} is needed"),
+        (GOOD | {"python": [3, 10]}, r"is Python 3\.10; asyncrl needs 3\.11"),
+        ({k: v for k, v in GOOD.items() if k != "numba"}, "lacks numba, which asyncrl's part"),
+        (GOOD | {"asyncrl": "0.0.9"}, r"has asyncrl 0\.0\.9, and this is asyncrl 0\.1\.0"),
+        ("echo 'Unknown option: -P' >&2; exit 2", "not a working Python 3.11: Unknown option: -P"),
+        ("echo hello", "is not a working Python interpreter"),
+    ],
+)
+def test_an_interpreter_that_does_not_fit(
+    tmp_path: Path, says: dict[str, Any] | str, message: str
+) -> None:
+    with pytest.raises(EngineStartError, match=message) as refused:
+        check_interpreter(interpreter(tmp_path, says))
+    assert str(refused.value).startswith(f"engine.sglang.python: {tmp_path}")
+
+
+def test_no_interpreter_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert path_of(SglangConfig()) == ".venv-sglang/bin/python"
+    with pytest.raises(EngineStartError, match=r"does not exist.*`make setup-sglang`"):
+        create_engine(EngineConfig(kind="sglang"), "x", cache_config=CacheConfig(), seed=0)
+
+
+def settings(config: EngineConfig, tmp_path: Path, **cache: Any) -> ServerSettings:
+    folder = SglangFolder("ERROR")
+    try:
+        return server_settings(config, "model", CacheConfig(**cache), 7, folder)
+    finally:
+        folder.remove()
+
+
+def test_the_arguments_of_sglang_on_a_cpu_and_on_a_gpu(tmp_path: Path) -> None:
+    config = EngineConfig(kind="sglang", slots=5, max_model_len=300)
+    ours = settings(config, tmp_path, max_draft_tokens=8)
+    gpu = server_arguments(ours, on_cpu=False)
+    assert (gpu["device"], gpu["dtype"], gpu["max_running_requests"]) == ("cuda", "bfloat16", 5)
+    assert (gpu["chunked_prefill_size"], gpu["max_prefill_tokens"]) == (4096, 4096)
+    assert gpu["context_length"] >= 300 + 8 + 6
+    assert "sampling_backend" not in gpu  # the scheduler replaces the sampler itself
+    assert gpu["page_size"] == 1
+    assert (gpu["speculative_algorithm"], gpu["speculative_num_draft_tokens"]) == ("ASYNCRL", 9)
+    assert "max_total_tokens" not in gpu
+    assert "attention_backend" not in gpu
+    plain = server_arguments(settings(config, tmp_path, enabled=False), on_cpu=False)
+    assert "speculative_algorithm" not in plain
+
+
+def test_what_the_scheduler_process_is_told_survives_the_environment() -> None:
+    folder = SglangFolder("ERROR")
+    try:
+        config = EngineConfig(
+            kind="sglang", top_k_logprobs=3, sglang=SglangConfig(steps_per_message=2)
+        )
+        told = worker_settings(config, CacheConfig(max_draft_tokens=4), CachePlace(), folder)
+        assert WorkerSettings.from_environment(told.to_environment()) == told
+        assert (told.top_k, told.steps_per_message, told.parent) == (3, 2, os.getpid())
+        assert told.drafting is not None
+        assert told.drafting.cache["max_draft_tokens"] == 4
+        disabled = worker_settings(config, CacheConfig(enabled=False), CachePlace(), folder)
+        assert disabled.drafting is None
+    finally:
+        folder.remove()
+
+
+def test_the_environment_has_our_source_tree_and_the_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    folder = SglangFolder("ERROR")
+    try:
+        environment = environment_of(EngineConfig(threads=3), folder)
+    finally:
+        folder.remove()
+    here = str(Path(sys.modules["engine"].__file__ or "").parents[1])
+    assert environment["PYTHONPATH"] == os.pathsep.join([here, "/elsewhere"])
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["SGLANG_LOGGING_CONFIG_PATH"].startswith(str(folder.path))
+
+
+def test_a_socket_has_a_short_path_whatever_the_folder_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tempfile
+
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    folder = SglangFolder("ERROR")
+    try:
+        assert len(folder.requests) < 107
+        assert list(deep.iterdir()) == []
+    finally:
+        folder.remove()
+    assert not folder.path.exists()
+
+
+def test_kv_memory_for_less_than_what_sglang_reserves_for_one_request_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = ModuleType("engine.sglang.worker.start")
+    start.kv_bytes = lambda *_: 1 << 20  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, start.__name__, start)
+    config = EngineConfig(kind="sglang", max_model_len=1000, sglang=SglangConfig(kv_cache_gib=1.0))
+    fits = settings(config, tmp_path, max_draft_tokens=2)
+    assert fits.max_model_len == 1018  # SGLang reserves 4 tokens more
+    assert server_arguments(fits, on_cpu=True)["max_total_tokens"] == 1024
+    with pytest.raises(
+        ValueError, match="holds the KV of 1024 tokens, and one request may need 1034"
+    ):
+        server_arguments(settings(config, tmp_path, max_draft_tokens=8), on_cpu=True)
