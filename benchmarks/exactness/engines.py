@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import util
 from typing import Any
@@ -38,19 +38,31 @@ from rollout.trajectory import Provenance
 from wire.records import EngineStats
 from wire.weights.writer import published
 
-KINDS = ("torch", "vllm")
-MODES = ("torch-chain", "torch-tree", "torch-verify", "vllm-chain", "vllm-verify")
+KINDS = ("torch", "vllm", "sglang")
+MODES = (
+    "torch-chain",
+    "torch-tree",
+    "torch-verify",
+    "vllm-chain",
+    "vllm-verify",
+    "sglang-tree",
+    "sglang-verify",
+)
 
 WAVE = 20_000
 """Requests at a time; each wave drafts from a tree of its own."""
 _OLD_ROLLOUTS = 200
 """Rollouts of the old policy in each tree."""
 _MIN_DRAFTED = 0.05
-"""Tokens that must be drafted (or kept) per sample."""
+"""Tokens that must be drafted (or kept) per sample, and some of them accepted."""
 _DEADLINE = 1800.0
 """Seconds allowed for a wave."""
 _VLLM_SLOTS = 32
 """Few, because vLLM's process plans drafts by cost: with many rows it would draft nothing."""
+_SGLANG_SLOTS, _SGLANG_STEP_TOKENS = 64, 320
+"""Every row may have 4 drafts in each step, whatever that costs."""
+_SEEDS_A_RUN = 5
+"""Seeds of the torch engine that one `--seed` takes; at least the number of its modes."""
 
 Wave = tuple[Codes, dict[str, float]]
 
@@ -95,15 +107,15 @@ class Bench(ABC):
         """
         self.prepare(mode)
         wave = self._verified if mode.endswith("verify") else self._drafted
-        drafted = 0.0
+        drafted = accepted = 0.0
         for start in range(0, samples, WAVE):
             found, notes = wave(f"{mode}.{start}", min(WAVE, samples - start))
-            drafted += notes["drafted"]
+            drafted, accepted = drafted + notes["drafted"], accepted + notes["accepted"]
             yield found, notes
-        if drafted < _MIN_DRAFTED * samples:
+        if drafted < _MIN_DRAFTED * samples or not accepted:
             raise UnavailableError(
                 f"{mode}: only {drafted:.0f} tokens were drafted or kept for {samples} "
-                "samples, so nothing is certified"
+                f"samples, and {accepted:.0f} accepted, so nothing is certified"
             )
 
     def _drafted(self, name: str, count: int) -> Wave:
@@ -157,7 +169,7 @@ class TorchBench(Bench):
         )
         planner = FixedBudget(max_step_tokens=8192, max_draft_tokens=4)
         # A seed gives the same response whatever is drafted, so each mode needs seeds of its own.
-        seed = len(MODES) * self._seed + MODES.index(mode)
+        seed = _SEEDS_A_RUN * self._seed + MODES.index(mode)
         self._core = DecodeCore(
             model, settings, RolloutCache(_drafts()), seed=seed, planner=planner
         )
@@ -247,8 +259,7 @@ def open_bench(kind: str, seed: int) -> Iterator[Bench]:
                 mine.lerp_(theirs, 0.4)
         old.save_pretrained(path)
         try:
-            make = TorchBench if kind == "torch" else _vllm
-            bench = make(path, old, new, seed)
+            bench = _BENCHES[kind](path, old, new, seed)
         except (EngineError, ImportError) as error:
             raise UnavailableError(f"{kind} cannot be started: {error}") from error
         try:
@@ -270,6 +281,33 @@ def _vllm(path: str, old: Any, new: Any, seed: int) -> Bench:
         vllm=VllmConfig(kv_cache_gib=0.25),
     )
     return EngineBench(path, old, new, VllmEngine(config, path, cache_config=_drafts(), seed=seed))
+
+
+def _sglang(path: str, old: Any, new: Any, seed: int) -> Bench:
+    from benchmarks.sglang_interpreter import sglang_python
+    from engine.sglang.client.engine import SglangEngine
+    from engine.sglang.config import SglangConfig
+
+    config = EngineConfig(
+        kind="sglang",
+        slots=_SGLANG_SLOTS,
+        max_model_len=64,
+        threads=1,
+        top_k_logprobs=TOP_K,
+        sglang=SglangConfig(
+            python=sglang_python(), kv_cache_gib=0.05, max_step_tokens=_SGLANG_STEP_TOKENS
+        ),
+    )
+    return EngineBench(
+        path, old, new, SglangEngine(config, path, cache_config=_drafts(), seed=seed)
+    )
+
+
+_BENCHES: dict[str, Callable[[str, Any, Any, int], Bench]] = {
+    "torch": TorchBench,
+    "vllm": _vllm,
+    "sglang": _sglang,
+}
 
 
 def _drafts() -> CacheConfig:

@@ -20,7 +20,13 @@ from benchmarks.exactness.trap import TRAPS, trained
 ALARM = 1e-6
 FULL, QUICK = 1_000_000, 20_000
 _WAVE = 50_000
+KINDS = exactness_engines.KINDS
 MODES = (*PURE, *TRAPS, *exactness_engines.MODES)
+
+
+def modes_of(engine: str | None) -> list[str]:
+    """The modes of an engine; None: all modes there are."""
+    return [mode for mode in MODES if engine is None or mode.startswith(f"{engine}-")]
 
 
 @dataclass
@@ -157,7 +163,7 @@ def measure(modes: Sequence[str], samples: int, seed: int) -> tuple[list[Finding
     """Run the modes; returns the findings, and for each mode that cannot run the reason."""
     findings = [run_pure(mode, samples, seed) for mode in modes if mode in PURE or mode in TRAPS]
     missing: dict[str, str] = {}
-    for kind in exactness_engines.KINDS:
+    for kind in KINDS:
         wanted = [mode for mode in modes if mode.startswith(f"{kind}-")]
         done: list[Finding] = []
         try:

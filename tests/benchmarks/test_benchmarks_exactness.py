@@ -105,13 +105,15 @@ def test_modes_that_cannot_run_are_reported_missing(
     monkeypatch.setattr(engines.util, "find_spec", lambda name: None)
     monkeypatch.setattr(kept, "table", lambda quick: [])
     file = tmp_path / "exactness.json"
-    modes = "plain,specrl-1,vllm-chain,vllm-verify"
+    monkeypatch.setenv("ASYNCRL_SGLANG_PYTHON", str(tmp_path / "none"))
+    modes = "plain,specrl-1,vllm-chain,vllm-verify,sglang-tree"
     assert main.main(["--samples", "5000", "--modes", modes, "--json", str(file)]) == 0
     said = capsys.readouterr()
-    assert said.err.count("MISSING") == 2
-    assert said.out.count("MISSING") == 2
+    assert said.err.count("MISSING") == 3
+    assert said.out.count("MISSING") == 3
+    assert "does not exist" in said.err
     raw = json.loads(file.read_text())["raw"]
-    assert raw["missing"].keys() == {"vllm-chain", "vllm-verify"}
+    assert raw["missing"].keys() == {"vllm-chain", "vllm-verify", "sglang-tree"}
     assert raw["modes"].keys() == {"plain", "specrl-1"}
     assert raw["modes"]["plain"]["samples"] == 5000
 
@@ -124,7 +126,11 @@ def test_a_wrong_sampler_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--modes", "chian"], "no mode 'chian'"), (["--samples", "10"], "at least 1,000")],
+    [
+        (["--modes", "chian"], "no mode 'chian'"),
+        (["--samples", "10"], "at least 1,000"),
+        (["--engine", "torch", "--modes", "plain"], "not allowed with"),
+    ],
 )
 def test_bad_options_are_refused(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
@@ -132,6 +138,15 @@ def test_bad_options_are_refused(
     with pytest.raises(SystemExit, match="2"):
         main.main(arguments)
     assert said in capsys.readouterr().err
+
+
+def test_modes_in_which_no_draft_is_accepted_certify_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing = (np.zeros(1000, np.int64), {"drafted": 1000.0, "accepted": 0.0})
+    monkeypatch.setattr(engines.TorchBench, "_drafted", lambda *_: nothing)
+    with pytest.raises(engines.UnavailableError, match="0 accepted"):
+        list(report.run_engine("torch", ["torch-chain"], 1000, 0))
 
 
 @pytest.mark.parametrize("mode", ["torch-chain", "torch-tree", "torch-verify"])
