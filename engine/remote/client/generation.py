@@ -29,7 +29,8 @@ class Generation:
         self._streams = streams
         self._limits = limits
         self._seeds = seeds
-        self._readers: dict[str, Reader] = {}
+        self._readers: dict[str, list[Reader]] = {}
+        """By request id: one, or more while earlier requests of this id are being left."""
         self._residual = 0
 
     @property
@@ -47,7 +48,8 @@ class Generation:
         name = request.request_id
         self._limits.check_generate(request)
         check_temperature(name, request.sampling, self._core)
-        reader = self._readers[name] = Reader()
+        reader = Reader()
+        self._readers.setdefault(name, []).append(reader)
         try:
             async with aclosing(self._response(request, reader)) as chunks:
                 async for chunk in chunks:
@@ -57,12 +59,14 @@ class Generation:
             # Only an interruption or `close` ends a request from this side while it is read.
             yield TokenChunk.empty_abort(request, self._core.policy_version)
         finally:
-            self._readers.pop(name, None)
+            readers = self._readers[name]
+            readers.remove(reader)
+            if not readers:
+                del self._readers[name]
 
     def interrupt(self, request_id: str) -> None:
         """End a request; nothing happens when it has ended or is not known."""
-        reader = self._readers.get(request_id)
-        if reader is not None:
+        for reader in self._readers.get(request_id, ()):
             reader.interrupt()
 
     async def _response(

@@ -24,6 +24,8 @@ class _Stream:
     request_id: str
     """Ours towards the core: never used twice."""
     inbox: Inbox[Any]
+    submitted: bool = False
+    """The core knows it. Before, it cannot be ended there."""
     restart: bool = False
     """Aborted to be submitted again."""
     interrupted: bool = False
@@ -35,7 +37,7 @@ class _Stream:
         self.inbox.put(None)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Reader:
     """Somebody who reads one request after the other: a verification, then the response.
 
@@ -111,7 +113,7 @@ class Streams:
         stream, inbox = self._new(new_inbox)
         reader.stream = stream
         try:
-            await self._core.submit(stream.request_id, inbox, submitted)
+            await self._submit(stream, submitted)
             while not inbox.over:
                 await self._pass_on_interruption(reader, stream)
                 try:
@@ -119,10 +121,12 @@ class Streams:
                 except AbortedError:
                     if not stream.restart or reader.interrupted:
                         return
+                    # `restart_unstarted` may have come before the core knew it.
+                    await self._core.abort([stream.request_id])
                     del self._open[stream.request_id]
                     stream, inbox = self._new(new_inbox)
                     reader.stream = stream
-                    await self._core.submit(stream.request_id, inbox, submitted)
+                    await self._submit(stream, submitted)
                     continue
                 if items:
                     yield items
@@ -138,6 +142,11 @@ class Streams:
                 await self._core.abort([stream.request_id])
                 if not self._open:
                     self._core.meter.idle()
+
+    async def _submit(self, stream: _Stream, request: CoreRequest) -> None:
+        """Give it to the core; weights may change before the core has it."""
+        await self._core.submit(stream.request_id, stream.inbox, request)
+        stream.submitted = True
 
     async def _pass_on_interruption(self, reader: Reader, stream: _Stream) -> None:
         """Ask the core, once, to end what an interrupted reader reads."""
@@ -160,7 +169,9 @@ class Streams:
         unstarted = [stream for stream in self._open.values() if not stream.inbox.started]
         for stream in unstarted:
             stream.restart = True
-        await self._core.abort([stream.request_id for stream in unstarted])
+            if not stream.submitted:  # its reader aborts it once it is
+                stream.inbox.put(None)
+        await self._core.abort([one.request_id for one in unstarted if one.submitted])
 
     def cut(self) -> None:
         """End every request; what was drawn is still handed over."""

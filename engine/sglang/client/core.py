@@ -113,7 +113,7 @@ class SglangCore:
         self._outputs.expect(sent_id, inbox)
         self.meter.busy()
         extra = replace(request.extra, ticket=inbox.ticket)
-        await self._process.send(
+        self._process.send(
             AddRequest(
                 request_id=sent_id,
                 tokens=np.array(request.tokens, "<i4").tobytes(),
@@ -143,7 +143,7 @@ class SglangCore:
                 inbox.put(None)
                 ended.append(sent_id)
         if ended and self._process.ended is None:
-            await self._process.send(EndRequests(ended))
+            self._process.send(EndRequests(ended))
 
     async def interrupt(self, request_id: str) -> None:
         """Have SGLang end a request, which answers with what it has drawn and the end.
@@ -151,7 +151,7 @@ class SglangCore:
         Nothing happens if it is already over.
         """
         if _sent(request_id) in self._outputs:
-            await self._process.send(EndRequests([_sent(request_id)]))
+            self._process.send(EndRequests([_sent(request_id)]))
 
     async def pause(self) -> None:
         """Return when no step runs any more and all steps have come; requests stay as they are."""
@@ -217,7 +217,7 @@ class SglangCore:
         number = next(self._numbers)
         waiting = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            await self._process.send(Call(number, method.__name__, list(args)))
+            self._process.send(Call(number, method.__name__, list(args)))
             answer = await self._process.ask(waiting, what)
         finally:
             self._answers.pop(number, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -17,6 +18,8 @@ import zmq.asyncio
 from engine.errors import EngineError
 from engine.sglang.client.environment import SglangFolder
 from engine.sglang.messages import ToClient, ToWorker
+
+AnySocket = TypeVar("AnySocket", bound=zmq.Socket[Any])
 
 
 class Link:
@@ -39,12 +42,12 @@ class Link:
         self._context = zmq.asyncio.Context()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(ToClient)
-        self._push = self._bind(zmq.PUSH, folder.requests)
-        self._pull = self._bind(zmq.PULL, folder.outputs)
+        plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context)
+        self._push = self._bind(plain.socket(zmq.PUSH), folder.requests)
+        self._pull = self._bind(self._context.socket(zmq.PULL), folder.outputs)
         self._task = asyncio.create_task(self._receive(), name="asyncrl-sglang-outputs")
 
-    def _bind(self, kind: int, address: str) -> zmq.asyncio.Socket:
-        socket = self._context.socket(kind)
+    def _bind(self, socket: AnySocket, address: str) -> AnySocket:
         # Nothing is dropped or held up: requests are bounded by those who send them.
         socket.set(zmq.SNDHWM, 0)
         socket.set(zmq.RCVHWM, 0)
@@ -52,14 +55,17 @@ class Link:
         socket.bind(address)
         return socket
 
-    async def send(self, message: ToWorker) -> None:
+    def send(self, message: ToWorker) -> None:
         """Queue a message; it does not wait for the worker to take it.
+
+        It does not give way to other tasks either: otherwise one could send the end of a request
+        before the request.
 
         Raises:
             EngineError: the worker has not connected yet, or is gone.
         """
         try:
-            await self._push.send(self._encode(message), zmq.NOBLOCK)
+            self._push.send(self._encode(message), zmq.NOBLOCK)
         except zmq.Again as error:
             raise EngineError("SGLang's scheduler process is not connected") from error
 

@@ -64,12 +64,12 @@ class SglangProcess:
         self._link = Link(folder, take, self._on_broken_link)
         return folder
 
-    async def send(self, message: ToWorker) -> None:
+    def send(self, message: ToWorker) -> None:
         """Queue a message for its scheduler process. Raises EngineError if nothing runs."""
         self.check()
         if self._link is None:
             raise EngineError("SGLang is not running")
-        await self._link.send(message)
+        self._link.send(message)
 
     def _on_broken_link(self, error: EngineError) -> None:
         """Nothing that it sends can be read any more, so it is ended."""

@@ -20,7 +20,10 @@ from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
 from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
-from engine.sglang.client import process
+from engine.remote.client.core import CoreRequest
+from engine.remote.client.inbox import Inbox
+from engine.remote.extras import RequestExtra
+from engine.sglang.client import core, process
 from engine.sglang.client.engine import SglangEngine
 from engine.sglang.config import SglangConfig
 from rollout.trajectory import Provenance
@@ -58,11 +61,40 @@ def served(tiny_qwen3: str, runner: asyncio.Runner) -> Iterator[SglangEngine]:
     runner.run(engine.close())
 
 
-def ask(stop: int = 0, max_tokens: int = 5) -> GenerateRequest:
+def ask(stop: int = 0, max_tokens: int = 5, name: str = "r") -> GenerateRequest:
     sampling = SamplingParams(
         max_tokens, top_k_logprobs=K, seed=1, stop_tokens=(stop,) if stop else ()
     )
-    return GenerateRequest("r", "", PROMPT, sampling)
+    return GenerateRequest(name, "", PROMPT, sampling)
+
+
+def test_no_id_that_sglang_is_told_begins_with_another() -> None:
+    """It aborts every request whose id begins with the given one."""
+    told = [core._sent(f"r{i}") for i in range(200)]
+    assert not any(a != b and b.startswith(a) for a in told for b in told)
+    with pytest.raises(EngineError, match="more than 16 characters"):
+        core._sent("r" * 17)
+
+
+def test_a_request_is_on_its_way_before_any_other_task_runs(
+    served: SglangEngine, runner: asyncio.Runner
+) -> None:
+    """Its end, sent by another task, would come before it, and it would run for nobody."""
+    assert served._parts is not None
+    client, inbox = served._parts.core, Inbox[Any]()
+    extra = RequestExtra(seed=1, top_k_logprobs=K)
+
+    async def sent_at_once() -> None:
+        request = CoreRequest(
+            tokens=[1], max_tokens=3, temperature=1.0, top_p=1.0, stop_tokens=(9,), extra=extra,
+            priority=0,
+        )  # fmt: skip
+        for call in (client.submit("r0", inbox, request), client.abort(["r0"])):
+            with pytest.raises(StopIteration):
+                call.send(None)
+        assert not client.unfinished
+
+    runner.run(sent_at_once())
 
 
 async def collect(engine: SglangEngine, request: GenerateRequest) -> list[TokenChunk]:
@@ -129,7 +161,7 @@ def test_a_dead_worker_is_reported_with_its_last_lines(
     rank = rank_of(served)
 
     async def both() -> list[Any]:
-        asked = [collect(served, ask(stop=9)), collect(served, ask(stop=fake_sglang.DIE))]
+        asked = [collect(served, ask(stop=9)), collect(served, ask(fake_sglang.DIE, name="s"))]
         return await asyncio.gather(*asked, return_exceptions=True)
 
     for error in runner.run(both()):
@@ -235,7 +267,10 @@ import asyncio, sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
 import test_sglang_client as tests
-from engine.sglang.client import process
+from engine.remote.client.core import CoreRequest
+from engine.remote.client.inbox import Inbox
+from engine.remote.extras import RequestExtra
+from engine.sglang.client import core, process
 process.MODULE = "fake_sglang"
 async def main():
     engine = tests.engine_of({model!r})
