@@ -101,6 +101,12 @@ class Hub(Generic[In]):
         self._ready: deque[tuple[str, In]] = deque()
         self._outbox = Outbox(self._send_body)
 
+    @property
+    def address(self) -> str:
+        """Where it is bound, with the port that the system chose for `tcp://HOST:*`."""
+        bound: bytes = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        return bound.rstrip(b"\0").decode()
+
     def send_soon(self, peer: str, message: msgspec.Struct) -> None:
         """Send to one peer at the end of this turn of the event loop, with what else goes there.
 
@@ -180,7 +186,7 @@ class Line(Generic[In]):
     """The end that connects to one hub.
 
     Args:
-        address: the hub's ZeroMQ address.
+        address: the hub's ZeroMQ address; empty: it is connected by `move_to`.
         keys: of this end; they contain the name under which the hub knows it.
         incoming: union of the message types that the hub may send.
         refusals: of this socket. The hub itself is never cut off.
@@ -194,7 +200,8 @@ class Line(Generic[In]):
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LINE_BYTES)
         self._socket.set_hwm(_HIGH_WATER)
-        self._socket.connect(address)
+        if address:
+            self._socket.connect(address)
         self.refusals = Refusals() if refusals is None else refusals
         self._decoder: FrameDecoder[In] = FrameDecoder(incoming, max_bytes=LINE_BYTES)
         self._encoder = msgspec.msgpack.Encoder()
@@ -202,6 +209,16 @@ class Line(Generic[In]):
         self._ready: deque[In] = deque()
         self._outbox = Outbox(self._send_body)
         self._full: Unreachable | None = None
+
+    def move_to(self, address: str) -> None:
+        """Connect to the hub at another address. What is queued for the old one is dropped."""
+        if address == self._address:
+            return
+        self._outbox.flush()
+        if self._address:
+            self._socket.disconnect(self._address)
+        self._socket.connect(address)
+        self._address = address
 
     def send_soon(self, message: msgspec.Struct) -> None:
         """Queue a message for the hub at the end of this turn of the event loop, with others.

@@ -13,23 +13,34 @@ from wire.weights.layout import SHARED_MEMORY
 _KINDS = r"(?:trainer(?:\.\d+)?-weights-\d|exchange)"
 
 
-def weights_id(run_name: str, parent: int, trainer: str) -> str:
+def local_run_id(run_name: str, parent: int) -> str:
+    """The id of a run whose processes are all on this machine.
+
+    It ends with a process id, so that the files of a run that was killed are known as such.
+
+    Args:
+        run_name: of the run.
+        parent: the process that started the run.
+    """
+    return f"{run_name}-{parent}"
+
+
+def weights_id(run_id: str, trainer: str) -> str:
     """The id in the names of a trainer's weight files.
 
     Each trainer of a run has files of its own, so a late reader of a lost trainer's weights never
     reads those of its replacement under the same policy version.
 
     Args:
-        run_name: of the run.
-        parent: the process that started the run.
+        run_id: of the run.
         trainer: name of the trainer's process.
     """
-    return f"{run_name}-{parent}-{trainer}"
+    return f"{run_id}-{trainer}"
 
 
-def exchange_directory(run_name: str, parent: int) -> Path:
-    """Where a run's generators exchange rollouts; `parent` is the process that started the run."""
-    return SHARED_MEMORY / f"asyncrl-{run_name}-{parent}-exchange"
+def exchange_directory(run_id: str, folder: Path) -> Path:
+    """Where a run's generators on one machine exchange rollouts, under its folder in memory."""
+    return folder / f"asyncrl-{run_id}-exchange"
 
 
 def remove_stale_files() -> None:
@@ -48,15 +59,15 @@ def remove_files_of(run_name: str, parent: int) -> None:
 
     Unlike `remove_stale_files` it also removes them when another process has its id by now.
     """
-    name = re.escape(f"{run_name}-{parent}")
+    name = re.escape(local_run_id(run_name, parent))
     for path in SHARED_MEMORY.glob("asyncrl-*"):
         if re.fullmatch(rf"asyncrl-{name}-{_KINDS}", path.name):
             _remove(path)
 
 
-def remove_weights(run_name: str, parent: int, trainer: str) -> None:
+def remove_weights(run_id: str, trainer: str) -> None:
     """Remove the weights of a trainer that has ended. A reader that has one open can finish."""
-    for path in SHARED_MEMORY.glob(f"asyncrl-{weights_id(run_name, parent, trainer)}-weights-*"):
+    for path in SHARED_MEMORY.glob(f"asyncrl-{weights_id(run_id, trainer)}-weights-*"):
         _remove(path)
 
 

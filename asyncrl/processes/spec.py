@@ -7,8 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from asyncrl.config import RunConfig, load_config
+from asyncrl.config import RunConfig, load_config, parse_config
 from wire.keys import HubKeys, LineKeys, RunKey
+from wire.weights.layout import SHARED_MEMORY
 from wire.wrong_policy import TokenizerDigest
 
 Role = Literal["generator", "trainer"]
@@ -44,6 +45,14 @@ class ChildSpec(msgspec.Struct, frozen=True):
     in any process."""
     first: bool = True
     """False if it replaces a process that died."""
+    run_id: str = ""
+    """In the names of the run's files in memory, so that no two runs share any
+    (`asyncrl.processes.shared_memory`)."""
+    weights_directory: str = str(SHARED_MEMORY)
+    """Where the process's node has the run's files in memory: weights, exchanged rollouts."""
+    config_json: str = ""
+    """The run's resolved configuration; empty: it is read from the run directory. A process of
+    another node may not see that one."""
 
     @property
     def generator(self) -> int:
@@ -51,7 +60,10 @@ class ChildSpec(msgspec.Struct, frozen=True):
         return int(self.name.removeprefix("generator-").split(".")[0])
 
     def config(self) -> RunConfig:
-        """Read the run's resolved configuration from the run directory."""
+        """The run's resolved configuration."""
+        if self.config_json:
+            values = msgspec.json.decode(self.config_json)
+            return parse_config(values, source=f"the configuration that {self.name} was given")
         return load_config(Path(self.run_directory) / "config.yaml")
 
 

@@ -83,7 +83,9 @@ class CommandExecutor:
         for generator, samples in by_generator.items():
             expected = self._reports.expectation(command.step, generator, samples)
             await self._fleet.send(self._fleet.trainer.name, expected)
-            message = to_generator.Deliver(command.step, tuple(samples), self.lineage)
+            message = to_generator.Deliver(
+                command.step, tuple(samples), self.lineage, self._fleet.trainer.data_address
+            )
             await self._fleet.send(generator, message)
 
     async def _declare_step(self, command: commands.DeclareStep) -> None:

@@ -27,7 +27,7 @@ from asyncrl.errors import (
 from asyncrl.evaluation.round import Accuracy
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
-from asyncrl.processes.shared_memory import remove_stale_files
+from asyncrl.processes.shared_memory import local_run_id, remove_stale_files
 from asyncrl.processes.spec import ChildSpec
 from asyncrl.run.control import control_key_file, serve_control, user_hub
 from asyncrl.run.controller import Controller
@@ -316,6 +316,7 @@ def _trainer_spec(
         tokenizer=tokenizer,
         resume_from=None if point.directory is None else point.step,
         engine_device=engine_device(prepared.gpus),
+        run_id=local_run_id(prepared.config.run.name, os.getpid()),
     )
 
 

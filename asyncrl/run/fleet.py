@@ -52,6 +52,8 @@ class Worker:
     metrics_port: int | None = None
     weights: WeightManifest | None = None
     """The newest weights that the trainer published."""
+    data_address: str = ""
+    """Where the trainer takes trajectories."""
     reported: float = 0.0
     """When the last report of a generator came (monotonic seconds)."""
     generator_report: from_generator.GeneratorReport | None = None
@@ -135,6 +137,11 @@ class Fleet:
     def config(self) -> LauncherConfig:
         """How many generators there are, and how many processes may be replaced."""
         return self._config
+
+    @property
+    def run_id(self) -> str:
+        """As in `ChildSpec`."""
+        return self._trainer_spec.run_id
 
     @property
     def trainer(self) -> Worker:

@@ -180,7 +180,7 @@ class Inbox:
 
     async def _trainer_ready(self, worker: Worker, message: from_trainer.TrainerReady) -> None:
         worker.ready(message.policy_version, 0, message.metrics_port)
-        worker.weights = message.manifest
+        worker.weights, worker.data_address = message.manifest, message.data_address
         self._write_ports()
         if worker is self._fleet.trainer:
             self._policy_watch.compare()

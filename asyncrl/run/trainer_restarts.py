@@ -11,7 +11,6 @@ or are all lost at the same step.
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 from asyncrl.config import RunConfig
@@ -85,7 +84,7 @@ class TrainerRestarts:
                 f"the trainer {reason}, and the run cannot continue: {error}"
             ) from error
         # Their memory is needed: the new trainer reserves as much before it is ready.
-        remove_weights(self._config.run.name, os.getpid(), lost.name)
+        remove_weights(self._fleet.run_id, lost.name)
         resume_from = None if self._point.directory is None else self._point.step
         name = self._fleet.restart_trainer(resume_from)
         if name is None:

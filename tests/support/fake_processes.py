@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from asyncrl.config import RunConfig, parse_config
+from asyncrl.processes.shared_memory import local_run_id
 from asyncrl.processes.spec import ChildKeys, ChildSpec
 from asyncrl.run.fleet import Fleet, Worker
 from asyncrl.tasks.prompts import LoadedTask, Prompt
@@ -95,8 +97,11 @@ def run_config(**sections: object) -> RunConfig:
     return parse_config(sections, source="the test")
 
 
+RUN_ID = local_run_id("test", os.getpid())
+
+
 def spec() -> ChildSpec:
-    return ChildSpec("trainer", "trainer", "runs/test", "model", "ipc://a", "ipc://b", 1, 1)
+    return ChildSpec("trainer", "trainer", "runs/test", "model", "ipc://a", "ipc://b", 1, 1, run_id=RUN_ID)
 
 
 def task(train: int = 6, evaluation: int = 4) -> LoadedTask:

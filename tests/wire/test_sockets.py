@@ -118,3 +118,32 @@ def test_sockets_are_in_a_private_folder(runtime: RuntimeDirectory) -> None:
     runtime.path.chmod(0o755)
     assert not is_private(runtime.path)
     assert len(runtime.address("control")) < 107
+
+
+def test_a_line_moves_to_another_hub(runtime: RuntimeDirectory) -> None:
+    """As a generator does when its trainer was restarted on another node."""
+
+    async def talk() -> None:
+        hubs: list[Hub[from_generator.FromGenerator]] = [
+            Hub("tcp://127.0.0.1:*", KEY.hub("data"), from_generator.FromGenerator)
+            for _ in range(2)
+        ]
+        line: Line[to_generator.ToGenerator] = Line(
+            "", KEY.line("data", "g"), to_generator.ToGenerator
+        )
+        with pytest.raises(Unreachable):
+            await line.send(from_generator.Goodbye("g"))
+        assert hubs[0].address != hubs[1].address
+        for hub in (*hubs, hubs[0]):
+            line.move_to(hub.address)
+            for number in range(3):
+                await line.send(from_generator.SampleDelivered("g", SampleId(number, 0)))
+            async with asyncio.timeout(5):
+                for number in range(3):
+                    expected = from_generator.SampleDelivered("g", SampleId(number, 0))
+                    assert await hub.receive() == ("g", expected)
+        for hub in hubs:
+            hub.close()
+        line.close()
+
+    asyncio.run(talk())

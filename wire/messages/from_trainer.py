@@ -31,6 +31,8 @@ class TrainerReady(Message, frozen=True):
     initial_weights: str = ""
     """Digest of the weights that the run started from; empty if the checkpoint that it was
     resumed from does not have it."""
+    data_address: str = ""
+    """Where it takes trajectories; empty: where every process of the run was told to begin with."""
 
 
 class StepFinished(Message, frozen=True):

@@ -131,6 +131,9 @@ class Deliver(Message, frozen=True):
     samples: tuple[SampleId, ...]
     lineage: int = 0
     """Of the trainer that they are for."""
+    data_address: str = ""
+    """Where that trainer takes them; empty: where it always was. A restarted trainer may be on
+    another node."""
 
 
 class Discard(Message, frozen=True):

@@ -111,6 +111,8 @@ class Deliveries:
 
     async def _send(self, held: HeldSample, reward: Reward, command: to_generator.Deliver) -> None:
         step = command.step
+        if command.data_address:
+            self._trainer.move_to(command.data_address)
         delivery = encode_trajectory(
             held.trajectory,
             reward=reward.value,

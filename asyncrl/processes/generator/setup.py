@@ -114,7 +114,7 @@ def _cache_place(spec: ChildSpec, config: RunConfig, tokenizer: Any) -> CachePla
     """Where this generator keeps its cache: shared with the others, saved for a resumed run."""
     exchange = None
     if config.launcher.generators > 1:
-        exchange = str(exchange_directory(config.run.name, spec.parent))
+        exchange = str(exchange_directory(spec.run_id, Path(spec.weights_directory)))
     words = sorted(tokenizer.get_vocab().items())
     digest = hashlib.blake2b(repr(words).encode(), digest_size=16).hexdigest()
     return CachePlace(

@@ -96,7 +96,11 @@ class TrainerProcess:
         manifest = await self._steps.publish()
         await self._control.send(
             from_trainer.TrainerReady(
-                self._steps.step, manifest, metrics_port, self._steps.initial_weights
+                self._steps.step,
+                manifest,
+                metrics_port,
+                self._steps.initial_weights,
+                self._generators.address,
             )
         )
         async with asyncio.TaskGroup() as loops:

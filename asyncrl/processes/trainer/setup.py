@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from asyncrl.config import RunConfig
@@ -30,7 +32,6 @@ from wire.errors import PublishError, WireError
 from wire.frames import max_delivery_bytes
 from wire.messages import data, from_trainer, to_trainer
 from wire.refusals import Limit, Refusals
-from wire.weights.layout import SHARED_MEMORY
 from wire.weights.writer import WeightPublisher
 
 _LIMIT = Limit(10, 600.0)
@@ -57,7 +58,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         name = config.engine.weights_dtype(on_cpu=engines_on_cpu)
         engine_dtype: torch.dtype = getattr(torch, name)
         publisher = WeightPublisher(
-            SHARED_MEMORY, weights_id(config.run.name, spec.parent, spec.name), dtype=engine_dtype
+            Path(spec.weights_directory), weights_id(spec.run_id, spec.name), dtype=engine_dtype
         )
         child.closing.callback(publisher.close)
         on_cpus = engines_on_cpu and learner.policy.device.type == "cpu"

@@ -9,9 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
+from msgspec.structs import replace
 
+from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, UserError
 from asyncrl.processes.bring_up import Child, bring_up, without_collecting_the_start
 from asyncrl.processes.spec import ChildSpec, keys_of
@@ -42,6 +45,13 @@ def spec_in(directory: Path, **settings: Any) -> ChildSpec:
         parent=0,
         threads=1,
     )
+
+
+def test_an_inline_configuration_is_read_without_the_run_directory(tmp_path: Path) -> None:
+    config = load_config(None, ["run.name=inline", "sampling.stop=['\\n']"])
+    spec = replace(spec_in(tmp_path, run={"name": "file"}), config_json=config.model_dump_json())
+    sent = msgspec.json.decode(msgspec.json.encode(spec), type=ChildSpec)
+    assert sent.config() == config
 
 
 def heard_from(

@@ -19,12 +19,14 @@ def test_files_of_this_process_and_of_dead_processes_are_removed(
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     dead, alive = ended.pid, os.getppid()
-    exchange = shared_memory.exchange_directory("my-run", dead)
+    exchange = shared_memory.exchange_directory(
+        shared_memory.local_run_id("my-run", dead), tmp_path
+    )
     exchange.mkdir()
     (exchange / "rollouts").touch()
     for owner in (dead, alive, os.getpid()):
         for trainer in ("trainer", "trainer.1"):
-            name = shared_memory.weights_id("my-run", owner, trainer)
+            name = shared_memory.weights_id(shared_memory.local_run_id("my-run", owner), trainer)
             (tmp_path / f"asyncrl-{name}-weights-0").touch()
     (tmp_path / "asyncrl-notes").touch()
     shared_memory.remove_stale_files()
@@ -33,7 +35,7 @@ def test_files_of_this_process_and_of_dead_processes_are_removed(
         f"asyncrl-my-run-{alive}-trainer.1-weights-0",
         "asyncrl-notes",
     }
-    shared_memory.remove_weights("my-run", alive, "trainer")
+    shared_memory.remove_weights(shared_memory.local_run_id("my-run", alive), "trainer")
     shared_memory.remove_files_of("other-run", alive)
     assert len(list(tmp_path.iterdir())) == 2
     shared_memory.remove_files_of("my-run", alive)

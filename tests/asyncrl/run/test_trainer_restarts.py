@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_processes import weights
+from fake_processes import RUN_ID, weights
 from running_training import DIGEST, G, Run, expected, step_finished
 from whole_checkpoints import truncate, write_whole
 
@@ -221,7 +221,7 @@ def test_the_memory_of_a_lost_trainers_weights_is_free_before_the_next_one_start
     async def check() -> None:
         run = Run(tmp_path, steps=4)
         training = await run.begin()
-        identity = weights_id("mine", os.getpid(), "trainer")
+        identity = weights_id(RUN_ID, "trainer")
         file = SHARED_MEMORY / f"asyncrl-{identity}-weights-0"
         file.touch()
         await lose(run)
