@@ -101,7 +101,9 @@ RUN_ID = local_run_id("test", os.getpid())
 
 
 def spec() -> ChildSpec:
-    return ChildSpec("trainer", "trainer", "runs/test", "model", "ipc://a", "ipc://b", 1, 1, run_id=RUN_ID)
+    return ChildSpec(
+        "trainer", "trainer", "runs/test", "model", "ipc://a", "ipc://b", 1, 1, run_id=RUN_ID
+    )
 
 
 def task(train: int = 6, evaluation: int = 4) -> LoadedTask:
