@@ -104,8 +104,7 @@ class Hub(Generic[In]):
     @property
     def address(self) -> str:
         """Where it is bound, with the port that the system chose for `tcp://HOST:*`."""
-        bound: bytes = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        return bound.rstrip(b"\0").decode()
+        return cast("bytes", self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def send_soon(self, peer: str, message: msgspec.Struct) -> None:
         """Send to one peer at the end of this turn of the event loop, with what else goes there.
