@@ -4,7 +4,7 @@ Runs in SGLang's interpreter. It does what SGLang's `Engine` does up to its sche
 and leaves out the tokenizer manager, the detokenizer and all of HTTP: our scheduler
 (`scheduler.py`) talks to the generator itself.
 
-    generator ── Popen, own session ──► this process ── spawn ──► a scheduler for each rank
+    generator ── Popen, own session ──► this process ── fork ──► a scheduler for each rank
 
 It ends with status 1 when a scheduler ends, with status 2 when SGLang does not take the settings,
 and with the generator, however that ends. No process of its session outlives it: the schedulers
