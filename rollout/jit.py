@@ -3,7 +3,8 @@
 Numba keeps compiled code next to the source file and checks only the age of that one file. Kernels
 of one module are inlined into those of another, so a change to the former would leave the latter
 with an old memory layout. Here the name of the directory contains a digest of all sources of the
-package that have kernels, and of the packages whose kernels it inlines. Where nothing can be
+package that have kernels, and of the packages whose kernels it inlines, and of numba's version:
+SGLang's interpreter has another one, and each would delete the other's code. Where nothing can be
 written (a read-only image), each process compiles the code again, which makes the first call
 seconds slower. `NUMBA_CACHE_DIR` is respected.
 """
@@ -101,7 +102,7 @@ def code_directory(
         configured: numba's own setting (`NUMBA_CACHE_DIR`), "" if unset.
         inlined: other directories whose kernels are inlined into these.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(numba.__version__.encode())
     for source in [one for place in (package, *inlined) for one in sorted(place.rglob("*.py"))]:
         text = source.read_bytes()
         if b"@kernel" in text:

@@ -41,6 +41,14 @@ def test_other_kernels_get_another_directory(tmp_path: Path) -> None:
     assert directory("@kernel") == first
 
 
+def test_another_version_of_numba_keeps_its_own_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = jit.code_directory(tmp_path, str(tmp_path))
+    monkeypatch.setattr(jit.numba, "__version__", "0.0.1")
+    assert jit.code_directory(tmp_path, str(tmp_path)) != first
+
+
 def test_sources_without_kernels_do_not_count(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
