@@ -66,6 +66,16 @@ def serving(
             served.call(engine.close())
 
 
+@contextmanager
+def steadily_timed() -> Iterator[None]:
+    """Engines that start in it time their steps with a clock of `steady_clock/sitecustomize.py`."""
+    ours = str(Path(__file__).parent / "steady_clock")
+    before = os.environ.get("PYTHONPATH")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([ours, *([before] if before else [])]))
+        yield
+
+
 def core_of(engine: SglangEngine) -> int:
     """The scheduler process of rank 0."""
     assert engine._parts is not None

@@ -33,29 +33,46 @@ class _Step:
 
 
 class StepTimer:
-    """Tells a planner how long steps took, from the start of one to the start of the next.
+    """Tells a planner how long steps took, with all that the engine does until the next one.
 
-    It is not told of steps that mostly took in prompts, nor of those before a break (no work, a
-    pause, new weights), seen as a gap longer than the step itself.
+    A step ends when the next one begins, or at a break (no work, a pause, prompts to take in). The
+    planner is not told of steps that mostly took in prompts.
 
     Args:
         planner: to tell.
         clock: gives seconds.
+        guess_breaks: `rest` is not called before breaks. A step that is followed by a longer gap
+            than it took itself, and 2 ms, is left out.
     """
 
-    def __init__(self, planner: Planner, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        guess_breaks: bool = False,
+    ) -> None:
         self.planner = planner
-        self._clock = clock
+        self.clock = clock
+        self._guess_breaks = guess_breaks
         self._step: _Step | None = None
 
     def begin(self, now: float) -> None:
         """A step begins: the one before is over, and its time is known."""
+        last = self._step
+        if last is not None and self._guess_breaks:
+            gap = now - last.ended
+            if gap > last.ended - last.began + _GAP:
+                self._step = None
+        self.rest(now)
+
+    def rest(self, now: float) -> None:
+        """The step before is over, and what comes next belongs to no step that is timed."""
         last, self._step = self._step, None
-        if last is None or not last.ended or now - last.ended > last.ended - last.began + _GAP:
-            return
-        self.planner.observe(
-            tokens=last.tokens, rows=last.rows, context=last.context, seconds=now - last.began
-        )
+        if last is not None and last.ended:
+            self.planner.observe(
+                tokens=last.tokens, rows=last.rows, context=last.context, seconds=now - last.began
+            )
 
     def note(self, began: float, *, tokens: int, rows: int, drafted: int) -> None:
         """Time the step that has begun, unless it mostly takes in prompts.
@@ -78,7 +95,7 @@ class StepTimer:
         """The tokens of the step that has begun are drawn, over so many tokens of context."""
         if self._step is not None:
             self._step.context = context
-            self._step.ended = self._clock()
+            self._step.ended = self.clock()
 
 
 def planner_of(settings: DrafterSettings, max_draft_tokens: int, vocab_size: int) -> Planner:

@@ -175,6 +175,7 @@ class ClientScheduler(Scheduler):
             self.process_batch_result(*self.result_queue.popleft())
             self.result_queue.append((ScheduleBatch(reqs=[]), None))
         self.cur_batch_for_debug = None  # otherwise SGLang's watchdog takes the pause for a hang
+        self._rest(self._now())
 
     def resume_steps(self) -> None:
         """Run steps again."""
@@ -197,8 +198,26 @@ class ClientScheduler(Scheduler):
 
     def on_idle(self) -> None:
         """Send what is left before waiting for messages."""
+        self._rest(self._now())
         self.outbox.flush()
         super().on_idle()
+
+    def get_next_batch_to_run(self, *args: Any, **kwargs: Any) -> Any:
+        """Choose a batch. Preparing prompts is not part of the decode step before."""
+        began = self._now()
+        plan = super().get_next_batch_to_run(*args, **kwargs)
+        batch = plan.batch_to_run
+        if batch is not None and batch.forward_mode.is_extend() and not self.enable_overlap:
+            self._rest(began)  # where steps overlap, the one before still runs
+        return plan
+
+    def _now(self) -> float:
+        return 0.0 if self.draft_worker is None else self.draft_worker.now()
+
+    def _rest(self, since: float) -> None:
+        """Tell the drafter when the last decode step was over, if something else follows it."""
+        if self.draft_worker is not None:
+            self.draft_worker.rest(since)
 
     def _create_generation_req(self, recv_req: Any, *args: Any, **kwargs: Any) -> Req:
         """SGLang's request. Only our stop tokens end it, not what the model's files say."""

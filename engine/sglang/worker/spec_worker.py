@@ -8,7 +8,6 @@ waits here for the tokens of that one, as SGLang's NGRAM does, because drafts fo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +181,15 @@ class SpecWorker(BaseSpecWorker):
         """Write the cache's snapshot, if it has a place for one; returns its bytes."""
         return 0 if self._cache is None else save_at(self._cache, self._place)
 
+    def now(self) -> float:
+        """Seconds, by the clock that steps are timed with; 0 where nothing is drafted."""
+        return 0.0 if self._drafter is None else self._drafter.timer.clock()
+
+    def rest(self, since: float) -> None:
+        """The decode step before was over then, and none follows it yet."""
+        if self._drafter is not None:
+            self._drafter.timer.rest(since)
+
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:  # noqa: ARG002
         """SGLang calls this at a request's end; a step of it may still run if steps overlap."""
         if self._drafter is not None:
@@ -200,8 +208,8 @@ class SpecWorker(BaseSpecWorker):
             on_publish: is told the rows' new lengths as soon as they are known, if steps overlap.
             pp_proxy_tensors: SGLang's.
         """
-        began = time.perf_counter()
         self._settle()
+        began = self.now()  # where steps overlap, the one before is over: its tokens have come
         if self._drafter is not None:
             self._drafter.timer.begin(began)
         if not batch.forward_mode.is_decode():

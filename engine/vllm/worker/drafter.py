@@ -54,7 +54,7 @@ class CacheDrafter:
         self._slots: NDArray[np.int64] = np.empty(0, np.int64)
         self._empty: list[list[int]] = []
         self._proposed: dict[str, list[int]] = {}
-        self.timer = StepTimer(self.planner)
+        self.timer = StepTimer(self.planner, guess_breaks=True)  # vLLM tells nobody of a pause
 
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
         """Warm up the cache's compiled code; there is no model to load."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from scipy.stats import chisquare
-from served_sglang import REAL_SGLANG, sglang_python
+from served_sglang import REAL_SGLANG, sglang_python, steadily_timed
 from tiny_models import STOP, VOCAB, make_qwen3, save
 
 from cache.config import CacheConfig
@@ -69,7 +69,10 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """Drafts in every step, and KV for a half of what the requests below want: some retract."""
+    """Steps seem to take one time, so the planner drafts all it can once it knows that time.
+
+    KV is there for a half of what the requests below want: some are retracted.
+    """
     model = make_qwen3()
     path = save(model, Path(tmp_path_factory.mktemp("model")))
     config = EngineConfig(
@@ -78,15 +81,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         max_model_len=190,
         threads=1,
         top_k_logprobs=4,
-        sglang=SglangConfig(
-            python=sglang_python(), kv_cache_gib=0.0003, max_step_tokens=96, max_prefill_tokens=32
-        ),
+        sglang=SglangConfig(python=sglang_python(), kv_cache_gib=0.0003, max_prefill_tokens=32),
     )
     cache = CacheConfig(max_draft_tokens=6, min_match=1, min_probability=0.0)
     with asyncio.Runner() as runner:
         engine = SglangEngine(config, path, cache_config=cache, seed=1)
         try:
-            runner.run(asyncio.wait_for(engine.start(), SECONDS))
+            with steadily_timed():
+                runner.run(asyncio.wait_for(engine.start(), SECONDS))
             yield World(engine, runner, model)
         finally:
             runner.run(engine.close())
@@ -120,6 +122,22 @@ def test_a_seed_generates_the_same_tokens_with_drafts_and_without(world: World) 
             np.testing.assert_allclose(logprobs, reference, atol=2e-5)
         accepted = world.accepted - before
         assert accepted > (turn - 1) * 0.6 * sum(len(tokens) for tokens, _ in plain)
+
+
+def test_a_second_round_of_prompts_is_drafted_though_every_step_is_followed_by_another(
+    world: World,
+) -> None:
+    """The planner learns the time of steps whatever SGLang does between them."""
+
+    def round_of(name: str) -> list[GenerateRequest]:
+        prompts = [np.array([i, 3], np.int32) for i in range(4)]
+        return [ask(f"{name}{i}", f"s{i}", 9 + i, one) for i, one in enumerate(prompts)]
+
+    first = world.generate(round_of("first"))
+    before = world.accepted
+    second = world.generate(round_of("second"))
+    assert [tokens.tolist() for tokens, _ in second] == [tokens.tolist() for tokens, _ in first]
+    assert world.accepted - before > 0.6 * sum(len(tokens) for tokens, _ in second)
 
 
 @torch.no_grad()

@@ -143,7 +143,7 @@ def test_only_whole_steps_of_decoding_are_timed(
     tokens = np.tile(np.arange(16, dtype=np.int32) + 10, (4, 1))
 
     def step(now: float, length: int, fed: int = 1, drafts: tuple[int, ...] = ()) -> None:
-        drafter.timer._clock = lambda: now + 0.9
+        drafter.timer.clock = lambda: now + 0.9
         drafter.begin(scheduled({"a": fed}, {"a": list(drafts)} if drafts else {}), now)
         batch.num_tokens_no_spec[0] = length
         drafter.propose([[1]], batch.num_tokens_no_spec, tokens)
