@@ -54,6 +54,10 @@ class Compiler:
 
         A sum over the innermost loop is computed as a vector. Its order then depends on the
         processor and on the number of terms, never on the data. Other threads run meanwhile.
+
+        A loop with a sum must not store into an array. The compiled code would first compare the
+        addresses of all arrays, and sum in another order where two lie close to each other, so the
+        result would depend on where memory was free.
         """
         return self._compile(function, nogil=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
 

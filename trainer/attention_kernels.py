@@ -176,10 +176,11 @@ def attend_backward(
                 whole = _whole_vectors(length)
                 for head in range(j * group, (j + 1) * group):
                     start = head * size
-                    mean = np.float32(0)
                     for d in range(size):
                         query[d] = rotated[t, start + d] * scale
                         above[d] = grad[t, start + d]
+                    mean = np.float32(0)
+                    for d in range(size):  # apart from stores: see `Compiler.of_sums`
                         mean += above[d] * out[t, start + d]
                     _products(query, keys, whole, scores)
                     _products(above, values, whole, changes)

@@ -51,14 +51,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     tmp_path: Path,
     tokenizer_kept: Callable[[Path], bool],
 ) -> None:
-    whole = _learner(model_path(name), threads=1)
+    whole = _learner(model_path(name))
     _train(whole, group_of, 4)
-    first = _learner(model_path(name), threads=1)
+    first = _learner(model_path(name))
     _train(first, group_of, 2)
     first.add_group(group_of(9, np.random.default_rng(0)), np.arange(4, dtype=np.float32))
     first.save(tmp_path / "step-000002")
     state = torch.get_rng_state()
-    second = _learner(model_path(name), threads=1)
+    second = _learner(model_path(name))
     torch.manual_seed(99)
     second.restore(checkpoint_files.choose(tmp_path).directory or Path())
     assert second.policy_version == 2
