@@ -395,4 +395,4 @@ def test_a_paced_run(tmp_path: Path) -> None:
     assert found.step_seconds > 0.5 * simulate(paced, found).step_seconds
     assert len(found.lengths) == 6 * paced.groups_per_step * 8
     assert found.generator_busy["step"] > 0
-    assert found.generator_busy["install"] == pytest.approx(paced.cost().swap_seconds, rel=0.5)
+    assert found.generator_busy["install"] > 0.5 * paced.cost().swap_seconds

@@ -45,7 +45,7 @@ def served(served_in_small_kv: Served) -> Served:
 @pytest.mark.parametrize("how", WAYS)
 def test_verified_responses_follow_the_new_policy(served: Served, how: dict[str, float]) -> None:
     """Lists of 2 of a vocabulary of 8: 30% of what is drawn lies outside; drafts are on."""
-    n = 2000
+    n = 1200
     responses = served.call(collect_all(served.engine, drift(served, n, **how)))
     p = chi_square(
         np.array([tokens_of(chunks) for chunks in responses]), enumerated(served.new, 4, **how)
@@ -200,7 +200,10 @@ def test_an_interrupted_request_reports_all_that_came_and_can_be_resumed(served:
         return chunks
 
     whole = served.call(collect(engine, ask("whole", max_tokens=300, seed=5)))
-    first = served.call(cut(ask("first", max_tokens=300, seed=5), after=20))
+    for attempt in range(5):  # on a busy machine a response may end before it is interrupted
+        first = served.call(cut(ask(f"first{attempt}", max_tokens=300, seed=5), after=20))
+        if first[-1].finish_reason == "abort":
+            break
     assert first[-1].finish_reason == "abort"
     begun = tokens_of(first)
     assert 20 <= len(begun) < 300

@@ -62,7 +62,9 @@ def test_weights_change_under_preempted_and_drafted_responses(served: Served) ->
         responses = [asyncio.create_task(collect(engine, request)) for request in requests]
         for step, model in enumerate((served.new, served.old, served.new)):
             reached = engine.stats().tokens.generated + 2000
-            while engine.stats().tokens.generated < reached:
+            while engine.stats().tokens.generated < reached and not all(
+                r.done() for r in responses
+            ):
                 await asyncio.wait(responses, timeout=0.01)
             await give_weights(engine, model.state_dict().items(), version + 1 + step)
         return list(await asyncio.gather(*responses))

@@ -144,9 +144,12 @@ _TEXT: dict[str, KeptTokens] = {}
 
 
 def test_requests_after_an_update_while_older_ones_still_run(served: Served) -> None:
-    served.install(served.old)
-    _TEXT["kept"] = kept_of(generate(served, "text", max_tokens=60, seed=10))
-    out = served.call(_update_under(served, served.engine.stats().policy_version + 1))
+    for attempt in range(5):  # on a busy machine the old requests may end before the update
+        served.install(served.old)
+        _TEXT["kept"] = kept_of(generate(served, f"text{attempt}", max_tokens=60, seed=10))
+        out = served.call(_update_under(served, served.engine.stats().policy_version + 1))
+        if out["still"] > 0:
+            break
     assert out["still"] > 0, "the old requests had ended before anything else was asked for"
     check(served.new, served.old, out["new"])
     check(served.new, served.old, out["kept"])

@@ -27,7 +27,7 @@ from wire.weights.fingerprint import fingerprint
 from wire.wrong_policy import compare_weights, not_compared
 
 pytestmark = [*REAL_VLLM, pytest.mark.slow]
-LENGTH, RESPONSES, ALPHA = 3, 3000, 1e-6
+LENGTH, RESPONSES, ALPHA = 3, 1200, 1e-6
 
 
 @pytest.fixture(scope="module")
