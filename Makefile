@@ -8,6 +8,7 @@ SGLANG_VENV ?= $(VENV)-sglang
 ENGINE  ?= torch
 RUN     ?= arithmetic-$(ENGINE)-$(shell date +%m%d-%H%M%S)
 STEPS   ?=
+EXTRAS  ?=
 SET     ?=
 PIP     := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
@@ -21,22 +22,22 @@ GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(VENV)/.core ## virtual environment with what `make run` needs
+setup: $(VENV)/.core $(if $(filter ray,$(EXTRAS)),$(VENV)/.ray) ## virtual environment with what `make run` needs (EXTRAS=ray: Ray too)
 
 setup-sglang: $(SGLANG_VENV)/.ready ## virtual environment with SGLang, next to the other
 
-run: $(VENV)/.core $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm) $(if $(filter sglang,$(ENGINE)),$(SGLANG_VENV)/.ready) ## train the built-in task (ENGINE=vllm or sglang, STEPS=20, SET="key=value ...")
+run: $(VENV)/.core $(if $(filter launcher.kind=ray,$(SET)),$(VENV)/.ray) $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm) $(if $(filter sglang,$(ENGINE)),$(SGLANG_VENV)/.ready) ## train the built-in task (ENGINE=vllm or sglang, STEPS=20, SET="key=value ...")
 	$(VENV)/bin/asyncrl run examples/arithmetic.yaml --set engine.kind=$(ENGINE) \
 	  $(if $(filter sglang,$(ENGINE)),--set engine.sglang.python=$(SGLANG_VENV)/bin/python) \
 	  --set run.name=$(RUN) $(if $(STEPS),--set run.steps=$(STEPS)) $(foreach s,$(SET),--set $(s))
 
-test: lint types $(VENV)/.vllm $(SGLANG_VENV)/.ready prometheus ## lint, types, import contract and all tests, real vLLM and SGLang among them
+test: lint types $(VENV)/.ray $(VENV)/.vllm $(SGLANG_VENV)/.ready prometheus ## lint, types, import contract and all tests, real vLLM and SGLang among them
 	ASYNCRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(VENV)/bin/python -m pytest $(PARALLEL) --durations=20
 	@command -v prometheus >/dev/null || echo "NOT RUN: tests against a real Prometheus, which is not installed (Debian: apt-get install prometheus)"
 	@$(if $(GPU),,echo "NOT RUN: whatever needs a GPU; there is none here")
 
 check: lint types ## lint, types and the fast half of the tests, in two minutes
-	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow and not vllm and not sglang"
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow and not vllm and not sglang and not ray"
 
 lint: $(VENV)/.dev ## ruff and the import contract
 	$(VENV)/bin/ruff check .
@@ -83,6 +84,11 @@ $(VENV)/.core: pyproject.toml
 $(VENV)/.dev: $(VENV)/.core
 	@echo "installing the tools of developers"
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.core
+	@echo "installing Ray"
+	$(PIP) -e '.[ray]'
 	@touch $@
 
 # The CPU build of vLLM pulls CUDA builds of three packages that break `import transformers`.

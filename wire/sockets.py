@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from wire.decoding import FrameDecoder, FrameRefused, Reason
-from wire.errors import NoReply, Unreachable
+from wire.errors import KeyUnusable, NoReply, Unreachable
 from wire.handshakes import HandshakeWatch
 from wire.keys import HubKeys, LineKeys
 from wire.outbox import Outbox
@@ -42,6 +42,8 @@ HUB_BYTES = 16 << 20
 lists the tensors of a model."""
 LINE_BYTES = 64 << 20
 """Longest message that a hub may send to its peers, which includes whole dataset examples."""
+_CURVE_KEY = 40
+"""Length of a CURVE key, as Z85."""
 _TURN = 64
 """Messages that are received before other tasks get a turn, even if more are waiting."""
 
@@ -70,6 +72,9 @@ class Hub(Generic[In]):
         max_bytes: length of the longest message that is accepted. ZeroMQ closes the connection of
             a peer that announces a longer part, before it allocates memory for it.
         queued: messages that may wait in each direction, for each peer.
+
+    Raises:
+        KeyUnusable: there is no key; then nothing listens, at whatever address.
     """
 
     def __init__(
@@ -82,6 +87,8 @@ class Hub(Generic[In]):
         max_bytes: int = HUB_BYTES,
         queued: int = _HIGH_WATER,
     ) -> None:
+        if len(keys.secret) != _CURVE_KEY:
+            raise KeyUnusable(f"nothing listens at {address} without a CURVE key")
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from asyncrl.launch.ray.config import RayConfig
 from wire.limits import MAX_THREADS, START_SECONDS, WEEK_SECONDS
 
 GpuName = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
@@ -17,8 +18,9 @@ class LauncherConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    kind: Literal["local"] = "local"
-    """`local`: child processes on this machine."""
+    kind: Literal["local", "ray"] = "local"
+    """`local`: child processes on this machine. `ray`: on the nodes of a Ray cluster
+    (docs/ray.md)."""
     generators: int = Field(default=1, ge=1, le=10_000)
     """Number of generator processes."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
@@ -48,3 +50,19 @@ class LauncherConfig(BaseModel):
     max_restarts: int = Field(default=3, ge=0, le=10_000)
     """Most restarts of processes that died: generators and trainers, counted together. A restarted
     trainer continues from the newest checkpoint (trainer.checkpoint_every)."""
+    ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _ray_divides_the_machines(self) -> Self:
+        local = {
+            "gpus": self.gpus is not None,
+            "colocate": self.colocate,
+            "pin_cores": self.pin_cores,
+        }
+        wrong = [f"launcher.{name}" for name, is_set in local.items() if is_set]
+        if self.kind == "ray" and wrong:
+            raise ValueError(
+                f"{', '.join(wrong)} is for launcher.kind: local; with launcher.kind: ray, Ray "
+                "gives each process its cores and GPUs (launcher.ray.generator and .trainer)"
+            )
+        return self

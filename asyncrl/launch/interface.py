@@ -15,6 +15,9 @@ class ProcessHandle(Protocol):
     def exit_code(self) -> int | None:
         """None while the process runs; negative for a signal, as in `subprocess`."""
 
+    def cause(self) -> str:
+        """Why it ended, where its exit code does not say it: a lost node. Otherwise empty."""
+
     def end(self, *, by_force: bool) -> None:
         """Ask the process and its children to end, or kill them. Idempotent; does not wait."""
 

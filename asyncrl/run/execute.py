@@ -25,17 +25,16 @@ from asyncrl.errors import (
     WrongPolicyError,
 )
 from asyncrl.evaluation.round import Accuracy
-from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.shared_memory import local_run_id, remove_stale_files
 from asyncrl.processes.spec import ChildSpec
 from asyncrl.run.control import control_key_file, serve_control, user_hub
 from asyncrl.run.controller import Controller
-from asyncrl.run.devices import engine_device
 from asyncrl.run.directory import Ending, RunDirectory
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.inbox import Message
 from asyncrl.run.interrupts import Interrupts
+from asyncrl.run.launching import Launching, open_launcher
 from asyncrl.run.prepare import Prepared
 from asyncrl.run.progress import Progress
 from asyncrl.run.resuming import rewind
@@ -148,13 +147,14 @@ async def _run(
         except AddressTooLong as error:
             raise UserError(str(error)) from error
         closing.callback(_clean_up, runtime)
-        launcher = LocalLauncher(
-            directory.path / "logs",
-            records := ProcessRecords(directory.path),
-            generators=config.launcher.generators,
-            threads=config.launcher.threads,
-            pin_cores=config.launcher.pin_cores,
-            gpus=prepared.gpus,
+        records = ProcessRecords(directory.path)
+        launching = await open_launcher(
+            prepared,
+            directory.path,
+            records,
+            runtime,
+            closing,
+            partial(console.print, highlight=False, soft_wrap=True, markup=False),
         )
         control_key = RunKey.new()
         control_key.write(control_key_file(directory.path))
@@ -162,19 +162,21 @@ async def _run(
         directory.write_state()
         progress = closing.enter_context(_open_progress(config, directory, console, metrics))
         hub: Hub[Message] = Hub(
-            runtime.address("control"),
+            launching.control_address,
             run_key.hub("control"),
             Message,
             Refusals(metrics.count_refused),
         )
         closing.callback(hub.close)
         tokenizer = _tokenizer(prepared, directory, progress)
-        spec = _trainer_spec(prepared, directory, runtime, tokenizer)
-        fleet = Fleet(config.launcher, launcher, spec, hub, run_key)
+        spec = _trainer_spec(prepared, directory, launching, hub.address, tokenizer)
+        fleet = Fleet(config.launcher, launching.launcher, spec, hub, run_key)
         hub.refusals.on_cut_off = fleet.cut_off
         controller = Controller(
             config, prepared.task, directory=directory, fleet=fleet, hub=hub, progress=progress
         )
+        loop = asyncio.get_running_loop()
+        launching.on_lost(lambda error: _tell(loop, controller, error))
         user_socket = user_hub(state.control_address, control_key, Refusals(metrics.count_refused))
         user = asyncio.create_task(_serve_user(user_socket, controller))
         interrupts = Interrupts(
@@ -214,6 +216,12 @@ async def _run(
     if wrong is not None:
         raise wrong
     return result
+
+
+def _tell(loop: asyncio.AbstractEventLoop, controller: Controller, error: AsyncrlError) -> None:
+    """End the run with this error, from another thread."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
+        loop.call_soon_threadsafe(controller.fail, error)
 
 
 def _kill(fleet: Fleet, records: ProcessRecords) -> None:
@@ -299,7 +307,8 @@ def _tokenizer(prepared: Prepared, directory: RunDirectory, progress: Progress) 
 def _trainer_spec(
     prepared: Prepared,
     directory: RunDirectory,
-    runtime: RuntimeDirectory,
+    launching: Launching,
+    control_address: str,
     tokenizer: TokenizerDigest,
 ) -> ChildSpec:
     point = directory.resume_point
@@ -307,15 +316,15 @@ def _trainer_spec(
         role="trainer",
         name="trainer",
         run_directory=str(directory.path.resolve()),
-        model_path=prepared.model_path,
-        control_address=runtime.address("control"),
-        data_address=runtime.address("data"),
+        model_path=launching.model_path,
+        control_address=control_address,
+        data_address=launching.data_address,
         parent=os.getpid(),
         threads=1,
         stop_tokens=prepared.task.stop_tokens,
         tokenizer=tokenizer,
         resume_from=None if point.directory is None else point.step,
-        engine_device=engine_device(prepared.gpus),
+        engine_device=launching.engine_device,
         run_id=local_run_id(prepared.config.run.name, os.getpid()),
     )
 

@@ -329,7 +329,8 @@ def _cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str |
     """How a process ended; None if it lives. Kills one that was silent for too long."""
     code = worker.handle.exit_code()
     if code is not None:
-        return _how_it_ended(code) + (f": {worker.reason}" if worker.reason else "")
+        how = worker.handle.cause() or _how_it_ended(code)
+        return how + (f": {worker.reason}" if worker.reason else "")
     limit = limits.silence_seconds if worker.is_ready else limits.startup_seconds
     silent = now - worker.heard
     if silent <= limit:

@@ -13,6 +13,7 @@ import os
 from asyncrl.config import RunConfig
 from asyncrl.cores import divide_machine
 from asyncrl.errors import UserError
+from asyncrl.launch.ray.opening import check_ray
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.functions import BUILTIN
 from asyncrl.rewards.loading import load_function
@@ -30,11 +31,14 @@ def check_machine(config: RunConfig) -> None:
         UserError: the message names the setting and what this machine has.
     """
     _check_engine(config)
-    _check_threads(config)
     launcher = config.launcher
-    divide_machine(
-        generators=launcher.generators, threads=launcher.threads, pin_cores=launcher.pin_cores
-    )
+    if launcher.kind == "ray":
+        check_ray()  # what the nodes have is asked when the cluster is opened
+    else:
+        _check_threads(config)
+        divide_machine(
+            generators=launcher.generators, threads=launcher.threads, pin_cores=launcher.pin_cores
+        )
     if config.task.map is not None:
         check_name(MAP, config.task.map)
 

@@ -39,7 +39,7 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
         UserError: this machine, the model, the data or a reward cannot be used.
     """
     check_machine(config)
-    gpus = place(config)
+    gpus = None if config.launcher.kind == "ray" else place(config)
     for line in () if gpus is None else gpus.lines():
         console.print(line, highlight=False, soft_wrap=True)
     check_rewards(config.rewards)

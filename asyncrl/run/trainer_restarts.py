@@ -123,6 +123,8 @@ class TrainerRestarts:
     def check_weights(self, weights: WeightManifest) -> None:
         """A generator could not install these. If their file is gone, replace the trainer."""
         trainer = self._fleet.trainer
+        if self._config.launcher.kind != "local":
+            return  # they may be in the memory of another node
         if not trainer.reason and not Path(weights.path).exists():
             reason = f"its published weights {weights.path} were removed"
             self._fleet.cut_off(trainer.name, reason)

@@ -53,6 +53,10 @@ than its peers send together."""
 class Process:
     """A process that the fleet believes in; the peers share another one."""
 
+    def cause(self) -> str:
+        """Empty: its exit code says it."""
+        return ""
+
     def exit_code(self) -> int | None:
         """It never ends."""
         return None

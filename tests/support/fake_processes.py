@@ -26,6 +26,9 @@ class FakeHandle:
     ended: list[str] = field(default_factory=list)
     log: str = ""
 
+    def cause(self) -> str:
+        return ""
+
     def exit_code(self) -> int | None:
         return self.code
 

@@ -45,6 +45,9 @@ class ThreadHandle:
         except BaseException as error:  # noqa: BLE001 - kept for the controller
             self._error = error
 
+    def cause(self) -> str:
+        return ""
+
     def exit_code(self) -> int | None:
         if self._thread.is_alive():
             return None

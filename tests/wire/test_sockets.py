@@ -13,6 +13,8 @@ import pytest
 from rollout.trajectory import SampleId
 from wire import Hub, Line, NoReply, RunKey, RuntimeDirectory, Unreachable
 from wire.addresses import is_private, remove_stale_directories, runtime_directory_of
+from wire.errors import KeyUnusable
+from wire.keys import HubKeys
 from wire.messages import from_generator, to_generator
 from wire.weights.layout import Fingerprint
 
@@ -118,6 +120,12 @@ def test_sockets_are_in_a_private_folder(runtime: RuntimeDirectory) -> None:
     runtime.path.chmod(0o755)
     assert not is_private(runtime.path)
     assert len(runtime.address("control")) < 107
+
+
+def test_nothing_listens_without_a_key() -> None:
+    for address in ("tcp://0.0.0.0:*", "tcp://127.0.0.1:*"):
+        with pytest.raises(KeyUnusable, match="without a CURVE key"):
+            Hub(address, HubKeys(b"", b""), from_generator.FromGenerator)
 
 
 def test_a_line_moves_to_another_hub(runtime: RuntimeDirectory) -> None:

@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.parametrize("module", ["asyncrl.cli", "asyncrl.run.execute"])
 def test_the_controller_starts_without_torch(module: str) -> None:
     """Torch takes five seconds to import; a wrong setting or run name is reported before that."""
-    heavy = "{'torch', 'transformers', 'numba', 'datasets'}"
+    heavy = "{'torch', 'transformers', 'numba', 'datasets', 'ray'}"
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert done.stdout.strip() == "[]"

@@ -33,7 +33,7 @@ def threaded_run(
 ) -> Iterator[ThreadedRun]:
     """A run in threads. None of them may be alive when the test ends."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("asyncrl.run.execute.LocalLauncher", ThreadLauncher)
+    monkeypatch.setattr("asyncrl.run.launching.LocalLauncher", ThreadLauncher)
     before = set(threading.enumerate())
     yield ThreadedRun(tmp_path / "runs", own_model)
     roles = ("trainer", "generator")

@@ -1,0 +1,292 @@
+"""Speaks to Ray for one run: `python -m asyncrl.launch.ray.broker`, messages by its pipes.
+
+commands   consumes: `Start`, `End` from the controller. produces: calls of actors.
+           waits for: the controller. unblocked by: a message, or the end of the pipe.
+answers    consumes: what actors answer. produces: `Status`.
+           waits for: actors, TICK_SECONDS at a time. bounded by: one call for each process.
+head       consumes: answers of the head. produces: `HeadLost`, once.
+           waits for: the head. bounded by: HEAD_SECONDS.
+
+Ray ends a driver whose head is gone, blocks where the head is silent, and takes over signals and
+logging. None of that may happen to the controller. When the controller closes the pipe, or is
+killed, the broker ends all processes, gives the room back and ends, at the latest after
+END_SECONDS + CLOSE_SECONDS.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # it would ship the working directory
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")  # the head's loss is handled
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from asyncrl.launch.ray import messages
+from asyncrl.launch.ray.actor import code_version
+from asyncrl.launch.ray.cluster import Cluster, ClusterRefused, one_line
+from asyncrl.launch.ray.nodes import NodeInfo, node_info, refusal
+
+logger = logging.getLogger("asyncrl.ray")
+
+TICK_SECONDS = 0.1
+WATCH_SECONDS = 5.0
+"""Time that an actor waits for the end of its child before it reports the log all the same."""
+KILL_SECONDS = 3.0
+"""Time for an actor to kill its child. Then the actor is killed, and the keeper does it."""
+HEAD_SECONDS = 15.0
+"""A head that has been silent for this long is lost."""
+END_SECONDS = 13.0
+"""Time for the processes to end after SIGTERM when the controller is gone."""
+CLOSE_SECONDS = 10.0
+"""Time to give the room back and disconnect."""
+_KILLED = -9
+
+
+@dataclass(slots=True)
+class _Process:
+    """One process of the run, from its order to its end."""
+
+    order: messages.Start
+    actor: Any
+    log: str = ""
+    kill_at: float | None = None
+    """When its actor is killed, because the process was to be killed and has not ended."""
+
+
+class Broker:
+    """Carries out the controller's orders.
+
+    Args:
+        asked: the first message.
+        output: to the controller.
+    """
+
+    def __init__(self, asked: messages.Open, output: BinaryIO) -> None:
+        self._asked = asked
+        self._output = output
+        self._writing = threading.Lock()
+        self._question = json.loads(asked.question)
+        self._code = code_version()
+        self._cluster = Cluster(asked, self._stage)
+        self._nodes: list[NodeInfo] = []
+        self._used: set[int] = set()
+        self._running: dict[str, _Process] = {}
+        self._calls: dict[Any, tuple[str, str]] = {}
+        """The pending call of each process: its reference, the name and the method."""
+
+    def open(self) -> None:
+        """Reserve room and look at the nodes. Raises ClusterRefused."""
+        try:
+            self._nodes = list(self._cluster.open())
+            reason = self._refusal(self._nodes)
+            if reason is not None:
+                raise ClusterRefused(reason)
+        except ClusterRefused:
+            self._cluster.close()
+            raise
+        node_ip = str(ray.util.get_node_ip_address())
+        self._say(messages.Opened(self._cluster.address, node_ip, tuple(self._nodes)))
+        threading.Thread(target=self._watch_head, daemon=True).start()
+
+    def _refusal(self, nodes: list[NodeInfo]) -> str | None:
+        return refusal(
+            self._cluster.slots,
+            nodes,
+            python=f"{sys.version_info.major}.{sys.version_info.minor}",
+            asyncrl=self._code,
+            run_directory=self._question["run_directory"],
+            model=self._question["model"],
+        )
+
+    def _say(self, message: messages.FromBroker) -> None:
+        with self._writing:
+            try:
+                messages.write(self._output, message)
+            except OSError:
+                return  # the controller is gone; the end of the other pipe says so too
+
+    def _stage(self, what: str, seconds: float) -> None:
+        self._say(messages.Stage(what, seconds))
+
+    def run(self, orders: queue.SimpleQueue[messages.ToBroker | None]) -> None:
+        """Serve until the controller closes its pipe; None in the queue stands for that."""
+        while True:
+            while not orders.empty():
+                order = orders.get()
+                if order is None:
+                    return
+                if isinstance(order, messages.Start):
+                    self._start(order)
+                elif isinstance(order, messages.End):
+                    self._end(order)
+            self._tick()
+
+    def _start(self, order: messages.Start) -> None:
+        slot = order.slot
+        if slot in self._used:
+            self._cluster.create(slot)
+        self._used.add(slot)
+        made = self._cluster.actors[slot]
+        self._running[order.name] = _Process(order, made)
+        # A replacement may be on another node.
+        self._call(order.name, "describe", made.describe.remote(self._asked.question))
+
+    def _call(self, name: str, method: str, reference: Any) -> None:
+        self._calls[reference] = name, method
+
+    def _end(self, order: messages.End) -> None:
+        process = self._running.get(order.name)
+        if process is None:
+            return
+        process.actor.end.remote(order.by_force)
+        if order.by_force and process.kill_at is None:
+            process.kill_at = time.monotonic() + KILL_SECONDS
+
+    def _tick(self) -> None:
+        """Wait for answers for a moment, and kill actors that are overdue."""
+        if not self._calls:
+            time.sleep(TICK_SECONDS)
+            return
+        pending = list(self._calls)
+        ready, _ = ray.wait(pending, num_returns=1, timeout=TICK_SECONDS)
+        if ready:
+            ready, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
+        for reference in ready:
+            self._answered(*self._calls.pop(reference), reference)
+        now = time.monotonic()
+        for process in self._running.values():
+            if process.kill_at is not None and now > process.kill_at:
+                ray.kill(process.actor)
+                process.kill_at = now + KILL_SECONDS
+
+    def _answered(self, name: str, method: str, reference: Any) -> None:
+        process = self._running[name]
+        try:
+            answer = ray.get(reference)
+        except RayTaskError as error:
+            self._ended(name, 1, f"failed on its node: {one_line(error)}", "")
+            return
+        except RayError as error:
+            self._ended(name, _KILLED, f"its Ray actor was lost: {one_line(error)}", "")
+            return
+        slot, order = process.order.slot, process.order
+        if method == "describe":
+            self._nodes[slot] = node_info(str(answer))
+            reason = self._refusal(self._nodes)
+            if reason is not None:
+                self._ended(name, 1, reason, reason)
+                return
+            full = json.loads(order.order) | {
+                "shares_run_directory": self._nodes[slot].shares_run_directory
+            }
+            call = process.actor.start.remote(json.dumps(full), order.keys)
+            self._call(name, "start", call)
+            return
+        if method == "start":
+            process.log = str(answer)
+            self._report(name, None, "", "")
+        else:
+            code, tail = answer
+            if code is not None:
+                self._ended(name, code, "", tail)
+                return
+            self._report(name, None, "", tail)
+        self._call(name, "watch", process.actor.watch.remote(WATCH_SECONDS))
+
+    def _report(self, name: str, code: int | None, cause: str, tail: str) -> None:
+        process = self._running[name]
+        ip = self._nodes[process.order.slot].ip
+        self._say(messages.Status(name, code, cause, tail, process.log, ip))
+
+    def _ended(self, name: str, code: int, cause: str, tail: str) -> None:
+        self._report(name, code, cause, tail)
+        del self._running[name]
+
+    def _watch_head(self) -> None:
+        """Say once that the head is lost. Asking may block for ever, so another thread asks."""
+        heard = [time.monotonic()]
+
+        def ask() -> None:
+            while True:
+                ray.nodes()
+                heard[0] = time.monotonic()
+                time.sleep(HEAD_SECONDS / 5)
+
+        threading.Thread(target=ask, daemon=True).start()
+        while time.monotonic() - heard[0] < HEAD_SECONDS:
+            time.sleep(0.5)
+        self._say(
+            messages.HeadLost(
+                f"the Ray head at {self._cluster.address} has not answered for "
+                f"{HEAD_SECONDS:.0f} s. The run's processes end after a checkpoint; start the "
+                "cluster again, and continue with --resume"
+            )
+        )
+
+    def close(self) -> None:
+        """End what runs, then give the room back. Bounded, whatever Ray does."""
+        threading.Timer(END_SECONDS + CLOSE_SECONDS, os._exit, (1,)).start()
+        for process in self._running.values():
+            process.actor.end.remote(False)
+        until = time.monotonic() + END_SECONDS
+        while self._running and time.monotonic() < until:
+            self._tick()
+        bound = threading.Timer(CLOSE_SECONDS, os._exit, (1,))
+        bound.daemon = True
+        bound.start()
+        for one in self._cluster.actors.values():
+            one.leave.remote()
+        time.sleep(TICK_SECONDS)
+        self._cluster.close()
+
+
+def main() -> None:
+    """Serve the controller at the other ends of standard input and output."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the controller handles them
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what Ray prints goes to the log
+    incoming = messages.read_all(sys.stdin.buffer, messages.TO_BROKER)
+    asked = next(incoming)
+    if not isinstance(asked, messages.Open):
+        raise TypeError(f"{asked!r} before Open")
+    orders: queue.SimpleQueue[messages.ToBroker | None] = queue.SimpleQueue()
+
+    is_open = threading.Event()
+
+    def read() -> None:
+        for order in incoming:
+            orders.put(order)
+        if not is_open.is_set():
+            os._exit(1)  # Ray ends the actors of a driver that has ended
+        orders.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        broker = Broker(asked, output)
+        broker.open()
+    except ClusterRefused as error:
+        messages.write(output, messages.Refused(str(error)))
+        os._exit(0)
+    is_open.set()
+    try:
+        broker.run(orders)
+    finally:
+        broker.close()
+        os._exit(0)  # threads that wait for Ray may never return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""What the broker asks of Ray: a connection, a placement group, actors. Raises `ClusterRefused`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from asyncrl.launch.ray import actor, messages
+from asyncrl.launch.ray.nodes import NodeInfo, Slot, node_info, shortage, without_missing_gpus
+
+_PORT_SECONDS = 5.0
+_OBJECT_BYTES = 100 << 20
+"""Object store of a cluster of this machine alone: only small messages go through it."""
+_THREADS = 4
+"""Of an actor: one call waits, others end it meanwhile."""
+
+Say = Callable[[str, float], None]
+
+
+class ClusterRefused(Exception):  # noqa: N818 - as in `Refused`
+    """The cluster cannot carry the run; the text is for the user."""
+
+
+class Cluster:
+    """A connection to a Ray cluster, with room for the run.
+
+    Args:
+        asked: what the controller wants.
+        say: is told what is waited for, and how long at most.
+    """
+
+    def __init__(self, asked: messages.Open, say: Say) -> None:
+        self._asked = asked
+        self._say = say
+        self._runtime_env = json.loads(asked.runtime_env)
+        self.slots: tuple[Slot, ...] = asked.slots
+        self.actors: dict[int, Any] = {}
+        self._connect()
+        total = ray.cluster_resources()
+        self.slots = without_missing_gpus(asked.slots, total)
+        self._group = self._reserve()
+
+    def _connect(self) -> None:
+        address = self._asked.address
+        shown = "a cluster of this machine" if address is None else f"the Ray head at {address}"
+        self._say(f"an answer of {shown} (launcher.ray.connect_seconds)", _seconds(self._asked))
+        if address is not None and address != "auto":
+            _check_port(address)
+        quiet: dict[str, Any] = {
+            "log_to_driver": False, "logging_level": "ERROR", "configure_logging": False,
+            "include_dashboard": False,
+        }  # fmt: skip
+        if address is None:
+            # Locally, processes may share cores as they do without Ray.
+            cores = max(sum(slot.cpus for slot in self._asked.slots), 1.0)
+            custom: dict[str, float] = {}
+            for slot in self._asked.slots:
+                for key, amount in slot.resources.items():
+                    custom[key] = custom.get(key, 0.0) + amount
+            quiet |= {
+                "num_cpus": int(cores + 0.999), "object_store_memory": _OBJECT_BYTES,
+                "resources": custom, "address": "local",
+            }  # fmt: skip
+        else:
+            quiet = {key: quiet[key] for key in quiet if key != "include_dashboard"}
+            quiet["address"] = address
+        try:
+            ray.init(**quiet)
+        except (ConnectionError, RayError, RuntimeError, ValueError, OSError) as error:
+            raise ClusterRefused(
+                f"launcher.ray.address: {address}: Ray does not connect: {one_line(error)}. The "
+                "head must run (`ray start --head`), this machine must be a node of its cluster "
+                "(`ray start --address=HOST:PORT`), and both need the same versions of Ray and "
+                "Python"
+            ) from error
+
+    @property
+    def address(self) -> str:
+        """Of the head."""
+        return str(ray.get_runtime_context().gcs_address)
+
+    def _reserve(self) -> PlacementGroup:
+        """One bundle for each process."""
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        reason = shortage(self.slots, nodes, self._asked.strategy)
+        if reason is not None:
+            raise ClusterRefused(reason)
+        limit = self._asked.place_seconds
+        self._say("room on the nodes of the Ray cluster (launcher.ray.place_seconds)", limit + 5)
+        group = placement_group(
+            [slot.bundle() for slot in self.slots], strategy=self._asked.strategy.upper()
+        )
+        if not group.wait(limit):
+            free = ", ".join(
+                f"{key} {value:g}"
+                for key, value in sorted(ray.available_resources().items())
+                if key in ("CPU", "GPU")
+            )
+            wanted = [slot.bundle() for slot in self.slots]
+            remove_placement_group(group)
+            raise ClusterRefused(
+                f"the Ray cluster has enough for this run, but did not give it within {limit:g} s "
+                f"(launcher.ray.place_seconds): wanted are bundles {wanted} with strategy "
+                f"{self._asked.strategy}, free are {free or 'nothing'}. Others use the rest"
+            )
+        return group
+
+    def create(self, index: int) -> Any:
+        """Make the actor of a slot, in place of an earlier one."""
+        earlier = self.actors.pop(index, None)
+        if earlier is not None:
+            ray.kill(earlier)
+        slot = self.slots[index]
+        self.actors[index] = made = (
+            ray.remote(actor.ProcessActor)
+            .options(
+                num_cpus=slot.cpus,
+                num_gpus=slot.gpus,
+                resources=slot.resources,
+                max_restarts=0,
+                max_concurrency=_THREADS,
+                runtime_env=self._runtime_env or None,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._group, placement_group_bundle_index=index
+                ),
+            )
+            .remote()
+        )
+        return made
+
+    def open(self) -> tuple[NodeInfo, ...]:
+        """Make every actor and ask it about its node."""
+        cloudpickle.register_pickle_by_value(actor)
+        limit = self._asked.place_seconds
+        self._say("an answer of each node (launcher.ray.place_seconds)", limit + 5)
+        until = time.monotonic() + limit
+        made = [self.create(index) for index in range(len(self.slots))]
+        asked = [one.describe.remote(self._asked.question) for one in made]
+        answers = []
+        for slot, one in zip(self.slots, asked, strict=True):
+            try:
+                answer = ray.get(one, timeout=max(0.1, until - time.monotonic()))
+            except (RayError, TimeoutError) as error:
+                raise ClusterRefused(
+                    f"the Ray actor of {slot.name} did not start: {one_line(error)}. Its node "
+                    "needs the same versions of Python and Ray, and whatever "
+                    "launcher.ray.runtime_env and launcher.ray.image name"
+                ) from error
+            answers.append(node_info(str(answer)))
+        return tuple(answers)
+
+    def close(self) -> None:
+        """Give the room back and disconnect; ends a cluster of this machine alone."""
+        for one in self.actors.values():
+            ray.kill(one)
+        remove_placement_group(self._group)
+        ray.shutdown()
+
+
+def _seconds(asked: messages.Open) -> float:
+    # A cluster of this machine is started, which takes longer than a connection.
+    return asked.connect_seconds + (30.0 if asked.address is None else 0.0)
+
+
+def _check_port(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ClusterRefused(
+            f"launcher.ray.address: {address!r} is not HOST:PORT, auto or null. Ray's client "
+            "(ray://) is not used: run the controller on a node of the cluster"
+        )
+    try:
+        socket.create_connection((host, int(port)), _PORT_SECONDS).close()
+    except OSError as error:
+        raise ClusterRefused(
+            f"launcher.ray.address: nothing listens at {address} ({error}). Start the head with "
+            "`ray start --head --port=PORT`, or open that port in the firewall"
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """The end of what Ray says, without its line breaks."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[-3:])}"[:600]

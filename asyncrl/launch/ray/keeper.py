@@ -1,0 +1,98 @@
+"""Ends what a child of an actor leaves behind: `python -m asyncrl.launch.ray.keeper ...`.
+
+A Ray worker can be killed at any moment, by Ray or with its node's processes. Its child is then
+told by the kernel (SIGTERM). But a child that hangs does not end, and engines and reward workers
+are its children, not the worker's. So each child has a keeper, a process that neither Ray nor the
+child knows as its own. It sleeps until one of the two ends, then
+
+- gives the child some seconds to end by itself,
+- kills it, its session, and every process that has the child's mark in its environment,
+- removes the child's files in memory, and those of the run if no process of it is left here.
+
+Arguments: process ids of actor and child, mark of the child, mark of the run, folder of files in
+memory, the run's id, name of the child, seconds for it to end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.launch.identity import ProcessIdentity, send, session_members, with_variable
+from asyncrl.launch.ray.actor import MARK_VARIABLE
+from asyncrl.launch.records import MARK_VARIABLE as RUN_MARK
+
+KILL_SECONDS = 10.0
+_POLL_SECONDS = 0.05
+
+
+def main() -> None:
+    """Leave the starting process, then wait."""
+    actor, child = int(sys.argv[1]), int(sys.argv[2])
+    mark, run_mark, folder, run_id, name = sys.argv[3:8]
+    try:
+        actor_end: int | None = os.pidfd_open(actor)
+    except ProcessLookupError:
+        actor_end = None
+    try:
+        child_end: int | None = os.pidfd_open(child)
+    except ProcessLookupError:
+        child_end = None
+    if os.fork():
+        os._exit(0)  # so that it is no child of the worker, whose children Ray kills
+    keep(actor_end, child_end, child, mark, grace=float(sys.argv[8]))
+    remove(Path(folder), f"asyncrl-{run_id}-{name}-weights-*")
+    if not any(with_variable(RUN_MARK, {run_mark})):
+        remove(Path(folder), f"asyncrl-{run_id}-*")
+
+
+def remove(folder: Path, pattern: str) -> None:
+    """Remove files and folders of this name."""
+    for path in folder.glob(pattern):
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def keep(
+    actor_end: int | None, child_end: int | None, child: int, mark: str, *, grace: float
+) -> None:
+    """Wait for the end of one, then end the rest.
+
+    Args:
+        actor_end: a descriptor that is readable when the actor has ended; None: it has.
+        child_end: the same of the child.
+        child: process id of the child, the leader of its session.
+        mark: of the child and of what it starts.
+        grace: seconds that the child has to end by itself.
+    """
+    waiting = [one for one in (actor_end, child_end) if one is not None]
+    if len(waiting) == 2:
+        select.select(waiting, [], [])
+    if child_end is not None and not select.select([child_end], [], [], 0)[0]:
+        signal.pidfd_send_signal(child_end, signal.SIGTERM)
+        signal.pidfd_send_signal(child_end, signal.SIGCONT)  # a stopped one acts only then
+        select.select([child_end], [], [], grace)
+    began = time.monotonic()
+    while time.monotonic() - began < KILL_SECONDS:
+        left = list(_left(child, mark))
+        for process in left:
+            send(process, signal.SIGKILL)
+        if not left:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _left(child: int, mark: str) -> Iterator[ProcessIdentity]:
+    yield from with_variable(MARK_VARIABLE, {mark})
+    yield from session_members({child})
+
+
+if __name__ == "__main__":
+    main()

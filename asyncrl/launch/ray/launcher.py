@@ -1,0 +1,229 @@
+"""The controller's side of the Ray launcher. Nothing here waits for Ray.
+
+A handle knows what the broker said last about its process. The broker and all that it started end
+when its pipe is closed, which the kernel does if the controller is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import AsyncrlError
+from asyncrl.launch.interface import ProcessHandle
+from asyncrl.launch.ray import messages
+from asyncrl.launch.ray.nodes import Slot
+from asyncrl.launch.ray.opening import NODES_FILE, BrokerProcess, open_cluster
+from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
+from asyncrl.processes.spec import ChildKeys, ChildSpec
+
+_BROKER_LOST = -9
+"""Exit code of all processes when the broker is gone: its end is theirs."""
+
+
+class RayProcess:
+    """A process on some node."""
+
+    def __init__(self, spec: ChildSpec, say: Callable[[messages.End], None]) -> None:
+        self.spec = spec
+        self._say = say
+        self._status = messages.Status(spec.name, None, "", "(waits for its node)", "")
+
+    def exit_code(self) -> int | None:
+        """None while the process runs; negative for a signal, or if its actor was lost."""
+        return self._status.code
+
+    def cause(self) -> str:
+        """Why it ended, where its exit code does not say it."""
+        return self._status.cause
+
+    def end(self, *, by_force: bool) -> None:
+        """Send SIGTERM to the process, or SIGKILL to it and its children."""
+        if self._status.code is None:
+            self._say(messages.End(self.spec.name, by_force))
+
+    def log_tail(self, lines: int = 12) -> str:
+        """The last lines of its log, as they were at most a few seconds ago."""
+        return "\n".join(self._status.log_tail.splitlines()[-lines:]) or "(its log is empty)"
+
+    def update(self, status: messages.Status) -> None:
+        """Note what the broker said; a process ends once."""
+        if self._status.code is None:
+            self._status = status
+
+    def lose(self, cause: str) -> None:
+        """The broker is gone."""
+        self.update(replace(self._status, code=_BROKER_LOST, cause=cause))
+
+
+class RayLauncher:
+    """Starts processes on the nodes of a Ray cluster. `open` makes one.
+
+    Args:
+        config: of the run.
+        run_directory: absolute.
+        records: holds the mark of the run's processes.
+        broker: has room for them.
+        opened: what it said.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_directory: Path,
+        records: ProcessRecords,
+        broker: BrokerProcess,
+        opened: messages.Opened,
+    ) -> None:
+        self._config = config
+        self._run = run_directory
+        self._mark = records.mark
+        self._broker = broker
+        self._nodes = list(opened.nodes)
+        self.node_ip = config.launcher.ray.bind_address or opened.node_ip
+        """Of this machine, as the other nodes know it."""
+        self.address = opened.address
+        self.run_id = f"{config.run.name}-{_letters()}"
+        """Ends with letters: no process id belongs to it, so nobody takes its files for a dead
+        process's."""
+        self._processes: dict[str, RayProcess] = {}
+        self._orders: queue.SimpleQueue[messages.ToBroker | None] = queue.SimpleQueue()
+        self._lost: AsyncrlError | None = None
+        self._on_lost: Callable[[AsyncrlError], None] | None = None
+        self._noted: set[str] = set()
+        for work in (self._read, self._write):
+            threading.Thread(target=work, name="ray-launcher", daemon=True).start()
+
+    @classmethod
+    async def open(
+        cls,
+        config: RunConfig,
+        slots: tuple[Slot, ...],
+        run_directory: Path,
+        model_path: str,
+        records: ProcessRecords,
+    ) -> RayLauncher:
+        """Connect and reserve room.
+
+        Raises:
+            UserError: there is no such cluster, or it cannot carry the run.
+        """
+        broker, opened = await open_cluster(config, slots, run_directory, model_path)
+        return cls(config, run_directory, records, broker, opened)
+
+    @property
+    def threads(self) -> int:
+        """Of a generator."""
+        return self._threads("generator")
+
+    def _threads(self, role: str) -> int:
+        launcher = self._config.launcher
+        bundle = launcher.ray.trainer if role == "trainer" else launcher.ray.generator
+        return launcher.threads or max(1, int(bundle.cpus))
+
+    @property
+    def generators_have_gpus(self) -> bool:
+        """Whether Ray gave GPUs to the generators."""
+        return self._nodes[1].gpus > 0
+
+    def lines(self) -> list[str]:
+        """For people: where each process is."""
+        names = ["trainer", *(f"generator-{i}" for i in range(len(self._nodes) - 1))]
+        return [f"Ray cluster: {self.address}"] + [
+            f"{name}: node {node}" + (f", {node.gpus} GPU(s)" if node.gpus else "")
+            for name, node in zip(names, self._nodes, strict=True)
+        ]
+
+    def on_lost(self, tell: Callable[[AsyncrlError], None]) -> None:
+        """Have somebody told, from another thread, that the cluster is lost."""
+        self._on_lost = tell
+        if self._lost is not None:
+            tell(self._lost)
+
+    def start(self, spec: ChildSpec, keys: ChildKeys) -> ProcessHandle:
+        """Have the broker start `python -m asyncrl.processes.child`; returns at once."""
+        threads = self._threads(spec.role)
+        spec = replace(
+            spec,
+            threads=threads,
+            run_id=self.run_id,
+            weights_directory=self._config.launcher.ray.weights_directory,
+            config_json=self._config.model_dump_json(),
+        )
+        order: dict[str, Any] = {
+            "name": spec.name,
+            "run_id": self.run_id,
+            "spec": json.loads(msgspec.json.encode(spec)),
+            "cwd": str(Path.cwd()),
+            "environment": {
+                "OMP_NUM_THREADS": str(threads),
+                "MKL_NUM_THREADS": str(threads),
+                "TOKENIZERS_PARALLELISM": "false",
+                "PYTHONUNBUFFERED": "1",
+                "TQDM_DISABLE": "1",
+                MARK_VARIABLE: self._mark,
+            },
+        }
+        handle = self._processes[spec.name] = RayProcess(spec, self._orders.put)
+        if self._lost is not None:
+            handle.lose(str(self._lost))
+        slot = 0 if spec.role == "trainer" else 1 + spec.generator
+        self._orders.put(
+            messages.Start(slot, spec.name, json.dumps(order), msgspec.msgpack.encode(keys))
+        )
+        return handle
+
+    def _write(self) -> None:
+        """Orders are written by a thread: a signal handler may give some at any moment."""
+        while (order := self._orders.get()) is not None:
+            with contextlib.suppress(OSError, ValueError):  # the broker is gone; `_read` says so
+                messages.write(self._broker.input, order)
+
+    def _read(self) -> None:
+        while (message := self._broker.received.get()) is not None:
+            if isinstance(message, messages.Status):
+                self._processes[message.name].update(message)
+                self._note_log(message)
+            elif isinstance(message, messages.HeadLost):
+                self._lose(message.reason)
+        cause = f"the process that speaks to Ray ended: {self._broker.last_words()}"
+        for process in list(self._processes.values()):
+            process.lose(cause)
+        self._lose(cause)
+
+    def _lose(self, reason: str) -> None:
+        if self._lost is None:
+            self._lost = AsyncrlError(reason)
+            if self._on_lost is not None:
+                self._on_lost(self._lost)
+
+    def _note_log(self, status: messages.Status) -> None:
+        """Where a log is not in the run's folder, say there where it is."""
+        here = self._run / "logs" / f"{status.name}.log"
+        if status.log and Path(status.log) != here and status.name not in self._noted:
+            self._noted.add(status.name)
+            with contextlib.suppress(OSError):
+                here.write_text(f"on node {status.node_ip}: {status.log}\n", encoding="utf-8")
+
+    def close(self) -> None:
+        """End the broker and what it started; waits, but not for ever."""
+        self._on_lost = None
+        self._orders.put(None)
+        self._broker.close()
+        with contextlib.suppress(OSError):
+            (self._run / NODES_FILE).unlink()
+
+
+def _letters() -> str:
+    """Eight random letters."""
+    return "".join(chr(ord("a") + byte % 26) for byte in secrets.token_bytes(8))

@@ -1,0 +1,163 @@
+"""Starts the broker and waits until the cluster has room. Every wait is bounded and named."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import queue
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.ray import messages
+from asyncrl.launch.ray.nodes import Slot
+
+BROKER_MODULE = "asyncrl.launch.ray.broker"
+CLOSE_SECONDS = 30.0
+"""Longest wait for the broker's end; it bounds itself to less."""
+_FIRST_SECONDS = 30.0
+"""Longest time for the broker's imports."""
+NODES_FILE = ".nodes"
+"""In the run's folder."""
+_POLL_SECONDS = 0.02
+
+
+@dataclass(slots=True)
+class BrokerProcess:
+    """The broker, as its controller sees it."""
+
+    process: subprocess.Popen[bytes]
+    input: BinaryIO
+    received: queue.SimpleQueue[messages.FromBroker | None]
+    """What it says; None when it has ended."""
+    log: Path
+
+    def close(self) -> None:
+        """Close its pipe, on which it ends the processes and itself; kill it if it does not."""
+        with contextlib.suppress(OSError):  # it has ended
+            self.input.close()
+        try:
+            self.process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(CLOSE_SECONDS)
+
+    def last_words(self) -> str:
+        """The last line of its log."""
+        try:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return "(no log)"
+        return next((line for line in reversed(lines) if line.strip()), "(its log is empty)")
+
+
+def check_ray() -> None:
+    """Refuse to run without Ray. Raises UserError."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(
+            "launcher.kind: ray needs Ray, which is not installed: make setup EXTRAS=ray, or pip "
+            "install 'asyncrl[ray]', on every node; or use launcher.kind: local"
+        )
+
+
+async def open_cluster(
+    config: RunConfig, slots: tuple[Slot, ...], run_directory: Path, model_path: str
+) -> tuple[BrokerProcess, messages.Opened]:
+    """Start the broker and wait until there is room for every process.
+
+    Raises:
+        UserError: there is no such cluster, or it cannot carry the run. Nothing is left running.
+    """
+    check_ray()
+    settings = config.launcher.ray
+    runtime_env = dict(settings.runtime_env)
+    if settings.image is not None:
+        runtime_env["image_uri"] = settings.image
+    # A node that can read the token shares the run's folder. It stays for the whole run: the node
+    # of a replacement is asked as well.
+    file, token = run_directory / NODES_FILE, secrets.token_hex(16)
+    file.write_text(token, encoding="utf-8")
+    question = {
+        "token_file": str(file),
+        "token": token,
+        "model": model_path,
+        "weights_directory": settings.weights_directory,
+        "run_directory": str(run_directory),
+    }
+    asked = messages.Open(
+        settings.address,
+        slots,
+        settings.strategy,
+        json.dumps(runtime_env),
+        json.dumps(question),
+        settings.connect_seconds,
+        settings.place_seconds,
+    )
+    broker = _start(run_directory / "logs" / "ray.log")
+    try:
+        messages.write(broker.input, asked)
+        return broker, await _opened(broker)
+    except BaseException:
+        broker.process.kill()  # Ray ends what a driver has left behind
+        broker.close()
+        raise
+
+
+def _start(log: Path) -> BrokerProcess:
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", BROKER_MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C is for the controller
+        )
+    received: queue.SimpleQueue[messages.FromBroker | None] = queue.SimpleQueue()
+    ends = cast("tuple[BinaryIO, BinaryIO]", (process.stdin, process.stdout))
+
+    def read() -> None:
+        with ends[1]:
+            for message in messages.read_all(ends[1], messages.FROM_BROKER):
+                received.put(message)
+        received.put(None)
+
+    threading.Thread(target=read, name="ray-broker", daemon=True).start()
+    return BrokerProcess(process, ends[0], received, log)
+
+
+async def _opened(broker: BrokerProcess) -> messages.Opened:
+    """Wait for the broker, stage by stage."""
+    what, until = "Ray to be imported", time.monotonic() + _FIRST_SECONDS
+    while True:
+        try:
+            message = broker.received.get_nowait()
+        except queue.Empty:
+            if time.monotonic() < until:
+                await asyncio.sleep(_POLL_SECONDS)
+                continue
+            raise UserError(
+                f"waited for {what}, and it did not come in time. A head that is dead or behind a "
+                "firewall does not refuse a connection, it is silent: look at it with `ray status "
+                "--address=HOST:PORT` from this machine"
+            ) from None
+        match message:
+            case messages.Stage(what=what, seconds=seconds):
+                until = time.monotonic() + seconds
+            case messages.Opened():
+                return message
+            case messages.Refused(reason=reason):
+                raise UserError(reason)
+            case None:
+                raise UserError(
+                    f"waited for {what}, but the process that speaks to Ray ended; its last words: "
+                    f"{broker.last_words()}"
+                )

@@ -1,0 +1,111 @@
+"""Opens the launcher that a run's configuration names, with the addresses that go with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import AsyncrlError
+from asyncrl.launch.interface import Launcher
+from asyncrl.launch.local import LocalLauncher
+from asyncrl.launch.ray.launcher import RayLauncher
+from asyncrl.launch.ray.nodes import Slot
+from asyncrl.launch.records import ProcessRecords
+from asyncrl.run.devices import engine_device, needs_of
+from asyncrl.run.prepare import Prepared
+from wire import RuntimeDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class Launching:
+    """A launcher, and where the processes that it starts meet."""
+
+    launcher: Launcher
+    control_address: str
+    """Where the controller listens; the system chooses the port of `tcp://HOST:*`."""
+    data_address: str
+    """Where the trainer listens; empty: at its node's address, which it tells."""
+    model_path: str
+    engine_device: Literal["cpu", "cuda"] | None
+    """As in `ChildSpec`."""
+    on_lost: Callable[[Callable[[AsyncrlError], None]], None]
+    """Has a function called, from another thread, if the launcher loses its cluster."""
+
+
+async def open_launcher(
+    prepared: Prepared,
+    run: Path,
+    records: ProcessRecords,
+    runtime: RuntimeDirectory,
+    closing: ExitStack,
+    say: Callable[[str], None],
+) -> Launching:
+    """Open the launcher; `closing` ends it.
+
+    Raises:
+        UserError: there is no such cluster, or it cannot carry the run.
+    """
+    config = prepared.config
+    if config.launcher.kind == "ray":
+        model_path, folder = _absolute(prepared.model_path), Path(_absolute(str(run)))
+        ray = await RayLauncher.open(config, slots_of(config), folder, model_path, records)
+        closing.callback(ray.close)
+        for line in ray.lines():
+            say(line)
+        device: Literal["cpu", "cuda"] = "cuda" if ray.generators_have_gpus else "cpu"
+        return Launching(ray, f"tcp://{ray.node_ip}:*", "", model_path, device, ray.on_lost)
+    local = LocalLauncher(
+        run / "logs",
+        records,
+        generators=config.launcher.generators,
+        threads=config.launcher.threads,
+        pin_cores=config.launcher.pin_cores,
+        gpus=prepared.gpus,
+    )
+    return Launching(
+        local,
+        runtime.address("control"),
+        runtime.address("data"),
+        prepared.model_path,
+        engine_device(prepared.gpus),
+        lambda _tell: None,
+    )
+
+
+def _absolute(path: str) -> str:
+    return os.path.realpath(path)
+
+
+def slots_of(config: RunConfig) -> tuple[Slot, ...]:
+    """The places of a run's processes on a Ray cluster: the trainer's, then the generators'.
+
+    Raises:
+        UserError: the engines of a mixed fleet want different numbers of GPUs.
+    """
+    settings, needs = config.launcher.ray, needs_of(config, any_gpu=True)
+    trainer, generator = settings.trainer, settings.generator
+    auto = all(engine.device == "auto" for engine in config.engines)
+    return (
+        Slot(
+            "trainer",
+            trainer.cpus,
+            needs.trainer,
+            config.trainer.device == "auto",
+            trainer.resources,
+        ),
+        *(
+            Slot(
+                f"generator-{index}",
+                generator.cpus,
+                needs.per_generator,
+                auto,
+                generator.resources,
+            )
+            for index in range(config.launcher.generators)
+        ),
+    )

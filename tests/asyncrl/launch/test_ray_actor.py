@@ -1,0 +1,114 @@
+"""An actor's child, and that nothing of it stays: without Ray, in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bare_actor
+import pytest
+from msgspec import json as msgspec_json
+
+from asyncrl.launch.ray.actor import ProcessActor, code_version
+from asyncrl.processes.spec import ChildSpec
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.02)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def start(run: Path, memory: Path, keys: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """An actor in a process of its own; what its child wrote."""
+    (run / "logs").mkdir(parents=True)
+    spec = ChildSpec(
+        "trainer", "trainer", str(run), "", "", "", 0, 1,
+        run_id="mine-abc", weights_directory=str(memory),
+    )  # fmt: skip
+    order = {
+        "name": "trainer",
+        "run_id": "mine-abc",
+        "shares_run_directory": True,
+        "spec": json.loads(msgspec_json.encode(spec)),
+        "cwd": str(run),
+        "environment": {"ASYNCRL_CONTROLLER_MARK": f"test-{os.getpid()}-{keys}"},
+    }
+    paths = [str(Path(bare_actor.__file__).parent), *sys.path]
+    worker = subprocess.Popen(
+        [sys.executable, bare_actor.__file__, json.dumps(order), keys],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    assert worker.stdout is not None
+    log = Path(worker.stdout.readline().strip())
+    assert log == run / "logs" / "trainer.log"
+    text = wait_for(lambda: log.read_text(encoding="utf-8"))
+    return worker, json.loads(text)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_killed_actor_leaves_nothing(tmp_path: Path, *, stopped: bool) -> None:
+    """The child ignores SIGTERM or is stopped, and its engine has a session of its own."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    for name in ("mine-abc-trainer-weights-0", "mine-abc-exchange", "other-trainer-weights-0"):
+        (memory / f"asyncrl-{name}").touch()
+    worker, child = start(tmp_path / "run", memory, "keys")
+    assert child["heard"] == "keys"
+    assert child["parent"]
+    assert child["leads"]
+    assert child["gpus"] == "4,6"
+    assert child["data_address"] == "tcp://10.1.2.3:*"
+    if stopped:
+        os.kill(child["pids"][0], signal.SIGSTOP)
+    worker.kill()
+    worker.communicate()
+    wait_for(lambda: not any(map(is_alive, child["pids"])))
+    kept = "asyncrl-other-trainer-weights-0"
+    wait_for(lambda: {path.name for path in memory.iterdir()} == {kept})
+
+
+def test_a_child_that_ends_leaves_its_exit_code_and_nothing_else(tmp_path: Path) -> None:
+    worker, child = start(tmp_path / "run", tmp_path, "end")
+    out, _ = worker.communicate(timeout=30)
+    code, _, tail = out.partition(" ")
+    assert code == "7"
+    assert json.loads(tail) == child
+    wait_for(lambda: not any(map(is_alive, child["pids"])))
+
+
+def test_a_node_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.launch.ray.actor._place", lambda: ("10.1.2.3", []))
+    token = tmp_path / "token"
+    token.write_text("t")
+    question = {
+        "token_file": str(token), "token": "t", "model": str(tmp_path),
+        "weights_directory": str(tmp_path),
+    }  # fmt: skip
+    found = json.loads(ProcessActor().describe(json.dumps(question)))
+    assert found["shares_run_directory"]
+    assert found["has_model"]
+    assert found["asyncrl"] == code_version()
+    elsewhere = question | {"token_file": str(tmp_path / "none"), "model": str(token)}
+    found = json.loads(ProcessActor().describe(json.dumps(elsewhere)))
+    assert not found["shares_run_directory"]
+    assert not found["has_model"]

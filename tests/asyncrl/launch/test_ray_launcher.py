@@ -1,0 +1,201 @@
+"""The controller's side of the Ray launcher, with a broker that speaks to nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fake_broker
+import pytest
+from fake_processes import spec
+from msgspec.structs import replace
+
+from asyncrl.config import load_config
+from asyncrl.errors import AsyncrlError, ConfigError, UserError
+from asyncrl.launch.ray import opening
+from asyncrl.launch.ray.actor import PACKAGES
+from asyncrl.launch.ray.launcher import RayLauncher
+from asyncrl.launch.ray.nodes import NodeInfo, Slot, refusal, shortage, without_missing_gpus
+from asyncrl.launch.records import ProcessRecords
+from asyncrl.processes.spec import ChildSpec, keys_of
+from asyncrl.run.launching import slots_of
+from wire import RunKey
+
+CONFIG = load_config(
+    None,
+    ["launcher.kind=ray", "launcher.generators=2", "launcher.ray.generator.cpus=3.5"],
+)
+KEYS = keys_of(RunKey.new(), "trainer", "trainer")
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def open_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], RayLauncher]:
+    (tmp_path / "logs").mkdir()
+    support = str(Path(fake_broker.__file__).parent)
+    before = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([support, str(Path.cwd()), before]))
+    monkeypatch.setattr(opening, "BROKER_MODULE", "fake_broker")
+    monkeypatch.setattr(opening, "check_ray", lambda: None)
+
+    def open_it(how: str) -> RayLauncher:
+        monkeypatch.setenv("FAKE_BROKER", how)
+        records = ProcessRecords(tmp_path)
+        return asyncio.run(
+            RayLauncher.open(CONFIG, slots_of(CONFIG), tmp_path, str(tmp_path), records)
+        )
+
+    return open_it
+
+
+def test_processes_are_started_and_their_ends_are_known(
+    open_one: Callable[[str], RayLauncher], tmp_path: Path
+) -> None:
+    launcher = open_one("open")
+    assert launcher.lines()[1] == "trainer: node 10.0.0.2 (two)"
+    assert launcher.node_ip == "10.0.0.1"
+    assert launcher.threads == 3
+    trainer = launcher.start(spec(), KEYS)
+    wait_for(lambda: trainer.exit_code() is not None)
+    assert trainer.exit_code() == -9
+    assert trainer.cause() == "its Ray actor was lost: gone"
+    one, two = (
+        launcher.start(ChildSpec("generator", name, "", "", "", "", 0, 0), KEYS)
+        for name in ("generator-0", "generator-1.4")
+    )
+    wait_for(lambda: one.log_tail() == "3")
+    assert one.exit_code() is None
+    one.end(by_force=True)
+    wait_for(lambda: one.exit_code() == -9)
+    one.end(by_force=True)
+    pointer = (tmp_path / "logs" / "generator-0.log").read_text()
+    assert pointer.startswith("on node 10.0.0.2: /asyncrl-run-")
+    lost: list[AsyncrlError] = []
+    launcher.on_lost(lost.append)
+    launcher._broker.process.kill()
+    wait_for(lambda: lost)
+    assert two.exit_code() == -9
+    assert "the process that speaks to Ray ended" in two.cause()
+    launcher.close()
+
+
+def test_a_lost_head_is_told_and_ends_no_process(
+    open_one: Callable[[str], RayLauncher],
+) -> None:
+    launcher = open_one("head")
+    handle = launcher.start(ChildSpec("generator", "generator-0", "", "", "", "", 0, 0), KEYS)
+    wait_for(lambda: handle.log_tail() == "3")
+    lost: list[str] = []
+    launcher.on_lost(lambda error: lost.append(f"{error} {handle.exit_code()}"))
+    launcher._orders.put(None)  # the writer ends
+    launcher._broker.input.close()
+    wait_for(lambda: lost)
+    assert lost[0] == "the head is silent None"
+    launcher.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("refuse", "the cluster is too small"),
+        ("silent", "waited for an answer of the Ray head, and it did not come in time"),
+        ("die", "its last words: GCS is not there"),
+    ],
+)
+def test_a_cluster_that_cannot_be_used_is_refused(
+    open_one: Callable[[str], RayLauncher], how: str, said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        open_one(how)
+
+
+def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(UserError, match="needs Ray, which is not installed"):
+        opening.check_ray()
+
+
+@pytest.mark.parametrize("setting", ["gpus=[0]", "colocate=true", "pin_cores=true"])
+def test_settings_of_one_machine_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match="is for launcher"):
+        load_config(None, ["launcher.kind=ray", f"launcher.{setting}"])
+
+
+SLOTS = (Slot("trainer", 2, 1), Slot("generator-0", 1, 4), Slot("generator-1", 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "strategy", "said"),
+    [
+        ([{"CPU": 8.0, "GPU": 9.0}], "pack", None),
+        ([{"CPU": 8.0, "GPU": 3.0}] * 4, "pack", "no node of the Ray cluster has 4 GPU"),
+        ([{"CPU": 8.0, "GPU": 4.0}] * 2, "pack", "the Ray cluster has 8 GPU.* in all"),
+        ([{"CPU": 1.0, "GPU": 8.0}] * 2, "pack", "no node of the Ray cluster has 2 CPU"),
+        ([{"CPU": 8.0, "GPU": 8.0}] * 2, "strict_spread", "a node for each of 3 processes"),
+        ([{"CPU": 8.0, "GPU": 8.0}] * 3, "strict_spread", None),
+    ],
+)
+def test_too_small_a_cluster_is_known_before_anybody_waits(
+    nodes: list[dict[str, float]], strategy: str, said: str | None
+) -> None:
+    found = shortage(SLOTS, nodes, strategy)
+    if said is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.search(said, found)
+
+
+def test_gpus_that_are_optional_are_left_out_where_there_are_none() -> None:
+    slots = (Slot("trainer", 1, 1, gpus_are_optional=True), Slot("generator-0", 1, 1))
+    assert [slot.gpus for slot in without_missing_gpus(slots, {"CPU": 4.0})] == [0, 1]
+    assert without_missing_gpus(slots, {"GPU": 1.0}) == slots
+
+
+def node(**changes: Any) -> NodeInfo:
+    return replace(fake_broker.NODE, **changes)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        ([node(), node(), node()], None),
+        ([node(), node(), node(shares_run_directory=False)], None),
+        ([node(), node(), node(python="3.12")], "generator-1 would run on .* with Python 3.12"),
+        ([node(), node(asyncrl="2"), node()], "generator-0 would .* which has asyncrl 2"),
+        ([node(), node(asyncrl=""), node()], "which has no asyncrl"),
+        ([node(), node(has_model=False), node()], "folder /model does not exist"),
+        ([node(shares_run_directory=False), node(), node()], "see this run's folder /run"),
+        ([node(), node(), node(memory="n")], "are different machines"),
+    ],
+)
+def test_nodes_that_do_not_fit_are_refused(nodes: list[NodeInfo], said: str | None) -> None:
+    found = refusal(SLOTS, nodes, python="3.11", asyncrl="1", run_directory="/run", model="/model")
+    if said is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.search(said, found)
+
+
+def test_ray_is_imported_by_its_launcher_only() -> None:
+    root = Path(opening.__file__).parents[3]
+    importing = {
+        str(path.relative_to(root))
+        for package in PACKAGES
+        for path in (root / package).rglob("*.py")
+        if re.search(r"^\s*(import ray\b|from ray\b)", path.read_text(), re.MULTILINE)
+    }
+    place = "asyncrl/launch/ray/"
+    assert importing == {f"{place}{name}.py" for name in ("actor", "broker", "cluster")}

@@ -1,0 +1,122 @@
+"""Whole runs on a real Ray cluster of several nodes on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from asyncrl_runs import CommandLine, until, worst_mismatch
+from ray_nodes import RayNodes, ray_nodes
+
+from asyncrl.launch.identity import status_of
+from monitoring.group_account import read_account
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayNodes]:
+    """Three nodes of one CPU, so that strict_spread places each process on another one."""
+    with ray_nodes([1, 1, 1]) as nodes:
+        yield nodes
+
+
+def processes_of(command_line: CommandLine) -> list[int]:
+    return command_line.children("trainer") + command_line.children("generator")
+
+
+def ends_with_nothing_left(command_line: CommandLine) -> None:
+    until(lambda: not processes_of(command_line), seconds=30, what="the end of all processes")
+    until(
+        lambda: not list(Path("/dev/shm").glob("asyncrl-your-own-*")),  # noqa: S108
+        seconds=30,
+        what="the removal of files in memory",
+    )
+
+
+def test_bad_addresses_and_too_small_clusters_are_refused(
+    command_line: CommandLine, cluster: RayNodes
+) -> None:
+    for settings, said in (
+        ({"launcher__ray__address": "127.0.0.1:1"}, "nothing listens at 127.0.0.1:1"),
+        ({"launcher__ray__address": "ray://h:1"}, "nothing listens|is not HOST:PORT"),
+        ({"launcher__generators": 9}, "the run needs 10 CPU.* has 3 CPU"),
+        ({"launcher__ray__generator__cpus": 2}, "no node of the Ray cluster has 2 CPU"),
+    ):
+        settings = {"launcher__kind": "ray", "launcher__ray__address": cluster.address} | settings
+        done = command_line.run(**settings)
+        assert done.returncode == 2, done.stdout
+        assert re.search(said, " ".join(done.stdout.split())), done.stdout
+        assert not command_line.folder.exists()
+
+
+def test_a_run_on_three_nodes_loses_a_child_and_an_actor(
+    command_line: CommandLine, cluster: RayNodes
+) -> None:
+    process = command_line.start(
+        launcher__kind="ray",
+        launcher__ray__address=cluster.address,
+        launcher__ray__strategy="strict_spread",
+        launcher__generators=2,
+        run__steps=STEPS,
+    )
+    until(lambda: command_line.steps() >= 2, seconds=120, what="two steps")
+    first, second = sorted(command_line.children("generator"))
+    raylets = set()
+    for pid in (*command_line.children("trainer"), first, second):
+        worker = status_of(pid)
+        assert worker is not None
+        raylet = status_of(worker.parent)
+        assert raylet is not None
+        raylets.add(raylet.parent)
+    assert len(raylets) == 3, "each process is on a node of its own"
+    os.kill(first, signal.SIGKILL)
+    until(lambda: command_line.steps() >= 5, seconds=120, what="five steps")
+    status = status_of(second)
+    assert status is not None
+    os.kill(status.parent, signal.SIGKILL)  # the actor's worker
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    text = " ".join(output.split())
+    assert "was killed by SIGKILL" in text
+    assert "its Ray actor was lost" in text
+    assert text.count("in place of generator-") == 2
+    result = command_line.result()
+    assert (result.steps, result.staleness.max) == (STEPS, 0)
+    assert result.exactly_on_policy
+    steps = command_line.metrics()
+    assert [step.step for step in steps] == list(range(STEPS))
+    assert worst_mismatch(steps) < 1e-3
+    assert read_account(command_line.folder).is_exact
+    ends_with_nothing_left(command_line)
+
+
+def test_a_killed_controller_and_a_dead_head_leave_nothing(
+    command_line: CommandLine, cluster: RayNodes
+) -> None:
+    settings = {
+        "launcher__kind": "ray",
+        "launcher__ray__address": cluster.address,
+        "run__steps": 1000,
+    }
+    killed = command_line.start(**settings)
+    until(lambda: command_line.steps() >= 1, seconds=120, what="a step")
+    killed.kill()
+    killed.communicate(timeout=30)
+    ends_with_nothing_left(command_line)
+    process = command_line.start("--resume", **settings)
+    before = command_line.steps()
+    until(lambda: command_line.steps() > before, seconds=120, what="another step")
+    cluster.kill_head()
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 1, output
+    assert "has not answered for" in " ".join(output.split())
+    ends_with_nothing_left(command_line)
+    assert list((command_line.folder / "checkpoints").glob("step-*")), "it can be resumed"
