@@ -91,7 +91,7 @@ def _spec(name: str, folder: Path) -> ChildSpec:
 
 def _environment(pid: int) -> list[str]:
     """The environment of a process, as soon as the kernel has set it up."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if found := Path(f"/proc/{pid}/environ").read_bytes():
             return found.decode().split("\0")

@@ -78,7 +78,7 @@ def test_a_real_prometheus_scrapes_it(tmp_path):
     exporter = start_exporter(registry, "127.0.0.1", 0)
     config = tmp_path / "prometheus.yml"
     config.write_text(
-        "scrape_configs:\n- job_name: asyncrl\n  scrape_interval: 200ms\n  scrape_timeout: 200ms\n"
+        "scrape_configs:\n- job_name: asyncrl\n  scrape_interval: 1s\n  scrape_timeout: 1s\n"
         f"  static_configs: [{{targets: ['127.0.0.1:{exporter.port}']}}]\n"
     )
     port = free_port()
@@ -94,10 +94,10 @@ def test_a_real_prometheus_scrapes_it(tmp_path):
     )
     try:
         query = "asyncrl_generated_tokens_total + on(process) asyncrl_response_length_tokens_count"
-        assert ask(port, query, deadline=time.monotonic() + 30) == ("generator-0", "124")
+        assert ask(port, query, deadline=time.monotonic() + 120) == ("generator-0", "124")
     finally:
         server.kill()
-        server.wait(10)
+        server.wait(60)
         exporter.close()
 
 
@@ -107,7 +107,7 @@ def ask(port, query, deadline):
     while time.monotonic() < deadline:
         try:
             found = json.loads(get(url))["data"]["result"]
-        except (urllib.error.URLError, ConnectionError):
+        except OSError:  # not ready yet, or slow
             found = []
         if found:
             return found[0]["metric"]["process"], found[0]["value"][1]

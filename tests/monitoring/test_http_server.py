@@ -25,7 +25,7 @@ def port():
 
 
 def ask(port, content, *, close=True):
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         try:
             client.sendall(content)
             if close:
@@ -98,17 +98,17 @@ def send_slowly(client):
 def test_slow_and_idle_clients_are_bounded_and_do_not_stop_scrapes(port, monkeypatch, capfd):
     monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.5)
     threads_before = threading.active_count()
-    idle = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(80)]
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(80)]
     try:
         # A reset discards the 503 that was sent with it.
         assert threading.active_count() <= threads_before + http_server.MAX_CONNECTIONS
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while b"200 OK" not in ask(port, SCRAPE):
             assert time.monotonic() < deadline, "the idle connections were not closed"
     finally:
         for client in idle:
             client.close()
-    slow = socket.create_connection(("127.0.0.1", port), timeout=20)
+    slow = socket.create_connection(("127.0.0.1", port), timeout=60)
     with slow, pytest.raises(OSError, match=r"reset|pipe"):
         send_slowly(slow)
     assert capfd.readouterr() == ("", "")
@@ -116,7 +116,7 @@ def test_slow_and_idle_clients_are_bounded_and_do_not_stop_scrapes(port, monkeyp
 
 def test_a_client_that_leaves_before_the_answer(port, capfd):
     for _ in range(20):
-        client = socket.create_connection(("127.0.0.1", port), timeout=20)
+        client = socket.create_connection(("127.0.0.1", port), timeout=60)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         client.sendall(SCRAPE)
         client.close()

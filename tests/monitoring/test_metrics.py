@@ -64,7 +64,7 @@ def test_promtool_finds_nothing_to_complain_about(role):
         input=ours + "\n",
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -121,7 +121,7 @@ def test_threads_may_share_it(tmp_path):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
     assert len(read_spans(path, gap=0.0)) == 400
 
 

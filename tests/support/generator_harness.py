@@ -228,7 +228,7 @@ async def _play(scenario: Any, settings: dict[str, Any]) -> None:
     harness = GeneratorHarness(**settings)
     running = asyncio.create_task(harness.process.run(metrics_port=None))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await settle()
             await scenario(harness)
             await harness.send(tg.Shutdown())

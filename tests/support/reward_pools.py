@@ -39,6 +39,6 @@ def parent_of(pid: int) -> int:
 
 async def until_gone(pid: int) -> None:
     """Wait until a process has ended."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while alive(pid):  # noqa: ASYNC110 - another process's state
             await asyncio.sleep(0.01)

@@ -189,7 +189,7 @@ def play(
     async def run() -> TrainerHarness:
         with WeightPublisher(directory, "run") as publisher:
             harness = TrainerHarness(directory, publisher, every=every, **settings)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 harness.running = asyncio.create_task(harness.process.run(metrics_port=None))
                 try:
                     await scenario(harness)

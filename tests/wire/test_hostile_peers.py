@@ -54,7 +54,7 @@ class Ends:
     async def still_talk(self) -> None:
         """The line gets through to the hub, whatever came before."""
         await self.line.send(GOODBYE)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await self.hub.receive() == ("g", GOODBYE)
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ def test_a_line_takes_any_frames(runtime: RuntimeDirectory) -> None:
             await router.send_multipart([name, body])
         await router.send_multipart([name, b"a", b"b"])
         await router.send_multipart([name, b"\x81\xa4type\xa5Pause"])
-        assert await line.receive_within(10, what="a command") == to_generator.Pause()
+        assert await line.receive_within(60, what="a command") == to_generator.Pause()
         assert len(refused) == len(bodies) + 1
         assert refused[-1] is Reason.PARTS
         line.close()

@@ -115,7 +115,7 @@ def between(address: str, talk: Talk, refusals: Refusals | None = None) -> None:
         hub: Hub[Any] = Hub(address, KEY.hub("control"), from_generator.FromGenerator, refusals)
         line: Line[Any] = Line(address, KEY.line("control", "g"), to_generator.ToGenerator)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await talk(hub, line)
         finally:
             hub.close()

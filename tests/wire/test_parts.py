@@ -58,7 +58,7 @@ def test_long_messages_go_both_ways() -> None:
         )
         failure = from_generator.Failure("g", "x" * (3 * PART_BYTES), user_error=True)
         prompt = to_generator.PromptPayload("p", b"\1" * (3 * PART_BYTES), {})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await line.send(failure)
             assert await hub.receive() == ("g", failure)
             command = to_generator.Generate(SampleId(1, 2), prompt, 7)

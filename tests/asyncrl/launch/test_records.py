@@ -135,7 +135,7 @@ def test_a_status_is_read_whatever_the_process_is_called(tmp_path: Path) -> None
     try:
         until(
             lambda: "S 1" in Path(f"/proc/{sleeper.pid}/stat").read_text(),
-            seconds=10,
+            seconds=60,
             what="the program to start",
         )
         status = status_of(sleeper.pid)

@@ -69,7 +69,7 @@ def heard_from(
                     work(child)
             heard: list[Any] = []
             try:
-                async with asyncio.timeout(5 if error is not RuntimeError else 0.2):
+                async with asyncio.timeout(60 if error is not RuntimeError else 0.2):
                     heard.append((await hub.receive())[1])
             except TimeoutError:
                 pass

@@ -75,7 +75,7 @@ def test_calls_run_at_once_up_to_the_limit(source: Path) -> None:
 
 def test_a_call_that_hangs_or_fails_leaves_the_others_and_the_process_alone(source: Path) -> None:
     async def check() -> None:
-        async with running({"name": f"{source}:score"}, timeout_seconds=1) as pool:
+        async with running({"name": f"{source}:score"}, timeout_seconds=3) as pool:
             before = await pool.score("", "", {})
             responses = ["hang", "raise", "stubborn", "cancel", ""]
             calls = [pool.score("", response, {}) for response in responses]
@@ -92,7 +92,7 @@ def test_a_call_that_hangs_or_fails_leaves_the_others_and_the_process_alone(sour
 def test_a_call_that_blocks_or_kills_the_worker_costs_the_others_nothing(source: Path) -> None:
     async def check() -> None:
         function = {"name": f"{source}:score"}
-        async with running(function, timeout_seconds=1, max_attempts=2) as pool:
+        async with running(function, timeout_seconds=2, max_attempts=2) as pool:
             for culprit, kind in (("block", RewardTimeout), ("die", RewardFailed)):
                 calls = [pool.score("", response, {}) for response in ("", culprit, "", "")]
                 results = await asyncio.gather(*calls, return_exceptions=True)

@@ -185,7 +185,7 @@ def test_a_suspended_supervisor_ends_at_once_with_all_below_it(
 def test_a_closed_pool_has_no_process_that_was_being_killed(source: Path, tmp_path: Path) -> None:
     async def check() -> None:
         row = {"began": str(tmp_path / "began"), "go": str(tmp_path / "never")}
-        async with running({"name": f"{source}:score"}, timeout_seconds=0.3) as pool:
+        async with running({"name": f"{source}:score"}, timeout_seconds=2) as pool:
             worker = int((await pool.score("", "pid", row)).value)
             supervisor = parent_of(worker)
             with pytest.raises(RewardTimeout):

@@ -130,7 +130,7 @@ def test_what_a_killed_controller_left_is_removed_by_a_resumed_or_deleted_run(
         RunDirectory.create(
             config_in(tmp_path), resume=resume, clean=not resume, say=said.append
         ).close()
-        assert child.wait(timeout=10) == -signal.SIGTERM
+        assert child.wait(timeout=60) == -signal.SIGTERM
         assert f"generator-0 (process {child.pid})" in said[0]
         assert not sockets.exists()
         assert not weights.exists()
@@ -144,7 +144,7 @@ def test_a_suspended_run_says_how_to_continue_it(tmp_path: Path) -> None:
         stopped.send_signal(signal.SIGSTOP)
         until(
             lambda: (found := status_of(stopped.pid)) is not None and found.is_stopped,
-            seconds=10,
+            seconds=60,
             what="the process to stop",
         )
         made.state.pid = stopped.pid

@@ -71,7 +71,7 @@ def test_the_first_signal_stops_the_run_in_order(number: signal.Signals) -> None
         run = Run()
         with Interrupts(run, kill=run.kill, clean_up=nothing, say=nothing).handled():
             os.kill(os.getpid(), number)
-            await asyncio.wait_for(run.ended.wait(), 10)
+            await asyncio.wait_for(run.ended.wait(), 60)
             if number == signal.SIGHUP:  # the kernel and the shell both send it
                 os.kill(os.getpid(), number)
         return run
@@ -91,7 +91,7 @@ def test_a_stop_that_fails_ends_the_run_with_its_error() -> None:
         run = Broken()
         with Interrupts(run, kill=run.kill, clean_up=nothing, say=nothing).handled():
             os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.wait_for(run.ended.wait(), 10)
+            await asyncio.wait_for(run.ended.wait(), 60)
         return run
 
     assert str(asyncio.run(main()).error) == "the scheduler is broken"
@@ -110,7 +110,7 @@ def test_the_second_signal_ends_a_process_whose_loop_is_blocked() -> None:
     process = started(limit=0.2)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == Interrupted.exit_code
     assert output.split("\n")[-3:] == ["kill", "clean up", ""]
 
@@ -122,7 +122,7 @@ def test_the_third_signal_does_not_wait() -> None:
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "kill\n"
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode == Interrupted.exit_code
 
 

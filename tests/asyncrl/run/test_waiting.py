@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from asyncrl.errors import RunFailed, WaitTimeout
+from asyncrl.run import waiting
 from asyncrl.run.waiting import Waiter
 
 
@@ -17,14 +20,14 @@ def test_a_condition_is_evaluated_after_every_notification() -> None:
             evaluated.append(done[0])
             return done[0]
 
-        waiting = asyncio.create_task(waiter.until(condition, seconds=60, what=lambda: "the test"))
+        task = asyncio.create_task(waiter.until(condition, seconds=60, what=lambda: "the test"))
         await asyncio.sleep(0)
         waiter.notify()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         done[0] = True
         waiter.notify()
-        await waiting
+        await task
         return len(evaluated)
 
     assert asyncio.run(wait()) == 3
@@ -38,20 +41,25 @@ def test_a_wait_that_is_too_long_says_what_it_waited_for() -> None:
         asyncio.run(wait())
 
 
-def test_progress_starts_the_time_limit_again() -> None:
+def test_progress_starts_the_time_limit_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of its own, on which each wait for a change takes 15 s."""
+    clock = itertools.count(step=15)
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(waiting, "_PIECE_SECONDS", 60.0)
+
     async def wait() -> int:
         waiter, finished = Waiter(), [0]
 
         async def work() -> None:
             while finished[0] < 6:
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.001)
                 finished[0] += 1
                 waiter.notify()
 
         working = asyncio.create_task(work())
         await waiter.until(
             lambda: finished[0] == 6,
-            seconds=0.2,
+            seconds=40,
             what=lambda: "six samples",
             progress=lambda: finished[0],
         )

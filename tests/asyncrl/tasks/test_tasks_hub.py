@@ -38,7 +38,7 @@ def test_an_id_is_left_alone_if_the_hub_answers(monkeypatch: pytest.MonkeyPatch)
     thread.start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     path = resolve_model(ModelConfig(path="Qwen/Qwen3-0.6B"), None)
-    thread.join(10)
+    thread.join(60)
     server.server_close()
     assert path == "Qwen/Qwen3-0.6B", "501 is an answer too"
     assert "HF_HUB_OFFLINE" not in os.environ

@@ -21,7 +21,7 @@ def save(path: Path, first_group: int = 5) -> tg.SaveUnfinished:
 
 async def until(condition: Callable[[], object]) -> None:
     """Wait for what a thread does."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - a thread's file
             await asyncio.sleep(0.01)
 
