@@ -352,7 +352,7 @@ def _verify_input(batch: Any, trees: TokenTrees, feed: Feed, contexts: Index) ->
     mask = None
     if device.type != "cpu":
         # A graph that was captured with a mask reads one in plain steps as well.
-        mask = torch.from_numpy(full_mask(trees, feed, contexts)).to(device)
+        mask = full_mask(trees, feed, contexts, device)
     found = DraftInput(
         draft_token=batch.input_ids,
         custom_mask=mask,

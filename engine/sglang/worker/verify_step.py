@@ -148,26 +148,31 @@ def hidden_places(trees: TokenTrees, feed: Feed) -> tuple[Index, Index]:
     return start[row] + query, start[row] + key
 
 
-def full_mask(trees: TokenTrees, feed: Feed, contexts: Index) -> NDArray[np.bool_]:
+def full_mask(trees: TokenTrees, feed: Feed, contexts: Index, device: torch.device) -> torch.Tensor:
     """The mask that SGLang's kernels take: for each row `[places, context + places]`, flat.
+
+    It is made where it is read. Only what is hidden among the drafted places comes from the host,
+    so a step without drafts costs one operation, whatever the contexts are.
 
     Args:
         trees: of the rows.
         feed: their layout, uniform.
         contexts: `[n]` tokens of each row before its last one.
+        device: of the mask.
     """
-    query, key = hidden_places(trees, feed)
-    start = np.cumsum(feed.counts) - feed.counts
-    parts = []
-    for row, (context, places) in enumerate(
-        zip(contexts.tolist(), feed.counts.tolist(), strict=True)
-    ):
-        mask = np.ones((places, context + places), np.bool_)
-        mask[:, context:] = np.tri(places, dtype=np.bool_)
-        mine = feed.row[query] == row
-        mask[query[mine] - start[row], context + key[mine] - start[row]] = False
-        parts.append(mask.ravel())
-    return np.concatenate(parts) if parts else np.empty(0, np.bool_)
+    width = feed.width
+    line = contexts + width
+    begin = np.cumsum(width * line) - width * line
+    mask = torch.ones(int((width * line).sum()), dtype=torch.bool, device=device)
+    if width > 1:
+        later_query, later_key = np.triu_indices(width, 1)
+        later = (begin + contexts)[:, None] + line[:, None] * later_query + later_key
+        query, key = hidden_places(trees, feed)
+        row = feed.row[query]
+        apart = begin[row] + line[row] * feed.place[query] + contexts[row] + feed.place[key]
+        hidden = np.concatenate([later.ravel(), apart])
+        mask[torch.from_numpy(hidden).to(device)] = False
+    return mask
 
 
 def walk_on_device(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cache.tree import Drafts
-from engine.drafting.trees import TokenTrees, plant
+from engine.drafting.trees import TokenTrees, no_trees, plant
 from engine.sglang.worker.segments import segments_of, visible
 from engine.sglang.worker.verify_step import (
     Feed,
@@ -186,7 +188,7 @@ def by_hand(scene: Scene, feed: Feed) -> list[NDArray[np.bool_]]:
 @given(scenes())
 def test_a_node_attends_to_the_context_and_its_own_path(scene: Scene) -> None:
     feed = lay_out(scene.trees, scene.last, scene.contexts, ragged=False)
-    flat = full_mask(scene.trees, feed, scene.contexts)
+    flat = full_mask(scene.trees, feed, scene.contexts, torch.device("cpu")).numpy()
     at = 0
     for row, mask in enumerate(by_hand(scene, feed)):
         got = flat[at : at + mask.size].reshape(mask.shape)
@@ -196,6 +198,28 @@ def test_a_node_attends_to_the_context_and_its_own_path(scene: Scene) -> None:
         assert got[fed:].any(axis=1).all()  # padding attends to something: no softmax of nothing
         assert not got[:fed, int(scene.contexts[row]) + fed :].any()
     assert at == len(flat)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is done with tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 500])
+def test_a_plain_step_has_a_mask_of_ones_made_in_one_operation(rows: int) -> None:
+    """However many rows there are, and whatever their contexts: on a GPU every step needs one."""
+    contexts = np.arange(rows) * 7 % 90
+    feed = lay_out(no_trees(rows), np.zeros(rows, np.int32), contexts, ragged=False)
+    with Operations() as operations:
+        mask = full_mask(no_trees(rows), feed, contexts, torch.device("cpu"))
+    assert mask.all()
+    assert len(mask) == (contexts + 1).sum()
+    assert operations.count == 1
 
 
 @given(scenes(), st.sampled_from([1, 2]))
