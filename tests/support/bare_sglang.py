@@ -6,8 +6,10 @@ python bare_sglang.py   prints a JSON object that `test_sglang_weights` judges
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -26,6 +28,7 @@ from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import Fingerprint
 from wire.weights.writer import published
 
+EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 NORM, KEY = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight"
 
 
@@ -127,8 +130,56 @@ def loading(model: Any, change: Callable[[Any, Any], Any]) -> Iterator[None]:
         yield
 
 
+def of_a_mixture() -> dict[str, Any]:
+    """The same questions about a model whose layers have four experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=8, hidden_size=32, intermediate_size=64, moe_intermediate_size=32,
+        num_hidden_layers=2, num_experts=4, num_experts_per_tok=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
+    )  # fmt: skip
+    states = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        policy = Qwen3MoeForCausalLM(config)
+        states.append(policy.state_dict())
+    with tempfile.TemporaryDirectory() as path:
+        policy.save_pretrained(path)
+        runner = model_runner(path)
+        weights = Weights(runner, path)
+        found = {"differ": [weights.differing(states[1])], "why": []}
+        for version in range(3):
+            found["why"].append(weights.give(version, states[version % 2]))
+            found["differ"].append(weights.differing(states[version % 2]))
+        with torch.no_grad():
+            runner.model.get_parameter("model.layers.1.mlp.experts.w13_weight")[2, 33, 5] += 1e-3
+        found["one number"] = weights.differing(states[0])
+    return found
+
+
+def in_a_fork(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What it returns: SGLang serves one model in a process, and is imported in this one."""
+    from sglang.benchmark import one_batch  # noqa: F401
+
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writer, json.dumps(call()).encode())
+        except BaseException:  # noqa: BLE001 - the fork must not run on
+            traceback.print_exc()
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        said = told.read()
+    os.waitpid(child, 0)
+    found: dict[str, Any] = json.loads(said)
+    return found
+
+
 def main() -> None:
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"mixture": in_a_fork(of_a_mixture)}
     policies = [random_qwen3(seed, 8) for seed in range(3)]
     states = [policy.state_dict() for policy in policies]
     with tempfile.TemporaryDirectory() as path:

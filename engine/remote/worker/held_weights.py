@@ -6,7 +6,7 @@ one parameter with two uses, and both are looked at.
 
 Names that have no counterpart are left out of the fingerprint, and the run names them
 (`wire.wrong_policy.not_compared`): tensors that the engine renames, computes or holds in another
-layout, experts split among several ranks, and quantized layers.
+layout or in wider layers, experts split among several ranks, and quantized layers.
 
 With tensor parallelism each rank sums its part (`engine.remote.worker.shards`).
 """
@@ -137,6 +137,8 @@ class HeldWeights:
             return None
         leaf, module, ranks = name.rpartition(".")[2], modules[place.path], self._ranks
         shard = shard_of(module, place.part, place.before, shape, ranks.rank, ranks.size)
+        if shard is None:
+            return None
         product = self.sums_by_product(module, name, shard, shape)
         if product is not None:
             return product

@@ -38,8 +38,14 @@ class Shard(NamedTuple):
     """What its sums are multiplied by before they are added up over the ranks, as int64."""
 
 
-def shard_of(module: Any, part: int, before: int, shape: Shape, rank: int, size: int) -> Shard:
+def shard_of(
+    module: Any, part: int, before: int, shape: Shape, rank: int, size: int
+) -> Shard | None:
     """The block of a tensor that a layer holds in a rank.
+
+    None in all ranks if the layer is wider than the tensor and several ranks share it, as SGLang
+    makes layers on a CPU whose sizes are no multiple of 32. One rank has the tensors that such a
+    layer stacks further apart.
 
     Args:
         module: the layer. Linear layers and embeddings say how they are split; another one
@@ -50,17 +56,22 @@ def shard_of(module: Any, part: int, before: int, shape: Shape, rank: int, size:
         rank: of this process.
         size: number of ranks.
     """
+    sizes: list[int] = getattr(module, "output_partition_sizes", None) or []
     if size == 1 or not shape:
-        return Shard(before, shape, 0, 0)
+        return Shard(sum(sizes[:part]) if part < len(sizes) else before, shape, 0, 0)
     vocabulary = getattr(module, "shard_indices", None)
     if vocabulary is not None:
         start, end = vocabulary.org_vocab_start_index, vocabulary.org_vocab_end_index
         return Shard(0, (end - start, *shape[1:]), start, 0)
-    sizes: list[int] = getattr(module, "output_partition_sizes", None) or [shape[0]]
+    sizes = sizes or [shape[0]]
     width = getattr(module, "input_size_per_partition", None)
     if len(shape) == 2 and width is not None and width < shape[1]:
+        if width * size != shape[1]:
+            return None
         return Shard(sum(sizes[:part]), (sizes[part], width), 0, rank * width)
-    replicas = size * sizes[part] // shape[0]
+    replicas, padding = divmod(size * sizes[part], shape[0])
+    if padding or not replicas:
+        return None
     row = rank // replicas * sizes[part]
     factor = _factor(rank % replicas, replicas)
     return Shard(sum(sizes[:part]), (sizes[part], *shape[1:]), row, 0, factor)

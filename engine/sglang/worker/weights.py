@@ -22,10 +22,10 @@ import torch
 
 from engine.errors import WeightsError
 from engine.remote.calls import StagingReport
-from engine.remote.worker.held_weights import HeldWeights
 from engine.remote.worker.ranks import Ranks
 from engine.remote.worker.staging import WorkerWeights
 from engine.remote.worker.twin import Twin
+from engine.sglang.worker.experts import MODELS_BY_EXPERT, SglangHeldWeights, expert_by_expert
 from wire.weights.layout import Fingerprint, WeightManifest
 
 T = TypeVar("T")
@@ -68,6 +68,8 @@ class SglangLoader:
 
         device = next(model.parameters()).device
         loading: Any = model
+        if type(model).__name__ in MODELS_BY_EXPERT:
+            tensors = expert_by_expert(tensors)
         DefaultModelLoader.restore_weights_before_loading(model, device)
         loading.load_weights(iter(tensors))
         DefaultModelLoader.postprocess_weights(model, device)
@@ -152,7 +154,7 @@ class SglangWeights:
     def begin_fingerprint(self, shapes: dict[str, Any]) -> None:
         """Begin a `Fingerprint` of the weights in use, by the names of the HF state dict."""
         model: Any = self._loader.model
-        held = HeldWeights(
+        held = SglangHeldWeights(
             model,
             {name: tuple(shape) for name, shape in shapes.items()},
             self._ranks,

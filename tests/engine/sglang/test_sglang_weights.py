@@ -64,3 +64,11 @@ def test_weights_that_sglang_skips_are_an_error(found: Any) -> None:
     assert found["skipped"].startswith(
         "SGLang loads no new weights into model.norm.weight of Qwen3"
     )
+
+
+def test_experts_are_loaded_and_compared(found: Any) -> None:
+    """SGLang takes them one by one, under other names than the trainer's, and skips the others."""
+    mixture = found["mixture"]
+    assert mixture["differ"] == [[]] * 4
+    assert mixture["why"] == [""] * 3
+    assert mixture["one number"] == [bare_sglang.EXPERTS]

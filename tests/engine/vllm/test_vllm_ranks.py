@@ -317,9 +317,23 @@ def test_one_wrong_number_in_any_rank_is_found(
 def test_replicas_count_once() -> None:
     module = SimpleNamespace(output_partition_sizes=[3], input_size_per_partition=HIDDEN)
     shards = [shard_of(module, 0, 0, (6, HIDDEN), rank, 8) for rank in range(8)]
-    assert [shard.row for shard in shards] == [0] * 4 + [3] * 4
-    assert sum(shard.factor for shard in shards[:4]) % (1 << 64) == 1
-    assert sum(shard.factor for shard in shards[4:]) % (1 << 64) == 1
+    found = [shard for shard in shards if shard is not None]
+    assert [shard.row for shard in found] == [0] * 4 + [3] * 4
+    assert sum(shard.factor for shard in found[:4]) % (1 << 64) == 1
+    assert sum(shard.factor for shard in found[4:]) % (1 << 64) == 1
+
+
+def test_layers_that_are_wider_than_their_tensors() -> None:
+    """SGLang pads a layer of 48 to 64 on a CPU: the second of two that it stacks lies after 64."""
+    stacked = SimpleNamespace(output_partition_sizes=[64, 64], input_size_per_partition=HIDDEN)
+    one = shard_of(stacked, 1, 48, (48, HIDDEN), 0, 1)
+    assert one is not None
+    assert (one.first, one.shape) == (64, (48, HIDDEN))
+    halves = SimpleNamespace(output_partition_sizes=[32, 32], input_size_per_partition=HIDDEN)
+    down = SimpleNamespace(output_partition_sizes=[HIDDEN], input_size_per_partition=32)
+    for rank in range(2):  # all of them must leave out the same ones
+        assert shard_of(halves, 1, 48, (48, HIDDEN), rank, 2) is None
+        assert shard_of(down, 0, 0, (HIDDEN, 48), rank, 2) is None
 
 
 def test_a_staging_ends_when_all_ranks_have_ended() -> None:
