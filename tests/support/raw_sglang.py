@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
-from served_sglang import sglang_python
+from served_sglang import FAULTY, SUPPORT, sglang_python
 
 from engine.protocol import GenerateRequest
-from engine.remote.extras import RequestExtra, ScoreColumns
+from engine.remote.extras import DrafterSettings, RequestExtra, ScoreColumns
 from engine.sglang.messages import (
     AddRequest,
     Answer,
@@ -38,14 +38,6 @@ from engine.sglang.worker.plugin import MARK_VARIABLE
 
 TOP_K = 4
 _READY_SECONDS, _MESSAGE_SECONDS = 300, 60
-_START = """
-import json, sys
-from engine.sglang.worker.start import start_schedulers
-processes, wait_for_ready = start_schedulers(json.loads(sys.argv[1]), sys.argv[2])
-wait_for_ready()
-for process in processes:
-    process.join()
-"""
 _ARGUMENTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -74,9 +66,15 @@ class Reports:
     """By id: of scored tokens."""
     ends: dict[str, End] = field(default_factory=dict)
     """By id."""
+    versions: list[int] = field(default_factory=list)
+    """Of the steps, in order."""
+    accepted: int = 0
+    """Drafts, since the start."""
 
     def take(self, message: Outputs) -> None:
         """Add a message; tokens and scores of a request come before its end."""
+        self.accepted = message.gauges.accepted
+        self.versions += [step.policy_version for step in message.steps]
         for step in message.steps:
             tickets = np.frombuffer(step.tickets, "<i8").tolist()
             rows = np.frombuffer(step.ids, "<i4").reshape(-1, step.width).tolist()
@@ -101,6 +99,7 @@ class RawSglang:
         self._push, self._pull = push, pull
         self._decoder = msgspec.msgpack.Decoder(ToClient)
         self._calls = 0
+        self.salt = "the first weights"
 
     def send(self, message: ToWorker) -> None:
         """Send a message."""
@@ -125,7 +124,7 @@ class RawSglang:
                 sampling.top_p,
                 list(sampling.stop_tokens),
                 request.priority,
-                "the first weights",
+                self.salt,
                 fields.to_plain(),
             )
         )
@@ -169,7 +168,11 @@ class RawSglang:
 
 @contextmanager
 def serving(
-    folder: Path, model_path: str, environment: dict[str, str], **arguments: Any
+    folder: Path,
+    model_path: str,
+    environment: dict[str, str],
+    drafting: DrafterSettings | None = None,
+    **arguments: Any,
 ) -> Iterator[RawSglang]:
     """A worker in SGLang, started with these arguments of `ServerArgs`."""
     context = zmq.Context()
@@ -186,6 +189,7 @@ def serving(
         logits_bytes=1 << 12,  # several slabs
         stage_on_device=False,
         steps_per_message=3,
+        drafting=drafting,
     )
     variables = os.environ | settings.to_environment()
     variables |= {
@@ -193,7 +197,7 @@ def serving(
         "SGLANG_PLATFORM": "asyncrl_cpu",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), SUPPORT]),
     }
     log = folder / "log"
     with log.open("wb") as written:
@@ -202,8 +206,9 @@ def serving(
                 sglang_python(),
                 "-W",
                 "ignore",
-                "-c",
-                _START,
+                "-m",
+                FAULTY,
+                "raw",
                 json.dumps(_ARGUMENTS | {"model_path": model_path} | arguments),
                 str(folder),
             ],

@@ -7,18 +7,24 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from served_engine import MAX_LEN, SLOTS, START_DEADLINE, TOP_K, Served, make_model
 
 from cache.config import CacheConfig
 from engine.config import EngineConfig
+from engine.sglang.client import process
 from engine.sglang.client.engine import SglangEngine
 from engine.sglang.config import SglangConfig
 from engine.sglang.interpreter import check_interpreter
 
 REAL_SGLANG = [pytest.mark.sglang]
 """The `pytestmark` of modules that run a real engine."""
+FAULTY = "faulty_sglang"
+"""In the place of `process.MODULE`: SGLang with our scheduler, which can be told to do wrong."""
+SUPPORT = str(Path(__file__).parent)
 
 
 def sglang_python() -> str:
@@ -31,6 +37,47 @@ def sglang_python() -> str:
     python = os.environ.get("ASYNCRL_SGLANG_PYTHON", str(own))
     check_interpreter(SglangConfig(python=python))
     return python
+
+
+@contextmanager
+def faults_possible(**variables: str) -> Iterator[None]:
+    """Engines that start meanwhile can be told to do something wrong (`sglang_faults`).
+
+    Args:
+        variables: of their environment.
+    """
+    paths = os.pathsep.join(filter(None, [SUPPORT, os.environ.get("PYTHONPATH", "")]))
+    changed = variables | {"PYTHONPATH": paths}
+    with patch.object(process, "MODULE", FAULTY), patch.dict(os.environ, changed):
+        yield
+
+
+@contextmanager
+def fault(served: Served, kind: str) -> Iterator[None]:
+    """A running engine does something wrong meanwhile (`sglang_faults.FaultyCalls`)."""
+    set_fault(served, kind)
+    try:
+        yield
+    finally:
+        set_fault(served, "none")
+
+
+def set_fault(served: Served, kind: str) -> None:
+    call_worker(served, "asyncrl_fault", kind)
+
+
+def call_worker(served: Served, method: str, *arguments: Any) -> Any:
+    """Call a method of `sglang_faults.FaultyCalls`."""
+    return served.call(ask_worker(served.core, method, *arguments))
+
+
+async def ask_worker(core: Any, method: str, *arguments: Any) -> Any:
+    """The same."""
+
+    def named(*_arguments: Any) -> Any: ...
+
+    named.__name__ = method
+    return await core._call("do what a test asks for", named, *arguments)
 
 
 @contextmanager
@@ -56,7 +103,7 @@ def serving(
         ),
     )
     cache = CacheConfig(max_draft_tokens=4, min_match=1, min_probability=0.0, max_bytes=1 << 26)
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, faults_possible():
         engine = SglangEngine(config, str(path), cache_config=cache, seed=3)
         served = Served(engine, runner, old, new, block=1, processes=lambda: [core_of(engine)])
         try:

@@ -1,4 +1,8 @@
-"""Real SGLang with drafts: the same tokens as without, and the enumerated distribution."""
+"""Real SGLang with drafts: the same tokens as without, and the enumerated distribution.
+
+Its steps overlap, as on GPUs: one is launched before SGLang has processed the one before. The
+engine's own settings leave that out on a CPU, as the engine of tests/engine/remote runs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from scipy.stats import chisquare
-from served_sglang import REAL_SGLANG, sglang_python, steadily_timed
+from served_sglang import (
+    REAL_SGLANG,
+    ask_worker,
+    faults_possible,
+    sglang_python,
+    steadily_timed,
+)
 from tiny_models import STOP, VOCAB, make_qwen3, save
 
 from cache.config import CacheConfig
@@ -84,11 +94,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         sglang=SglangConfig(python=sglang_python(), kv_cache_gib=0.0003, max_prefill_tokens=32),
     )
     cache = CacheConfig(max_draft_tokens=6, min_match=1, min_probability=0.0)
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, faults_possible(ASYNCRL_TEST_OVERLAP="1"):
         engine = SglangEngine(config, path, cache_config=cache, seed=1)
         try:
             with steadily_timed():
                 runner.run(asyncio.wait_for(engine.start(), SECONDS))
+            assert engine._parts is not None
+            assert runner.run(ask_worker(engine._parts.core, "asyncrl_overlaps"))
             yield World(engine, runner, model)
         finally:
             runner.run(engine.close())
