@@ -8,6 +8,7 @@
               weights, so decoding is bound by memory as on a GPU
     vllm      plain · its own `suffix` drafter · ours         (how: `benchmarks.rollout.passes`)
     torch     plain · chains · trees
+    sglang    plain · its own NGRAM, on a GPU · ours
     trees     accepted tokens per forward, one node budget    (`benchmarks.rollout.trees`)
     verify    tokens kept one optimizer step later            (`benchmarks.rollout.kept`)
     floor     bytes and operations of this machine            (`benchmarks.rollout.floor`)
@@ -25,7 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-KINDS = ("vllm", "torch")
+KINDS = ("vllm", "torch", "sglang")
+DEFAULT = ["vllm", "torch"]
 WIDE = 684 * 128
 """Intermediate size that gives the trained model 101 million parameters."""
 SPARE_PROMPTS = 512
@@ -68,7 +70,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="under 6 minutes; in full under 30")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    parser.add_argument("--engines", type=_kinds, default=list(KINDS), help="default: vllm,torch")
+    parser.add_argument(
+        "--engines",
+        "--engine",
+        type=_kinds,
+        default=DEFAULT,
+        help="of vllm, torch and sglang; default: vllm,torch",
+    )
     parser.add_argument("--rows", type=_numbers, help="requests at a time, e.g. 1,8,32")
     parser.add_argument(
         "--versions",

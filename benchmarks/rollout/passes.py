@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.tasks.prompts import Prompt, Task
-from benchmarks.rollout.contestants import OURS, PLAIN, SUFFIX, Contestant
+from benchmarks.rollout.contestants import NGRAM, OURS, PLAIN, SUFFIX, Contestant
 from benchmarks.rollout.findings import Kind, Pass, RepeatedPasses
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams
@@ -120,7 +120,7 @@ class Bench:
             if contestant.remembers:
                 batches = [
                     *(g for r in plan.rows if self._takes_part(contestant, r) for g in prompts[r]),
-                    *([warm, crowd] if contestant.name != SUFFIX else [warm]),
+                    *([warm] if contestant.name in (SUFFIX, NGRAM) else [warm, crowd]),
                 ]
                 await self._fill(contestant, [prompt for batch in batches for prompt in batch])
         with published(_weights(self._work.later), 1) as manifest:

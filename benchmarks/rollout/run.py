@@ -12,17 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import util
+from typing import Any
 
 from benchmarks.policies import Policies
 from benchmarks.rollout import trees as rollout_trees
 from benchmarks.rollout.contestants import contestants
-from benchmarks.rollout.findings import Findings
+from benchmarks.rollout.findings import LEFT_OUT, Findings
 from benchmarks.rollout.kept import kept_tokens
 from benchmarks.rollout.passes import OVERHEAD_ROWS, Bench, Plan, Workload
+from benchmarks.sglang_interpreter import sglang_python
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import EngineError, EngineStartError
 
-KINDS = ("vllm", "torch")
+KINDS = ("vllm", "torch", "sglang")
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,12 @@ class Effort:
         if quick:
             vllm = Plan(rows or (1, 8, 32), 3, 1, step_rows=(1, 8, 16, 32), overhead_repeats=2)
             torch = _sparse(rows or (8,), 2)
-            return cls({"vllm": vllm, "torch": torch}, tree_repeats=1, kept_prompts=32)
+            plans = {"vllm": vllm, "torch": torch, "sglang": vllm}
+            return cls(plans, tree_repeats=1, kept_prompts=32)
         vllm = Plan(rows or (1, 2, 8, 32, 128), 5)
         torch = _sparse(rows or (1, 8, 32), 5)
-        return cls({"vllm": vllm, "torch": torch}, tree_repeats=4, kept_prompts=64)
+        plans = {"vllm": vllm, "torch": torch, "sglang": vllm}
+        return cls(plans, tree_repeats=4, kept_prompts=64)
 
 
 def _sparse(rows: tuple[int, ...], repeats: int) -> Plan:
@@ -71,9 +75,9 @@ class Measurement:
         """Measure all parts, one after the other. The failure of one does not affect the others."""
         for kind in KINDS:
             if kind not in self.kinds:
-                self.findings.missing[kind] = "left out by --engines"
-            elif util.find_spec(kind) is None:
-                self.findings.missing[kind] = f"{kind} is not installed (`make bench` installs it)"
+                self.findings.missing[kind] = LEFT_OUT
+            elif (why := _lacking(kind)) is not None:
+                self.findings.missing[kind] = why
             else:
                 self._part(kind, partial(self._rates, kind))
         if "torch" in self.kinds:
@@ -91,7 +95,8 @@ class Measurement:
     def _rates(self, kind: str) -> None:
         plan = self.effort.plans[kind]
         config = self._config(kind, max(*plan.rows, OVERHEAD_ROWS))
-        found, missing = contestants(kind, str(self.wide.earlier), config)
+        earlier, later = str(self.wide.earlier), self.wide.later
+        found, missing = contestants(kind, earlier, later, config)
         self.findings.missing |= missing
         self.findings.measured[kind] = asyncio.run(Bench(found, self.wide, plan).run())
 
@@ -117,4 +122,20 @@ class Measurement:
     def _config(self, kind: str, slots: int) -> EngineConfig:
         """The project's defaults, with slots and lengths that fit the workload."""
         length = self.policies.recipe.max_model_len
-        return EngineConfig.model_validate({"kind": kind, "slots": slots, "max_model_len": length})
+        values: dict[str, Any] = {"kind": kind, "slots": slots, "max_model_len": length}
+        if kind == "sglang":
+            values["sglang"] = {"python": sglang_python()}
+        return EngineConfig.model_validate(values)
+
+
+def _lacking(kind: str) -> str | None:
+    """Why an engine cannot run here; None: it can."""
+    if kind == "sglang":
+        try:
+            sglang_python()
+        except EngineStartError as error:
+            return str(error)
+        return None
+    if util.find_spec(kind) is None:
+        return f"{kind} is not installed (`make bench` installs it)"
+    return None

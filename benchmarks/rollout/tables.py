@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from benchmarks.rollout.contestants import PLAIN
-from benchmarks.rollout.findings import CEILINGS, TARGETS, Findings, Kind, reached
+from benchmarks.rollout.findings import CEILINGS, LEFT_OUT, TARGETS, Findings, Kind, reached
 
 
 def tables(findings: Findings) -> Iterator[Table]:
@@ -108,7 +108,9 @@ def _targets(findings: Findings) -> Table:
     for name, target in TARGETS.items():
         sign = "<" if name in CEILINGS else ">="
         if name not in ratios:
-            table.add_row(name, f"{sign} {target}", "[bold red]MISSING[/]", "")
+            why = findings.missing.get(name.partition("_b")[0])
+            shown = "left out" if why == LEFT_OUT else "[bold red]MISSING[/]"
+            table.add_row(name, f"{sign} {target}", shown, "")
             continue
         colour = "green" if reached(name, ratios[name]) else "bold red"
         table.add_row(
