@@ -70,6 +70,47 @@ def simulate(
         float | None,
         typer.Option(help="Devices of the trainer; default: as many as balance the generators."),
     ] = None,
+    gpus_per_generator: Annotated[
+        int, typer.Option(min=1, help="GPUs of each generator (tensor parallel).")
+    ] = 1,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(help="Link of a node, each way, in Gbit/s; default: nothing waits for it."),
+    ] = None,
+    latency: Annotated[float, typer.Option(min=0, help="Between two nodes, one way, in ms.")] = 0.0,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    fan_out: Annotated[
+        int, typer.Option(min=1, help="Nodes to which a node passes weights on; 1: a chain.")
+    ] = 1,
+    chunk: Annotated[
+        float, typer.Option(help="Pieces in which nodes pass weights on, in MiB.")
+    ] = 8.0,
+    delta_share: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Bytes of a delta, as a share of the whole weights."),
+    ] = 1.0,
+    failures: Annotated[
+        float, typer.Option(min=0, help="Losses per node and hour; see --failure-scope.")
+    ] = 0.0,
+    failure_scope: Annotated[
+        Literal["generator", "node"],
+        typer.Option(help="What a failure loses: one generator, or all of a node."),
+    ] = "node",
+    restart: Annotated[
+        float, typer.Option(help="Until what was lost is back, in seconds.")
+    ] = 120.0,
+    trainer_failures: Annotated[
+        float, typer.Option(min=0, help="Losses of the trainer per hour.")
+    ] = 0.0,
+    checkpoint_every: Annotated[
+        int, typer.Option(min=1, help="Steps between the checkpoints that a lost trainer has.")
+    ] = 1,
+    slow_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the generators that are slow.")
+    ] = 0.0,
+    slow_factor: Annotated[
+        float, typer.Option(min=1, help="How many times as long slow generators take.")
+    ] = 2.0,
     mode: Annotated[
         list[str] | None,
         typer.Option(help="Simulate only this mode. Repeat for more; speed is over the first."),
@@ -87,7 +128,13 @@ def simulate(
 
     from asyncrl.config import load_config
     from asyncrl.simulation import study, tables
+    from asyncrl.simulation.failures import Failures, Stragglers
     from asyncrl.simulation.fit import fit_run
+    from asyncrl.simulation.network import Network
+
+    network = Network(bandwidth, latency, gpus_per_node, fan_out, chunk, delta_share)
+    losses = Failures(failures, failure_scope, restart, trainer_failures, checkpoint_every)
+    stragglers = Stragglers(slow_share, slow_factor)
 
     given: dict[str, Any] = {
         "generators": generators, "slots": slots, "steps": steps, "median": median,
@@ -100,6 +147,10 @@ def simulate(
         "sigma": sigma,
         "redraft": redraft,
         "new_length": new_length,
+        "gpus_per_generator": gpus_per_generator,
+        "network": network,
+        "failures": losses,
+        "stragglers": stragglers,
     }
     if steps is not None:
         changes["warm_up"] = min(4, steps - 1)

@@ -10,12 +10,14 @@ weights, a prefill) costs O(log requests).
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from asyncrl.simulation.cost import Costs
 from asyncrl.simulation.lengths import Lengths, Survival
+from asyncrl.simulation.sim_request import SimRequest, Tally
 from rollout.trajectory import SampleId
 
 _DRAWS = 1000
@@ -32,6 +34,9 @@ class GeneratorSetting:
     """Draws the length of an answer."""
     known: Mapping[SampleId, int]
     """Lengths of answers that are not drawn, unless they are rejected."""
+    drawn: dict[SampleId, int] | None
+    """Where lengths that are drawn are kept, for samples that are lost: the same as `known`. None
+    if nothing is ever lost."""
     prompt_tokens: float
     """Tokens of every prompt."""
     drift: float
@@ -46,94 +51,37 @@ class GeneratorSetting:
     """Whether running requests are prefilled again at an update (`on_update: recompute`)."""
 
 
-@dataclass(slots=True)
-class SimRequest:
-    """A sample at a simulated generator, from its start to its delivery."""
-
-    sample: SampleId
-    length: int
-    """Tokens of the finished answer; a rejection changes it."""
-    priority: int = 0
-    """As in `StartSample`: 0 if due, above 0 if it runs ahead."""
-    segments: list[tuple[int, float]] = field(default_factory=list)
-    """(policy version, tokens), in order."""
-    drafted: float = 0.0
-    """Tokens of its old continuation that are left to draft from."""
-    scoring: float = 0.0
-    """Progress until its verification is over, which takes a slot for one step."""
-    speedup: float = 1.0
-    """Its speed relative to other requests while it has tokens to draft from."""
-    began: float = 0.0
-    """The progress counter when its current attempt began."""
-    attempt: int = 0
-    """Number of its current attempt, an uninterrupted time in a slot; heap entries of earlier
-    attempts are outdated."""
-    decoding: bool = False
-    """Whether it has a slot."""
-    prefilled: bool = False
-    """Whether its KV exists; if not, it is computed when the request gets a slot."""
-    finishes: int = 0
-    """How many times it finished; a report of an earlier time is outdated."""
-    rewarded_at: float = 0.0
-    """Time at which it has its reward; 0 if no reward was requested."""
-
-    @property
-    def generated(self) -> float:
-        """Tokens of its closed attempts; those of the current attempt are not included."""
-        return sum(tokens for _, tokens in self.segments)
-
-    @property
-    def oldest_version(self) -> int:
-        """Lowest policy version among its tokens."""
-        return min(version for version, _ in self.segments)
-
-    def progress_left(self) -> float:
-        """How far the progress counter has to grow until the request is done."""
-        left = max(0.0, self.length - self.generated)
-        drafted = min(left, self.drafted)
-        return self.scoring + drafted / self.speedup + left - drafted
-
-    def grow(self, progress: float, version: int) -> float:
-        """Add the tokens of this much progress as a segment; returns their number."""
-        scoring = min(progress, self.scoring)
-        self.scoring -= scoring
-        progress -= scoring
-        drafting = min(progress, self.drafted / self.speedup)
-        drafted = drafting * self.speedup
-        tokens = min(self.length - self.generated, drafted + progress - drafting)
-        self.drafted = max(0.0, self.drafted - drafted)
-        if tokens > 0:
-            self.segments.append((version, tokens))
-        return tokens
-
-
-@dataclass(slots=True)
-class Tally:
-    """Counters of what a generator did."""
-
-    busy: float = 0.0
-    """Seconds of decoding and scoring."""
-    useful: float = 0.0
-    """Tokens decoded."""
-    scored: float = 0.0
-    """Tokens scored by verification."""
-    rejected: float = 0.0
-    """Tokens rejected by verification."""
-    preempted: int = 0
-    """Requests that lost their slot to due work."""
-
-
 class SimGenerator:
-    """Requests that decode, requests that wait for a slot, and finished ones that are held."""
+    """Requests that decode, requests that wait for a slot, and finished ones that are held.
+
+    Long because every way into a slot and out of it changes the same few counters.
+    """
 
     def __init__(
-        self, name: str, slots: int, setting: GeneratorSetting, rng: random.Random
+        self,
+        name: str,
+        slots: int,
+        setting: GeneratorSetting,
+        rng: random.Random,
+        *,
+        slowness: float = 1.0,
+        version: int = 0,
     ) -> None:
-        self.name, self.slots = name, slots
-        self.version = 0
-        self.paused_until = 0.0
+        """A generator that has installed `version`; -1: none, so it decodes nothing.
+
+        Args:
+            name: of the generator.
+            slots: requests that it decodes at once.
+            setting: what all generators have in common.
+            rng: source of its randomness.
+            slowness: how many times as long as usual everything takes that it computes.
+            version: policy version that it decodes with.
+        """
+        self.name, self.slots, self.version = name, slots, version
+        self.paused_until = math.inf if version < 0 else 0.0
         self.tally = Tally()
         self._setting, self._cost, self._rng = setting, setting.cost, rng
+        self._slowness = slowness
         self._requests: dict[SampleId, SimRequest] = {}
         self._held: dict[SampleId, SimRequest] = {}
         self._waiting: list[tuple[int, int, SampleId]] = []
@@ -150,6 +98,8 @@ class SimGenerator:
         self._progress = 0.0
         """Tokens that an active request has generated since the generator began."""
         self._clock = 0.0
+        self._pace: float | None = None
+        """Seconds in which each active request generates one token; None if that has changed."""
 
     # -------------------------------------------------------------------- time
 
@@ -161,10 +111,13 @@ class SimGenerator:
             progress = (now - start) / self._token_seconds()
             self._progress += progress
             self._context += progress * self._active
+            self._pace = None
         self._clock = max(self._clock, now)
 
     def next_end(self) -> float | None:
         """Time at which the next request is done if nothing changes; None if none decodes."""
+        if self.paused_until == math.inf:
+            return None
         while self._ends:
             end, _, attempt, sample = self._ends[0]
             request = self._requests.get(sample)
@@ -176,13 +129,15 @@ class SimGenerator:
 
     def _token_seconds(self) -> float:
         """Seconds in which each active request generates one token."""
-        cost = self._cost
-        step = cost.decode(self._active, self._context, self._drafting)
-        return step / cost.speed(self._active)
+        if self._pace is None:
+            cost = self._cost
+            step = cost.decode(self._active, self._context, self._drafting)
+            self._pace = self._slowness * (step / cost.speed(self._active))
+        return self._pace
 
     def _prefill(self, tokens: float) -> None:
         """Feed this many tokens in a decode step; decoding pauses for what they add to it."""
-        seconds = self._cost.prefill(tokens, self._active, self._context)
+        seconds = self._slowness * self._cost.prefill(tokens, self._active, self._context)
         self.paused_until = max(self.paused_until, self._clock) + seconds
         self.tally.busy += seconds
 
@@ -192,6 +147,8 @@ class SimGenerator:
         """Add a request."""
         setting = self._setting
         length = setting.known.get(sample) or setting.lengths(self._rng)
+        if setting.drawn is not None:
+            setting.drawn[sample] = length
         self._add(SimRequest(sample, length, priority))
 
     def next_finished(self) -> SimRequest | None:
@@ -211,9 +168,13 @@ class SimGenerator:
         self._fill()
         return request
 
-    def verify(self, samples: tuple[SampleId, ...], min_version: int) -> None:
-        """Verify samples with tokens below `min_version`; each resumes from its accepted prefix."""
-        scored = 0.0
+    def verify(self, samples: tuple[SampleId, ...], min_version: int) -> list[SimRequest]:
+        """Verify samples with tokens below `min_version`; each resumes from its accepted prefix.
+
+        Returns:
+            Held samples that need no verification.
+        """
+        scored, unchanged = 0.0, []
         for sample in samples:
             request = self._held.get(sample) or self._requests.get(sample)
             if request is None:
@@ -227,6 +188,8 @@ class SimGenerator:
                 if self._held.pop(sample, None) is not None:
                     request.scoring = 1.0
                     self._add(request)
+            elif sample in self._held:
+                unchanged.append(request)
             if active:
                 self._enter(request)
             elif sample in self._requests:
@@ -235,12 +198,14 @@ class SimGenerator:
             self.tally.scored += scored
             self._prefill(scored)
         self._fill()
+        return unchanged
 
     def _accept(self, request: SimRequest) -> float:
         """Cut a request to the accepted prefix; returns the number of tokens that were scored."""
         generated = request.generated
         setting = self._setting
         kept = setting.survival.kept(request.segments, self.version, setting.drift, self._rng)
+        request.unknown = False
         self.tally.rejected += generated - kept
         if kept < generated:
             # Verification draws the next token; the rejected ones serve as drafts.
@@ -291,21 +256,52 @@ class SimGenerator:
 
     def install(self, version: int) -> None:
         """Install new weights; running requests continue under them with a new attempt."""
-        running = [request for request in self._requests.values() if request.decoding]
-        for request in running:
-            self._leave(request)
+        running = self._interrupt()
         self.version = version
         for request in running:
             self._enter(request)
         if self._setting.rebuilds_kv and running:
             prompt_tokens = self._setting.prompt_tokens
             self._prefill(sum(prompt_tokens + request.generated for request in running))
+        if self.paused_until == math.inf:
+            self.paused_until = self._clock
         self.paused_until = max(self.paused_until, self._clock) + self._cost.swap_seconds
+
+    def rewind(self, version: int) -> int:
+        """The policies after `version` are gone; see `SimRequest.rewind`.
+
+        Returns:
+            The version that it has; -1 if that is gone. It then decodes nothing until an install.
+        """
+        for request in self._interrupt():
+            self._enter(request)
+        for request in (*self._requests.values(), *self._held.values()):
+            request.rewind(version)
+        if self.version > version:
+            self.version, self.paused_until = -1, math.inf
+        return self.version
+
+    def unfinished_tokens(self) -> float:
+        """Tokens of all samples that it has, finished or not."""
+        for request in self._interrupt():
+            self._enter(request)
+        samples = (*self._requests.values(), *self._held.values())
+        return sum(request.generated for request in samples)
+
+    def _interrupt(self) -> list[SimRequest]:
+        """Take all requests out of their slots; what they have belongs to the current version."""
+        running = [request for request in self._requests.values() if request.decoding]
+        for request in running:
+            self._leave(request)
+        return running
 
     def _add(self, request: SimRequest) -> None:
         self._requests[request.sample] = request
-        self._wait(request)
-        self._fill()
+        if self._waiting or self._active >= self.slots:
+            self._wait(request)
+            self._fill()
+        else:
+            self._take(request)
 
     def _wait(self, request: SimRequest) -> None:
         self._count += 1
@@ -321,10 +317,14 @@ class SimGenerator:
             if self._active >= self.slots and not self._preempt(priority):
                 return
             heapq.heappop(self._waiting)
-            if not request.prefilled:
-                self._prefill(self._setting.prompt_tokens + request.generated)
-                request.prefilled = True
-            self._enter(request)
+            self._take(request)
+
+    def _take(self, request: SimRequest) -> None:
+        """Give a request a free slot."""
+        if not request.prefilled:
+            self._prefill(self._setting.prompt_tokens + request.generated)
+            request.prefilled = True
+        self._enter(request)
 
     def _preempt(self, priority: int) -> bool:
         """Free the slot of the last run-ahead request in data order; False if there is none."""
@@ -348,6 +348,7 @@ class SimGenerator:
         request.decoding = True
         request.began = self._progress
         request.attempt += 1
+        self._pace = None
         self._active += 1
         self._drafting += request.drafted > 0.0
         self._context += self._setting.prompt_tokens + request.generated
@@ -361,6 +362,7 @@ class SimGenerator:
     def _leave(self, request: SimRequest) -> None:
         """Take a request out of its slot; the tokens of the attempt are of the current version."""
         request.decoding = False
+        self._pace = None
         self._active -= 1
         self._drafting -= request.drafted > 0.0
         progress = self._progress - request.began

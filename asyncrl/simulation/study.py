@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,8 +11,10 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.simulation.cost import DEVICES, MODELS, Cost, Costs, roofline
+from asyncrl.simulation.failures import Failures, Stragglers
 from asyncrl.simulation.fit import WARM_UP, Fit
 from asyncrl.simulation.lengths import Lengths, Rule, Survival, empirical, lognormal
+from asyncrl.simulation.network import Network
 from asyncrl.simulation.world import Outcome, Setting, World
 from scheduler.config import SchedulerConfig
 
@@ -48,6 +51,8 @@ class Cluster:
     steps: int = 12
     warm_up: int = 4
     """First steps, which the results leave out; use at least a quarter of the steps."""
+    cool_down: int = 0
+    """Last steps, which the results leave out; run-ahead has less to do in the last few."""
     median: float = 1000.0
     """Median tokens of an answer; lengths are log-normal."""
     sigma: float = 1.0
@@ -76,9 +81,17 @@ class Cluster:
     """Tokens of every prompt."""
     trainer_devices: float | None = None
     """None: as many as balance training with generation, see `BALANCE`."""
+    gpus_per_generator: int = 1
+    """GPUs of each generator, which share its weights and its work (tensor parallel)."""
     fit: Fit | None = None
     """Costs and lengths of a real run, instead of the roofline and the log-normal."""
     seed: int = 0
+    network: Network = field(default_factory=Network)
+    """Between nodes."""
+    failures: Failures = field(default_factory=Failures)
+    """What is lost, and how often."""
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    """Which share of the generators is slow."""
 
     @property
     def step_groups(self) -> int:
@@ -92,6 +105,11 @@ class Cluster:
             return empirical(self.fit.lengths)
         return lognormal(self.median, self.sigma, self.longest)
 
+    @property
+    def generators_per_node(self) -> int:
+        """Generators of a node; a generator that needs several nodes counts as one."""
+        return max(1, self.network.gpus_per_node // self.gpus_per_generator)
+
     def cost(self) -> Costs:
         """Costs of the fit or the roofline. Raises UserError for an unknown model or device."""
         return self.roofline()[0] if self.fit is None else self.fit.cost
@@ -104,19 +122,36 @@ class Cluster:
         """
         for name, known in ((self.model, MODELS), (self.device, DEVICES)):
             if name not in known:
-                raise UserError(
-                    f"the simulator does not know {name!r}; it knows {', '.join(known)}"
-                )
+                raise _unknown(name, known)
         model, device = MODELS[self.model], DEVICES[self.device]
         devices = self.trainer_devices
         if devices is None:
-            one = roofline(model, device, trainer_devices=1)
+            one = roofline(
+                model, device, trainer_devices=1, devices_per_generator=self.gpus_per_generator
+            )
             rng, draw = random.Random(0), self.lengths()  # noqa: S311 - a simulation
             mean = sum(draw(rng) for _ in range(4000)) / 4000
             step = one.decode(self.slots, self.slots * (self.prompt_tokens + mean / 2))
             rate = self.generators * self.slots / step
             devices = rate * one.train_token_seconds * (1 + self.prompt_tokens / mean) / BALANCE
-        return roofline(model, device, trainer_devices=devices), devices
+        cost = roofline(
+            model, device, trainer_devices=devices, devices_per_generator=self.gpus_per_generator
+        )
+        return cost, devices
+
+    @property
+    def weights_bytes(self) -> float:
+        """Bytes of one version of the weights. Raises UserError for an unknown model."""
+        if self.model not in MODELS:
+            raise _unknown(self.model, MODELS)
+        model = MODELS[self.model]
+        return model.parameters * model.bytes_per_parameter
+
+    @property
+    def trainer_nodes(self) -> int:
+        """Nodes of the trainer; one if its size is not known."""
+        devices = 1.0 if self.fit is not None else self.roofline()[1]
+        return max(1, math.ceil(devices / self.network.gpus_per_node))
 
     def simulate(self, mode: str) -> Outcome:
         """Simulate one mode of `MODES`. Raises UserError for an unknown mode."""
@@ -138,8 +173,12 @@ class Cluster:
             prompt_tokens=self.prompt_tokens, drift=self.drift, redraft=self.redraft,
             new_length=self.new_length,
             survival=Survival(self.rule, outside=self.outside, noise=self.noise), seed=self.seed,
+            network=self.network, weights_bytes=self.weights_bytes,
+            generators_per_node=self.generators_per_node, trainer_nodes=self.trainer_nodes,
+            failures=self.failures, stragglers=self.stragglers,
         )  # fmt: skip
-        return World(setting).run(self.warm_up)
+        end = self.steps - self.cool_down if self.cool_down else None
+        return World(setting).run(self.warm_up, end)
 
     def title(self) -> str:
         """Describe what is simulated, in one sentence."""
@@ -150,17 +189,42 @@ class Cluster:
             drift += f", noise floor {self.noise:.2g} per token"
         if self.new_length:
             drift += f", {self.new_length:.0%} of rejected answers get another length"
+        drift += conditions(self.network, self.failures, self.stragglers)
         groups = f"{self.step_groups} groups of {self.scheduler.group_size} a step"
         if self.fit is not None:
             return (
                 f"simulated: {self.generators} generators of {self.slots} rows, {groups}, costs "
                 f"and lengths of the run {self.fit.name}, {drift}"
             )
+        gpus = f" on {self.gpus_per_generator} GPUs" if self.gpus_per_generator > 1 else ""
         return (
             f"simulated: {self.generators} generators ({self.device}, {self.model}, "
-            f"{self.slots} rows each), a trainer of {self.roofline()[1]:.0f} devices, {groups}, "
-            f"answers of {self.median:.0f} tokens (median) up to {self.longest}, {drift}"
+            f"{self.slots} rows{gpus} each), a trainer of {self.roofline()[1]:.0f} devices, "
+            f"{groups}, answers of {self.median:.0f} tokens (median) up to {self.longest}, {drift}"
         )
+
+
+def _unknown(name: str, known: Iterable[str]) -> UserError:
+    return UserError(f"the simulator does not know {name!r}; it knows {', '.join(known)}")
+
+
+def conditions(network: Network, failures: Failures, stragglers: Stragglers) -> str:
+    """Describe what is not ideal; empty if everything is."""
+    text = ""
+    if network.bandwidth_gbit is not None:
+        way = "a chain" if network.fan_out == 1 else f"a tree of fan-out {network.fan_out}"
+        text += f", links of {network.bandwidth_gbit:g} Gbit/s, weights by {way}"
+        if network.delta_share < 1:
+            text += f" with {network.delta_share:.0%} of their bytes"
+    if network.latency_ms:
+        text += f", latency {network.latency_ms:g} ms"
+    if failures.per_node_hour:
+        text += f", {failures.per_node_hour:g} {failures.scope} losses per node and hour"
+    if failures.trainer_per_hour:
+        text += f", {failures.trainer_per_hour:g} trainer losses per hour"
+    if stragglers.share:
+        text += f", {stragglers.share:.0%} of the generators {stragglers.factor:g} times as slow"
+    return text
 
 
 def cluster(config: RunConfig | None, fit: Fit | None, **changes: Any) -> Cluster:

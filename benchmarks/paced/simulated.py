@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from asyncrl.config import load_config
 from asyncrl.simulation.lengths import Survival
+from asyncrl.simulation.outcome import mean
 from asyncrl.simulation.world import Outcome, Setting, World
 from benchmarks.paced.pace import Scale
 from benchmarks.paced.run import Numbers
@@ -105,9 +106,4 @@ def _setting(paced: Paced, numbers: Numbers | None) -> Setting:
 def _repeated(setting: Setting, paced: Paced) -> Outcome:
     """The mean over some seeds."""
     outcomes = [World(replace(setting, seed=seed)).run(*paced.window) for seed in range(_SEEDS)]
-    return Outcome(
-        **{
-            field.name: sum(getattr(one, field.name) for one in outcomes) / len(outcomes)
-            for field in fields(Outcome)
-        }
-    )
+    return mean(outcomes)

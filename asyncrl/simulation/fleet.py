@@ -1,0 +1,239 @@
+"""The generators of a simulated run: their requests, their weights, and the loss of generators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from asyncrl.simulation.agenda import Agenda, FinishedReport
+from asyncrl.simulation.cost import Costs
+from asyncrl.simulation.failures import Failures, Stragglers
+from asyncrl.simulation.lengths import Lengths, Survival
+from asyncrl.simulation.network import Network
+from asyncrl.simulation.outcome import Installs
+from asyncrl.simulation.sim_generator import GeneratorSetting, SimGenerator
+from asyncrl.simulation.sim_request import Tally
+from rollout.trajectory import SampleId
+from scheduler import commands, events
+from scheduler.config import SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a simulated run is given."""
+
+    config: SchedulerConfig
+    generators: int
+    slots: int
+    """Of each generator."""
+    steps: int
+    cost: Costs
+    """Seconds of decoding, scoring, training and messages."""
+    lengths: Lengths
+    """Draws the length of an answer."""
+    known: Mapping[SampleId, int] = field(default_factory=dict)
+    """Lengths of answers that are not drawn, to repeat a real run."""
+    prompt_tokens: float = 200
+    """Tokens of every prompt."""
+    drift: float = 3e-4
+    """Total variation per token and optimizer step."""
+    redraft: float = 0.7
+    """Chance that a token of the old continuation is accepted as a draft after a rejection."""
+    new_length: float = 0.0
+    """Chance that a rejected answer gets another length, drawn among those longer than what stays;
+    otherwise it keeps the one that it had."""
+    survival: Survival = field(default_factory=Survival)
+    """How much of a sample verification accepts."""
+    seed: int = 0
+    network: Network = field(default_factory=Network)
+    """Between nodes. The trainer has nodes of its own."""
+    weights_bytes: float = 0.0
+    """Of one version."""
+    generators_per_node: int = 8
+    """Generator i is on node i // generators_per_node."""
+    trainer_nodes: int = 1
+    """Nodes of the trainer, each of which takes in its share of the trajectories."""
+    failures: Failures = field(default_factory=Failures)
+    stragglers: Stragglers = field(default_factory=Stragglers)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that have generators."""
+        return -(-self.generators // self.generators_per_node)
+
+    def shared(self) -> GeneratorSetting:
+        """What all generators have in common."""
+        drawn = dict(self.known) if self.failures.any else None
+        return GeneratorSetting(
+            self.cost, self.lengths, self.known if drawn is None else drawn, drawn,
+            self.prompt_tokens, self.drift, self.redraft, self.new_length, self.survival,
+            self.config.on_update == "recompute",
+        )  # fmt: skip
+
+
+class Fleet:
+    """Advances generators to the time of what happens to them, and wakes them when they are done.
+
+    Args:
+        setting: of the run.
+        agenda: what is due when.
+        rng: source of the generators' randomness.
+    """
+
+    def __init__(self, setting: Setting, agenda: Agenda, rng: random.Random) -> None:
+        self._setting, self._agenda, self._rng = setting, agenda, rng
+        self._shared = setting.shared()
+        self._slowness = setting.stragglers.slowness(setting.generators, setting.seed)
+        self._generators: dict[str, SimGenerator] = {}
+        self._names: list[str] = [""] * setting.generators
+        """Name of each generator that is alive; empty: it is lost."""
+        self._numbers: dict[str, int] = {}
+        """Number of each generator, by name."""
+        self._restarts = [0] * setting.generators
+        self._wake_at: dict[str, float] = {}
+        """By generator: when its next request is done, if nothing changes."""
+        self._installs: dict[str, events.WeightsInstalled] = {}
+        """By generator: the end of its install."""
+        self._verifies: dict[str, tuple[commands.VerifySamples, ...]] = {}
+        """By generator: what it verifies as soon as the weights of its install are swapped in."""
+        self.installs = Installs()
+        self._message = setting.cost.message_seconds + setting.network.latency_seconds
+        self._rewards_cost = setting.cost.reward(0) > 0
+        self._rewards_free: dict[str, float] = {}
+        """By generator: time at which all rewards requested so far are computed."""
+        self.lost = Tally()
+        """What lost generators did."""
+        self.lost_tokens = 0.0
+        """Tokens that lost generators had."""
+        self.losses = 0
+
+    # ------------------------------------------------------- generators come and go
+
+    def add(self, number: int) -> events.GeneratorJoined:
+        """A generator joins: at first with the initial weights, after a loss without any."""
+        restarts, setting = self._restarts[number], self._setting
+        name = f"g{number}.{restarts}" if restarts else f"g{number}"
+        version = -1 if restarts else 0
+        rng = random.Random(self._rng.random())  # noqa: S311 - a simulation
+        self._generators[name] = SimGenerator(
+            name, setting.slots, self._shared, rng, slowness=self._slowness[number], version=version
+        )
+        self._names[number], self._numbers[name] = name, number
+        return events.GeneratorJoined(name, setting.slots, version)
+
+    def lose(self, number: int) -> events.GeneratorLost | None:
+        """A generator is lost with its samples; None if it is lost already."""
+        name = self._names[number]
+        if not name:
+            return None
+        self._names[number] = ""
+        self._restarts[number] += 1
+        generator = self._generators.pop(name)
+        generator.advance(self._agenda.now)
+        self.lost_tokens += generator.unfinished_tokens()
+        self.losses += 1
+        self.lost.add(generator.tally)
+        for table in (self._wake_at, self._installs, self._verifies, self._rewards_free):
+            table.pop(name, None)
+        return events.GeneratorLost(name)
+
+    def tally(self) -> tuple[float, float]:
+        """(busy seconds, rejected tokens) of all generators until now, lost ones included."""
+        generators = list(self._generators.values())
+        for generator in generators:
+            generator.advance(self._agenda.now)
+        tallies = [self.lost, *(generator.tally for generator in generators)]
+        return sum(tally.busy for tally in tallies), sum(tally.rejected for tally in tallies)
+
+    # -------------------------------------------------------------------- requests
+
+    def touch(self, name: str, touched: dict[str, SimGenerator]) -> SimGenerator:
+        """A generator, advanced to now; `plan` it again after the event."""
+        generator = touched.get(name)
+        if generator is None:
+            generator = touched[name] = self._generators[name]
+            generator.advance(self._agenda.now)
+        return generator
+
+    def plan(self, generator: SimGenerator) -> None:
+        """Wake the generator when its next request is done."""
+        end = generator.next_end()
+        if end is not None:
+            end = max(end, self._agenda.now)
+            self._wake_at[generator.name] = end
+            self._agenda.at(end, generator.name)
+
+    def wake(self, name: str) -> None:
+        """Take the finished requests of a generator, unless its plan has changed since."""
+        now = self._agenda.now
+        if self._wake_at.get(name) != now:
+            return
+        generator = self._generators[name]
+        del self._wake_at[name]
+        generator.advance(now)
+        while (request := generator.next_finished()) is not None:
+            self._agenda.after(self._message, FinishedReport(name, request, request.finishes))
+            if self._rewards_cost and not request.rewarded_at:
+                # Rewards are computed outside the slots, one at a time; delivery waits for them.
+                free = max(now, self._rewards_free.get(name, 0.0))
+                request.rewarded_at = free + self._setting.cost.reward(generator.decoding)
+                self._rewards_free[name] = request.rewarded_at
+        self.plan(generator)
+
+    def verify(self, generator: SimGenerator, due: commands.VerifySamples) -> None:
+        """Verify samples; those that need no verification are reported at once."""
+        for request in generator.verify(due.samples, due.min_version):
+            report = FinishedReport(generator.name, request, request.finishes)
+            self._agenda.after(self._message, report)
+
+    def finished(self, report: FinishedReport) -> events.SampleFinished | None:
+        """The event that a report makes; None if the sample was resumed or lost since."""
+        name, request = report.generator, report.request
+        generator = self._generators.get(name)
+        if generator is None or not generator.holds(request):
+            return None
+        if request.finishes != report.finishes:
+            return None
+        return events.SampleFinished(name, request.sample, request.length, request.oldest_version)
+
+    # --------------------------------------------------------------------- weights
+
+    def install(self, command: commands.InstallWeights) -> None:
+        """Begin an install. It ends when the weights have reached the generator's node."""
+        name, version = command.generator, command.policy_version
+        setting, now = self._setting, self._agenda.now
+        end = now + (self._message + setting.cost.stage_seconds)
+        if self._generators[name].version < 0:
+            end = max(end, now + setting.network.fetch_seconds(setting.weights_bytes))
+        elif version in self.installs.published:
+            node = self._numbers[name] // setting.generators_per_node
+            sent = setting.network.weights_seconds(node, setting.weights_bytes)
+            end = max(end, self.installs.published[version] + sent)
+        self._verifies[name] = command.verify
+        event = self._installs[name] = events.WeightsInstalled(name, version)
+        self._agenda.at(end, event)
+
+    def swap(self, event: events.WeightsInstalled) -> bool:
+        """Swap the weights in, and verify what is due; False if the install was given up."""
+        if self._installs.get(event.generator) is not event:
+            return False
+        generator = self._generators[event.generator]
+        generator.advance(self._agenda.now)
+        if generator.version >= 0:  # not one that joined long after the version was published
+            self.installs.installed(event.policy_version, self._agenda.now)
+        generator.install(event.policy_version)
+        for due in self._verifies.pop(event.generator, ()):
+            self.verify(generator, due)
+        self.plan(generator)
+        return True
+
+    def rewind(
+        self, command: commands.RewindGenerator, touched: dict[str, SimGenerator]
+    ) -> events.GeneratorRewound:
+        """The policies after a version are gone, with the installs that are under way."""
+        name = command.generator
+        self._installs.pop(name, None)
+        self._verifies.pop(name, None)
+        version = self.touch(name, touched).rewind(command.policy_version)
+        return events.GeneratorRewound(name, command.lineage, version)

@@ -1,0 +1,94 @@
+"""The network between nodes: how long messages, trajectories and weights are on their way.
+
+Weights leave the trainer's node when they are published, and pass from node to node in chunks, each
+passed on as soon as it has arrived (docs/scaling.md). A node at depth d has all of them after
+
+    d * latency  +  fan_out * (bytes + (d - 1) * chunk) / bandwidth
+
+since a node sends each chunk to `fan_out` others through one link. With `fan_out` 1 the nodes are
+a chain. The trainer's node is depth 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from asyncrl.errors import UserError
+
+BYTES_PER_TOKEN = 9
+"""Of a trajectory on its way to the trainer: id 4, log-probability 4, provenance 1."""
+_BITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Nodes, and the links between them. The default costs no time."""
+
+    bandwidth_gbit: float | None = None
+    """Of a node's link, in each direction, in Gbit/s; None: nothing waits for the link."""
+    latency_ms: float = 0.0
+    """One way, between two nodes, in ms; added to the time of a message."""
+    gpus_per_node: int = 8
+    """GPUs of a node."""
+    fan_out: int = 1
+    """Nodes to which a node passes the weights on; 1: a chain."""
+    chunk_mib: float = 8.0
+    """Size of the pieces in which weights are passed on, in MiB."""
+    delta_share: float = 1.0
+    """Bytes sent to a node that has the version before, as a share of those of whole weights."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a setting that no network has."""
+        limits = (
+            ("bandwidth", self.bandwidth_gbit is None or 0 < self.bandwidth_gbit < math.inf, "> 0"),
+            ("latency", 0 <= self.latency_ms < math.inf, ">= 0"),
+            ("gpus per node", self.gpus_per_node >= 1, ">= 1"),
+            ("fan-out", self.fan_out >= 1, ">= 1"),
+            ("chunk", 0 < self.chunk_mib < math.inf, "> 0"),
+            ("delta share", 0 < self.delta_share <= 1, "> 0 and <= 1"),
+        )
+        for name, holds, limit in limits:
+            if not holds:
+                raise UserError(f"the {name} of the simulated network must be {limit}")
+
+    @property
+    def latency_seconds(self) -> float:
+        """Seconds that every message between two nodes takes longer."""
+        return self.latency_ms * 1e-3
+
+    def link_seconds(self, size: float) -> float:
+        """Seconds of this many bytes on one link."""
+        if self.bandwidth_gbit is None:
+            return 0.0
+        return size * _BITS / (self.bandwidth_gbit * 1e9)
+
+    def depth(self, node: int) -> int:
+        """Links between the trainer's node and this one; nodes count from 0, breadth first.
+
+        Example:
+            >>> [Network(fan_out=2).depth(node) for node in range(7)]
+            [1, 1, 2, 2, 2, 2, 3]
+        """
+        if self.fan_out == 1:
+            return node + 1
+        depth, first, width = 1, 0, self.fan_out
+        while node >= first + width:
+            first, width, depth = first + width, width * self.fan_out, depth + 1
+        return depth
+
+    def weights_seconds(self, node: int, size: float) -> float:
+        """Seconds from publication until a node that has the version before has the weights.
+
+        Args:
+            node: its number.
+            size: bytes of the whole weights.
+        """
+        depth = self.depth(node)
+        chunk = min(self.chunk_mib * 2**20, size) * self.delta_share
+        sent = self.fan_out * (size * self.delta_share + (depth - 1) * chunk)
+        return depth * self.latency_seconds + self.link_seconds(sent)
+
+    def fetch_seconds(self, size: float) -> float:
+        """Seconds in which a node that has no version gets whole weights from a neighbour."""
+        return self.latency_seconds + self.link_seconds(size)
