@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # it would ship the working directory
+os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")  # the head's loss is handled
 
@@ -81,6 +82,7 @@ class Broker:
         self._code = code_version()
         self._cluster = Cluster(asked, self._stage)
         self._nodes: list[NodeInfo] = []
+        self._head_is_lost = False
         self._used: set[int] = set()
         self._running: dict[str, _Process] = {}
         self._calls: dict[Any, tuple[str, str]] = {}
@@ -227,6 +229,7 @@ class Broker:
         threading.Thread(target=ask, daemon=True).start()
         while time.monotonic() - heard[0] < HEAD_SECONDS:
             time.sleep(0.5)
+        self._head_is_lost = True
         self._say(
             messages.HeadLost(
                 f"the Ray head at {self._cluster.address} has not answered for "
@@ -249,7 +252,8 @@ class Broker:
         for one in self._cluster.actors.values():
             one.leave.remote()
         time.sleep(TICK_SECONDS)
-        self._cluster.close()
+        if not self._head_is_lost:  # otherwise nobody takes anything back
+            self._cluster.close()
 
 
 def main() -> None:
