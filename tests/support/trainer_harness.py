@@ -100,6 +100,8 @@ class FakeTokenizer:
 class FakeHub:
     """Deliveries from one generator."""
 
+    address = "ipc:///deliveries"
+
     def __init__(self) -> None:
         self.inbox: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self.acknowledged: list[SampleId] = []
