@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.exactness_loop.harness import Harness
 from benchmarks.exactness_loop.modes import PROMPTS, Mode
 from benchmarks.exactness_loop.outcome import LoopSettings, Outcome
+from benchmarks.sglang_interpreter import sglang_python
 from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.drafting.fixed_budget import FixedBudget
 from engine.factory import create_engine
 from engine.protocol import Engine
+from engine.sglang.config import SglangConfig
 from engine.torch.config import TorchConfig
 from engine.vllm.config import VllmConfig
+from wire.weights.writer import published
+
+_POLL_SECONDS = 0.005
+_RESET_SECONDS = 60.0
+"""Longest wait for the requests of a killed run to end."""
 
 
 def torch_engine(path: str, mode: Mode) -> Engine:
@@ -53,7 +61,29 @@ def vllm_engine(path: str, mode: Mode) -> Engine:
     return create_engine(config, path, cache_config=_cache_config(mode), seed=1)
 
 
-ENGINES: dict[str, Callable[[str, Mode], Engine]] = {"torch": torch_engine, "vllm": vllm_engine}
+def sglang_engine(path: str, mode: Mode) -> Engine:
+    """Real SGLang, with its radix cache on."""
+    config = EngineConfig(
+        kind="sglang",
+        slots=mode.slots,
+        max_model_len=32,
+        threads=1,
+        top_k_logprobs=mode.top_k,
+        sglang=SglangConfig(
+            python=sglang_python(),
+            kv_cache_gib=0.05,
+            max_step_tokens=256,
+            steps_per_message=2,  # as for vLLM
+        ),
+    )
+    return create_engine(config, path, cache_config=_cache_config(mode), seed=1)
+
+
+ENGINES: dict[str, Callable[[str, Mode], Engine]] = {
+    "torch": torch_engine,
+    "vllm": vllm_engine,
+    "sglang": sglang_engine,
+}
 
 
 def _cache_config(mode: Mode) -> CacheConfig:
@@ -85,37 +115,104 @@ def slow_down(engine: Any, turns: int) -> None:
 
 
 async def run_on(
-    engine: Engine,
+    engines: Mapping[str, Engine],
     policies: Sequence[Any],
     settings: LoopSettings,
     directory: Path,
     outcome: Outcome | None = None,
 ) -> Outcome:
-    """Run the loop on a started engine that has the first policy's weights as version 0.
+    """Run the loop on started engines that have the first policy's weights as version 0.
 
     Args:
-        engine: started.
+        engines: started, by the name of their generator.
         policies: see `Harness`.
         settings: how the loop is run.
         directory: for its files.
         outcome: of the run that this one resumes; None if it is the first.
     """
     weights = [policy.state_dict() for policy in policies]
-    return await Harness(engine, weights, PROMPTS, settings, directory, outcome).run()
+    return await Harness(engines, weights, PROMPTS, settings, directory, outcome).run()
 
 
-async def run(kind: str, mode: Mode, settings: LoopSettings, policies: Sequence[Any]) -> Outcome:
-    """Run the loop to its last step, each run of it on a new engine ("torch" or "vllm")."""
+async def run(
+    kinds: Sequence[str], mode: Mode, settings: LoopSettings, policies: Sequence[Any]
+) -> Outcome:
+    """Run the loop to its last step, with one generator on each of these engines (`ENGINES`).
+
+    Each run of it has new torch engines. vLLM and SGLang are started once, and each run begins
+    with new installations of its weights.
+    """
     with tempfile.TemporaryDirectory() as path:
         policies[0].save_pretrained(path)
         outcome = Outcome()
-        while outcome.next_step < settings.steps:
-            engine = ENGINES[kind](path, mode)
-            await engine.start()
-            try:
-                if kind == "torch":
-                    slow_down(engine, mode.turns_per_step)
-                await run_on(engine, policies, settings, Path(path), outcome)
-            finally:
+        remote = {kind: ENGINES[kind](path, mode) for kind in kinds if kind != "torch"}
+        try:
+            for engine in remote.values():
+                await engine.start()
+            while outcome.next_step < settings.steps:
+                await run_once(kinds, remote, mode, settings, policies, Path(path), outcome)
+        finally:
+            for engine in remote.values():
                 await engine.close()
         return outcome
+
+
+async def run_once(
+    kinds: Sequence[str],
+    remote: Mapping[str, Engine],
+    mode: Mode,
+    settings: LoopSettings,
+    policies: Sequence[Any],
+    path: Path,
+    outcome: Outcome,
+) -> Outcome:
+    """One run of the loop, which ends with its last step or is killed.
+
+    A fleet begins with all of its engines. After a kill one of them is missing, and after the next
+    one all are there again. So what the missing one had written ahead is certainly verified and
+    continued by others.
+
+    Args:
+        kinds: of the generators' engines, in their order.
+        remote: started engines, by kind; "torch" is made here, with steps as short as theirs.
+        mode: how the loop is run.
+        settings: of the mode.
+        policies: see `Harness`.
+        path: the model of version 0, and the run's folder.
+        outcome: of the runs before this one.
+    """
+    if "torch" not in kinds:
+        settings = replace(settings, slots=mode.remote_slots)
+    engines = {
+        kind: remote[kind] if kind in remote else ENGINES[kind](str(path), mode)
+        for kind in kinds
+        if kind != missing(kinds, outcome.resumed)
+    }
+    for engine in remote.values():
+        await _reset(engine, policies[0])
+    try:
+        if "torch" in engines:
+            await engines["torch"].start()
+            slow_down(engines["torch"], 1 if remote else mode.turns_per_step)
+        return await run_on(engines, policies, settings, path, outcome)
+    finally:
+        if "torch" in engines:
+            await engines["torch"].close()
+
+
+def missing(kinds: Sequence[str], resumed: int) -> str | None:
+    """The engine that is not there in this run of a fleet."""
+    if len(kinds) == 1 or resumed % 2 == 0:
+        return None
+    return kinds[resumed // 2 % len(kinds)]
+
+
+async def _reset(engine: Engine, policy: Any) -> None:
+    """Have an engine begin again with these weights, as version 0."""
+    async with asyncio.timeout(_RESET_SECONDS):
+        # A killed run's requests are ending.
+        while (stats := engine.stats()).running + stats.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_SECONDS)
+    with published(policy.state_dict().items(), 0) as manifest:
+        await engine.stage_weights(manifest)
+    await engine.install_weights(0)

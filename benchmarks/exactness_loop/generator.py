@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,31 +22,31 @@ from monitoring.timeline import Timeline
 from rollout.trajectory import SampleId, Trajectory, VerifiableTrajectory
 from wire.records import RewardCounts
 
-NAME = "g0"
-
 
 class EngineClock:
-    """Time in steps of an engine.
+    """Time in steps of some engines, summed.
 
     Args:
-        engine: counts its steps.
-        poll_seconds: between two looks at its counters.
+        engines: count their steps.
+        poll_seconds: between two looks at their counters.
     """
 
-    def __init__(self, engine: Engine, poll_seconds: float) -> None:
-        self._engine = engine
+    def __init__(self, engines: Sequence[Engine], poll_seconds: float) -> None:
+        self._engines = engines
         self._poll_seconds = poll_seconds
 
     @property
     def now(self) -> int:
-        """Steps that the engine has made."""
-        return self._engine.stats().steps
+        """Steps that the engines have made."""
+        return sum(engine.stats().steps for engine in self._engines)
 
     async def until(self, step: int) -> None:
-        """Wait until the engine has made so many steps or has no work left."""
+        """Wait until the engines have made so many steps or have no work left."""
         while True:
-            stats = self._engine.stats()
-            if stats.steps >= step or not stats.running + stats.waiting:
+            all_stats = [engine.stats() for engine in self._engines]
+            steps = sum(stats.steps for stats in all_stats)
+            work = sum(stats.running + stats.waiting for stats in all_stats)
+            if steps >= step or not work:
                 return
             await asyncio.sleep(self._poll_seconds)
 
@@ -112,13 +112,14 @@ class DeliveredLists:
 
 
 def generator_process(
+    name: str,
     engine: Engine,
     sampling: SamplingParams,
     control: FakeLine,
     trainer: FakeLine,
 ) -> tuple[GeneratorProcess, SampleGenerator, DeliveredLists]:
     """A generator on this engine, its part that counts verified tokens, and what it delivered."""
-    metrics = GeneratorMetrics.register(new_registry(), NAME)
+    metrics = GeneratorMetrics.register(new_registry(), name)
     delivered = DeliveredLists()
     fakes: Any = (SlowRewards(), control, trainer, delivered)
     pool, control_line, trainer_line, recorder = fakes
@@ -127,8 +128,8 @@ def generator_process(
     process = GeneratorProcess(
         engine,
         generator,
-        ControllerLine(NAME, control_line),
+        ControllerLine(name, control_line),
         trainer_line,
-        GeneratorRecords(metrics, Activity(Timeline(None, NAME), metrics), samples=recorder),
+        GeneratorRecords(metrics, Activity(Timeline(None, name), metrics), samples=recorder),
     )
     return process, generator, delivered

@@ -1,7 +1,7 @@
-"""The loop of a run in one process: scheduler, generator and engine are real, the trainer is not.
+"""The loop of a run in one process: scheduler, generators and engines are real, the trainer is not.
 
     Scheduler ─► commands ─► GeneratorProcess ─► engine ─► trajectories ─► Trainer
-        ▲                         │                                          │
+        ▲                    (one per engine)                                │
         └── delayed messages ◄────┴──────── published weights, delayed ◄─────┘
 
 The trainer learns nothing. Two fixed sets of weights take turns, so that the distribution of each
@@ -10,7 +10,11 @@ batch is complete, so that updates arrive in the middle of run-ahead rollouts, a
 Messages of the generator reach the scheduler some engine steps late, as over a network. Neither
 delay depends on text that is not drawn yet. (When the engine has no work left, delays end at once.)
 
-messages    consumes: messages of the generator. produces: events, commands. waits for: messages,
+In a fleet of several engines each group goes to one of them. If the run is killed, the next one may
+give a group to another engine than the one that wrote its samples ahead, which verifies and
+continues them. `Outcome.moved` counts them.
+
+messages    consumes: messages of a generator. produces: events, commands. waits for: messages,
             engine steps. bounded by: DEADLINE_SECONDS.
 trainer     consumes: declared steps. produces: weights, `StepFinished`. waits for: engine steps.
 """
@@ -18,7 +22,7 @@ trainer     consumes: declared steps. produces: weights, `StepFinished`. waits f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,8 @@ import numpy as np
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 from benchmarks.exactness_loop.faults import Faults
-from benchmarks.exactness_loop.generator import NAME, EngineClock, FakeLine, generator_process
+from benchmarks.exactness_loop.generator import EngineClock
+from benchmarks.exactness_loop.member import Member
 from benchmarks.exactness_loop.outcome import Delivered, LoopSettings, Outcome
 from benchmarks.exactness_loop.run_ahead import RunAhead
 from engine.protocol import Engine
@@ -49,7 +54,7 @@ class Harness:
     """Runs the loop. Use once: `await Harness(...).run()`.
 
     Args:
-        engine: started, with the weights of version 0: `policies[0]`.
+        engines: started, with the weights of version 0 (`policies[0]`), by generator.
         policies: state dicts that take turns: version v has `policies[v % len(policies)]`.
         prompts: visited in the order of a run, each once in every epoch.
         settings: how the loop is run.
@@ -59,7 +64,7 @@ class Harness:
 
     def __init__(
         self,
-        engine: Engine,
+        engines: Mapping[str, Engine],
         policies: Sequence[dict[str, Any]],
         prompts: Sequence[Sequence[int]],
         settings: LoopSettings,
@@ -67,10 +72,9 @@ class Harness:
         outcome: Outcome | None = None,
     ) -> None:
         self.outcome = outcome or Outcome()
-        self._engine = engine
         self._policies = policies
         self._settings = settings
-        self._clock = EngineClock(engine, settings.poll_seconds)
+        self._clock = EngineClock(list(engines.values()), settings.poll_seconds)
         self._publisher = WeightPublisher(directory, f"loop-{id(self):x}")
         self._newest: WeightManifest
         start = self.outcome.resumed
@@ -83,21 +87,21 @@ class Harness:
             total_steps=settings.steps,
             group_key=self._requests.prompt_index,
         )
-        self._messages: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
-        self._control = FakeLine(self._delay)
-        self._trainer_line = FakeLine(self._receive)
-        self._process, self._generator, self._lists = generator_process(
-            engine, settings.sampling, self._control, self._trainer_line
+        self._members = {
+            name: Member(name, engine, settings, self._rng, self)
+            for name, engine in engines.items()
+        }
+        self._run_ahead = RunAhead(
+            list(engines), settings.scheduler, directory, self._requests, self._send
         )
-        self._run_ahead = RunAhead(settings.scheduler, directory, self._requests, self._send)
         self._received: dict[SampleId, Delivered] = {}
         self._work: asyncio.TaskGroup | None = None
-        self._last_arrival = self._reports = self._lineage = 0
+        self._reports = self._lineage = 0
         self._faults = Faults(settings, self._first_step, resumed=start > 0)
         self._saving: asyncio.Task[None] | None = None
         self._killed = asyncio.Event()
-        self._slots: int | None = None
-        """Of the generator, until the scheduler is told of it."""
+        self._ready: dict[str, int] = {}
+        """Version of each generator that has the weights with which training begins."""
 
     async def run(self) -> Outcome:
         """Run until the scheduler ends the run, or until it is killed.
@@ -112,75 +116,61 @@ class Harness:
             await self._run_ahead.restore(self._first_step)
             async with asyncio.timeout(DEADLINE_SECONDS), asyncio.TaskGroup() as work:
                 self._work = work
-                messages = work.create_task(self._handle_messages())
-                serving = work.create_task(self._process.run(metrics_port=None))
+                members = self._members.values()
+                messages = [work.create_task(one.pass_on_messages()) for one in members]
+                serving = [work.create_task(one.serve()) for one in members]
+                served = work.create_task(asyncio.wait(serving))
                 killed = work.create_task(self._killed.wait())
-                await asyncio.wait([serving, killed], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([served, killed], return_when=asyncio.FIRST_COMPLETED)
                 if not self._killed.is_set():
                     self.outcome.next_step = self._settings.steps
-                for task in (serving, killed, messages):
+                for task in (*serving, served, killed, *messages):
                     task.cancel()
-        stats, counted = self._engine.stats(), self._generator.tokens
-        self.outcome.accepted += stats.tokens.accepted
-        self.outcome.verified += counted.verified
-        self.outcome.rejected += counted.rejected
+        for member in members:
+            self.outcome.count(member.tokens)
         return self.outcome
 
-    # Messages of the generator, and time
+    # Messages of the generators
 
-    def _delay(self, message: Any) -> None:
-        """Have a message arrive late, and after the messages before it."""
-        if isinstance(message, fg.GeneratorReport):
-            return
-        delay = int(self._rng.choice(self._settings.message_delays))
-        if isinstance(message, fg.WeightsInstalled):
-            delay += self._settings.install_delay
-        self._last_arrival = max(self._last_arrival, self._clock.now + delay)
-        self._messages.put_nowait((self._last_arrival, message))
-
-    async def _handle_messages(self) -> None:
-        while True:
-            arrival, message = await self._messages.get()
-            await self._clock.until(arrival)
-            match message:
-                case fg.GeneratorReady():
-                    self._slots = message.slots
-                    self._join(message.policy_version)
-                case fg.SampleFinished():
-                    self._reports += 1
-                    self.outcome.finished.setdefault(message.sample, self._reports)
-                    self._tell(
-                        events.SampleFinished(
-                            NAME,
-                            message.sample,
-                            message.length,
-                            message.oldest_version,
-                        )
+    def on_message(self, member: Member, message: Any) -> None:
+        """Tell the scheduler what a generator has reported."""
+        name = member.name
+        match message:
+            case fg.GeneratorReady():
+                member.slots = min(message.slots, self._settings.slots or message.slots)
+                self._join(member, message.policy_version)
+            case fg.SampleFinished():
+                self._reports += 1
+                self.outcome.finished.setdefault(message.sample, self._reports)
+                self._tell(
+                    events.SampleFinished(
+                        name, message.sample, message.length, message.oldest_version
                     )
-                case fg.SampleDelivered():
-                    self._tell(events.SampleDelivered(NAME, message.sample))
-                case fg.WeightsInstalled() if self._slots is not None:
-                    self._join(message.policy_version)
-                case fg.WeightsInstalled():
-                    self._tell(events.WeightsInstalled(NAME, message.policy_version))
-                case fg.Rewound():
-                    self._tell(
-                        events.GeneratorRewound(NAME, message.lineage, message.policy_version)
-                    )
-                case fg.Goodbye():
-                    return
-                case _:
-                    raise AssertionError(f"unexpected: {message}")
+                )
+            case fg.SampleDelivered():
+                self._tell(events.SampleDelivered(name, message.sample))
+            case fg.WeightsInstalled() if len(self._ready) < len(self._members):
+                self._join(member, message.policy_version)
+            case fg.WeightsInstalled():
+                self._tell(events.WeightsInstalled(name, message.policy_version))
+            case fg.Rewound():
+                self._tell(events.GeneratorRewound(name, message.lineage, message.policy_version))
+            case _:
+                raise AssertionError(f"unexpected: {message}")
 
-    def _join(self, version: int) -> None:
-        """Training begins as soon as the generator has the weights that it begins with."""
+    def _join(self, member: Member, version: int) -> None:
+        """Training begins as soon as all generators have the weights that it begins with."""
         if version < self._first_step:
-            self._send(self._installation(()))
+            member.send(self._installation(()))
             return
-        assert self._slots is not None
-        slots, self._slots = self._slots, None
+        self._ready[member.name] = version
+        if len(self._ready) < len(self._members):
+            return
         self._tell(events.TrainerJoined(self._first_step))
-        self._tell(events.GeneratorJoined(NAME, slots, version))
+        for name, ready in self._ready.items():
+            slots = self._members[name].slots
+            assert slots is not None
+            self._tell(events.GeneratorJoined(name, slots, ready))
 
     # Commands of the scheduler
 
@@ -191,34 +181,35 @@ class Harness:
 
     def _carry_out(self, command: commands.Command) -> None:
         match command:
-            case commands.StartSample(sample=sample, priority=priority):
+            case commands.StartSample(generator=name, sample=sample, priority=priority):
                 request = self._requests.generate(sample, priority)
-                continues = self.outcome.restored
-                (continues.add if request.unfinished else continues.discard)(sample)
-                self._send(request)
-            case commands.VerifySamples(samples=samples, min_version=version):
-                self._send(self._requests.verify(samples, version, lineage=self._lineage))
-            case commands.InstallWeights(verify=due):
-                self.outcome.cut += self._engine.stats().running
-                self._send(self._installation(due))
-            case commands.RewindGenerator(policy_version=version, lineage=lineage):
-                self._send(tg.Rewind(version, lineage))
-            case commands.DiscardSamples(samples=samples):
-                self._send(tg.Discard(samples))
+                self.outcome.begins(name, request)
+                self._send(name, request)
+            case commands.VerifySamples(generator=name, samples=samples, min_version=version):
+                self._send(name, self._requests.verify(samples, version, lineage=self._lineage))
+            case commands.InstallWeights(generator=name, verify=due):
+                self.outcome.cut += self._members[name].running
+                self._send(name, self._installation(due))
+            case commands.RewindGenerator(generator=name, policy_version=version, lineage=lineage):
+                self._send(name, tg.Rewind(version, lineage))
+            case commands.DiscardSamples(generator=name, samples=samples):
+                self._send(name, tg.Discard(samples))
             case commands.DeliverGroup(step=step, samples=samples):
-                ids = tuple(sample for _, sample in samples)
-                self._send(tg.Deliver(step, ids, self._lineage))
+                for name in {holder for holder, _ in samples}:
+                    ids = tuple(sample for holder, sample in samples if holder == name)
+                    self._send(name, tg.Deliver(step, ids, self._lineage))
             case commands.DeclareStep(step=step, groups=groups):
                 assert self._work is not None
                 self._work.create_task(self._train(step, groups))
             case commands.FinishRun(outcome=outcome):
                 assert outcome is commands.RunOutcome.DONE, outcome
-                self._send(tg.Shutdown())
+                for name in self._members:
+                    self._send(name, tg.Shutdown())
             case _:
                 raise AssertionError(f"unexpected: {command}")
 
-    def _send(self, message: tg.ToGenerator) -> None:
-        self._control.inbox.put_nowait(message)
+    def _send(self, name: str, message: tg.ToGenerator) -> None:
+        self._members[name].send(message)
 
     def _installation(self, due: Sequence[commands.VerifySamples]) -> tg.InstallWeights:
         """The command to install the newest published weights."""
@@ -227,15 +218,18 @@ class Harness:
 
     # The trainer
 
-    def _receive(self, message: data.TrajectoryDelivery) -> None:
+    def on_delivery(self, member: Member, message: data.TrajectoryDelivery) -> None:
+        """The trainer receives a trajectory, unless it was for one that is gone."""
         if message.lineage != self._lineage:
             return
-        trajectory = self._lists.of(decode_trajectory(message))
+        trajectory = member.lists.of(decode_trajectory(message))
         index = self._requests.prompt_index(trajectory.id.group)
         assert trajectory.id not in self._received
         assert message.prompt_id == f"p{index}"
-        self._received[trajectory.id] = Delivered(message.step, index, trajectory, message.reward)
-        self._trainer_line.inbox.put_nowait(data.Received(trajectory.id, self._lineage))
+        self._received[trajectory.id] = Delivered(
+            message.step, index, trajectory, message.reward, member.name
+        )
+        member.acknowledge(data.Received(trajectory.id, self._lineage))
 
     async def _train(self, step: int, groups: tuple[int, ...]) -> None:
         """Take the trajectories of a step and publish the next version some engine steps later."""

@@ -1,7 +1,11 @@
 """Whether the whole loop delivers what it promises: scheduler, generator and engine together.
 
-    python -m benchmarks.exactness_loop [--samples N] [--engine torch|vllm] [--modes "a;b"]
+    python -m benchmarks.exactness_loop [--samples N] [--engine torch|vllm|sglang] [--modes "a;b"]
                                         [--seed S] [--json FILE]
+
+`--engine torch,vllm,sglang` runs a mixed fleet: one generator on each engine. In the mode "verify,
+run resumed" samples that one of them wrote ahead are verified and continued by another; they are
+counted, and tested once more by themselves.
 
 Two fixed sets of weights take turns as policy versions, so that the distribution of each step's
 trajectories can be enumerated (`distributions`), while updates arrive in the middle of rollouts
@@ -14,7 +18,8 @@ trajectories can be enumerated (`distributions`), while updates arrive in the mi
     logprobs     recorded log-probabilities are the enumerated ones (greatest difference)
 
 `verify` with k = 0 and learning rate 0 promise the first two, every mode the last two (`modes`).
-Exits with status 1 if a p-value is below `ALARM`, or if a log-probability or a reward is wrong.
+Exits with status 1 if a p-value is below `ALARM`, or if a log-probability or a reward is wrong, or
+if no token of a resumed mixed fleet was verified by another engine than drew it.
 
 Most imports are inside `main`, see `benchmarks.exactness.main`.
 """
@@ -25,6 +30,7 @@ import argparse
 import asyncio
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(description="what the whole loop delivers to the trainer")
     parser.add_argument("--samples", type=int, default=50_000, help="for each mode")
-    parser.add_argument("--engine", choices=sorted(ENGINES), default="torch")
+    parser.add_argument("--engine", default="torch", help=f"one or more of {', '.join(ENGINES)}")
     parser.add_argument("--modes", help=f"some of: {'; '.join(MODES)} (separated by ;)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write the numbers here")
@@ -49,15 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in names if name not in MODES]
     if unknown:
         parser.error(f"no mode {unknown[0]!r}; the modes are {'; '.join(MODES)}")
+    kinds = options.engine.split(",")
+    if not set(kinds) <= set(ENGINES) or len(set(kinds)) < len(kinds):
+        parser.error(f"--engine {options.engine}: some of {', '.join(ENGINES)}, each once")
     torch.set_num_threads(1)
-    raw = {name: _measure(name, options.engine, options.samples, options.seed) for name in names}
+    raw = {name: _measure(name, kinds, options.samples, options.seed) for name in names}
     Console(width=None if sys.stdout.isatty() else 150).print(_table(options.engine, raw))
     if options.json:
         write_json(options.json, "exactness_loop", raw, {})
     return 0 if all(found["fine"] for found in raw.values()) else 1
 
 
-def _measure(name: str, engine: str, samples: int, seed: int) -> dict[str, Any]:
+def _measure(name: str, kinds: Sequence[str], samples: int, seed: int) -> dict[str, Any]:
     """Run one mode and test what it promises."""
     from benchmarks.exactness_loop.distributions import ResponseDistributions
     from benchmarks.exactness_loop.engines import run
@@ -66,16 +75,22 @@ def _measure(name: str, engine: str, samples: int, seed: int) -> dict[str, Any]:
 
     mode, began = MODES[name], time.perf_counter()
     policies = make_policies(mode.drift)
-    outcome = asyncio.run(run(engine, mode, settings_of(mode, samples, seed), policies))
-    found = check(mode, outcome.delivered, ResponseDistributions(policies, PROMPTS, mode.space))
+    outcome = asyncio.run(run(kinds, mode, settings_of(mode, samples, seed), policies))
+    distributions = ResponseDistributions(policies, PROMPTS, mode.space)
+    found = check(mode, outcome.delivered, distributions)
+    verdicts, moved = dict(found.verdicts), outcome.moved
+    if moved.delivered:
+        again = check(mode, moved.delivered, distributions).verdicts
+        verdicts |= {f"moved: {what}": verdict for what, verdict in again.items()}
     fine = (
-        found.p_value >= ALARM
-        and found.worst_logprob <= TOLERANCE[engine]
+        min(verdict.p_value for verdict in verdicts.values()) >= ALARM
+        and found.worst_logprob <= max(TOLERANCE[kind] for kind in kinds)
         and found.staleness <= (0 if mode.whole else 1)
         and rewards_match(outcome.delivered)
+        and (moved.accepted > 0 or len(kinds) == 1 or not mode.kill_run_every)
     )
     return {
-        "statements": {what: vars(verdict) for what, verdict in found.verdicts.items()},
+        "statements": {what: vars(verdict) for what, verdict in verdicts.items()},
         "worst_logprob": found.worst_logprob,
         "staleness": found.staleness,
         "fine": fine,
@@ -83,6 +98,11 @@ def _measure(name: str, engine: str, samples: int, seed: int) -> dict[str, Any]:
         "rejected": outcome.rejected,
         "cut": outcome.cut,
         "drafts_accepted": outcome.accepted,
+        "delivered_by": Counter(one.generator for one in outcome.delivered),
+        "runs": outcome.resumed + 1,
+        "moved_samples": len(moved.delivered),
+        "moved_samples_changed": moved.changed,
+        "moved_tokens_accepted": moved.accepted,
         "seconds": time.perf_counter() - began,
     }
 

@@ -33,6 +33,9 @@ class Mode:
     whole: bool = True
     """Whether whole trajectories follow the policy that trains on them, at staleness 0."""
     slots: int = 64
+    remote_slots: int = 64
+    """How many of them are used if they are all of vLLM or SGLang, whose steps take less time here
+    than staging weights does."""
     top_k: int = 3
     max_draft_tokens: int = 2
     kv_rebuilt: bool = False
@@ -53,6 +56,8 @@ _ON_POLICY: dict[str, Any] = {"group_size": 16, "groups_per_step": 9}
 _ONE_STEP_OFF = _ON_POLICY | {"max_off_policy_steps": 1}
 MODES: dict[str, Mode] = {
     "verify, 1 ahead": Mode(_ON_POLICY | {"max_runahead_groups": 9}),
+    # Policies so far apart that few samples show what is wrong.
+    "verify, far apart": Mode(_ON_POLICY | {"max_runahead_groups": 9}, drift=1.0),
     "verify, 3 ahead": Mode(_ON_POLICY | {"max_runahead_groups": 27}),
     # Slower steps, so that some groups are partly verified by a policy that is gone.
     "verify, trainers lost": Mode(
@@ -79,10 +84,15 @@ MODES: dict[str, Mode] = {
         turns_per_step=8,
     ),
     "verify, k = 1": Mode(_ONE_STEP_OFF | {"max_runahead_groups": 9}, whole=False),
-    "keep, k = 1": Mode(_ONE_STEP_OFF | {"on_update": "keep"}, whole=False),
+    # Few slots, so that there is work in generation when the staged weights are installed.
+    "keep, k = 1": Mode(_ONE_STEP_OFF | {"on_update": "keep"}, whole=False, remote_slots=24),
     # Slower steps, so that enough samples are in generation when the staged weights are installed.
     "recompute, k = 1": Mode(
-        _ONE_STEP_OFF | {"on_update": "recompute"}, whole=False, kv_rebuilt=True, turns_per_step=8
+        _ONE_STEP_OFF | {"on_update": "recompute"},
+        whole=False,
+        remote_slots=24,
+        kv_rebuilt=True,
+        turns_per_step=8,
     ),
 }
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
 
 from engine.protocol import SamplingParams
-from rollout.trajectory import SampleId, VerifiableTrajectory
+from rollout.trajectory import IntArray, Provenance, SampleId, VerifiableTrajectory
 from scheduler.config import SchedulerConfig
+from wire.messages.to_generator import Generate
+from wire.records import TokenCounts
+from wire.unfinished import read_sample
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,8 @@ class LoopSettings:
     install_delay: int = 0
     """Additional engine steps of the message that new weights are installed. So many steps samples
     continue under the new weights before their verification is requested."""
+    slots: int | None = None
+    """Of each generator that are used; None: all."""
     seed: int = 0
     poll_seconds: float = 0.0003
     """Between looks at the engine's counters. Not 0: the torch engine steps in a thread, and
@@ -47,6 +55,8 @@ class Delivered:
     trajectory: VerifiableTrajectory
     """As the trainer received it, with the stored top-K that its generator had."""
     reward: float
+    generator: str
+    """That delivered it."""
 
     @property
     def text(self) -> tuple[int, ...]:
@@ -77,6 +87,53 @@ class Outcome:
     """Samples that a run continued from the tokens of the one before."""
     cut: int = 0
     """Requests that were running when the installation of new weights was commanded, summed."""
+    written_elsewhere: dict[SampleId, IntArray] = field(default_factory=dict)
+    """Tokens of samples that one generator wrote ahead and another one of the next run continued
+    from. (All of them are verified there, before anything else.)"""
+
+    def count(self, tokens: TokenCounts) -> None:
+        """Add what a generator has counted."""
+        self.accepted += tokens.accepted
+        self.verified += tokens.verified
+        self.rejected += tokens.rejected
+
+    def begins(self, generator: str, request: Generate) -> None:
+        """A generator begins a sample, or continues one from before the run was resumed."""
+        sample, unfinished = request.sample, request.unfinished
+        self.restored.discard(sample)
+        self.written_elsewhere.pop(sample, None)
+        if unfinished is None:
+            return
+        self.restored.add(sample)
+        file = Path(unfinished.file)
+        if file.stem != generator:
+            kept = read_sample(file, unfinished.place, prompt_id=request.prompt.prompt_id)
+            self.written_elsewhere[sample] = kept.tokens
+
+    @property
+    def moved(self) -> Moved:
+        """What became of the tokens that one generator wrote and another one verified."""
+        moved = [one for one in self.delivered if one.trajectory.id in self.written_elsewhere]
+        accepted = changed = 0
+        for one in moved:
+            written = self.written_elsewhere[one.trajectory.id]
+            both = min(len(written), len(one.text))
+            same = written[:both] == one.trajectory.tokens[:both]
+            verified = one.trajectory.provenance[:both] == Provenance.VERIFIED
+            accepted += int(np.logical_and.accumulate(same & verified).sum())
+            changed += not (same.all() and both == len(written))
+        return Moved(moved, accepted, changed)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Delivered samples that one generator wrote ahead and another one verified and continued."""
+
+    delivered: list[Delivered]
+    accepted: int
+    """Their tokens that the second one accepted."""
+    changed: int
+    """Samples of which it rejected a token."""
 
 
 def reward_of(tokens: Iterator[int] | Sequence[int]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,6 @@ from asyncrl.config import parse_config
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.unfinished_folders import unfinished_folder
 from asyncrl.run.unfinished_work import UnfinishedWork
-from benchmarks.exactness_loop.generator import NAME
 from scheduler.config import SchedulerConfig
 from wire.messages.to_generator import ToGenerator
 
@@ -20,38 +19,43 @@ _POLL_SECONDS = 0.001
 
 
 class RunAhead:
-    """The real `UnfinishedWork` of a run with one generator.
+    """The real `UnfinishedWork` of a run.
 
     Args:
+        generators: their names.
         scheduler: the run's settings.
         directory: the run's folder.
         requests: of the run.
-        send: sends to the generator.
+        send: sends to a generator.
     """
 
     def __init__(
         self,
+        generators: Sequence[str],
         scheduler: SchedulerConfig,
         directory: Path,
         requests: SampleRequests,
-        send: Callable[[ToGenerator], None],
+        send: Callable[[str, ToGenerator], None],
     ) -> None:
+        self._generators = generators
         self._directory = directory
         self._send = send
         config = parse_config({"scheduler": scheduler.model_dump()}, source="the loop")
         fleet: Any = SimpleNamespace(
-            generators=lambda: [SimpleNamespace(name=NAME)], send=self._send_to
+            generators=lambda: [SimpleNamespace(name=name) for name in generators],
+            send=self._send_to,
         )
         self._work = UnfinishedWork(config, directory, fleet, requests, print)
 
-    async def _send_to(self, _name: str, message: ToGenerator) -> None:
-        self._send(message)
+    async def _send_to(self, name: str, message: ToGenerator) -> None:
+        self._send(name, message)
 
     async def save(self, version: int, *, published: int) -> None:
         """The checkpoint of this version is written; returns when the run-ahead is on the disk."""
         await self._work.save(version, published=published)
-        file = unfinished_folder(self._directory, version) / f"{NAME}.bin"
-        while not file.exists():  # noqa: ASYNC110 - another thread writes it
+        folder = unfinished_folder(self._directory, version)
+        files = [folder / f"{name}.bin" for name in self._generators]
+        while not all(file.exists() for file in files):  # noqa: ASYNC110 - threads write them
             await asyncio.sleep(_POLL_SECONDS)
 
     async def restore(self, version: int) -> None:

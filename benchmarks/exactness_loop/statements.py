@@ -16,7 +16,7 @@ from benchmarks.exactness_loop.outcome import Delivered, reward_of
 
 ALARM = 1e-6
 """A statement fails below this p-value: the probability of a false alarm for each statement."""
-TOLERANCE = {"torch": 1e-4, "vllm": 1e-3}
+TOLERANCE = {"torch": 1e-4, "vllm": 1e-3, "sglang": 1e-3}
 """Allowed difference between recorded and enumerated log-probabilities, in nats, by engine."""
 _BINS = 10
 

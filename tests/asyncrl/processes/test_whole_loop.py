@@ -53,7 +53,7 @@ def play(name: str, samples: int = SAMPLES) -> Outcome:
     torch.set_num_threads(1)
     mode = MODES[name]
     settings = settings_of(mode, samples, seed=0)
-    return asyncio.run(engines.run("torch", mode, settings, known(mode.drift)[0]))
+    return asyncio.run(engines.run(["torch"], mode, settings, known(mode.drift)[0]))
 
 
 def check(name: str, delivered: list[Delivered]) -> Finding:
