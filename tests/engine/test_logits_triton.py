@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -33,26 +34,37 @@ def run(what: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """What each part has said in Triton's interpreter."""
+    said: dict[str, str] = json.loads(run("interpreted", TRITON_INTERPRET="1").splitlines()[-1])
+    return said
+
+
 @pytest.mark.slow
-def test_kernels_draw_and_look_up_as_the_compiled_code_of_a_cpu() -> None:
+def test_kernels_draw_and_look_up_as_the_compiled_code_of_a_cpu(
+    interpreted: dict[str, str],
+) -> None:
     """Tokens, lists, names and log-probabilities; top-k, top-p, min-p; ties; rows not finite."""
-    assert "the same" in run("compare", TRITON_INTERPRET="1")
-
-
-def test_kernels_name_the_tokens_that_tensor_operations_name() -> None:
-    """Over several blocks; nothing where nothing is outside the list or no name is asked for."""
-    assert "the same names" in run("names", TRITON_INTERPRET="1")
+    assert interpreted["compare"] == "the same\n", interpreted["compare"]
 
 
 @pytest.mark.slow
-def test_the_torch_engine_gives_the_same_tokens_with_kernels() -> None:
+def test_kernels_name_the_tokens_that_tensor_operations_name(interpreted: dict[str, str]) -> None:
+    """Over several blocks; nothing where nothing is outside the list or no name is asked for."""
+    assert interpreted["names"] == "the same names\n", interpreted["names"]
+
+
+@pytest.mark.slow
+def test_the_torch_engine_gives_the_same_tokens_with_kernels(interpreted: dict[str, str]) -> None:
     """Samples, verification of kept tokens, SPEC-RL's rule, tokens outside the list, scores."""
-    assert "the same engine" in run("engine", TRITON_INTERPRET="1")
+    assert interpreted["engine"] == "the same engine\n", interpreted["engine"]
 
 
-def test_a_step_takes_few_kernels() -> None:
+@pytest.mark.slow
+def test_a_step_takes_few_kernels(interpreted: dict[str, str]) -> None:
     """Two, and copies, where tensor operations take over thirty."""
-    counts = dict(line.split() for line in run("count", TRITON_INTERPRET="1").splitlines())
+    counts = dict(line.split() for line in interpreted["count"].splitlines())
     assert int(counts["fused"]) <= 4
     assert int(counts["tensors"]) >= 30
 

@@ -144,6 +144,7 @@ def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpo
 
 
 def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandLine) -> None:
+    """In a terminal then, whose window is closed: that ends the run in order, too."""
     process = command_line.start(run__steps=500)
     until(lambda: command_line.steps() >= 2, seconds=200, what="two steps")
     asyncrl = [sys.executable, "-m", "asyncrl"]
@@ -178,9 +179,14 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
     assert "--resume" in output
     steps = command_line.steps()
     assert (command_line.folder / "checkpoints" / f"step-{steps:06d}").is_dir()
-    done = command_line.run("--resume", run__steps=steps + 2)
-    assert done.returncode == 0, done.stdout
-    assert [step.step for step in command_line.metrics()] == list(range(steps + 2))
+    terminal = command_line.start_in_terminal("--resume", run__steps=1000)
+    until(lambda: command_line.steps() >= steps + 2, seconds=200, what="two more steps")
+    terminal.close()
+    terminal.process.wait(timeout=200)
+    assert json.loads((command_line.folder / "run.json").read_text())["ended"] == "stopped"
+    ended = command_line.steps()
+    assert (command_line.folder / "checkpoints" / f"step-{ended:06d}").is_dir()
+    assert [step.step for step in command_line.metrics()] == list(range(ended))
     assert max(step.learning.reward_mean for step in command_line.metrics()) <= 1.0
     log = (command_line.folder / "logs" / "generator-0.log").read_text()
     assert "tokens of an earlier process" in log
@@ -194,16 +200,6 @@ def suspend_and_continue(pid: int) -> None:
         what="a process to be suspended",
     )
     os.kill(pid, signal.SIGCONT)
-
-
-def test_a_closed_terminal_ends_the_run_in_order(command_line: CommandLine) -> None:
-    terminal = command_line.start_in_terminal(run__steps=500)
-    until(lambda: command_line.steps() >= 1, seconds=200, what="a step")
-    terminal.close()
-    terminal.process.wait(timeout=200)
-    assert json.loads((command_line.folder / "run.json").read_text())["ended"] == "stopped"
-    steps = command_line.steps()
-    assert (command_line.folder / "checkpoints" / f"step-{steps:06d}").is_dir()
 
 
 def test_ctrl_c_twice_ends_at_once_and_leaves_nothing_but_a_run_to_resume(
@@ -244,6 +240,7 @@ def test_on_vllm_run_ahead_gives_way_and_what_is_verified_is_exact(
     preempted = largest_value(process, command_line.folder, "asyncrl_preempted_samples_total")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
+    assert command_line.result().engine == "vllm"
     steps = command_line.metrics()
     assert [step.staleness.max for step in steps] == [0] * 8
     assert worst_mismatch(steps) < 1e-3, "it does not follow the trainer's policy"

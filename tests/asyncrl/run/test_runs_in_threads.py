@@ -81,17 +81,6 @@ def test_verified_work_is_exactly_of_the_policy_that_trains_on_it(
     assert steps[-1].tokens.rejected > 0, "the policy hardly moved, so nothing was rejected"
 
 
-@pytest.mark.vllm
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*distributed.reduce_op.*:FutureWarning")
-def test_the_same_run_on_real_vllm(threaded_run: ThreadedRun) -> None:
-    result = threaded_run.run(engine__kind="vllm")
-    assert result.engine == "vllm"
-    assert result.steps == 3
-    assert worst_mismatch(threaded_run.metrics()) < 1e-3
-    assert result.staleness.max == 0
-
-
 def test_a_generator_at_another_temperature_ends_the_run_before_its_step(
     threaded_run: ThreadedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
