@@ -94,7 +94,7 @@ def test_a_disk_that_hangs_is_waited_for_once_and_gets_its_lines_later(
         writer.append([Line(number)])
     assert asked.is_set()
     assert not writer.flush()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30, "it waited for the disk"
     assert f"cannot write {path}: no answer from the disk for 0.2 s" in caplog.text
     assert len(caplog.records) == 1
     answers.set()

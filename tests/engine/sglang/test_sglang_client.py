@@ -55,7 +55,7 @@ def engine_of(path: str, **settings: Any) -> SglangEngine:
 
 @pytest.fixture
 def served(tiny_qwen3: str, runner: asyncio.Runner) -> Iterator[SglangEngine]:
-    engine = engine_of(tiny_qwen3, call_timeout_seconds=2.0)
+    engine = engine_of(tiny_qwen3, call_timeout_seconds=5.0)
     runner.run(engine.start())
     yield engine
     runner.run(engine.close())
@@ -186,7 +186,7 @@ def test_a_hanging_worker_is_waited_for_within_limits(
         finally:
             task.cancel()
 
-    with pytest.raises(EngineError, match="asked to pause, SGLang did not answer within 2 s"):
+    with pytest.raises(EngineError, match="asked to pause, SGLang did not answer within 5 s"):
         runner.run(hang())
     runner.run(asyncio.wait_for(served.close(), SECONDS))
 
