@@ -8,7 +8,8 @@ WireError                   a socket or shared memory cannot be used
 ├── AddressTooLong          the path of the socket folder is too long; says which variable to set
 ├── PublishError            weights cannot be written to shared memory
 └── WeightsReadError        published weights cannot be read
-    └── WeightsSupersededError  the trainer overwrote or removed them
+    ├── WeightsSupersededError  the trainer overwrote or removed them
+    └── WeightsNotReceivedError they did not arrive from another node in time; says who was asked
 """
 
 from __future__ import annotations
@@ -44,3 +45,7 @@ class WeightsReadError(WireError):
 
 class WeightsSupersededError(WeightsReadError):
     """The file holds another version by now, or was removed with its trainer."""
+
+
+class WeightsNotReceivedError(WeightsReadError):
+    """A version did not arrive from other nodes; the message says what each parent did."""

@@ -25,12 +25,12 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from wire.errors import WeightsReadError, WeightsSupersededError
+from wire.errors import WeightsReadError
+from wire.weights.files import held_version
 from wire.weights.layout import TensorSpec, WeightManifest, laid_out
 from wire.weights.pinning import Pin
 from wire.weights.views import dtype_of, tensor_view
@@ -84,7 +84,7 @@ class WeightBuffer:
             WeightsReadError: the file is not ours, or the manifest does not describe it.
         """
         self.policy_version = None
-        with _version(manifest) as descriptor:
+        with held_version(manifest) as descriptor:
             memory = self._memory_for(manifest)
             if self._device.type == "cpu" and self._specs == manifest.tensors:
                 _fill(memory, descriptor, 0)
@@ -163,47 +163,6 @@ class WeightBuffer:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-@contextmanager
-def _version(manifest: WeightManifest) -> Iterator[int]:
-    """The file of a version, which holds it at the beginning and at the end of the block."""
-    descriptor = _open(manifest)
-    try:
-        _check_version(descriptor, manifest)
-        yield descriptor
-        _check_version(descriptor, manifest)
-    except OSError as error:
-        raise WeightsReadError(
-            f"weights of version {manifest.policy_version} in {manifest.path} cannot be "
-            f"read: {error}"
-        ) from error
-    finally:
-        os.close(descriptor)
-
-
-def _open(manifest: WeightManifest) -> int:
-    try:
-        descriptor = os.open(manifest.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise WeightsSupersededError(
-            f"weights of version {manifest.policy_version} were removed: {manifest.path} is gone, "
-            "with its trainer, or it never was on this machine"
-        ) from error
-    except OSError as error:
-        raise WeightsReadError(
-            f"weights of version {manifest.policy_version} cannot be opened ({error}): "
-            "is the trainer on this machine, under this user, with the same /dev/shm?"
-        ) from error
-    found = os.fstat(descriptor)
-    if found.st_size != manifest.nbytes or found.st_uid != os.geteuid():
-        os.close(descriptor)
-        raise WeightsReadError(
-            f"{manifest.path} is not what the manifest of version {manifest.policy_version} "
-            f"describes: {found.st_size} bytes of user {found.st_uid}, expected "
-            f"{manifest.nbytes} bytes of user {os.geteuid()}"
-        )
-    return descriptor
-
-
 def _fill(memory: Tensor, descriptor: int, offset: int) -> None:
     """Fill `[n]` uint8 in host memory from a place in the file. Other threads run meanwhile."""
     target, done = memory.numpy().data, 0
@@ -214,12 +173,3 @@ def _fill(memory: Tensor, descriptor: int, offset: int) -> None:
                 f"the weights file ends {len(target) - done} bytes before the end of its tensors"
             )
         done += read
-
-
-def _check_version(descriptor: int, manifest: WeightManifest) -> None:
-    header = int.from_bytes(os.pread(descriptor, 8, 0), "little", signed=True)
-    if header != manifest.policy_version:
-        now = "newer weights are being written" if header < 0 else f"it holds version {header}"
-        raise WeightsSupersededError(
-            f"weights of version {manifest.policy_version} in {manifest.path} are superseded: {now}"
-        )

@@ -12,7 +12,6 @@ for engines in bfloat16, and nobody converts again.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import re
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from wire.errors import PublishError
+from wire.weights.files import mark, marked, reserve
 from wire.weights.layout import (
     SHARED_MEMORY,
     WRITING,
@@ -51,12 +51,12 @@ class _Slot:
     """Of the mapping, if the tensors come from a GPU."""
 
     def mark(self, version: int) -> None:
-        self.memory[:8] = version.to_bytes(8, "little", signed=True)
+        mark(self.memory, version)
 
     @property
     def version(self) -> int:
         """The version that it holds; WRITING: none."""
-        return int.from_bytes(self.memory[:8], "little", signed=True)
+        return marked(self.memory)
 
 
 class WeightPublisher:
@@ -215,37 +215,9 @@ def _slot(
     path: Path, specs: tuple[TensorSpec, ...], nbytes: int, *, of: int, pinned: bool
 ) -> _Slot:
     """Create one of `of` files with all its memory reserved, marked as being written."""
-    try:
-        # A killed run of this id may have left a file. O_EXCL refuses to follow a planted link.
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    except OSError as error:
-        raise PublishError(
-            f"cannot create {path}: {error.strerror}; published weights need a folder in memory "
-            f"that this user can write: {path.parent}"
-        ) from error
-    try:
-        # Reserve now: running out of memory during a copy would be a SIGBUS.
-        os.posix_fallocate(descriptor, 0, nbytes)
-        memory = mmap.mmap(descriptor, nbytes)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise PublishError(_no_room(path, of * nbytes, error)) from error
-    finally:
-        os.close(descriptor)
+    memory = reserve(path, nbytes, of=of)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping open
     views = [tensor_view(whole, spec) for spec in specs]
     slot = _Slot(path, memory, views, Pin(whole) if pinned else None)
     slot.mark(WRITING)
     return slot
-
-
-def _no_room(path: Path, nbytes: int, error: OSError) -> str:
-    if error.errno != errno.ENOSPC:
-        return f"cannot reserve memory for {path}: {error}"
-    stat = os.statvfs(path.parent)
-    free = stat.f_bavail * stat.f_frsize
-    return (
-        f"{path.parent} has {free / 2**20:.0f} MiB free, but published weights need "
-        f"{nbytes / 2**20:.0f} MiB there: make it larger (docker run --shm-size, or a tmpfs mount)"
-    )

@@ -1,0 +1,68 @@
+"""What nodes say to each other about weights. A chunk's bytes follow its message in the same frame.
+
+A child asks for single chunks and has a bounded number of them outstanding, so a slow child fills
+no memory of its parent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from wire.decoding import Count
+from wire.keys import LineKeys
+
+VersionName = Annotated[str, msgspec.Meta(min_length=1, max_length=40)]
+"""`wire.weights.chunks.name_of` a manifest: a trainer that replaces another may publish a policy
+version again."""
+Crc32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class Parent(msgspec.Struct, frozen=True):
+    """Where a node can ask for chunks."""
+
+    name: str
+    address: str
+    """Its ZeroMQ address."""
+    keys: LineKeys | None
+    """With which this child connects to it; None on this machine only."""
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask", tag_field="type"):
+    """From a child: send one chunk as soon as you have it."""
+
+    version: VersionName
+    index: Count
+    base: VersionName | None = None
+    """A version that the child holds: a delta to it may be sent."""
+
+
+class Chunk(msgspec.Struct, frozen=True, tag="chunk", tag_field="type"):
+    """From a parent: the bytes that follow are a chunk, or the delta to it."""
+
+    version: VersionName
+    index: Count
+    checksum: Crc32
+    """Of the whole chunk, after a delta was applied."""
+    base: VersionName | None = None
+    """The version that the delta refers to; None: the bytes are the chunk."""
+    more: bool = False
+    """Others that the child asked for are ready too: what limits them is the way to the child."""
+
+
+class Waiting(msgspec.Struct, frozen=True, tag="waiting", tag_field="type"):
+    """From a parent: I am alive, and do not have what you asked for yet."""
+
+    version: VersionName
+
+
+class Gone(msgspec.Struct, frozen=True, tag="gone", tag_field="type"):
+    """From a parent: I shall never have the rest of this version."""
+
+    version: VersionName
+    why: str
+
+
+ToParent = Ask
+FromParent = Chunk | Waiting | Gone

@@ -1,0 +1,96 @@
+"""A version in the memory of a node, and the chunks that are sent of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wire.decoding import FrameRefused, Reason
+from wire.errors import WeightsSupersededError
+from wire.messages.chain import Chunk
+from wire.parts import PART_BYTES, split
+from wire.weights import delta
+from wire.weights.chunks import Grid, checksum, name_of, word_bytes
+from wire.weights.layout import WeightManifest
+
+Part = bytes | memoryview
+
+
+@dataclass(slots=True)
+class Held:
+    """A version, whole or on its way."""
+
+    manifest: WeightManifest
+    memory: NDArray[np.uint8]
+    """`[nbytes]` of the file."""
+    still: Callable[[], bool]
+    """Whether the memory still holds this version."""
+    grid: Grid
+    missing: set[int] = field(default_factory=set)
+    """Chunks that are not there yet."""
+    checksums: dict[int, int] = field(default_factory=dict)
+    """Of chunks, as far as they are known."""
+    name: str = ""
+    word_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        self.name = name_of(self.manifest)
+        self.word_bytes = word_bytes(self.manifest.tensors)
+
+    def chunk(self, index: int) -> NDArray[np.uint8]:
+        """The memory of a chunk."""
+        return self.memory[self.grid.span(index)]
+
+    def encoded(
+        self, index: int, base: Held | None, *, more: bool = False
+    ) -> tuple[Chunk, list[Part]]:
+        """The message and the bytes of a chunk: a delta to the base if it has one and is shorter.
+
+        Raises:
+            WeightsSupersededError: the memory holds another version by now.
+        """
+        body, used = None, None
+        if base is not None and not base.missing:
+            body = delta.encode(self.chunk(index), base.chunk(index), self.word_bytes)
+            used = base.name if body is not None and base.still() else None
+        if body is None or used is None:
+            body = self.chunk(index).tobytes()
+        if index not in self.checksums:
+            self.checksums[index] = checksum([self.chunk(index).data])
+        if not self.still():
+            self.checksums.pop(index)
+            raise WeightsSupersededError(f"version {self.name} is being overwritten")
+        return Chunk(self.name, index, self.checksums[index], used, more), split(body)
+
+    def receive(self, chunk: Chunk, parts: Sequence[Part], base: Held | None) -> None:
+        """Put a chunk in its place.
+
+        Raises:
+            FrameRefused: these bytes are not the chunk; the place holds nothing.
+        """
+        place = self.chunk(chunk.index)
+        if chunk.base is None:
+            _fill(place, parts)
+        elif base is None or base.name != chunk.base:
+            raise FrameRefused(Reason.UNEXPECTED, f"a delta to version {chunk.base!r}")
+        else:
+            if sum(map(len, parts)) >= len(place):
+                raise FrameRefused(Reason.TOO_LONG, "a delta that is longer than its chunk")
+            place[:] = base.chunk(chunk.index)
+            delta.apply(place, b"".join(parts))
+        if checksum([place.data]) != chunk.checksum:
+            raise FrameRefused(Reason.MALFORMED, f"chunk {chunk.index} has another checksum")
+        self.checksums[chunk.index] = chunk.checksum
+        self.missing.discard(chunk.index)
+
+
+def _fill(place: NDArray[np.uint8], parts: Sequence[Part]) -> None:
+    if sum(map(len, parts)) != len(place) or any(len(part) > PART_BYTES for part in parts):
+        raise FrameRefused(Reason.PARTS, f"{len(parts)} parts are no chunk of {len(place)} bytes")
+    start = 0
+    for part in parts:
+        place[start : start + len(part)] = np.frombuffer(part, np.uint8)
+        start += len(part)

@@ -1,0 +1,182 @@
+"""Receives versions from other nodes into this node's memory, and passes them on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from wire.errors import WeightsNotReceivedError, WeightsSupersededError, WireError
+from wire.keys import HubKeys
+from wire.messages.chain import Parent
+from wire.weights.chain.inlet import Inlet
+from wire.weights.chain.node_files import NodeFiles
+from wire.weights.chain.receiving import Timing
+from wire.weights.chain.thread import ServingThread
+from wire.weights.chunks import CHUNK_BYTES, name_of
+from wire.weights.layout import WeightManifest
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A version is in this node's memory."""
+
+    manifest: WeightManifest
+    """Of the file on this node."""
+    seconds: float
+    nbytes: int
+    """That came over the network."""
+    left: dict[str, str]
+    """Parents that were left, and why: they belong at the end of the next chain."""
+
+
+@dataclass(slots=True)
+class _Fetch:
+    manifest: WeightManifest
+    future: Future[Received]
+    inlet: Inlet
+    began: float
+
+
+class WeightNode(ServingThread[NodeFiles]):
+    """A thread with two files in memory, of which one holds the newest whole version.
+
+    Args:
+        name: of this node.
+        address: to bind; port 0 of TCP: any that is free.
+        keys: of this node's hub; None: only for children on this machine.
+        directory: for the files, in memory.
+        files_id: names the files; unique on this machine.
+        timing: of the receiver.
+        bytes_per_second: that it may send; None: no limit.
+        chunk_bytes: of every node of the chain.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        keys: HubKeys | None,
+        *,
+        directory: Path,
+        files_id: str,
+        timing: Timing | None = None,
+        bytes_per_second: float | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        files = NodeFiles(directory, files_id, chunk_bytes)
+        super().__init__(name, address, keys, files, bytes_per_second)
+        self._timing = timing or Timing()
+        self._fetch: _Fetch | None = None
+        self._polled: set[zmq.Socket[bytes]] = set()
+        self._start()
+
+    def fetch(self, manifest: WeightManifest, parents: Sequence[Parent]) -> Future[Received]:
+        """Bring a version here from the nearest parent that can give it.
+
+        A version that is still on its way is given up, unless it is the same. The future fails with
+
+        - WeightsSupersededError: another version was asked for, or nobody has this one any longer;
+        - WeightsNotReceivedError: it did not arrive in time;
+        - PublishError: there is no memory for it; or another error of `wire.errors`.
+        """
+        future: Future[Received] = Future()
+        begun = self._call(lambda: self._begin(manifest, parents, future))
+        begun.add_done_callback(lambda done: _pass_on(done, future))
+        return future
+
+    def _begin(
+        self, manifest: WeightManifest, parents: Sequence[Parent], future: Future[Received]
+    ) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        name = name_of(manifest)
+        if self._closing:
+            raise WeightsNotReceivedError(f"{self.name} is closing")
+        here = self._versions.local(name)
+        if here is not None:
+            future.set_result(Received(here, 0.0, 0, {}))
+            return
+        if self._fetch is not None and name_of(self._fetch.manifest) == name:
+            self._fetch.future.add_done_callback(lambda done: _copy(done, future))
+            return
+        self._stop(WeightsSupersededError(f"{self.name} was told to fetch version {name} instead"))
+        held = self._versions.begin(manifest)
+        now = time.monotonic()
+        try:
+            inlet = Inlet(
+                self._context, self.name, held, self._versions.base, parents, self._timing, now
+            )
+        except Exception:
+            self._versions.give_up()
+            raise
+        self._fetch = _Fetch(manifest, future, inlet, now)
+
+    def _receive(self, now: float) -> None:
+        fetch = self._fetch
+        if fetch is None:
+            return
+        for parent in list(fetch.inlet.sockets.values()):
+            fetch.inlet.take(parent, now)
+        fetch.inlet.tick(now)
+        receiving = fetch.inlet.receiving
+        if receiving.failed:
+            kind = WeightsSupersededError if receiving.superseded else WeightsNotReceivedError
+            self._stop(
+                kind(
+                    f"weights of version {fetch.manifest.policy_version} did not arrive at "
+                    f"{self.name}: {receiving.failed}"
+                )
+            )
+        elif receiving.done:
+            fetch.inlet.close()
+            self._fetch = None
+            received = Received(
+                self._versions.finish(),
+                now - fetch.began,
+                fetch.inlet.received_bytes,
+                receiving.left,
+            )
+            fetch.future.set_result(received)
+        self._poll_parents()
+
+    def _poll_parents(self) -> None:
+        """Wake up for the parents that are asked now."""
+        wanted = set() if self._fetch is None else set(self._fetch.inlet.sockets)
+        for socket in self._polled - wanted:
+            self._poller.unregister(socket)
+        for socket in wanted - self._polled:
+            self._poller.register(socket, zmq.POLLIN)
+        self._polled = wanted
+
+    def _stop(self, error: WireError) -> None:
+        """Give up the version that is on its way."""
+        fetch, self._fetch = self._fetch, None
+        self._versions.give_up()
+        if fetch is not None:
+            fetch.inlet.close()
+            self._poll_parents()
+            fetch.future.set_exception(error)
+
+    def _end(self) -> None:
+        self._stop(WeightsNotReceivedError(f"{self.name} was closed"))
+        self._versions.close()
+
+
+def _pass_on(begun: Future[None], future: Future[Received]) -> None:
+    """A version that could not be begun fails as that."""
+    error = begun.exception()
+    if error is not None and not future.done():
+        future.set_exception(error)
+
+
+def _copy(done: Future[Received], future: Future[Received]) -> None:
+    error = done.exception()
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(done.result())

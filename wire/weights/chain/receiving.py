@@ -1,0 +1,286 @@
+"""Which chunks of a version to ask of which parent. Pure: events in, orders out, no clock, no I/O.
+
+A receiver asks its nearest parent for chunks in ascending order, with at most `window` outstanding.
+It leaves a parent that
+
+- has been silent for `silent_seconds` while it owes chunks (a parent that waits says so),
+- does not have the version and never will,
+- sends damaged chunks, or
+- is slower than the parent above it. That is measured: now and then the next `_BURST` chunks are
+  asked of the parent above. If they come while the own parent sends at most one, `probes` times in
+  a row, the own parent is left. A parent that is as fast as the one above sends as many meanwhile,
+  because the upper one is no further ahead than that, or because the two streams share its link.
+  A parent that has nothing more to send is given `_PATIENCE` times as long: what is slow may be the
+  one above it, which it is about to leave itself.
+
+So a slow node keeps no children and holds up nobody but itself. A probe that finds nothing takes
+at most 1/32 of the time. A receiver that has left all its parents begins again with the nearest
+one, until `limit_seconds` have passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import msgspec
+
+from wire.weights.chain.serving import WAITING_SECONDS
+
+_BURST = 4
+"""Chunks of a probe."""
+_RARITY = 32
+"""Time between two probes, in durations of a probe."""
+_PATIENCE = 4
+_DAMAGED = 3
+"""Damaged chunks after which a parent is left."""
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """When a receiver loses patience."""
+
+    window: int = 16
+    """Chunks that may be outstanding."""
+    silent_seconds: float = 3.0
+    """Longest silence of a parent that owes chunks."""
+    probe_seconds: float = 0.25
+    """Shortest time between two probes of the parent above."""
+    probes: int = 3
+    """Probes in a row that a parent must lose to be left."""
+    limit_seconds: float = 600.0
+    """Longest time for one version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Ask this parent for a chunk."""
+
+    parent: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Forget what this parent owes, and the connection to it."""
+
+    parent: str
+
+
+@dataclass(slots=True)
+class _Parent:
+    name: str
+    owed: dict[int, float] = field(default_factory=dict)
+    """Index of each chunk that was asked of it, and when."""
+    heard: float = 0.0
+    """When it last said anything, or was first asked after owing nothing."""
+    behind: bool = False
+    """It had more to send when it sent its last chunk."""
+    damaged: int = 0
+    left: str = ""
+    """Why it is not asked; empty: it can be."""
+    gone: bool = False
+    """It will never have the version."""
+
+
+@dataclass(slots=True)
+class _Probe:
+    parent: _Parent
+    began: float
+    chunks: set[int]
+    """Those that have not arrived."""
+    sent: int = 0
+    """Chunks that the own parent has sent meanwhile."""
+
+
+class Receiving:
+    """One version on its way to this node.
+
+    Args:
+        count: chunks of the version.
+        parents: names, the nearest first.
+        now: seconds of any clock that does not jump.
+    """
+
+    def __init__(self, count: int, parents: Sequence[str], timing: Timing, now: float) -> None:
+        if not parents:
+            raise ValueError("a receiver needs at least one parent")
+        self._parents = [_Parent(name) for name in parents]
+        self._by_name = {parent.name: parent for parent in self._parents}
+        self._timing = timing
+        self._own = self._parents[0]
+        self._missing = dict.fromkeys(range(count))
+        """In ascending order."""
+        self._unasked = dict.fromkeys(range(count))
+        """Those of them that no parent owes, in ascending order: children ask for them in it."""
+        self._began = now
+        self._probe: _Probe | None = None
+        self._lost = 0
+        """Probes that the own parent lost in a row."""
+        self._next_probe = now + timing.probe_seconds
+        self._probed = self._own_sent = now
+        """When the last probe ended, and when the own parent last sent a chunk."""
+        self.failed = ""
+        """Why the version will not arrive; empty: it can."""
+        self.superseded = False
+        """It failed because no parent has the version any longer."""
+
+    @property
+    def done(self) -> bool:
+        """All chunks have arrived."""
+        return not self._missing
+
+    @property
+    def own_parent(self) -> str:
+        """Whom chunks are asked of."""
+        return self._own.name
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Parents that were left, and why."""
+        return {parent.name: parent.left for parent in self._parents if parent.left}
+
+    def wants(self, parent: str, index: int) -> bool:
+        """Whether a chunk from this parent is to be used: it was asked for and is missing."""
+        return index in self._missing and index in self._by_name[parent].owed
+
+    def begin(self, now: float) -> list[Order | Leave]:
+        """The first orders."""
+        return self._ask(now)
+
+    def arrived(
+        self, parent: str, index: int, now: float, *, more: bool = False
+    ) -> list[Order | Leave]:
+        """A chunk came; if it was wanted, it is in place. `more`: its parent has others to send."""
+        one = self._by_name[parent]
+        one.heard, one.behind = now, more
+        if one.owed.pop(index, None) is not None:
+            self._missing.pop(index, None)
+            self._unasked.pop(index, None)
+        if one is self._own:
+            self._own_sent = now
+            if self._probe is not None:
+                self._probe.sent += 1
+        return self._judge(now) + self._ask(now)
+
+    def damaged(self, parent: str, index: int, why: str, now: float) -> list[Order | Leave]:
+        """A chunk that was wanted cannot be used."""
+        one = self._by_name[parent]
+        one.heard = now
+        one.owed.pop(index, None)
+        self._put_back([index])
+        one.damaged += 1
+        if one.damaged >= _DAMAGED:
+            return self._abandon(one, f"sent {one.damaged} damaged chunks: {why}", now)
+        return self._ask(now)
+
+    def waiting(self, parent: str, now: float) -> list[Order | Leave]:
+        """A parent is alive but does not have what it owes."""
+        one = self._by_name[parent]
+        one.heard, one.behind = now, False
+        return []
+
+    def gone(self, parent: str, why: str, now: float) -> list[Order | Leave]:
+        """A parent will never have the version."""
+        one = self._by_name[parent]
+        one.gone = True
+        return self._abandon(one, why, now)
+
+    def tick(self, now: float) -> list[Order | Leave]:
+        """Time has passed. To be called every tenth of the shortest time in `Timing`, or so."""
+        if self.done or self.failed:
+            return []
+        if now - self._began > self._timing.limit_seconds:
+            self._fail(f"not whole after {self._timing.limit_seconds:g} s")
+            return []
+        orders: list[Order | Leave] = []
+        for one in (self._own, self._probe.parent if self._probe is not None else self._own):
+            if one.owed and now - one.heard > self._timing.silent_seconds:
+                orders += self._abandon(one, f"silent for {now - one.heard:.1f} s", now)
+        return orders + self._ask(now)
+
+    def _ask(self, now: float) -> list[Order | Leave]:
+        """Keep the window full, and begin a probe if one is due."""
+        orders: list[Order | Leave] = []
+        if self.failed:
+            return orders
+        while self._unasked and len(self._own.owed) < self._timing.window:
+            orders.append(self._order(self._own, next(iter(self._unasked)), now))
+        if self._probe is None and self._missing and self._probe_is_due(now):
+            above = self._above()
+            if above is not None:
+                chosen = list(islice(self._unasked, _BURST)) or list(self._missing)[-_BURST:]
+                self._probe = _Probe(above, now, set(chosen))
+                orders += [self._order(above, index, now) for index in chosen]
+        return orders
+
+    def _probe_is_due(self, now: float) -> bool:
+        """After a pause, or at once if the own parent sends nothing."""
+        idle = now - max(self._own_sent, self._probed) > self._timing.probe_seconds
+        return idle or now >= self._next_probe
+
+    def _order(self, parent: _Parent, index: int, now: float) -> Order:
+        self._unasked.pop(index, None)
+        if not parent.owed:
+            parent.heard = now
+        parent.owed[index] = now
+        return Order(parent.name, index)
+
+    def _above(self) -> _Parent | None:
+        """The next parent above the own one that can be asked."""
+        above = self._parents[self._parents.index(self._own) + 1 :]
+        return next((parent for parent in above if not parent.left), None)
+
+    def _judge(self, now: float) -> list[Order | Leave]:
+        """If the probe is answered, say who was faster."""
+        probe = self._probe
+        if probe is None:
+            return []
+        probe.chunks &= self._missing.keys()
+        if probe.chunks:
+            return []
+        self._probe, self._probed = None, now
+        slower = probe.sent <= 1
+        self._lost = self._lost + 1 if slower else 0
+        pause = 0.0 if slower else _RARITY * (now - probe.began)
+        self._next_probe = now + max(self._timing.probe_seconds, pause)
+        # One that has nothing to send says so; silence is no excuse.
+        starved = not self._own.behind and now - self._own.heard < 2 * WAITING_SECONDS
+        if self._lost < self._timing.probes * (_PATIENCE if starved else 1):
+            return []
+        return self._abandon(self._own, f"slower than {probe.parent.name}", now)
+
+    def _abandon(self, one: _Parent, why: str, now: float) -> list[Order | Leave]:
+        """Leave a parent; if it is the own one, the next parent above takes its place."""
+        one.left = why
+        self._put_back(one.owed)
+        one.owed.clear()
+        if self._probe is not None and (one is self._own or self._probe.parent is one):
+            self._probe = None
+        if one is self._own:
+            successor = self._above() or self._again()
+            if successor is None:
+                return [Leave(one.name)]
+            self._own, self._lost = successor, 0
+            self._probed = self._own_sent = now
+            self._next_probe = now + self._timing.probe_seconds
+        return [Leave(one.name), *self._ask(now)]
+
+    def _put_back(self, indices: Iterable[int]) -> None:
+        missing = (index for index in indices if index in self._missing)
+        self._unasked = dict.fromkeys(sorted([*missing, *self._unasked]))
+
+    def _again(self) -> _Parent | None:
+        """All parents were left: begin again with the nearest that may have the version."""
+        possible = [parent for parent in self._parents if not parent.gone]
+        if not possible:
+            self.superseded = True
+            self._fail("no parent has it any longer")
+            return None
+        for parent in possible:
+            parent.left, parent.damaged = "", 0
+        return possible[0]
+
+    def _fail(self, why: str) -> None:
+        states = "; ".join(f"{parent.name}: {parent.left or 'asked'}" for parent in self._parents)
+        self.failed = f"{why} ({len(self._missing)} chunks are missing; parents: {states})"

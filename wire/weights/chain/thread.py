@@ -1,0 +1,156 @@
+"""A thread that serves chunks, and runs what it is told to between two turns."""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+import zmq
+
+from wire.errors import NoReply, WireError
+from wire.keys import HubKeys
+from wire.refusals import Refusals
+from wire.weights.chain.outlet import Outlet, Versions
+from wire.weights.chain.pace import Pace
+from wire.weights.chain.sockets import ParentSocket
+
+T = TypeVar("T")
+V = TypeVar("V", bound=Versions)
+
+logger = logging.getLogger(__name__)
+
+_IO_THREADS = 2
+"""One can encrypt what is sent while the other decrypts what comes."""
+_TICK_SECONDS = 0.05
+_CLOSE_SECONDS = 10.0
+_BURST = 1 << 20
+"""Bytes that a paced node may send at once."""
+
+
+class ServingThread(Generic[V]):
+    """Serves children until it is closed. The versions belong to the thread.
+
+    Args:
+        name: of this node.
+        address: to bind; port 0 of TCP: any that is free.
+        keys: of this node's hub; None: only for children on this machine.
+        versions: what it serves.
+        bytes_per_second: that it may send; None: no limit.
+
+    Raises:
+        KeyUnusable: the address needs keys.
+        zmq.ZMQError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        keys: HubKeys | None,
+        versions: V,
+        bytes_per_second: float | None = None,
+    ) -> None:
+        self.name = name
+        self._context: zmq.Context[Any] = zmq.Context(_IO_THREADS)
+        self._versions = versions
+        refusals = Refusals()
+        try:
+            socket = ParentSocket(self._context, address, keys, refusals)
+        except Exception:
+            self._context.term()
+            raise
+        self.address = socket.address
+        pace = Pace(bytes_per_second, _BURST, time.monotonic())
+        self._outlet = Outlet(socket, versions, pace, refusals)
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._woken, self._wake = (self._context.socket(zmq.PAIR) for _ in range(2))
+        self._woken.bind("inproc://wake")
+        self._wake.connect("inproc://wake")
+        self._lock = threading.Lock()
+        self._closing = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._woken, zmq.POLLIN)
+        self._poller.register(socket.socket, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name=f"weights-{name}", daemon=True)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of chunks, so far."""
+        return self._outlet.sent_bytes
+
+    def _start(self) -> None:
+        """The last thing that a constructor does."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving, and wait until the thread has ended. Idempotent.
+
+        Raises:
+            NoReply: the thread is stuck.
+        """
+        if self._closing:
+            return
+        self._closing = True
+        self._call(lambda: None)
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            raise NoReply(f"the thread that serves weights did not end in {_CLOSE_SECONDS:g} s")
+
+    def _call(self, function: Callable[[], T]) -> Future[T]:
+        """Run something in the thread."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - the caller's
+                future.set_exception(error)
+
+        with self._lock:
+            if self._wake.closed:
+                future.set_exception(WireError(f"{self.name} no longer serves weights"))
+            else:
+                self._orders.put(run)
+                self._wake.send(b"")
+        return future
+
+    def _receive(self, now: float) -> None:
+        """Take part in the reception of a version. The base class receives none."""
+
+    def _end(self) -> None:
+        """The thread ends; release what belongs to it."""
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except Exception:
+            logger.exception("the thread that serves weights ended")
+        finally:
+            self._closing = True
+            self._end()
+            with self._lock:
+                for socket in (self._woken, self._wake, self._outlet.socket.socket):
+                    socket.close(linger=0)
+            self._context.term()
+            while not self._orders.empty():
+                self._orders.get()()
+
+    def _turn(self) -> None:
+        pause = self._outlet.send(time.monotonic())
+        seconds = _TICK_SECONDS if pause is None else min(pause, _TICK_SECONDS)
+        events = dict(self._poller.poll(math.ceil(1000 * seconds)))
+        if self._woken in events:
+            self._woken.recv()
+            self._orders.get()()
+        now = time.monotonic()
+        self._outlet.take(now)
+        self._receive(now)

@@ -1,0 +1,126 @@
+"""Files of published weights as bytes: made, opened and checked. Imports no torch.
+
+Two kinds of process write files in the layout of `wire.weights.layout`: the trainer
+(`wire.weights.writer`), and a node that receives the weights from another (`wire.weights.chain`).
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from wire.errors import PublishError, WeightsReadError, WeightsSupersededError
+from wire.weights.layout import WeightManifest
+
+
+def reserve(path: Path, nbytes: int, *, of: int) -> mmap.mmap:
+    """Create one of `of` files in place of an old one, with all its memory reserved.
+
+    Raises:
+        PublishError: there is not enough memory, or the file cannot be created.
+    """
+    try:
+        # A killed run of this id may have left a file. O_EXCL refuses to follow a planted link.
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise PublishError(
+            f"cannot create {path}: {error.strerror}; published weights need a folder in memory "
+            f"that this user can write: {path.parent}"
+        ) from error
+    try:
+        # Reserve now: running out of memory during a copy would be a SIGBUS.
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return mmap.mmap(descriptor, nbytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise PublishError(_no_room(path, of * nbytes, error)) from error
+    finally:
+        os.close(descriptor)
+
+
+def mark(memory: mmap.mmap, version: int) -> None:
+    """Set the version in the header; WRITING: the file holds none."""
+    memory[:8] = version.to_bytes(8, "little", signed=True)
+
+
+def marked(memory: mmap.mmap) -> int:
+    """The version in the header."""
+    return int.from_bytes(memory[:8], "little", signed=True)
+
+
+@contextmanager
+def held_version(manifest: WeightManifest) -> Iterator[int]:
+    """The descriptor of a file that holds a version at the beginning and at the end of the block.
+
+    Raises:
+        WeightsSupersededError: the file no longer holds this version, or was removed.
+        WeightsReadError: the file is not ours, or the manifest does not describe it.
+    """
+    descriptor = open_published(manifest)
+    try:
+        check_version(descriptor, manifest)
+        yield descriptor
+        check_version(descriptor, manifest)
+    except OSError as error:
+        raise WeightsReadError(
+            f"weights of version {manifest.policy_version} in {manifest.path} cannot be "
+            f"read: {error}"
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def open_published(manifest: WeightManifest) -> int:
+    """A descriptor of the file of a version, which the caller closes.
+
+    Raises:
+        WeightsSupersededError: it was removed.
+        WeightsReadError: the file is not ours, or the manifest does not describe it.
+    """
+    try:
+        descriptor = os.open(manifest.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise WeightsSupersededError(
+            f"weights of version {manifest.policy_version} were removed: {manifest.path} is gone, "
+            "with its trainer, or it never was on this machine"
+        ) from error
+    except OSError as error:
+        raise WeightsReadError(
+            f"weights of version {manifest.policy_version} cannot be opened ({error}): "
+            "is the trainer on this machine, under this user, with the same /dev/shm?"
+        ) from error
+    found = os.fstat(descriptor)
+    if found.st_size != manifest.nbytes or found.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise WeightsReadError(
+            f"{manifest.path} is not what the manifest of version {manifest.policy_version} "
+            f"describes: {found.st_size} bytes of user {found.st_uid}, expected "
+            f"{manifest.nbytes} bytes of user {os.geteuid()}"
+        )
+    return descriptor
+
+
+def check_version(descriptor: int, manifest: WeightManifest) -> None:
+    """Raise WeightsSupersededError unless the file's header names the manifest's version."""
+    header = int.from_bytes(os.pread(descriptor, 8, 0), "little", signed=True)
+    if header != manifest.policy_version:
+        now = "newer weights are being written" if header < 0 else f"it holds version {header}"
+        raise WeightsSupersededError(
+            f"weights of version {manifest.policy_version} in {manifest.path} are superseded: {now}"
+        )
+
+
+def _no_room(path: Path, nbytes: int, error: OSError) -> str:
+    if error.errno != errno.ENOSPC:
+        return f"cannot reserve memory for {path}: {error}"
+    stat = os.statvfs(path.parent)
+    free = stat.f_bavail * stat.f_frsize
+    return (
+        f"{path.parent} has {free / 2**20:.0f} MiB free, but published weights need "
+        f"{nbytes / 2**20:.0f} MiB there: make it larger (docker run --shm-size, or a tmpfs mount)"
+    )

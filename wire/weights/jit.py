@@ -1,0 +1,7 @@
+"""The compiler of this package's kernels."""
+
+from pathlib import Path
+
+from rollout.jit import Compiler
+
+kernel = Compiler(Path(__file__).parent)
