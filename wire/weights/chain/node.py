@@ -96,7 +96,7 @@ class WeightNode(ServingThread[NodeFiles]):
             return
         name = name_of(manifest)
         if self._closing:
-            raise WeightsNotReceivedError(f"{self.name} is closing")
+            raise WeightsNotReceivedError(f"{self.name} was closed")
         here = self._versions.local(name)
         if here is not None:
             future.set_result(Received(here, 0.0, 0, {}))
