@@ -38,6 +38,17 @@ def test_a_slow_node_keeps_no_children() -> None:
     assert world.seconds(4) < 2.5 * 4 * alone()
 
 
+@pytest.mark.parametrize("slowness", [5, 10, 20, 40])
+def test_only_the_child_of_a_slow_node_leaves_it(slowness: int) -> None:
+    """Those below wait until it has moved up: otherwise all of them would, to one parent."""
+    world = World(CHUNKS * 4, [TICKS, TICKS, slowness * TICKS, TICKS, TICKS, TICKS, TICKS]).run()
+    assert all(world.whole(i) for i in range(7))
+    for i in (4, 5, 6):
+        receiving = world.nodes[f"n{i}"].receiving
+        assert receiving is not None
+        assert receiving.left == {}
+
+
 def test_children_of_a_dead_node_move_up() -> None:
     world = World(CHUNKS, [TICKS] * 5, dies={2: 200}).run()
     assert all(world.whole(i) for i in (1, 3, 4))

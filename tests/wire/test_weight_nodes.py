@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,11 +26,14 @@ from wire.errors import (
 )
 from wire.messages.chain import Ask, Chunk, Gone, Parent
 from wire.sockets import identify
+from wire.weights import delta
 from wire.weights.chain.node import Received, WeightNode
+from wire.weights.chain.published import PublishedVersions
 from wire.weights.chain.receiving import Timing
+from wire.weights.chain.serving import State
 from wire.weights.chain.source import WeightSource
 from wire.weights.chunks import Grid, checksum, name_of
-from wire.weights.layout import WeightManifest
+from wire.weights.layout import WRITING, WeightManifest
 from wire.weights.reader import WeightBuffer
 from wire.weights.writer import WeightPublisher
 
@@ -253,6 +257,38 @@ def test_a_source_refuses_what_is_not_published(cluster: Cluster) -> None:
     ):
         with pytest.raises(WeightsReadError, match=message):
             cluster.source.publish(wrong).result(SECONDS)
+
+
+@pytest.mark.parametrize(("overwritten", "sent"), [(1, "nothing"), (0, "the whole chunk")])
+def test_what_is_overwritten_while_it_is_read_is_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwritten: int, sent: str
+) -> None:
+    versions = PublishedVersions(CHUNK)
+    with WeightPublisher(tmp_path, "trainer", dtype=torch.bfloat16) as publisher:
+        manifests = [publisher.publish(weights(version), version) for version in range(2)]
+        for manifest in manifests:
+            versions.add(manifest)
+        ask = Ask(name_of(manifests[1]), 3, name_of(manifests[0]))
+        held, base = versions.to_send(ask)
+        assert held.encoded(3, base)[0].base == ask.base
+        really = delta.encode
+
+        def meanwhile(*arguments: Any) -> bytes | None:
+            body = really(*arguments)
+            with Path(manifests[overwritten].path).open("r+b") as file:
+                file.write(WRITING.to_bytes(8, "little", signed=True))
+            return body
+
+        monkeypatch.setattr(delta, "encode", meanwhile)
+        if sent == "nothing":
+            with pytest.raises(WeightsSupersededError, match="overwritten"):
+                held.encoded(3, base)
+            assert versions.state(ask.version, 3) is State.GONE
+        else:
+            chunk, parts = held.encoded(3, base)
+            assert chunk.base is None
+            assert b"".join(parts) == held.chunk(3).tobytes()
+            assert versions.to_send(ask)[1] is None
 
 
 def test_other_machines_need_keys(tmp_path: Path) -> None:
