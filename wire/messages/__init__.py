@@ -7,6 +7,8 @@ Control plane (the workers connect to the controller):
     from_trainer    trainer    -> controller
 Data plane (the generators connect to the trainer):
     data            trajectories to the trainer, acknowledgements back
+Weights:
+    chain           nodes that ask each other for the weights of a version
 User:
     control         CLI -> controller and back
 

@@ -5,9 +5,14 @@
     reader.py       an engine copies a version into memory of its own and checks that it is whole
     fingerprint.py  digests of tensors, to compare what an engine holds with the trainer's
     views.py        tensors over a file's bytes, for both sides
+    files.py        such files as bytes, without torch
+    chunks.py       the pieces in which a version travels to other nodes
+    delta.py        what changed in a chunk since the version before, bit for bit
+    chain/          nodes that receive versions from each other, for engines of other machines
     pinning.py      page-locked memory, for processes with a GPU
 
 An engine uses the copy in two steps: `stage_weights` reads it while tokens are being generated,
-`install_weights` swaps it in (`engine.protocol`). Another transport, such as NCCL between machines,
-implements the same two steps behind the same manifest.
+`install_weights` swaps it in (`engine.protocol`). On other nodes they do the same with the file that
+`chain` keeps there. Another transport, such as NCCL between machines, implements the same two steps
+behind the same manifest.
 """
