@@ -12,7 +12,7 @@
     pinning.py      page-locked memory, for processes with a GPU
 
 An engine uses the copy in two steps: `stage_weights` reads it while tokens are being generated,
-`install_weights` swaps it in (`engine.protocol`). On other nodes they do the same with the file that
-`chain` keeps there. Another transport, such as NCCL between machines, implements the same two steps
-behind the same manifest.
+`install_weights` swaps it in (`engine.protocol`). On other nodes they do the same with the file
+that `chain` keeps there. Another transport, such as NCCL between machines, implements the same two
+steps behind the same manifest.
 """
