@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 import zmq
+from weight_cluster import CHUNK, KEY, LARGE, SECONDS, Cluster, same, weights
 
-from wire import RunKey
 from wire.errors import (
     KeyUnusable,
     PublishError,
@@ -24,82 +21,16 @@ from wire.errors import (
     WeightsSupersededError,
     WireError,
 )
-from wire.messages.chain import Ask, Chunk, Gone, Parent
-from wire.sockets import identify
+from wire.messages.chain import Ask, Parent
 from wire.weights import delta
-from wire.weights.chain.node import Received, WeightNode
+from wire.weights.chain.node import WeightNode
 from wire.weights.chain.published import PublishedVersions
 from wire.weights.chain.receiving import Timing
 from wire.weights.chain.serving import State
 from wire.weights.chain.source import WeightSource
 from wire.weights.chunks import Grid, checksum, name_of
 from wire.weights.layout import WRITING, WeightManifest
-from wire.weights.reader import WeightBuffer
 from wire.weights.writer import WeightPublisher
-
-KEY = RunKey.new()
-CHUNK = 1 << 14
-TIMING = Timing(silent_seconds=3, limit_seconds=20)
-SECONDS = 30
-LARGE = {"elements": 1_500_000}
-"""3 MB: a node may send 1 MiB before it has to slow down."""
-
-
-def weights(version: int, *, elements: int = 300_000) -> list[tuple[str, torch.Tensor]]:
-    """Consecutive versions differ in one of 50 elements."""
-    generator = torch.Generator().manual_seed(0)
-    tensor = torch.randn(elements, generator=generator).bfloat16()
-    tensor.view(torch.int16)[version % 50 :: 50] ^= 1 + version % 2
-    return [("big", tensor), ("small", torch.full((3,), float(version)))]
-
-
-def same(manifest: WeightManifest, version: int, **size: int) -> bool:
-    buffer = WeightBuffer()
-    buffer.read(manifest)
-    want = dict(weights(version, **size))
-    return all(torch.equal(tensor, want[name]) for name, tensor in buffer.tensors())
-
-
-class Cluster:
-    """A trainer with its source, and nodes that are made by name."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.publisher = WeightPublisher(directory, "trainer", dtype=torch.bfloat16)
-        self.source = WeightSource(
-            "source", "tcp://127.0.0.1:0", KEY.hub("source"), chunk_bytes=CHUNK
-        )
-        self.nodes: dict[str, WeightNode] = {}
-
-    def publish(self, version: int, **size: int) -> WeightManifest:
-        manifest = self.publisher.publish(weights(version, **size), version)
-        self.source.publish(manifest).result(SECONDS)
-        return manifest
-
-    def node(self, name: str, timing: Timing = TIMING, **options: float) -> WeightNode:
-        self.nodes[name] = WeightNode(
-            name,
-            "tcp://127.0.0.1:0",
-            KEY.hub(name),
-            directory=self.directory,
-            files_id=name,
-            timing=timing,
-            chunk_bytes=CHUNK,
-            **options,
-        )
-        return self.nodes[name]
-
-    def parent(self, child: str, name: str) -> Parent:
-        address = self.source.address if name == "source" else self.nodes[name].address
-        return Parent(name, address, KEY.line(name, child))
-
-    def fetch(self, node: str, manifest: WeightManifest, *parents: str) -> Future[Received]:
-        return self.nodes[node].fetch(manifest, [self.parent(node, name) for name in parents])
-
-    def close(self) -> None:
-        for one in (self.source, *self.nodes.values()):
-            one.close()
-        self.publisher.close()
 
 
 @pytest.fixture
@@ -128,6 +59,9 @@ def test_a_chain_passes_versions_on_whole_and_then_as_deltas(cluster: Cluster) -
             share = received.nbytes / manifest.nbytes
             assert share < 0.06 if version else 0.99 < share <= 1
     assert cluster.source.sent_bytes < 1.8 * manifest.nbytes
+    manifest = cluster.publish(4)
+    whole = cluster.nodes["a"].fetch(manifest, [cluster.parent("a", "source")], deltas=False)
+    assert whole.result(SECONDS).nbytes > 0.99 * manifest.nbytes
 
 
 def test_the_version_before_can_be_read_until_the_one_after_the_next(cluster: Cluster) -> None:
@@ -301,98 +235,6 @@ def test_other_machines_need_keys(tmp_path: Path) -> None:
     with pytest.raises(KeyUnusable, match=r"tcp://10\.0\.0\.1:1 can be reached"):
         node.fetch(manifest, [Parent("b", "tcp://10.0.0.1:1", None)]).result(SECONDS)
     node.close()
-
-
-class FakeParent:
-    """A parent with the right keys that answers each ask with what it is told to send."""
-
-    def __init__(self, answer: Callable[[Ask], list[list[bytes]]]) -> None:
-        self.answer = answer
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
-        self.socket.curve_server, self.socket.curve_secretkey = True, KEY.hub("fake").secret
-        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-        self.parent = Parent("fake", f"tcp://127.0.0.1:{port}", KEY.line("fake", "a"))
-
-    def serve(self, until: Future[Received]) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not until.done():
-            assert time.monotonic() < deadline
-            if self.socket.poll(20):
-                child, body = self.socket.recv_multipart()
-                for parts in self.answer(msgspec.msgpack.decode(body, type=Ask)):
-                    self.socket.send_multipart([child, *parts])
-
-    def close(self) -> None:
-        self.socket.close(linger=0)
-        self.context.term()
-
-
-def nonsense(ask: Ask) -> list[list[bytes]]:
-    encode, bits = msgspec.msgpack.encode, np.random.default_rng(ask.index)
-    return [
-        [bits.bytes(50)],
-        [b"", b""],
-        [b"\xff"] * 900,
-        [encode({"type": "chunk", "version": ask.version, "index": -1, "checksum": 0})],
-        [encode(Gone("another version", "x" * 4000))],
-        [encode(Chunk(ask.version, 10**9, 0)), bits.bytes(CHUNK)],
-        [encode(Chunk(ask.version, ask.index, 1, "an unknown base")), bits.bytes(40)],
-        [encode(Chunk(ask.version, ask.index, 1, ask.base)), b"\2" + bits.bytes(90)],
-        [encode(Chunk(ask.version, ask.index, 1)), bits.bytes(CHUNK)],
-        [encode(Chunk(ask.version, ask.index, 1)), bits.bytes(CHUNK - 1)],
-        [encode(Chunk(ask.version, ask.index, 1))],
-    ]
-
-
-def test_whatever_a_parent_sends_the_next_one_is_asked(cluster: Cluster) -> None:
-    cluster.node("a")
-    cluster.fetch("a", cluster.publish(0), "source").result(SECONDS)
-    fake = FakeParent(nonsense)
-    future = cluster.nodes["a"].fetch(
-        cluster.publish(1), [fake.parent, cluster.parent("a", "source")]
-    )
-    fake.serve(future)
-    received = future.result(SECONDS)
-    fake.close()
-    assert same(received.manifest, 1)
-    assert "damaged" in received.left["fake"]
-
-
-def test_a_message_that_is_too_long_closes_its_connection_only(cluster: Cluster) -> None:
-    cluster.node("a", Timing(silent_seconds=0.3, limit_seconds=20))
-    fake = FakeParent(lambda _ask: [[bytes(1 << 20)]])
-    future = cluster.nodes["a"].fetch(
-        cluster.publish(0), [fake.parent, cluster.parent("a", "source")]
-    )
-    fake.serve(future)
-    assert same(future.result(SECONDS).manifest, 0)
-    fake.close()
-
-
-def test_whatever_a_child_sends_others_are_served(cluster: Cluster) -> None:
-    cluster.node("a")
-    manifest = cluster.publish(0)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    child = context.socket(zmq.DEALER)
-    identify(child, KEY.line("source", "hostile"))
-    child.connect(cluster.source.address)
-    encode, name = msgspec.msgpack.encode, name_of(manifest)
-    for body in (b"", b"\xff", b"x" * 4000, encode(Ask("1-2", 5)), encode(Ask(name, 10**12))):
-        child.send(body)
-    child.send_multipart([b"a", b"b", b"c"])
-    for index in range(500):  # more than a child may have outstanding
-        child.send(encode(Ask("a version to come", index)))
-    stranger = context.socket(zmq.DEALER)  # has the hub's key, but no pass of that name
-    stranger.curve_serverkey = KEY.hub("source").public
-    stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-    stranger.identity = b"a" + bytes(16)
-    stranger.connect(cluster.source.address)
-    stranger.send(encode(Ask(name, 0)))
-    assert same(cluster.fetch("a", manifest, "source").result(SECONDS).manifest, 0)
-    for socket in (child, stranger):
-        socket.close(linger=0)
-    context.term()
 
 
 def test_chunks_cover_a_file_once() -> None:

@@ -75,8 +75,10 @@ class WeightNode(ServingThread[NodeFiles]):
         self._polled: set[zmq.Socket[bytes]] = set()
         self._start()
 
-    def fetch(self, manifest: WeightManifest, parents: Sequence[Parent]) -> Future[Received]:
-        """Bring a version here from the nearest parent that can give it.
+    def fetch(
+        self, manifest: WeightManifest, parents: Sequence[Parent], *, deltas: bool = True
+    ) -> Future[Received]:
+        """Bring a version here from the nearest parent that can give it; as it changed, if told so.
 
         A version that is still on its way is given up, unless it is the same. The future fails with
 
@@ -85,12 +87,17 @@ class WeightNode(ServingThread[NodeFiles]):
         - PublishError: there is no memory for it; or another error of `wire.errors`.
         """
         future: Future[Received] = Future()
-        begun = self._call(lambda: self._begin(manifest, parents, future))
+        begun = self._call(lambda: self._begin(manifest, parents, future, deltas=deltas))
         begun.add_done_callback(lambda done: _pass_on(done, future))
         return future
 
     def _begin(
-        self, manifest: WeightManifest, parents: Sequence[Parent], future: Future[Received]
+        self,
+        manifest: WeightManifest,
+        parents: Sequence[Parent],
+        future: Future[Received],
+        *,
+        deltas: bool,
     ) -> None:
         if not future.set_running_or_notify_cancel():
             return
@@ -106,11 +113,10 @@ class WeightNode(ServingThread[NodeFiles]):
             return
         self._stop(WeightsSupersededError(f"{self.name} was told to fetch version {name} instead"))
         held = self._versions.begin(manifest)
+        base = self._versions.base if deltas else None
         now = time.monotonic()
         try:
-            inlet = Inlet(
-                self._context, self.name, held, self._versions.base, parents, self._timing, now
-            )
+            inlet = Inlet(self._context, self.name, held, base, parents, self._timing, now)
         except Exception:
             self._versions.give_up()
             raise
