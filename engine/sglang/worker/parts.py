@@ -6,8 +6,9 @@ Written against SGLang 0.5.23.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any
 
 from engine.remote.worker.entries import Entry
@@ -18,6 +19,7 @@ from engine.sglang.worker.api import (
     FINISH_MATCHED_TOKEN,
     Req,
     SamplingParams,
+    ScheduleBatch,
     SchedulerOutputStreamer,
     SchedulerRequestReceiver,
     TokenizedGenerateReqInput,
@@ -66,6 +68,26 @@ class EndStreamer(SchedulerOutputStreamer):
             if request is not skip_req and request.finished() and not request.finished_output:
                 request.finished_output = True
                 self.report_end(request)
+
+
+_BATCH_FIELDS = tuple(field.name for field in fields(ScheduleBatch))
+
+
+@contextmanager
+def isolated(batch: Any) -> Iterator[None]:
+    """Put the fields of SGLang's batch back after a forward pass, and lend it a sampling_info.
+
+    `Scheduler._forward_isolation` (SGLang 0.5.23) does this where drafts are possible, and looks up
+    the names of the batch's 100 fields in each step.
+    """
+    held = vars(batch)
+    before = {name: held[name] for name in _BATCH_FIELDS if name in held}
+    if batch.sampling_info is not None:
+        batch.sampling_info = batch.sampling_info.copy_for_forward()
+    try:
+        yield
+    finally:
+        held.update(before)
 
 
 def generate_input(message: AddRequest, entry: Entry) -> Any:

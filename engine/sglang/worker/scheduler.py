@@ -42,6 +42,7 @@ from engine.sglang.worker.parts import (
     PrefillRequest,
     end_of,
     generate_input,
+    isolated,
 )
 from engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
 from engine.sglang.worker.sampler import DrawingSampler, OutputLayer
@@ -238,6 +239,12 @@ class ClientScheduler(Scheduler):
             self._count_prefixes(batch)
         self.scoring.begin(prefill)
         return super().run_batch(batch, pp_proxy_tensors)
+
+    def _forward_isolation(self, batch: Any, *, overlap: bool) -> Any:
+        """Undo what a drafting step changes in its batch, as SGLang does, in less time."""
+        if overlap or batch.spec_algorithm.is_none():
+            return super()._forward_isolation(batch, overlap=overlap)
+        return isolated(batch)
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
         """Process what a step generated; it is sent when its message is full."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
@@ -126,9 +127,12 @@ def assign_slots(
         out_cache_loc: `[sum(end - start)]` the slots, row after row.
         batch_size: n.
     """
-    start = start_offset.long()
-    counts = end_offset.long() - start
-    row = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
-    at = req_pool_indices.long()[row], start[row] + place
-    req_to_token[at] = out_cache_loc.to(req_to_token.dtype)
+    start = start_offset.numpy().astype(np.int64)
+    counts = end_offset.numpy() - start
+    rows, slots, table = req_pool_indices.numpy(), out_cache_loc.numpy(), req_to_token.numpy()
+    if (counts == 1).all():  # after a step that drafted nothing
+        table[rows, start] = slots
+        return
+    row = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+    table[rows[row], start[row] + place] = slots
