@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.launch.parent_death import end_with_parent
-from asyncrl.processes.spec import ChildKeys, ChildSpec, GeneratorKeys
+from asyncrl.processes.spec import ChildKeys, GeneratorKeys, read_spec
 from engine.errors import EngineError
 from monitoring.errors import MonitoringError
 from trainer.errors import TrainerError
@@ -52,7 +52,7 @@ def _exit_on_signal(number: int, _frame: object) -> None:
 
 def main() -> None:
     """Run the process that the command line describes; exit with 1 or 2 if it fails."""
-    spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
+    spec = read_spec(sys.argv[1], os.environ)
     end_with_parent(spec.parent, signal.SIGTERM)
     keys = _read_keys()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Literal
 
@@ -65,6 +66,21 @@ class ChildSpec(msgspec.Struct, frozen=True):
             values = msgspec.json.decode(self.config_json)
             return parse_config(values, source=f"the configuration that {self.name} was given")
         return load_config(Path(self.run_directory) / "config.yaml")
+
+
+CONFIG_VARIABLE = "ASYNCRL_RUN_CONFIG"
+"""Environment variable with `ChildSpec.config_json`. A configuration may name secrets, for example
+in `launcher.ray.runtime_env`, and everybody can read a command line."""
+
+
+def read_spec(argument: str, environment: MutableMapping[str, str]) -> ChildSpec:
+    """The spec on a command line, with the configuration from the environment, if it is there.
+
+    It is removed from the environment, so that what the process starts does not have it.
+    """
+    spec = msgspec.json.decode(argument, type=ChildSpec)
+    config = environment.pop(CONFIG_VARIABLE, "")
+    return msgspec.structs.replace(spec, config_json=config) if config else spec
 
 
 class GeneratorKeys(msgspec.Struct, frozen=True, tag=True):

@@ -34,6 +34,8 @@ MARK_VARIABLE = "ASYNCRL_PROCESS_MARK"
 """In the environment of a child and of all that it starts; its keeper finds them by it."""
 RUN_MARK = "ASYNCRL_CONTROLLER_MARK"
 """`asyncrl.launch.records.MARK_VARIABLE`, which this module must not import."""
+CONFIG_VARIABLE = "ASYNCRL_RUN_CONFIG"
+"""`asyncrl.processes.spec.CONFIG_VARIABLE`, which this module must not import."""
 CHILD_MODULE = "asyncrl.processes.child"
 KEEPER_MODULE = "asyncrl.launch.ray.keeper"
 
@@ -119,6 +121,7 @@ class ProcessActor:
         self._log = run / "logs" / f"{asked['name']}.log"
         mark = secrets.token_hex(16)
         environment = os.environ | asked["environment"] | {MARK_VARIABLE: mark}
+        environment[CONFIG_VARIABLE] = spec.pop("config_json")  # no command line for secrets
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         cwd = asked["cwd"] if Path(asked["cwd"]).is_dir() else None
         threading.Thread(

@@ -41,7 +41,7 @@ def start(run: Path, memory: Path, keys: str) -> tuple[subprocess.Popen[str], di
     (run / "logs").mkdir(parents=True)
     spec = ChildSpec(
         "trainer", "trainer", str(run), "", "", "", 0, 1,
-        run_id="mine-abc", weights_directory=str(memory),
+        run_id="mine-abc", config_json="the password", weights_directory=str(memory),
     )  # fmt: skip
     order = {
         "name": "trainer",
@@ -75,6 +75,7 @@ def test_a_killed_actor_leaves_nothing(tmp_path: Path, *, stopped: bool) -> None
     worker, child = start(tmp_path / "run", memory, "keys")
     assert child["heard"] == "keys"
     assert child["parent"]
+    assert child["config"] == ["the password", False], "not on the command line"
     assert child["leads"]
     assert child["gpus"] == "4,6"
     assert child["data_address"] == "tcp://10.1.2.3:*"

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, UserError
 from asyncrl.processes.bring_up import Child, bring_up, without_collecting_the_start
-from asyncrl.processes.spec import ChildSpec, keys_of
+from asyncrl.processes.spec import CONFIG_VARIABLE, ChildSpec, keys_of, read_spec
 from monitoring.metrics import TrainerMetrics
 from wire import Hub, RunKey
 from wire.messages import from_trainer, to_trainer
@@ -50,8 +50,11 @@ def spec_in(directory: Path, **settings: Any) -> ChildSpec:
 def test_an_inline_configuration_is_read_without_the_run_directory(tmp_path: Path) -> None:
     config = load_config(None, ["run.name=inline", "sampling.stop=['\\n']"])
     spec = replace(spec_in(tmp_path, run={"name": "file"}), config_json=config.model_dump_json())
-    sent = msgspec.json.decode(msgspec.json.encode(spec), type=ChildSpec)
-    assert sent.config() == config
+    sent = msgspec.json.encode(replace(spec, config_json="")).decode()
+    environment = {CONFIG_VARIABLE: spec.config_json, "PATH": "/bin"}
+    assert read_spec(sent, environment).config() == config
+    assert environment == {"PATH": "/bin"}
+    assert read_spec(sent, environment).config().run.name == "file"
 
 
 def heard_from(
