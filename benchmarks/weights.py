@@ -14,6 +14,8 @@ staging over that without. Run it on a quiet machine.
 
 The same for a real vLLM (`benchmarks.weights_vllm`), in float32: `vllm_install_pause_vs_memcpy`,
 `vllm_before_pause_vs_memcpy` and `vllm_stage_vs_memcpy`. `--engine` chooses one of the engines.
+
+Weights between nodes are measured by `benchmarks.weights_chain`; `--part` chooses one of the two.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import weights_chain
 from benchmarks.report import write_json
 from benchmarks.weights_vllm import measure_vllm
 from engine.protocol import GenerateRequest, SamplingParams
@@ -296,23 +299,42 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="7 versions of each kind, not 25")
     parser.add_argument("--json", help="file to write")
     parser.add_argument("--engine", choices=("torch", "vllm"), help="only this one")
+    parser.add_argument("--part", choices=("engines", "chain"), help="only this one")
     arguments = parser.parse_args()
     repeats = 7 if arguments.quick else 25
     raw: dict[str, Any] = {}
     ratios: dict[str, float] = {}
+    if arguments.part != "engines" and arguments.engine is None:
+        raw["chain"] = weights_chain.measure(
+            weights_chain.NBYTES,
+            3 if arguments.quick else 9,
+            4 if arguments.quick else 12,
+            lambda folder: make_model(folder, hidden=512, layers=4),
+        )
+        ratios |= weights_chain.ratios_of(raw["chain"])
+        weights_chain.print_table(raw["chain"], ratios)
+    if arguments.part != "chain":
+        _measure_engines(arguments.engine, repeats, raw, ratios)
+    if arguments.json:
+        write_json(arguments.json, "weights", raw, ratios)
+
+
+def _measure_engines(
+    engine: str | None, repeats: int, raw: dict[str, Any], ratios: dict[str, float]
+) -> None:
+    """Add what one or both engines need."""
     with TemporaryDirectory() as folder:
         path = make_model(Path(folder), hidden=1024, layers=8)
-        if arguments.engine != "vllm":
-            raw = {name: measure(path, dtype, repeats) for name, dtype in _DTYPES.items()}
-            ratios = ratios_of(raw)
-            print_table(raw, ratios)
-        if arguments.engine != "torch":
+        if engine != "vllm":
+            found = {name: measure(path, dtype, repeats) for name, dtype in _DTYPES.items()}
+            raw |= found
+            ratios |= ratios_of(found)
+            print_table(found, ratios_of(found))
+        if engine != "torch":
             vllm = measure_vllm(path, torch.float32, repeats)
             print_vllm_table(vllm, vllm_ratios(vllm))
             raw["vllm"] = vllm
             ratios |= vllm_ratios(vllm)
-    if arguments.json:
-        write_json(arguments.json, "weights", raw, ratios)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,14 @@ def apply(target: NDArray[np.uint8], body: Buffer) -> None:
         )
 
 
+def warm_up() -> None:
+    """Compile the kernels, or load them: at first use, peers would hear nothing for seconds."""
+    for word_bytes in _WORDS:
+        body = encode(bytes(63) + b"\1", bytes(64), word_bytes)
+        if body is not None:
+            apply(np.zeros(64, np.uint8), body)
+
+
 @kernel.released
 def _encode(new: Words, old: Words, changed: NDArray[np.int64], body: NDArray[np.uint8]) -> int:
     """Write the delta after byte 0 of `body`; its length, or -1 if it does not fit."""

@@ -16,6 +16,7 @@ import zmq
 from wire.errors import NoReply, WireError
 from wire.keys import HubKeys
 from wire.refusals import Refusals
+from wire.weights import delta
 from wire.weights.chain.outlet import Outlet, Versions
 from wire.weights.chain.pace import Pace
 from wire.weights.chain.sockets import ParentSocket
@@ -56,6 +57,7 @@ class ServingThread(Generic[V]):
         versions: V,
         bytes_per_second: float | None = None,
     ) -> None:
+        delta.warm_up()
         self.name = name
         self._context: zmq.Context[Any] = zmq.Context(_IO_THREADS)
         self._versions = versions

@@ -1,0 +1,184 @@
+"""Nodes of `benchmarks.weights_chain`, each in a process of its own, on loopback TCP.
+
+python -m benchmarks.weights_nodes      a node, told by lines of JSON what to be and to do
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from wire.keys import HubKeys, RunKey
+from wire.messages.chain import Parent
+from wire.weights.chain.node import WeightNode
+from wire.weights.chain.receiving import Timing
+from wire.weights.chain.source import WeightSource
+from wire.weights.layout import SHARED_MEMORY, WeightManifest
+
+_LIMIT_SECONDS = 150.0
+_ANY = "tcp://127.0.0.1:0"
+
+
+class Link(msgspec.Struct, frozen=True):
+    """How nodes are connected."""
+
+    encrypted: bool = True
+    bytes_per_second: float | None = None
+    """That a node may send; None: as fast as it can."""
+
+
+class Role(msgspec.Struct):
+    """What a process is."""
+
+    name: str
+    keys: HubKeys | None
+    folder: str
+    link: Link
+
+
+class Fetch(msgspec.Struct):
+    """A version to bring, or for the source to serve."""
+
+    manifest: WeightManifest
+    parents: list[Parent]
+    deltas: bool
+
+
+class Answer(msgspec.Struct):
+    """Of a process that has done what it was told."""
+
+    address: str = ""
+    nbytes: int = 0
+    left: dict[str, str] = {}
+
+
+def _serve(lines: IO[bytes], answers: IO[bytes]) -> None:
+    """A node's process: its role first, then versions, until the lines end."""
+
+    def answer(one: Answer) -> None:
+        answers.write(msgspec.json.encode(one) + b"\n")
+        answers.flush()
+
+    role = msgspec.json.decode(lines.readline(), type=Role)
+    pace = role.link.bytes_per_second
+    node: WeightSource | WeightNode
+    if role.name == "source":
+        node = WeightSource(role.name, _ANY, role.keys, bytes_per_second=pace)
+    else:
+        node = WeightNode(
+            role.name,
+            _ANY,
+            role.keys,
+            directory=Path(role.folder),
+            files_id=role.name,
+            timing=Timing(limit_seconds=_LIMIT_SECONDS),
+            bytes_per_second=pace,
+        )
+    answer(Answer(address=node.address))
+    for line in lines:
+        order = msgspec.json.decode(line, type=Fetch)
+        if isinstance(node, WeightSource):
+            node.publish(order.manifest).result(_LIMIT_SECONDS)
+            answer(Answer())
+        else:
+            done = node.fetch(order.manifest, order.parents, deltas=order.deltas).result()
+            answer(Answer(nbytes=done.nbytes, left=done.left))
+    node.close()
+
+
+class Nodes:
+    """A source and a chain of receivers."""
+
+    def __init__(self, count: int, link: Link, folder: str) -> None:
+        key = RunKey.new() if link.encrypted else None
+        self._names = ["source", *(f"node-{i}" for i in range(count))]
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.weights_nodes"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            for _ in self._names
+        ]
+        for i, name in enumerate(self._names):
+            self._tell(i, Role(name, None if key is None else key.hub(name), folder, link))
+        addresses = [self._answer(i).address for i in range(count + 1)]
+        self._parents = [
+            [
+                Parent(
+                    self._names[above],
+                    addresses[above],
+                    None if key is None else key.line(self._names[above], name),
+                )
+                for above in range(i - 1, -1, -1)
+            ]
+            for i, name in enumerate(self._names)
+        ]
+
+    def distribute(
+        self, manifest: WeightManifest, count: int, *, deltas: bool = False
+    ) -> tuple[float, list[Answer]]:
+        """Seconds until the first `count` receivers have a version, and what each says."""
+        self._tell(0, Fetch(manifest, [], deltas))
+        self._answer(0)
+        began = time.perf_counter()
+        for i in range(1, count + 1):
+            self._tell(i, Fetch(manifest, self._parents[i], deltas))
+        answers = [self._answer(i) for i in range(1, count + 1)]
+        return time.perf_counter() - began, answers
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+    def _tell(self, i: int, message: msgspec.Struct) -> None:
+        pipe = self._processes[i].stdin
+        assert pipe is not None
+        pipe.write(msgspec.json.encode(message) + b"\n")
+        pipe.flush()
+
+    def _answer(self, i: int) -> Answer:
+        """A process that says nothing in time is killed, which ends the wait for its line."""
+        process = self._processes[i]
+        assert process.stdout is not None
+        late = threading.Timer(_LIMIT_SECONDS, process.kill)
+        late.start()
+        line = process.stdout.readline()
+        late.cancel()
+        if not line:
+            raise RuntimeError(f"{self._names[i]} ended, or did not answer in {_LIMIT_SECONDS} s")
+        return msgspec.json.decode(line, type=Answer)
+
+
+@contextmanager
+def nodes(count: int, link: Link) -> Iterator[Nodes]:
+    """A source and `count` receivers inside the block."""
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        chain = Nodes(count, link, folder)
+        try:
+            yield chain
+        finally:
+            chain.close()
+
+
+if __name__ == "__main__":
+    _serve(sys.stdin.buffer, sys.stdout.buffer)
