@@ -20,6 +20,8 @@ hypothesis.settings.load_profile("no deadline")
 
 _ENDS_THE_ENGINE = "test_remote_process_death"
 """The module that kills the engine of `served`."""
+_LIGHT = 3
+"""The weight of files that take seconds."""
 
 
 def _engine_of(item: pytest.Item) -> str | None:
@@ -27,30 +29,40 @@ def _engine_of(item: pytest.Item) -> str | None:
     return next((kind for kind in ("vllm", "sglang") if item.get_closest_marker(kind)), None)
 
 
+def _shared_engine_of(item: pytest.Item) -> str | None:
+    """The real engine of a test if it is one that several modules share."""
+    kind = _engine_of(item)
+    names: list[str] = getattr(item, "fixturenames", [])
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    shared = any(name.startswith("served_by_") for name in names)
+    return kind if shared or any(value == kind for value in parameters.values()) else None
+
+
 def _weight(item: pytest.Item) -> int:
     """0 for the files that take longest: a worker must not begin one when the others are done."""
     if _engine_of(item) is not None:
-        return 0
-    return 1 if item.get_closest_marker("slow") is not None else 2
+        return 0 if _shared_engine_of(item) is not None else 1
+    return 2 if item.get_closest_marker("slow") is not None else _LIGHT
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
-    """Give pytest-xdist whole files, the long ones first, and all of a real engine to one worker.
+    """Give pytest-xdist whole files, the long ones first, and all of a shared engine to one worker.
 
     Of those, the one that kills the engine of the others comes last.
 
     Tests of one file share engines and runs, so they belong to one process; those of
-    tests/engine/remote run on two engines, which are two groups. Real engines of a kind follow one
-    another in one worker, which bounds memory to one of them at a time.
+    tests/engine/remote run on two engines, which are two groups. A file that starts an engine of
+    its own goes to the worker that is free: the shared engines of a kind take less than half of
+    the time, all engines of a kind may take more. No worker starts two of its own at once.
     """
     first = dict[Path, int]()
     for item in items:
-        first[item.path] = min(first.get(item.path, 2), _weight(item))
+        first[item.path] = min(first.get(item.path, _LIGHT), _weight(item))
     items.sort(key=lambda item: (first[item.path], item.path.stem == _ENDS_THE_ENGINE))
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_engine_of(item) or str(item.path)))
+            item.add_marker(pytest.mark.xdist_group(_shared_engine_of(item) or str(item.path)))
     yield
     # pytest has brought together what shares a parameter of a session's fixture.
     items.sort(key=lambda item: item.path.stem == _ENDS_THE_ENGINE)
