@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Literal
 
@@ -79,7 +80,7 @@ class Survival:
         """
         left = _exponential(rng)
         if self.rule == "block":
-            left = survival_inverse(math.exp(-left)) ** 2
+            left = self._walk_left(math.exp(-left), segments, version, drift)
         uncut = _exponential(rng) if self.outside else math.inf
         kept = 0.0
         for drawn, tokens in segments:
@@ -91,6 +92,20 @@ class Survival:
             uncut -= cuts * tokens
             kept += tokens
         return kept
+
+    def _walk_left(
+        self, chance: float, segments: Sequence[tuple[int, float]], version: int, drift: float
+    ) -> float:
+        """The variance at which the walk ends that survives with this probability.
+
+        Infinity if it survives all segments: most do, and to invert `survival` takes long.
+        """
+        walked = sum(
+            self._rates(drift * (version - drawn))[0] * tokens for drawn, tokens in segments
+        )
+        if not math.isinf(walked) and survival(math.sqrt(walked)) > chance * (1.0 + 1e-9):
+            return math.inf
+        return survival_inverse(chance) ** 2
 
     def expected(self, lengths: Sequence[int], distance: float) -> float:
         """The expected share of all tokens of whole answers that verification accepts.
@@ -118,15 +133,22 @@ class Survival:
 
     def _rates(self, drifted: float) -> tuple[float, float]:
         """Per token: hazard or variance of the walk, by rule, and the chance of a cut outside."""
-        distance = math.hypot(drifted, self.noise)
-        apart = distance / self.decisive
-        cuts = self.outside * min(1.0, math.sqrt(2.0) * apart)
-        if self.rule == "token":
-            return (-math.log1p(-distance) if distance < 1.0 else math.inf), cuts
-        if apart >= 1.0:
-            return math.inf, cuts
-        s = 2.0 * _NORMAL.inv_cdf((1.0 + apart) / 2.0)
-        return (1.0 - self.outside) * self.decisive * s**2, cuts
+        return _rates(self.rule, self.decisive, self.outside, self.noise, drifted)
+
+
+@lru_cache(maxsize=1 << 12)
+def _rates(
+    rule: Rule, decisive: float, outside: float, noise: float, drifted: float
+) -> tuple[float, float]:
+    distance = math.hypot(drifted, noise)
+    apart = distance / decisive
+    cuts = outside * min(1.0, math.sqrt(2.0) * apart)
+    if rule == "token":
+        return (-math.log1p(-distance) if distance < 1.0 else math.inf), cuts
+    if apart >= 1.0:
+        return math.inf, cuts
+    s = 2.0 * _NORMAL.inv_cdf((1.0 + apart) / 2.0)
+    return (1.0 - outside) * decisive * s**2, cuts
 
 
 def _exponential(rng: random.Random) -> float:
