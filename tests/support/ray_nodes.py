@@ -60,7 +60,7 @@ def ray_nodes(cpus: Sequence[int]) -> Iterator[RayNodes]:
 
 
 def main() -> None:
-    signal.alarm(600)  # whatever happens to the tests
+    signal.alarm(2400)  # whatever happens to the tests
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from ray.cluster_utils import Cluster

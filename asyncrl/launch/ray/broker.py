@@ -15,6 +15,7 @@ END_SECONDS + CLOSE_SECONDS.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -53,6 +54,7 @@ END_SECONDS = 13.0
 CLOSE_SECONDS = 10.0
 """Time to give the room back and disconnect."""
 _KILLED = -9
+_TERMINATED = -15
 
 
 @dataclass(slots=True)
@@ -62,6 +64,8 @@ class _Process:
     order: messages.Start
     actor: Any
     log: str = ""
+    is_ending: bool = False
+    """It was told to end, perhaps before there was anything to end."""
     kill_at: float | None = None
     """When its actor is killed, because the process was to be killed and has not ended."""
 
@@ -152,6 +156,7 @@ class Broker:
         process = self._running.get(order.name)
         if process is None:
             return
+        process.is_ending = True
         process.actor.end.remote(order.by_force)
         if order.by_force and process.kill_at is None:
             process.kill_at = time.monotonic() + KILL_SECONDS
@@ -185,6 +190,9 @@ class Broker:
             return
         slot, order = process.order.slot, process.order
         if method == "describe":
+            if process.is_ending:
+                self._ended(name, _TERMINATED, "", "")
+                return
             self._nodes[slot] = node_info(str(answer))
             reason = self._refusal(self._nodes)
             if reason is not None:
@@ -199,6 +207,8 @@ class Broker:
         if method == "start":
             process.log = str(answer)
             self._report(name, None, "", "")
+            if process.is_ending:
+                process.actor.end.remote(False)
         else:
             code, tail = answer
             if code is not None:
@@ -222,8 +232,9 @@ class Broker:
 
         def ask() -> None:
             while True:
-                ray.nodes()
-                heard[0] = time.monotonic()
+                with contextlib.suppress(Exception):  # one failure is no loss
+                    ray.nodes()
+                    heard[0] = time.monotonic()
                 time.sleep(HEAD_SECONDS / 5)
 
         threading.Thread(target=ask, daemon=True).start()
@@ -242,6 +253,7 @@ class Broker:
         """End what runs, then give the room back. Bounded, whatever Ray does."""
         threading.Timer(END_SECONDS + CLOSE_SECONDS, os._exit, (1,)).start()
         for process in self._running.values():
+            process.is_ending = True
             process.actor.end.remote(False)
         until = time.monotonic() + END_SECONDS
         while self._running and time.monotonic() < until:
@@ -275,6 +287,8 @@ def main() -> None:
             orders.put(order)
         if not is_open.is_set():
             os._exit(1)  # Ray ends the actors of a driver that has ended
+        # Also where `run` waits for a call of Ray's that does not return.
+        threading.Timer(END_SECONDS + CLOSE_SECONDS, os._exit, (1,)).start()
         orders.put(None)
 
     threading.Thread(target=read, daemon=True).start()

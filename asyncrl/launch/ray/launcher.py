@@ -158,7 +158,7 @@ class RayLauncher:
             threads=threads,
             run_id=self.run_id,
             weights_directory=self._config.launcher.ray.weights_directory,
-            config_json=self._config.model_dump_json(),
+            config_json=_for_children(self._config),
         )
         order: dict[str, Any] = {
             "name": spec.name,
@@ -222,6 +222,16 @@ class RayLauncher:
         self._broker.close()
         with contextlib.suppress(OSError):
             (self._run / NODES_FILE).unlink()
+
+
+def _for_children(config: RunConfig) -> str:
+    """The configuration as JSON, for a command line that every user of a node can read.
+
+    `launcher.ray.runtime_env` stays out: it may hold passwords, and Ray has applied it.
+    """
+    ray = config.launcher.ray.model_copy(update={"runtime_env": {}})
+    launcher = config.launcher.model_copy(update={"ray": ray})
+    return config.model_copy(update={"launcher": launcher}).model_dump_json()
 
 
 def _letters() -> str:

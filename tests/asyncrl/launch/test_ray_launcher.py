@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_broker
+import msgspec
 import pytest
 from fake_processes import spec
 from msgspec.structs import replace
@@ -88,6 +91,24 @@ def test_processes_are_started_and_their_ends_are_known(
     assert two.exit_code() == -9
     assert "the process that speaks to Ray ended" in two.cause()
     launcher.close()
+
+
+def test_the_environment_of_ray_is_on_no_command_line(
+    open_one: Callable[[str], RayLauncher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = open_one("open")
+    secret = "launcher.ray.runtime_env={env_vars: {A: word}}"
+    config = load_config(None, ["launcher.kind=ray", secret])
+    assert config.launcher.ray.runtime_env == {"env_vars": {"A": "word"}}
+    monkeypatch.setattr(launcher, "_config", config)
+    orders: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher, "_orders", SimpleNamespace(put=orders.append))
+        launcher.start(spec(), KEYS)
+    launcher.close()
+    sent = msgspec.convert(json.loads(orders[0].order)["spec"], ChildSpec).config()
+    assert sent.launcher.ray.runtime_env == {}
+    assert sent.run == config.run
 
 
 def test_a_lost_head_is_told_and_ends_no_process(

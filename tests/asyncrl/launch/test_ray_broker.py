@@ -1,0 +1,57 @@
+"""The broker's orders to its actors, without a cluster."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from fake_broker import NODE
+
+from asyncrl.launch.ray import messages
+from asyncrl.launch.ray.nodes import Slot
+
+broker_of_ray = pytest.importorskip("asyncrl.launch.ray.broker")
+
+
+@pytest.fixture
+def broker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setattr(broker_of_ray, "Cluster", MagicMock())
+    question = json.dumps({"run_directory": str(tmp_path), "model": str(tmp_path)})
+    asked = messages.Open(None, (Slot("trainer", 1),), "pack", "{}", question, 1, 1)
+    made = broker_of_ray.Broker(asked, io.BytesIO())
+    made._nodes = [NODE]
+    made._cluster.actors = {0: MagicMock()}
+    monkeypatch.setattr(made, "_refusal", lambda _nodes: None)
+    monkeypatch.setattr(broker_of_ray, "ray", SimpleNamespace(get=lambda answer: answer))
+    made._start(messages.Start(0, "trainer", "{}", b""))
+    return made
+
+
+def said(broker: Any) -> list[Any]:
+    broker._output.seek(0)
+    return list(messages.read_all(broker._output, messages.FROM_BROKER))
+
+
+DESCRIBED = json.dumps({name: getattr(NODE, name) for name in NODE.__struct_fields__})
+
+
+def test_what_ends_before_it_was_started_is_not_started(broker: Any) -> None:
+    broker._end(messages.End("trainer", by_force=False))
+    broker._answered("trainer", "describe", DESCRIBED)
+    broker._cluster.actors[0].start.remote.assert_not_called()
+    assert [status.code for status in said(broker)] == [-15]
+
+
+def test_what_ends_while_it_is_started_is_ended_once_it_is(broker: Any) -> None:
+    actor = broker._cluster.actors[0]
+    broker._answered("trainer", "describe", DESCRIBED)
+    broker._end(messages.End("trainer", by_force=False))
+    actor.end.remote.reset_mock()  # there was no child yet
+    broker._answered("trainer", "start", "/log")
+    actor.end.remote.assert_called_once_with(False)
+    assert said(broker) == [messages.Status("trainer", None, "", "", "/log", NODE.ip)]
