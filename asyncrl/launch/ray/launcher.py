@@ -88,6 +88,7 @@ class RayLauncher:
         self._config = config
         self._run = run_directory
         self._mark = records.mark
+        records.add("ray", broker.process.pid)  # a resumed run ends what is left of this one
         self._broker = broker
         self._nodes = list(opened.nodes)
         self.node_ip = config.launcher.ray.bind_address or opened.node_ip

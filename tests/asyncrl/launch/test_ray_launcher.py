@@ -24,7 +24,7 @@ from asyncrl.launch.ray import opening
 from asyncrl.launch.ray.actor import PACKAGES
 from asyncrl.launch.ray.launcher import RayLauncher
 from asyncrl.launch.ray.nodes import NodeInfo, Slot, refusal, shortage, without_missing_gpus
-from asyncrl.launch.records import ProcessRecords
+from asyncrl.launch.records import ProcessRecords, end_leftovers
 from asyncrl.processes.spec import ChildSpec, keys_of
 from asyncrl.run.launching import slots_of
 from wire import RunKey
@@ -109,6 +109,18 @@ def test_the_environment_of_ray_is_on_no_command_line(
     sent = msgspec.convert(json.loads(orders[0].order)["spec"], ChildSpec).config()
     assert sent.launcher.ray.runtime_env == {}
     assert sent.run == config.run
+
+
+def test_a_resumed_run_ends_the_broker_of_a_killed_controller(
+    open_one: Callable[[str], RayLauncher], tmp_path: Path
+) -> None:
+    launcher = open_one("open")
+    assert launcher._broker.process.poll() is None
+    said: list[str] = []
+    end_leftovers(tmp_path, said.append)
+    wait_for(lambda: launcher._broker.process.poll() is not None)
+    assert "ray (process" in said[0]
+    launcher.close()
 
 
 def test_a_lost_head_is_told_and_ends_no_process(
