@@ -57,7 +57,7 @@ docs: $(VENV)/.dev ## make the generated pages again: configuration reference, p
 
 bench: $(VENV)/.vllm $(VENV)/.bench ## quick version of every benchmark, JSON into benchmarks/results/local/
 	@mkdir -p benchmarks/results/local
-	for name in cache scheduler delivery vllm_host torch_host exactness rollout pipeline paced peers chaos hostile vocabulary weights; do \
+	for name in cache scheduler delivery vllm_host torch_host engines exactness rollout pipeline paced peers chaos hostile vocabulary weights; do \
 	  $(VENV)/bin/python -m benchmarks.$$name --quick --json benchmarks/results/local/$$name.json || exit 1; \
 	done
 

@@ -12,8 +12,9 @@ Ratios: `install_pause_vs_memcpy` and `before_pause_vs_memcpy` are the pause ove
 worse of the two data types); `stage_vs_memcpy`; `step_during_stage`, the median decode step during
 staging over that without. Run it on a quiet machine.
 
-The same for a real vLLM (`benchmarks.weights_vllm`), in float32: `vllm_install_pause_vs_memcpy`,
-`vllm_before_pause_vs_memcpy` and `vllm_stage_vs_memcpy`. `--engine` chooses one of the engines.
+The same for a real vLLM (`benchmarks.weights_remote`), in float32: `vllm_install_pause_vs_memcpy`,
+`vllm_before_pause_vs_memcpy` and `vllm_stage_vs_memcpy`. `--engine` chooses one of the engines;
+`--engine sglang` measures a real SGLang, which has no way before.
 
 Weights between nodes are measured by `benchmarks.weights_chain`; `--part` chooses one of the two.
 """
@@ -37,7 +38,7 @@ import torch
 
 from benchmarks import weights_chain
 from benchmarks.report import write_json
-from benchmarks.weights_vllm import measure_vllm
+from benchmarks.weights_remote import measure_remote
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.torch.core import CoreSettings, DecodeCore
 from engine.torch.model import load_model
@@ -261,20 +262,22 @@ def ratios_of(raw: dict[str, dict[str, Any]]) -> dict[str, float]:
     return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
 
-def vllm_ratios(raw: dict[str, Any]) -> dict[str, float]:
-    """Of what `measure_vllm` gives."""
+def remote_ratios(kind: str, raw: dict[str, Any]) -> dict[str, float]:
+    """Of what `measure_remote` gives."""
     times = raw["milliseconds"]
     floor = times["floor"]["memcpy"]
-    return {
-        "vllm_install_pause_vs_memcpy": times["now"]["pause"] / floor,
-        "vllm_before_pause_vs_memcpy": times["before"]["pause"] / floor,
-        "vllm_stage_vs_memcpy": times["now"]["stage"] / floor,
+    ratios = {
+        f"{kind}_install_pause_vs_memcpy": times["now"]["pause"] / floor,
+        f"{kind}_stage_vs_memcpy": times["now"]["stage"] / floor,
     }
+    if "before" in times:
+        ratios[f"{kind}_before_pause_vs_memcpy"] = times["before"]["pause"] / floor
+    return ratios
 
 
-def print_vllm_table(raw: dict[str, Any], ratios: dict[str, float]) -> None:
+def print_remote_table(kind: str, raw: dict[str, Any], ratios: dict[str, float]) -> None:
     for way, parts in raw["milliseconds"].items():
-        print(f"vllm {way:8}" + "".join(f"  {part} {ms:.1f} ms" for part, ms in parts.items()))
+        print(f"{kind} {way:8}" + "".join(f"  {part} {ms:.1f} ms" for part, ms in parts.items()))
     for name, value in ratios.items():
         print(f"{name:28} {value:.2f}")
 
@@ -298,7 +301,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="7 versions of each kind, not 25")
     parser.add_argument("--json", help="file to write")
-    parser.add_argument("--engine", choices=("torch", "vllm"), help="only this one")
+    parser.add_argument(
+        "--engine", choices=("torch", "vllm", "sglang"), help="only this one; default: torch, vllm"
+    )
     parser.add_argument("--part", choices=("engines", "chain"), help="only this one")
     arguments = parser.parse_args()
     repeats = 7 if arguments.quick else 25
@@ -325,16 +330,17 @@ def _measure_engines(
     """Add what one or both engines need."""
     with TemporaryDirectory() as folder:
         path = make_model(Path(folder), hidden=1024, layers=8)
-        if engine != "vllm":
+        if engine in (None, "torch"):
             found = {name: measure(path, dtype, repeats) for name, dtype in _DTYPES.items()}
             raw |= found
             ratios |= ratios_of(found)
             print_table(found, ratios_of(found))
         if engine != "torch":
-            vllm = measure_vllm(path, torch.float32, repeats)
-            print_vllm_table(vllm, vllm_ratios(vllm))
-            raw["vllm"] = vllm
-            ratios |= vllm_ratios(vllm)
+            kind = engine or "vllm"
+            raw[kind] = measure_remote(kind, path, torch.float32, repeats)
+            of_kind = remote_ratios(kind, raw[kind])
+            print_remote_table(kind, raw[kind], of_kind)
+            ratios |= of_kind
 
 
 if __name__ == "__main__":

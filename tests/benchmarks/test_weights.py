@@ -8,10 +8,10 @@ import torch
 from benchmarks.weights import (
     make_model,
     measure,
+    print_remote_table,
     print_table,
-    print_vllm_table,
     ratios_of,
-    vllm_ratios,
+    remote_ratios,
 )
 
 
@@ -53,11 +53,16 @@ def test_a_ratio_without_measurements_is_left_out() -> None:
 def test_the_pause_of_vllm_counts_against_the_same_copy(capsys: pytest.CaptureFixture[str]) -> None:
     way = {"stage": 30.0, "pause": 3.0}
     raw = {"milliseconds": {"now": way, "before": {"pause": 25.0}, "floor": {"memcpy": 2.0}}}
-    ratios = vllm_ratios(raw)
+    ratios = remote_ratios("vllm", raw)
     assert ratios == {
         "vllm_install_pause_vs_memcpy": 1.5,
         "vllm_before_pause_vs_memcpy": 12.5,
         "vllm_stage_vs_memcpy": 15.0,
     }
-    print_vllm_table(raw, ratios)
+    print_remote_table("vllm", raw, ratios)
     assert "vllm now       stage 30.0 ms  pause 3.0 ms" in capsys.readouterr().out
+    del raw["milliseconds"]["before"]  # as of SGLang
+    assert remote_ratios("sglang", raw) == {
+        "sglang_install_pause_vs_memcpy": 1.5,
+        "sglang_stage_vs_memcpy": 15.0,
+    }

@@ -1,8 +1,8 @@
-"""New weights in a real vLLM on this machine: the pause, and staging while it generates.
+"""New weights in a real vLLM or SGLang on this machine: the pause, and staging while it generates.
 
-A part of `python -m benchmarks.weights`. The way before (commit 8ea730f) takes turns with today's,
-in one engine: vLLM reloaded the model while it was paused, and the fingerprint was taken in the
-pause. The pause is the time between two steps in which nothing is generated.
+A part of `python -m benchmarks.weights`. The pause is the time between two steps in which nothing
+is generated. On vLLM the way before (commit 8ea730f) takes turns with today's, in one engine: vLLM
+reloaded the model while it was paused, and the fingerprint was taken in the pause.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from benchmarks.sglang_interpreter import sglang_python
 from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.protocol import GenerateRequest, SamplingParams
+from engine.remote.client.engine import RemoteEngine
+from engine.sglang.client.engine import SglangEngine
+from engine.sglang.config import SglangConfig
 from engine.torch.model import load_model
 from engine.vllm.client.engine import VllmEngine
 from engine.vllm.config import VllmConfig
@@ -34,13 +38,22 @@ _RELOADING = "benchmarks.weights_worker.ReloadingExtension"
 _Found = dict[str, dict[str, list[float]]]
 
 
-def measure_vllm(path: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
-    """Milliseconds by way and part, in turns; medians. And the bytes of the weights."""
+def measure_remote(kind: str, path: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    """Milliseconds by way and part, in turns; medians. And the bytes of the weights.
+
+    Args:
+        kind: "vllm" or "sglang".
+        path: of the model.
+        dtype: of the engine.
+        repeats: versions of each way.
+    """
     trainer = load_model(
         path, slots=1, max_len=64, device=torch.device("cpu"), dtype=torch.float32
     ).module
     found: _Found = defaultdict(lambda: defaultdict(list))
-    size = asyncio.run(_versions(path, dict(trainer.named_parameters()), dtype, repeats, found))
+    size = asyncio.run(
+        _versions(kind, path, dict(trainer.named_parameters()), dtype, repeats, found)
+    )
     medians = {
         name: {part: 1e3 * statistics.median(times) for part, times in parts.items()}
         for name, parts in found.items()
@@ -49,18 +62,24 @@ def measure_vllm(path: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
 
 
 async def _versions(
-    path: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype, repeats: int, found: _Found
+    kind: str,
+    path: str,
+    tensors: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    repeats: int,
+    found: _Found,
 ) -> int:
     """Publish, stage and install versions while the engine generates."""
     size = sum(one.numel() for one in tensors.values()) * dtype.itemsize
     source, target = (np.ones(size, np.uint8) for _ in range(2))
-    publisher = WeightPublisher(SHARED_MEMORY, "bench-vllm", dtype=dtype)
+    publisher = WeightPublisher(SHARED_MEMORY, f"bench-{kind}", dtype=dtype)
+    ways = ("now", "before") if kind == "vllm" else ("now",)
     try:
-        async with _generating(path, dtype) as engine:
-            for version in range(1, 2 * repeats + 3):
+        async with _GENERATING[kind](path, dtype) as engine:
+            for turn in range(len(ways) * (repeats + 1)):
+                version, way = turn + 1, ways[turn % len(ways)]
                 # The first one is loaded in the pause to prove that copying may replace it.
-                into = found if version > 2 else defaultdict(lambda: defaultdict(list))
-                way = "now" if version % 2 else "before"
+                into = found if turn >= len(ways) else defaultdict(lambda: defaultdict(list))
                 manifest = publisher.publish(tensors.items(), version)
                 began = time.perf_counter()
                 await engine.stage_weights(manifest)
@@ -73,8 +92,10 @@ async def _versions(
                     await engine.fingerprint()
                     into[way]["fingerprint"].append(time.perf_counter() - began)
                 else:
+                    assert isinstance(engine, VllmEngine)
                     into[way]["pause"].append(await _install_as_before(engine, version))
                     into[way]["install"].append(time.perf_counter() - began)
+                if way == ways[-1]:
                     await engine.pause()
                     began = time.perf_counter()
                     np.copyto(target, source)
@@ -85,20 +106,28 @@ async def _versions(
     return size
 
 
-@asynccontextmanager
-async def _generating(path: str, dtype: torch.dtype) -> AsyncIterator[VllmEngine]:
-    """An engine that generates inside the block."""
-    config = EngineConfig(
-        kind="vllm",
-        slots=_ROWS,
-        max_model_len=_LENGTH + 16,
-        threads=1,
-        dtype="float32" if dtype == torch.float32 else "bfloat16",
-        top_k_logprobs=8,
-        vllm=VllmConfig(kv_cache_gib=0.5),
+def _config(kind: str, dtype: torch.dtype) -> EngineConfig:
+    sglang = SglangConfig(kv_cache_gib=0.5)
+    if kind == "sglang":
+        sglang = sglang.model_copy(update={"python": sglang_python()})
+    return EngineConfig.model_validate(
+        {
+            "kind": kind,
+            "slots": _ROWS,
+            "max_model_len": _LENGTH + 16,
+            "threads": 1,
+            "dtype": "float32" if dtype == torch.float32 else "bfloat16",
+            "top_k_logprobs": 8,
+            "vllm": VllmConfig(kv_cache_gib=0.5),
+            "sglang": sglang,
+        }
     )
-    with patch(_EXTENSION, _RELOADING):
-        engine = VllmEngine(config, path, cache_config=CacheConfig(enabled=False), seed=1)
+
+
+@asynccontextmanager
+async def _generating(engine: RemoteEngine) -> AsyncIterator[RemoteEngine]:
+    """Starts an engine, which generates inside the block."""
+    try:
         await engine.start()
         rows = [asyncio.create_task(_row(engine, row)) for row in range(_ROWS)]
         try:
@@ -107,10 +136,29 @@ async def _generating(path: str, dtype: torch.dtype) -> AsyncIterator[VllmEngine
             for row in rows:
                 row.cancel()
             await asyncio.gather(*rows, return_exceptions=True)
-            await engine.close()
+    finally:
+        await engine.close()
 
 
-async def _row(engine: VllmEngine, row: int) -> None:
+@asynccontextmanager
+async def _vllm(path: str, dtype: torch.dtype) -> AsyncIterator[RemoteEngine]:
+    config, cache = _config("vllm", dtype), CacheConfig(enabled=False)
+    with patch(_EXTENSION, _RELOADING):
+        async with _generating(VllmEngine(config, path, cache_config=cache, seed=1)) as engine:
+            yield engine
+
+
+@asynccontextmanager
+async def _sglang(path: str, dtype: torch.dtype) -> AsyncIterator[RemoteEngine]:
+    config, cache = _config("sglang", dtype), CacheConfig(enabled=False)
+    async with _generating(SglangEngine(config, path, cache_config=cache, seed=1)) as engine:
+        yield engine
+
+
+_GENERATING = {"vllm": _vllm, "sglang": _sglang}
+
+
+async def _row(engine: RemoteEngine, row: int) -> None:
     """One response after the other."""
     count = 0
     while True:
@@ -121,7 +169,7 @@ async def _row(engine: VllmEngine, row: int) -> None:
             pass
 
 
-async def _install(engine: VllmEngine, version: int) -> float:
+async def _install(engine: RemoteEngine, version: int) -> float:
     """Seconds in which nothing was generated."""
     pausing = engine._running().pausing  # noqa: SLF001
     times: list[float] = []

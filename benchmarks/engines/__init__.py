@@ -1,0 +1,1 @@
+"""The three engines side by side, in one table."""
