@@ -41,7 +41,7 @@ GPUS_PER_GENERATOR = {"7b": 1, "32b": 2}
 """Two GPUs hold the weights of 32B and the KV of 64 rows."""
 LEAST_TRAINER_GPUS = {"7b": 1, "32b": 4}
 """16 bytes of weights, gradients and optimizer state a parameter, in 141 GB each."""
-LINK = Network(bandwidth_gbit=100, latency_ms=0.1)
+LINK = Network(bandwidth_gbit=100, latency_ms=0.1, chunk_mib=8)
 REPORTS_PER_SECOND = 2.0
 """Of each generator, beside its samples: what it does now."""
 WINDOW_SECONDS = 5e-3

@@ -84,7 +84,7 @@ def simulate(
     ] = 1,
     chunk: Annotated[
         float, typer.Option(help="Pieces in which nodes pass weights on, in MiB.")
-    ] = 8.0,
+    ] = 1.0,
     delta_share: Annotated[
         float,
         typer.Option(min=0, max=1, help="Bytes of a delta, as a share of the whole weights."),

@@ -33,7 +33,7 @@ class Network:
     """GPUs of a node."""
     fan_out: int = 1
     """Nodes to which a node passes the weights on; 1: a chain."""
-    chunk_mib: float = 8.0
+    chunk_mib: float = 1.0
     """Size of the pieces in which weights are passed on, in MiB."""
     delta_share: float = 1.0
     """Bytes sent to a node that has the version before, as a share of those of whole weights."""
