@@ -35,7 +35,8 @@ def _shared_engine_of(item: pytest.Item) -> str | None:
     names: list[str] = getattr(item, "fixturenames", [])
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     shared = any(name.startswith("served_by_") for name in names)
-    return kind if shared or any(value == kind for value in parameters.values()) else None
+    values = [value for value in parameters.values() if isinstance(value, str)]
+    return kind if shared or kind in values else None
 
 
 def _weight(item: pytest.Item) -> int:
