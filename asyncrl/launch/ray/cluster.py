@@ -22,6 +22,8 @@ _OBJECT_BYTES = 100 << 20
 """Object store of a cluster of this machine alone: only small messages go through it."""
 _THREADS = 4
 """Of an actor: one call waits, others end it meanwhile."""
+_END_SECONDS = 3.0
+"""Longest wait for an actor to kill its child before another one takes its place."""
 
 Say = Callable[[str, float], None]
 
@@ -118,6 +120,8 @@ class Cluster:
         """Make the actor of a slot, in place of an earlier one."""
         earlier = self.actors.pop(index, None)
         if earlier is not None:
+            # First its child: two must never share a GPU or a folder of checkpoints.
+            ray.wait([earlier.end.remote(True)], timeout=_END_SECONDS)
             ray.kill(earlier)
         slot = self.slots[index]
         self.actors[index] = made = (
@@ -143,7 +147,12 @@ class Cluster:
         limit = self._asked.place_seconds
         self._say("an answer of each node (launcher.ray.place_seconds)", limit + 5)
         until = time.monotonic() + limit
-        made = [self.create(index) for index in range(len(self.slots))]
+        try:
+            made = [self.create(index) for index in range(len(self.slots))]
+        except (ValueError, TypeError) as error:
+            raise ClusterRefused(
+                f"launcher.ray.runtime_env, launcher.ray.image: Ray refuses them: {one_line(error)}"
+            ) from error
         asked = [one.describe.remote(self._asked.question) for one in made]
         answers = []
         for slot, one in zip(self.slots, asked, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from wire.limits import WEEK_SECONDS
 
@@ -20,6 +20,17 @@ class Bundle(BaseModel):
     """Cores. A process has as many threads, rounded down, unless `launcher.threads` is set."""
     resources: dict[str, float] = {}
     """Custom resources of Ray that a node must have, e.g. {"fast_disk": 1}."""
+
+    @field_validator("resources")
+    @classmethod
+    def _are_custom(cls, resources: dict[str, float]) -> dict[str, float]:
+        for name in ("CPU", "GPU", "memory", "object_store_memory"):
+            if name in resources:
+                raise ValueError(
+                    f"{name} is none of Ray's custom resources: cores are `cpus`, GPUs follow from "
+                    "the engine's tensor_parallel_size, memory is not reserved"
+                )
+        return resources
 
 
 class RayConfig(BaseModel):

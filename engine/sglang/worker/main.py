@@ -85,15 +85,22 @@ class Ranks:
 
     def _on_failure(self, _number: int, _frame: FrameType | None) -> None:
         """Say which process failed, and how, and end."""
+        ended = 0
         for rank, process in enumerate(self._processes):
             process.join(timeout=0.2)  # it may just be ending
             code = process.exitcode
             if code is None:
                 continue
+            ended += 1
             how = f"ended with exit code {code}"
             if code < 0:
                 how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
             _say(f"SGLang's scheduler process of rank {rank} {how}")
+        if not ended:
+            _say(
+                "SGLang's watchdog ended it: a step took longer than "
+                "engine.sglang.call_timeout_seconds, or a scheduler process failed and hangs"
+            )
         self._end(_FAILED)
 
     def _on_close(self, number: int, _frame: FrameType | None) -> None:

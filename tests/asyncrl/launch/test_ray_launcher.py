@@ -36,6 +36,11 @@ CONFIG = load_config(
 KEYS = keys_of(RunKey.new(), "trainer", "trainer")
 
 
+def test_resources_that_ray_counts_itself_are_refused() -> None:
+    with pytest.raises(ConfigError, match="CPU is none of Ray's custom resources"):
+        load_config(None, ["launcher.kind=ray", "launcher.ray.trainer.resources={CPU: 2}"])
+
+
 def wait_for(condition: Callable[[], Any]) -> None:
     until = time.monotonic() + 30
     while not condition():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +22,7 @@ from engine.sglang.config import SglangConfig
 from engine.sglang.interpreter import SGLANG_VERSION, check_interpreter, path_of
 from engine.sglang.server_settings import ServerSettings
 from engine.sglang.settings import WorkerSettings
-from engine.sglang.worker.main import server_arguments
+from engine.sglang.worker.main import Ranks, server_arguments
 
 GOOD = {
     "python": [3, 11],
@@ -163,3 +164,40 @@ def test_kv_memory_for_less_than_what_sglang_reserves_for_one_request_is_refused
         ValueError, match="holds the KV of 1024 tokens, and one request may need 1034"
     ):
         server_arguments(settings(config, tmp_path, max_draft_tokens=8), on_cpu=True)
+
+
+class Rank:
+    """A scheduler process that ended with this exit code, or runs."""
+
+    def __init__(self, exitcode: int | None) -> None:
+        self.exitcode = exitcode
+
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("codes", "said"),
+    [
+        ([None, None], ["SGLang's watchdog ended it", "engine.sglang.call_timeout_seconds"]),
+        ([None, -9], ["rank 1 was killed by signal 9"]),
+    ],
+)
+def test_what_a_failure_of_sglang_is_called(
+    codes: list[int | None],
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "_exit", ends.append)
+    ranks = Ranks([Rank(code) for code in codes], lambda: None)
+    ranks._on_failure(signal.SIGQUIT, None)
+    text = capsys.readouterr().err
+    assert all(one in text for one in said)
+    assert ("watchdog" in text) == (codes == [None, None])
+    assert ends == [1]
