@@ -39,11 +39,11 @@ GPUS = (8, 64, 256, 1024)
 MODES = ("sync", "verify", "verify, k=1")
 GPUS_PER_GENERATOR = {"7b": 1, "32b": 2}
 """Two GPUs hold the weights of 32B and the KV of 64 rows."""
-LEAST_TRAINER_GPUS = {"7b": 1, "32b": 4}
+MIN_TRAINER_GPUS = {"7b": 1, "32b": 4}
 """16 bytes of weights, gradients and optimizer state a parameter, in 141 GB each."""
 LINK = Network(bandwidth_gbit=100, latency_ms=0.1, chunk_mib=8)
 REPORTS_PER_SECOND = 2.0
-"""Of each generator, beside its samples: what it does now."""
+"""Of each generator, next to its samples: what it does now."""
 WINDOW_SECONDS = 5e-3
 """How long a relay gathers messages before it sends them in one frame."""
 FRAMES_PER_SAMPLE = 4
@@ -135,7 +135,7 @@ class Point:
 
 def cluster(model: str, gpus: int, **changes: Any) -> Cluster:
     """A quarter of the GPUs train, the others generate."""
-    trainer = max(gpus // 4, LEAST_TRAINER_GPUS[model])
+    trainer = max(gpus // 4, MIN_TRAINER_GPUS[model])
     each = GPUS_PER_GENERATOR[model]
     size = Cluster(
         model=model, generators=(gpus - trainer) // each, gpus_per_generator=each, steps=11,
