@@ -34,6 +34,7 @@ from trainer.checkpoint_files import STEPS, remove_remains, set_aside, verified
 from trainer.checkpoint_manifest import check_settings, write_manifest
 from trainer.disk import check_space, unwritable
 from trainer.errors import CheckpointError, CheckpointUnwritable
+from trainer.fence import UNFENCED, Fence
 from trainer.optimizer_state import load_state, save_state
 from wire.atomic_files import sync
 from wire.records import TrainedStep
@@ -68,7 +69,12 @@ class Loaded:
     """As in `Contents`."""
 
 
-def write(directory: Path, contents: Contents, given_up: threading.Event | None = None) -> None:
+def write(
+    directory: Path,
+    contents: Contents,
+    given_up: threading.Event | None = None,
+    fence: Fence = UNFENCED,
+) -> None:
     """Write a checkpoint to `directory` atomically.
 
     One of that name, and newer ones, are moved to `set-aside/`: they belong to another course of
@@ -79,13 +85,16 @@ def write(directory: Path, contents: Contents, given_up: threading.Event | None 
         contents: must not change until this returns, unless it is given up.
         given_up: may be set by another thread, which does not wait any longer: what was written
             may be inconsistent and is removed.
+        fence: keeps a trainer that was replaced from writing.
 
     Raises:
+        Superseded: this is no longer the run's trainer; nothing of it is left.
         CheckpointUnwritable: the disk does not take it, or it was given up; nothing of it is left,
             and no other is removed.
     """
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.writing")
     needed = _bytes_of(contents)
+    fence.check()
     with unwritable(directory, needed):
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
@@ -97,6 +106,7 @@ def write(directory: Path, contents: Contents, given_up: threading.Event | None 
                 sync(path)
             if given_up is not None and given_up.is_set():
                 raise CheckpointUnwritable(f"{directory} was given up", "hanging")
+            fence.check()
             if directory.exists():
                 set_aside(directory.parent, newer_than=contents.policy_version - 1)
             temporary.rename(directory)

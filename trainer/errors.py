@@ -4,6 +4,7 @@ TrainerError
 ├── UnsupportedModelError  the trainer cannot load or train this model
 ├── BatchError             a group was refused (size, tokens, version, twice): nothing accumulated
 ├── NonFiniteError         a loss or gradient is not finite: the weights are untouched
+├── Superseded             another trainer was started in this one's place
 └── CheckpointError        a checkpoint cannot be read or resumed from
     └── CheckpointUnwritable  it cannot be written: the disk is full, read-only, or at fault
 
@@ -29,6 +30,10 @@ class BatchError(TrainerError):
 
 class NonFiniteError(TrainerError):
     """A loss or gradient is not finite; weights and optimizer are untouched."""
+
+
+class Superseded(TrainerError):  # noqa: N818 - says what happened
+    """Another trainer was started in place of this one, which must not write any more."""
 
 
 class CheckpointError(TrainerError):

@@ -37,6 +37,7 @@ from trainer.checkpoint_manifest import settings_of
 from trainer.config import TrainerConfig
 from trainer.disagreement import SUMS, disagreement_of
 from trainer.errors import BatchError, CheckpointError, NonFiniteError, TrainerError
+from trainer.fence import UNFENCED, Fence
 from trainer.group_check import check_group, check_trajectory
 from trainer.optimizer import learning_rate, make_adamw, take_step
 from trainer.packing import split_by_tokens
@@ -58,6 +59,7 @@ class Learner:
         temperature: of sampling; log-probabilities are of the same processed distribution.
         truncation: of sampling; `trainer.policy` says what it means to the trainer.
         total_steps: where cosine and linear schedules end unless `schedule_steps` is set.
+        fence: keeps a trainer that was replaced from writing checkpoints.
 
     Raises:
         UnsupportedModelError: the model cannot be loaded or trained packed.
@@ -74,6 +76,7 @@ class Learner:
         temperature: float = 1.0,
         truncation: Truncation = EVERYTHING,
         total_steps: int | None = None,
+        fence: Fence = UNFENCED,
     ) -> None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -113,6 +116,7 @@ class Learner:
         self.initial_weights = fingerprint(self.tensors()).whole
         """Digest of the weights that the run started from; empty if its checkpoint lacks it."""
         self._version = 0
+        self._fence = fence
         self._reset()
 
     @property
@@ -235,6 +239,7 @@ class Learner:
 
         Raises:
             CheckpointUnwritable: the disk does not take it; those that exist are untouched.
+            Superseded: another trainer was started in place of this one.
         """
         checkpoint.write(
             directory,
@@ -248,6 +253,7 @@ class Learner:
                 steps=steps,
             ),
             given_up,
+            self._fence,
         )
         checkpoint_files.prune(directory.parent, self._config.keep_checkpoints, written=directory)
 

@@ -44,6 +44,8 @@ class ChildSpec(msgspec.Struct, frozen=True):
     engine_device: Literal["cpu", "cuda"] | None = None
     """Where the generators run, which a trainer with other GPUs cannot see; None: as torch decides
     in any process."""
+    fence: str = ""
+    """The word of this trainer (`trainer.fence`)."""
     first: bool = True
     """False if it replaces a process that died."""
     run_id: str = ""

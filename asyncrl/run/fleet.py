@@ -250,17 +250,20 @@ class Fleet:
         base = lost.name.split(".")[0]
         return self._start(f"{base}.{self._restarts}", "generator", first=False).name
 
-    def restart_trainer(self, resume_from: int | None) -> str | None:
+    def restart_trainer(self, resume_from: int | None, fence: str = "") -> str | None:
         """Start a trainer in place of a lost one and return its name; None as for `restart`.
 
         Args:
             resume_from: the step of the checkpoint that it continues from; None: from the model.
+            fence: its word (`trainer.fence`).
         """
         if self._ending or self._restarts >= self._config.max_restarts:
             return None
         self._restarts += 1
         self.lineage += 1
-        self._trainer_spec = msgspec.structs.replace(self._trainer_spec, resume_from=resume_from)
+        self._trainer_spec = msgspec.structs.replace(
+            self._trainer_spec, resume_from=resume_from, fence=fence
+        )
         self._trainer = self._start(f"trainer.{self.lineage}", "trainer", first=False).name
         return self._trainer
 

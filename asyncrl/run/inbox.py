@@ -26,6 +26,18 @@ from wire.messages import from_generator, from_trainer
 logger = logging.getLogger(__name__)
 
 Message = from_generator.FromGenerator | from_trainer.FromTrainer
+FROM_THE_LOST = (
+    from_generator.SampleDelivered,
+    from_generator.WrongPolicyFound,
+    from_generator.Failure,
+    from_generator.Goodbye,
+    from_trainer.StepFinished,
+    from_trainer.WrongPolicyFound,
+    from_trainer.Failure,
+    from_trainer.Goodbye,
+)
+"""What still counts when its sender is lost: why it ended, what it had done. All else is dropped. A
+message may have been on its way, and on another node the process may even live on for a while."""
 _Handlers = dict[type, Callable[[Worker, Any], Awaitable[None]]]
 
 
@@ -92,6 +104,9 @@ class Inbox:
         kind, worker = type(message).__name__, self._fleet.heard_from(sender)
         if worker is None:
             self._fleet.refuse(sender, Reason.UNKNOWN_PEER, f"{kind} from an unknown process")
+            return
+        if worker.is_gone and not isinstance(message, FROM_THE_LOST):
+            logger.info("%s of %s comes after its loss and is dropped", kind, sender)
             return
         handlers = self._of_trainer if worker.is_trainer else self._of_generators
         handler = handlers.get(type(message))

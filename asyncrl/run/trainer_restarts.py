@@ -27,6 +27,7 @@ from monitoring.errors import RecordError
 from monitoring.metrics_log import read_metrics
 from trainer.checkpoint_files import ResumePoint, choose
 from trainer.errors import CheckpointError
+from trainer.fence import raise_fence
 from wire.records import StepMetrics
 from wire.weights.layout import WeightManifest
 
@@ -78,6 +79,7 @@ class TrainerRestarts:
             return
         self._give_up_if_hopeless(lost, reason)
         try:
+            fence = await asyncio.to_thread(raise_fence, self._directory.path)
             self._point = await asyncio.to_thread(choose, self._directory.path / "checkpoints")
         except CheckpointError as error:
             raise RunFailed(
@@ -86,7 +88,7 @@ class TrainerRestarts:
         # Their memory is needed: the new trainer reserves as much before it is ready.
         remove_weights(self._fleet.run_id, lost.name)
         resume_from = None if self._point.directory is None else self._point.step
-        name = self._fleet.restart_trainer(resume_from)
+        name = self._fleet.restart_trainer(resume_from, fence)
         if name is None:
             raise RunFailed(
                 f"the trainer {reason}, and launcher.max_restarts "

@@ -25,6 +25,8 @@ from monitoring.metrics import TrainerMetrics
 from monitoring.samples import SampleSegment
 from monitoring.trained_samples import SampleFiles, TrainedSample, truncate
 from rollout.trajectory import IntArray, Provenance
+from trainer.errors import Superseded
+from trainer.fence import UNFENCED, Fence
 
 logger = logging.getLogger("asyncrl.trainer")
 
@@ -57,16 +59,23 @@ class TrainedSampleLog:
         tokenizer: decodes prompts and responses.
         settings: `run.log_samples` and its companions.
         metrics: count the records that could not be written.
+        fence: keeps a trainer that was replaced from writing.
     """
 
     def __init__(
-        self, folder: Path, tokenizer: Any, settings: RunSection, metrics: TrainerMetrics
+        self,
+        folder: Path,
+        tokenizer: Any,
+        settings: RunSection,
+        metrics: TrainerMetrics,
+        fence: Fence = UNFENCED,
     ) -> None:
         self._files = SampleFiles(folder, limit_bytes=settings.log_samples_mb << 20)
         self._folder = folder
         self._tokenizer = tokenizer
         self._with_tokens = settings.log_sample_tokens
         self._metrics = metrics
+        self._fence = fence
         self._thread = ThreadPoolExecutor(1, "sample-log")
         self._writing: asyncio.Future[None] | None = None
         self._patience = WRITE_SECONDS
@@ -97,8 +106,9 @@ class TrainedSampleLog:
     def _write(self, step: int, groups: Sequence[WholeGroup]) -> None:
         for group in groups:
             try:
+                self._fence.check()
                 self._files.append(self._records(step, group))
-            except OSError as error:
+            except (OSError, Superseded) as error:
                 self._lose(step, [group], str(error))
 
     def _lose(self, step: int, groups: Sequence[WholeGroup], why: str) -> None:

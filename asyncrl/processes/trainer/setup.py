@@ -25,7 +25,8 @@ from monitoring.spans import SpanKind
 from scheduler.admission import Admission
 from trainer.checkpoint_files import path_of
 from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
-from trainer.errors import BatchError, NonFiniteError, TrainerError
+from trainer.errors import BatchError, NonFiniteError, Superseded, TrainerError
+from trainer.fence import Fence
 from trainer.learner import Learner, resolve_device
 from wire import Hub
 from wire.errors import PublishError, WireError
@@ -51,8 +52,10 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             max_bytes=max_delivery_bytes(config.engine.max_model_len),
         )
         child.closing.callback(generators.close)
+        fence = Fence(child.directory, spec.fence)
         with child.timeline.span(SpanKind.STARTING):
-            learner = _load_learner(child)
+            learner = _load_learner(child, fence)
+        fence.check()
         drop_repeated(child.directory / "samples", learner.policy_version)
         engines_on_cpu = _generates_on_cpu(spec, config)
         name = config.engine.weights_dtype(on_cpu=engines_on_cpu)
@@ -64,7 +67,9 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         on_cpus = engines_on_cpu and learner.policy.device.type == "cpu"
         limits = rounding_limits(config, engine_dtype, on_cpus=on_cpus)
         check = PolicyCheck(limits, learner.policy, publisher)
-        records = TrainerRecords(child.metrics, child.timeline, await _sample_log(child), check)
+        records = TrainerRecords(
+            child.metrics, child.timeline, await _sample_log(child, fence), check
+        )
         if records.samples is not None:
             child.closing.push_async_callback(records.samples.close)
         queue = GroupQueue(config.scheduler.group_size)
@@ -104,7 +109,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             await process.run(metrics_port=child.metrics_port)
 
 
-def _load_learner(child: Child[TrainerMetrics]) -> Learner:
+def _load_learner(child: Child[TrainerMetrics], fence: Fence) -> Learner:
     """The learner, at the checkpoint that the controller chose if the run is resumed."""
     spec, config = child.spec, child.config
     if config.run.repeatable and resolve_device(config.trainer.device).type != "cpu":
@@ -120,6 +125,7 @@ def _load_learner(child: Child[TrainerMetrics]) -> Learner:
         temperature=config.sampling.temperature,
         truncation=config.sampling.truncation,
         total_steps=config.run.steps,
+        fence=fence,
     )
     if spec.resume_from is not None:
         learner.restore(path_of(child.directory / "checkpoints", spec.resume_from))
@@ -142,12 +148,12 @@ def rounding_limits(config: RunConfig, engine_dtype: torch.dtype, *, on_cpus: bo
     return FLOAT32_CPU if on_cpus and exact else TENSOR_CORES
 
 
-async def _sample_log(child: Child[TrainerMetrics]) -> TrainedSampleLog | None:
+async def _sample_log(child: Child[TrainerMetrics], fence: Fence) -> TrainedSampleLog | None:
     settings = child.config.run
     if settings.log_samples == "off":
         return None
     tokenizer = await load_checked_tokenizer(child, from_trainer.WrongPolicyFound)
-    return TrainedSampleLog(child.directory / "samples", tokenizer, settings, child.metrics)
+    return TrainedSampleLog(child.directory / "samples", tokenizer, settings, child.metrics, fence)
 
 
 def _failure(_spec: ChildSpec, error: BaseException) -> from_trainer.Failure | None:
@@ -155,5 +161,5 @@ def _failure(_spec: ChildSpec, error: BaseException) -> from_trainer.Failure | N
     if not isinstance(error, AsyncrlError | TrainerError | MonitoringError | WireError):
         return None
     by_user = isinstance(error, UserError | TrainerError | MonitoringError)
-    internal = isinstance(error, BatchError | NonFiniteError | PublishError)
+    internal = isinstance(error, BatchError | NonFiniteError | PublishError | Superseded)
     return from_trainer.Failure(str(error), user_error=by_user and not internal)
