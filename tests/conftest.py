@@ -47,7 +47,9 @@ def _weight(item: pytest.Item) -> int:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
     """Give pytest-xdist whole files, the long ones first, and all of a shared engine to one worker.
 
     Of those, the one that kills the engine of the others comes last.
@@ -61,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, N
     for item in items:
         first[item.path] = min(first.get(item.path, _LIGHT), _weight(item))
     items.sort(key=lambda item: (first[item.path], item.path.stem == _ENDS_THE_ENGINE))
-    for item in items:
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(_shared_engine_of(item) or str(item.path)))
     yield

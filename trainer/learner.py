@@ -241,20 +241,16 @@ class Learner:
             CheckpointUnwritable: the disk does not take it; those that exist are untouched.
             Superseded: another trainer was started in place of this one.
         """
-        checkpoint.write(
-            directory,
-            checkpoint.Contents(
-                model=self._policy.model,
-                optimizer=self._optimizer.state_dict(),
-                model_path=self._model_path,
-                policy_version=self._version,
-                settings=self._settings,
-                initial_weights=self.initial_weights,
-                steps=steps,
-            ),
-            given_up,
-            self._fence,
+        contents = checkpoint.Contents(
+            model=self._policy.model,
+            optimizer=self._optimizer.state_dict(),
+            model_path=self._model_path,
+            policy_version=self._version,
+            settings=self._settings,
+            initial_weights=self.initial_weights,
+            steps=steps,
         )
+        checkpoint.write(directory, contents, given_up, self._fence)
         checkpoint_files.prune(directory.parent, self._config.keep_checkpoints, written=directory)
 
     def restore(self, directory: Path) -> None:

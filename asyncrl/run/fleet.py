@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from asyncrl.errors import WaitTimeout
 from asyncrl.launch.config import LauncherConfig
@@ -113,7 +113,7 @@ class Fleet:
             self._start(f"generator-{index}", "generator")
 
     def _start(self, name: str, role: Role, *, first: bool = True) -> Worker:
-        spec = msgspec.structs.replace(
+        spec = replace(
             self._trainer_spec,
             role=role,
             name=name,
@@ -261,9 +261,7 @@ class Fleet:
             return None
         self._restarts += 1
         self.lineage += 1
-        self._trainer_spec = msgspec.structs.replace(
-            self._trainer_spec, resume_from=resume_from, fence=fence
-        )
+        self._trainer_spec = replace(self._trainer_spec, resume_from=resume_from, fence=fence)
         self._trainer = self._start(f"trainer.{self.lineage}", "trainer", first=False).name
         return self._trainer
 
