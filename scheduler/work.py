@@ -53,6 +53,8 @@ class Work:
 
     def start(self, generator: Generator) -> None:
         """Start samples on a generator while it has room and there is work that it may start."""
+        if generator.running >= generator.limit:
+            return
         if self._state.paused or generator.draining or generator.rewinding:
             return
         if generator.installing is not None and not self._config.partial_rollout:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from asyncrl.simulation.sim_request import SimRequest
 from scheduler import events
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedReport:
+class FinishedReport(msgspec.Struct, frozen=True, gc=False):
     """The message that a sample is finished; outdated if the sample was resumed since."""
 
     generator: str
@@ -20,8 +20,7 @@ class FinishedReport:
     """`request.finishes` when the message was sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class FromTrainer:
+class FromTrainer(msgspec.Struct, frozen=True, gc=False):
     """Events that the trainer causes, at one time; outdated if that trainer is lost."""
 
     lineage: int

@@ -18,6 +18,9 @@ from rollout.trajectory import SampleId
 from scheduler import commands, events
 from scheduler.config import SchedulerConfig
 
+_AT_ONCE = 1e-12
+"""Seconds; what is due within them is due now."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -158,7 +161,9 @@ class Fleet:
 
     def plan(self, generator: SimGenerator) -> None:
         """Wake the generator when its next request is done."""
-        end = generator.next_end()
+        self._plan(generator, generator.next_end())
+
+    def _plan(self, generator: SimGenerator, end: float | None) -> None:
         if end is not None:
             end = max(end, self._agenda.now)
             self._wake_at[generator.name] = end
@@ -172,14 +177,15 @@ class Fleet:
         generator = self._generators[name]
         del self._wake_at[name]
         generator.advance(now)
-        while (request := generator.next_finished()) is not None:
+        while (end := generator.next_end()) is not None and end <= now + _AT_ONCE:
+            request = generator.finish_next()
             self._agenda.after(self._message, FinishedReport(name, request, request.finishes))
             if self._rewards_cost and not request.rewarded_at:
                 # Rewards are computed outside the slots, one at a time; delivery waits for them.
                 free = max(now, self._rewards_free.get(name, 0.0))
                 request.rewarded_at = free + self._setting.cost.reward(generator.decoding)
                 self._rewards_free[name] = request.rewarded_at
-        self.plan(generator)
+        self._plan(generator, end)
 
     def verify(self, generator: SimGenerator, due: commands.VerifySamples) -> None:
         """Verify samples; those that need no verification are reported at once."""

@@ -86,10 +86,11 @@ class SimGenerator:
         self._held: dict[SampleId, SimRequest] = {}
         self._waiting: list[tuple[int, int, SampleId]] = []
         """Heap of (priority, order of arrival, sample): requests that wait for a slot."""
-        self._ends: list[tuple[float, int, int, SampleId]] = []
-        """Heap of (progress at its end, tie-breaker, attempt, sample)."""
-        self._ahead: list[tuple[int, int, int, SampleId]] = []
-        """Run-ahead requests that decode, the last in data order first."""
+        self._ends: list[tuple[float, int, int, SimRequest]] = []
+        """Heap of (progress at its end, tie-breaker, attempt, request)."""
+        self._ahead: list[tuple[int, int, int, SimRequest]] = []
+        """Run-ahead requests that decode, the last in data order first: (-group, -sample,
+        tie-breaker, request)."""
         self._count = 0
         self._active = 0
         self._drafting = 0
@@ -105,35 +106,40 @@ class SimGenerator:
 
     def advance(self, now: float) -> None:
         """Decode up to the time `now`."""
-        start = max(self._clock, self.paused_until)
-        if now > start and self._active:
-            self.tally.busy += now - start
-            progress = (now - start) / self._token_seconds()
-            self._progress += progress
-            self._context += progress * self._active
-            self._pace = None
-        self._clock = max(self._clock, now)
+        clock, active = self._clock, self._active
+        if active:
+            start = max(clock, self.paused_until)
+            if now > start:
+                self.tally.busy += now - start
+                progress = (now - start) / (self._pace or self._token_seconds())
+                self._progress += progress
+                self._context += progress * active
+                self._pace = None
+        if now > clock:
+            self._clock = now
 
     def next_end(self) -> float | None:
         """Time at which the next request is done if nothing changes; None if none decodes."""
         if self.paused_until == math.inf:
             return None
-        while self._ends:
-            end, _, attempt, sample = self._ends[0]
-            request = self._requests.get(sample)
-            if request is not None and request.decoding and request.attempt == attempt:
-                left = max(0.0, end - self._progress) * self._token_seconds()
-                return max(self._clock, self.paused_until) + left
-            heapq.heappop(self._ends)
+        ends = self._ends
+        while ends:
+            end, _, attempt, request = ends[0]
+            if request.attempt == attempt and request.decoding:
+                left = end - self._progress
+                start = max(self._clock, self.paused_until)
+                return start + left * (self._pace or self._token_seconds()) if left > 0 else start
+            heapq.heappop(ends)
         return None
 
     def _token_seconds(self) -> float:
         """Seconds in which each active request generates one token."""
-        if self._pace is None:
-            cost = self._cost
-            step = cost.decode(self._active, self._context, self._drafting)
-            self._pace = self._slowness * (step / cost.speed(self._active))
-        return self._pace
+        pace = self._pace
+        if pace is None:
+            cost, active = self._cost, self._active
+            step = cost.decode(active, self._context, self._drafting)
+            pace = self._pace = self._slowness * (step / cost.speed(active))
+        return pace
 
     def _prefill(self, tokens: float) -> None:
         """Feed this many tokens in a decode step; decoding pauses for what they add to it."""
@@ -151,17 +157,12 @@ class SimGenerator:
             setting.drawn[sample] = length
         self._add(SimRequest(sample, length, priority))
 
-    def next_finished(self) -> SimRequest | None:
-        """A request that is done now, and held from now on; None if there is none."""
-        if (end := self.next_end()) is None or end > self._clock + 1e-12:
-            return None
-        sample = heapq.heappop(self._ends)[3]
-        request = self._requests[sample]
+    def finish_next(self) -> SimRequest:
+        """Finish the request that `next_end` says is done now; it is held from now on."""
+        request = heapq.heappop(self._ends)[3]
         self._leave(request)
-        missing = request.length - request.generated
-        if missing:  # rounding
-            version, tokens = request.segments[-1]
-            request.segments[-1] = (version, tokens + missing)
+        request.round_off()
+        sample = request.sample
         del self._requests[sample]
         self._held[sample] = request
         request.finishes += 1
@@ -209,7 +210,7 @@ class SimGenerator:
         self.tally.rejected += generated - kept
         if kept < generated:
             # Verification draws the next token; the rejected ones serve as drafts.
-            request.segments = [(self.version, kept + 1)]
+            request.replace(self.version, kept + 1)
             if setting.new_length and self._rng.random() < setting.new_length:
                 request.length = self._length_above(kept, request.length)
             speed = self._cost.redraft(self._active, self._drafting, setting.redraft)
@@ -217,7 +218,7 @@ class SimGenerator:
             request.drafted += generated - kept - 1
             request.rewarded_at = 0.0
         else:
-            request.segments = [(self.version, kept)]
+            request.replace(self.version, kept)
         return generated
 
     def _length_above(self, kept: float, otherwise: int) -> int:
@@ -329,9 +330,8 @@ class SimGenerator:
     def _preempt(self, priority: int) -> bool:
         """Free the slot of the last run-ahead request in data order; False if there is none."""
         while self._ahead:
-            sample = self._ahead[0][3]
-            request = self._requests.get(sample)
-            if request is None or not request.decoding or not request.priority:
+            request = self._ahead[0][3]
+            if not request.decoding or not request.priority:
                 heapq.heappop(self._ahead)
                 continue
             if request.priority <= priority:
@@ -346,18 +346,18 @@ class SimGenerator:
 
     def _enter(self, request: SimRequest) -> None:
         request.decoding = True
-        request.began = self._progress
-        request.attempt += 1
+        request.began = progress = self._progress
+        request.attempt = attempt = request.attempt + 1
         self._pace = None
         self._active += 1
         self._drafting += request.drafted > 0.0
         self._context += self._setting.prompt_tokens + request.generated
-        self._count += 1
-        end = self._progress + request.progress_left()
-        heapq.heappush(self._ends, (end, self._count, request.attempt, request.sample))
+        self._count = count = self._count + 1
+        end = progress + request.progress_left()
+        heapq.heappush(self._ends, (end, count, attempt, request))
         if request.priority:
-            order = (-request.sample.group, -request.sample.sample, request.attempt, request.sample)
-            heapq.heappush(self._ahead, order)
+            sample = request.sample
+            heapq.heappush(self._ahead, (-sample.group, -sample.sample, count, request))
 
     def _leave(self, request: SimRequest) -> None:
         """Take a request out of its slot; the tokens of the attempt are of the current version."""

@@ -17,7 +17,9 @@ class SimRequest:
     priority: int = 0
     """As in `StartSample`: 0 if due, above 0 if it runs ahead."""
     segments: list[tuple[int, float]] = field(default_factory=list)
-    """(policy version, tokens), in order."""
+    """(policy version, tokens), in order, of its closed attempts."""
+    generated: float = field(init=False, default=0.0)
+    """Sum of the tokens of `segments`; those of the current attempt are not included."""
     drafted: float = 0.0
     """Tokens of its old continuation that are left to draft from."""
     scoring: float = 0.0
@@ -41,39 +43,56 @@ class SimRequest:
     """Whether it has tokens of a policy that was lost with its trainer and that no verification
     has judged."""
 
-    @property
-    def generated(self) -> float:
-        """Tokens of its closed attempts; those of the current attempt are not included."""
-        segments = self.segments
-        if len(segments) == 1:
-            return segments[0][1]
-        return sum(tokens for _, tokens in segments)
+    def __post_init__(self) -> None:
+        """Count the tokens that it begins with."""
+        if self.segments:
+            self.generated = sum(tokens for _, tokens in self.segments)
 
     @property
     def oldest_version(self) -> int:
         """Lowest policy version among its tokens, `UNKNOWN_VERSION` for a lost policy."""
         if self.unknown:
             return UNKNOWN_VERSION
-        return min(version for version, _ in self.segments)
+        return min(self.segments)[0]
 
     def progress_left(self) -> float:
         """How far the progress counter has to grow until the request is done."""
         left = max(0.0, self.length - self.generated)
+        if not self.drafted:
+            return self.scoring + left
         drafted = min(left, self.drafted)
         return self.scoring + drafted / self.speedup + left - drafted
 
     def grow(self, progress: float, version: int) -> float:
         """Add the tokens of this much progress as a segment; returns their number."""
-        scoring = min(progress, self.scoring)
-        self.scoring -= scoring
-        progress -= scoring
-        drafting = min(progress, self.drafted / self.speedup)
-        drafted = drafting * self.speedup
-        tokens = min(self.length - self.generated, drafted + progress - drafting)
-        self.drafted = max(0.0, self.drafted - drafted)
+        if self.scoring:
+            scoring = min(progress, self.scoring)
+            self.scoring -= scoring
+            progress -= scoring
+        tokens = progress
+        if self.drafted:
+            drafting = min(progress, self.drafted / self.speedup)
+            drafted = drafting * self.speedup
+            tokens = drafted + progress - drafting
+            self.drafted = max(0.0, self.drafted - drafted)
+        tokens = min(self.length - self.generated, tokens)
         if tokens > 0:
             self.segments.append((version, tokens))
+            self.generated += tokens
         return tokens
+
+    def replace(self, version: int, tokens: float) -> None:
+        """Have this many tokens, all of this version, instead of those that it had."""
+        self.segments = [(version, tokens)]
+        self.generated = tokens
+
+    def round_off(self) -> None:
+        """Have exactly `length` tokens; sums of fractions of tokens come only close."""
+        missing = self.length - self.generated
+        if missing:
+            version, tokens = self.segments[-1]
+            self.segments[-1] = (version, tokens + missing)
+            self.generated = sum(tokens for _, tokens in self.segments)
 
     def rewind(self, version: int) -> None:
         """The policies after `version` are gone: tokens of theirs are those of an unknown policy.

@@ -197,12 +197,12 @@ class World:
         tokens, arrives = 0.0, now
         segments: list[tuple[int, float]] = []
         for name, sample in command.samples:
-            generator = self._fleet.touch(name, touched)
-            request = generator.held(sample)
+            request = self._fleet.touch(name, touched).held(sample)
             tokens += request.length + setting.prompt_tokens
             segments += request.segments
             arrives = max(arrives, request.rewarded_at)
-            generator.release((sample,))
+        for name in {name: None for name, _ in command.samples}:
+            touched[name].release(tuple(s for owner, s in command.samples if owner == name))
         size = tokens * BYTES_PER_TOKEN
         self._data_bytes += size
         if taken := setting.network.link_seconds(size) / setting.trainer_nodes:

@@ -179,9 +179,9 @@ def test_due_work_takes_the_slot_of_run_ahead_work():
     generator.start(due, 0)
     assert generator.tally.preempted == 1
     generator.advance(generator.next_end())
-    assert generator.next_finished().sample == due
+    assert generator.finish_next().sample == due
     generator.advance(generator.next_end())
-    request = generator.next_finished()
+    request = generator.finish_next()
     # None of its tokens was lost or generated twice.
     assert (request.sample, request.generated) == (ahead, 100)
     assert generator.tally.useful == pytest.approx(200)
@@ -268,7 +268,7 @@ def test_a_rejected_request_drafts_no_more_than_it_had_generated():
     generator.verify((sample,), 1)
     assert generator.tally.rejected == pytest.approx(50)
     generator.advance(generator.next_end())
-    request = generator.next_finished()
+    request = generator.finish_next()
     # Scoring; 1 token from verification, 49 drafted 16 per step, 50 at one per step.
     seconds = 0.51 + 0.01 + (49 / 17 + 50) * 0.01
     assert generator.tally.busy == pytest.approx(seconds, abs=0.02)
@@ -298,4 +298,4 @@ def test_a_rejected_answer_gets_another_length_longer_than_what_stays():
     kept = 50 - generator.tally.rejected
     assert 7 <= kept < 30  # by the seed: so 7 is refused, and 30 is taken
     generator.advance(generator.next_end())
-    assert generator.next_finished().generated == pytest.approx(30)
+    assert generator.finish_next().generated == pytest.approx(30)
