@@ -58,6 +58,23 @@ class RewindGenerator(msgspec.Struct, frozen=True, gc=False):
     """Of the trainer that continues from this version."""
 
 
+class ReleaseSamples(msgspec.Struct, frozen=True):
+    """Have a leaving generator write the tokens of these samples to a file, and forget the samples.
+
+    Answered by `SamplesReleased`. They are then started elsewhere, with the tokens that they have.
+    """
+
+    generator: str
+    samples: tuple[SampleId, ...]
+    """Started there and not on their way to the trainer; at least one."""
+
+
+class EndGenerator(msgspec.Struct, frozen=True, gc=False):
+    """End a generator that has left: it has no sample any more. It counts as lost from now on."""
+
+    generator: str
+
+
 class DeliverGroup(msgspec.Struct, frozen=True):
     """Have the holders of a group's finished samples send them to the trainer.
 
@@ -133,6 +150,8 @@ Command = (
     | VerifySamples
     | InstallWeights
     | RewindGenerator
+    | ReleaseSamples
+    | EndGenerator
     | DeliverGroup
     | DeclareStep
     | DiscardSamples

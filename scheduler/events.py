@@ -33,6 +33,18 @@ class GeneratorLost(msgspec.Struct, frozen=True, gc=False):
     generator: str
 
 
+class GeneratorLeaves(msgspec.Struct, frozen=True, gc=False):
+    """The user has ordered that a generator that joined leaves: see `scheduler.leaving`."""
+
+    generator: str
+
+
+class SamplesReleased(msgspec.Struct, frozen=True, gc=False):
+    """The answer to `ReleaseSamples`: the generator does not have these samples any more."""
+
+    generator: str
+
+
 class SampleFinished(msgspec.Struct, frozen=True, gc=False):
     """A generator finished a sample and holds it. Its reward may still be being computed."""
 
@@ -139,6 +151,8 @@ class ResumeRequested(msgspec.Struct, frozen=True, gc=False):
 Event = (
     GeneratorJoined
     | GeneratorLost
+    | GeneratorLeaves
+    | SamplesReleased
     | SampleFinished
     | SampleFailed
     | SampleDelivered

@@ -52,7 +52,7 @@ def _check_group(state: SchedulerState, group: Group) -> None:
     busy = group.queued or group.running or group.verifying or counts[DELIVERING]
     may_wait = 1 in group.stale or not state.trainer_joined
     may_wait |= group.index >= state.ledger.next_group  # a rewind left it ahead
-    may_wait |= group.owner is not None and group.owner.rewinding
+    may_wait |= group.owner is not None and (group.owner.rewinding or group.owner.leaving)
     _require(bool(busy) or may_wait, f"{name} is complete, but its delivery was not commanded")
     _check_staleness(state, group, name)
     _check_owner(state, group, name)
@@ -62,7 +62,7 @@ def _check_staleness(state: SchedulerState, group: Group, name: str) -> None:
     """A sample that is too old is HELD, and only while its generator cannot verify it."""
     held = [group.states[i] == HELD for i, stale in enumerate(group.stale) if stale]
     _require(all(held), f"{name} has a sample that is too old in another state than HELD")
-    if held and group.owner is not None:
+    if held and group.owner is not None and not group.owner.leaving:
         min_version = state.admission.min_version(group.step)
         _require(
             group.owner.version < min_version,
@@ -103,6 +103,10 @@ def _check_generator(state: SchedulerState, generator: Generator) -> None:
     stuck = generator.draining and idle and state.finished is None
     _require(not stuck, f"{name} is draining, but has no sample to finish")
     _require(generator.target <= state.published, f"{name} has an unpublished version")
+    leaves = generator.leaving
+    _require((generator.name in state.leaving) is leaves, f"{name} leaves, or does not")
+    _require(not leaves or bool(generator.groups), f"{name} leaves, and has nothing to wait for")
+    _require(not (leaves and generator.name in state.placement), f"{name} leaves, but takes groups")
     _require(all(g.owner is generator for g in groups), f"{name} lists a group of another owner")
 
 

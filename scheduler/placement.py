@@ -51,6 +51,10 @@ class Placement:
         self._last_place: array[int] = array("i")
         """By prompt index: number of the generator that it went to last, -1 for none."""
 
+    def __contains__(self, name: str) -> bool:
+        """Whether groups may be placed on, or taken over from, the generator of this name."""
+        return name in self._candidates or name in self._backlogs
+
     @property
     def has_candidates(self) -> bool:
         """Whether there is a generator that groups may be placed on."""
@@ -67,17 +71,21 @@ class Placement:
     def remove(self, generator: Generator) -> list[Group]:
         """Remove a generator; returns its groups in data order, which have no owner any more."""
         del self.generators[generator.name]
-        del self._by_number[generator.number]
-        self._candidates.discard(generator.name)
-        self._backlogs.discard(generator.name)
+        self.withdraw(generator)
         groups = [generator.groups[index] for index in sorted(generator.groups)]
         for group in groups:
             group.owner = None
         return groups
 
+    def withdraw(self, generator: Generator) -> None:
+        """Place no more groups on a generator, and take over none from it."""
+        self._by_number.pop(generator.number, None)
+        self._candidates.discard(generator.name)
+        self._backlogs.discard(generator.name)
+
     def offer(self, generator: Generator, latest_version: int) -> None:
         """Make a generator a candidate if it has, or is installing, the latest version."""
-        if generator.target >= latest_version:
+        if generator.target >= latest_version and not generator.leaving:
             self._candidates.set(generator.name, generator.load * _LOAD_UNITS // generator.slots)
         else:
             self._candidates.discard(generator.name)
@@ -129,7 +137,7 @@ class Placement:
         name = generator.name
         if name in self._candidates:
             self._candidates.set(name, generator.load * _LOAD_UNITS // generator.slots)
-        if generator.queue and generator.load > generator.width:
+        if generator.queue and generator.load > generator.width and not generator.leaving:
             self._backlogs.set(name, -len(generator.queue))
         else:
             self._backlogs.discard(name)
@@ -181,7 +189,7 @@ class Placement:
 
     def _take_over(self, taker: Generator, last_group: int) -> Group | None:
         """Move the next group of the longest queue to a generator that has idle slots."""
-        while taker.load < taker.width:
+        while taker.load < taker.width and not taker.leaving:
             name = self._backlogs.first()
             if name is None or name == taker.name:
                 return None

@@ -124,6 +124,8 @@ class Generator:
     rewinding: bool = False
     """It was told to rewind (`scheduler.rewind`) and has not answered: what it reports may still be
     about policies that are gone, and it is given nothing to do."""
+    leaving: bool = False
+    """It was ordered to leave and is given no other work (`scheduler.leaving`)."""
     draining: bool = False
     """It finishes its samples and starts none, so that new weights can be installed."""
 

@@ -18,6 +18,7 @@ data order ─► open steps ─► place ─► start samples ─► DeliverGro
     steps         issuing groups, declaring steps, the end of the run
     weights       publishing and installing policy versions
     samples       events of samples
+    leaving       generators that the user has ordered to leave
     rewind        a trainer that replaces a lost one and continues from an older version
     run_control   pause, resume, stop
     view, waits   a snapshot for people; invariants: what `Scheduler.check` verifies
@@ -57,6 +58,7 @@ from scheduler.commands import Command
 from scheduler.config import SchedulerConfig
 from scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from scheduler.events import Event
+from scheduler.leaving import Leaving
 from scheduler.rewind import Rewind
 from scheduler.run_control import RunControl
 from scheduler.samples import SampleEvents
@@ -100,11 +102,14 @@ class Scheduler:
         self._steps = Steps(self.state, self._work, group_key)
         self._weights = Weights(self.state, self._work, verification)
         self._run_control = RunControl(self.state, self._work, self._steps, self._weights)
+        self._leaving = Leaving(self.state, self._work, self._run_control)
         rewind = Rewind(self.state, self._work, self._steps, self._weights)
         samples = SampleEvents(self.state, self._work, self._steps, self._weights)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.GeneratorJoined: self._on_generator_joined,
             events.GeneratorLost: self._on_generator_lost,
+            events.GeneratorLeaves: self._leaving.on_leaves,
+            events.SamplesReleased: self._leaving.on_released,
             events.KvUsed: self._on_kv_used,
             events.SampleFinished: samples.on_finished,
             events.SampleFailed: samples.on_failed,
@@ -126,6 +131,8 @@ class Scheduler:
         if issued:
             issued.clear()
         self._handlers[type(event)](event)
+        if self.state.leaving:
+            self._leaving.end_those_without_work()
         return issued[:]
 
     def snapshot(self) -> SchedulerView:
@@ -168,6 +175,7 @@ class Scheduler:
     def _on_generator_lost(self, event: events.GeneratorLost) -> None:
         state = self.state
         state.lost.add(event.generator)
+        state.leaving.pop(event.generator, None)
         generator = state.generators.get(event.generator)
         if generator is None:  # lost before, or before its join was reported
             return

@@ -41,7 +41,9 @@ class SchedulerState:
     groups: dict[int, Group] = field(default_factory=dict)
     """Groups that are neither in the trainer nor failed, by index (`Work`)."""
     lost: set[str] = field(default_factory=set)
-    """Names of generators that were lost (`Scheduler`)."""
+    """Names of generators that were lost or have left (`Scheduler`, `Leaving`)."""
+    leaving: dict[str, Generator] = field(default_factory=dict)
+    """Generators that were ordered to leave and have samples, by name (`Leaving`)."""
     commands: list[Command] = field(default_factory=list)
     """What the current event has led to so far. Always the same list object; `Scheduler` empties
     it before each event."""

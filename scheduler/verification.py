@@ -58,7 +58,7 @@ class Verification:
         ones are included, since they were started under the version before.
         """
         due: list[tuple[Group, list[int], int]] = []
-        if not self._admission.verifies:
+        if not self._admission.verifies or generator.leaving:
             return due
         for group in sorted(generator.groups.values()):
             min_version = self._admission.min_version(group.step)

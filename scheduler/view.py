@@ -24,6 +24,8 @@ class GeneratorView:
     """Samples placed on it and not started."""
     running: int
     """Samples issued to it and not finished."""
+    leaving: bool
+    """Whether it was ordered to leave and has samples."""
     held: int
     """Finished samples that it holds, including those on their way to the trainer."""
 
@@ -82,6 +84,7 @@ def view_of(state: SchedulerState) -> SchedulerView:
             installing=g.installing,
             queued=g.load - g.running,
             running=g.running,
+            leaving=g.leaving,
             held=g.held,
         )
         for g in state.generators.values()

@@ -19,12 +19,26 @@ def waits(state: SchedulerState) -> tuple[str, ...]:
         lines.append("the run is paused: it waits to be resumed")
     if not state.generators:
         lines.append("the groups wait for a generator to join")
+    lines += _leaves(state)
     lines += _installs(state)
     lines += _drains(state)
     lines += _current_step(state)
     if not state.stopping:
         lines += _next_step(state)
     return tuple(lines)
+
+
+def _leaves(state: SchedulerState) -> list[str]:
+    lines = []
+    for generator in state.leaving.values():
+        sent = sum(group.states.count(DELIVERING) for group in generator.groups.values())
+        here = generator.running + generator.held - sent
+        end = "move" if state.admission.verifies else "finish"
+        parts = [f"{_counted(here, 'sample')} to {end}"] if here else []
+        if sent:
+            parts.append(f"the trainer to acknowledge {_counted(sent, 'sample')}")
+        lines.append(f"{generator.name} leaves and waits for {' and '.join(parts) or 'its groups'}")
+    return lines
 
 
 def _installs(state: SchedulerState) -> list[str]:

@@ -44,7 +44,7 @@ class Weights:
         With `partial_rollout: false` the generator first drains: it finishes its samples.
         """
         state = self._state
-        if not state.trainer_joined or generator.rewinding:
+        if not state.trainer_joined or generator.rewinding or self._work.gives_away(generator):
             return
         if generator.installing is None and generator.version < state.published:
             busy = generator.running + generator.verifying

@@ -57,6 +57,8 @@ class Work:
             return
         if self._state.paused or generator.draining or generator.rewinding:
             return
+        if self.gives_away(generator):
+            return
         if generator.installing is not None and not self._config.partial_rollout:
             return  # the new weights would arrive in the middle of the sample
         last_group = self._admission.last_group_to_start(generator.version)
@@ -95,6 +97,26 @@ class Work:
         group.running = group.verifying = 0
         return exhausted
 
+    def take_away(self, group: Group) -> None:
+        """Queue the samples of a group that its leaving generator does not have any more.
+
+        They were not lost, so the attempts do not count.
+        """
+        owner = group.owner
+        if owner is None:
+            return
+        for sample, state in enumerate(group.states):
+            if state in (RUNNING, HELD, VERIFYING):
+                self._leave(owner, group, state)
+                group.states[sample] = QUEUED
+                group.stale[sample] = 0
+                group.attempts[sample] -= 1
+                group.queued += 1
+                owner.load += 1
+        owner.load -= group.queued
+        del owner.groups[group.index]
+        group.owner = None
+
     def hold(self, generator: Generator, group: Group, sample: int, *, too_old: bool) -> None:
         """RUNNING, VERIFYING or HELD to HELD; a complete group is delivered.
 
@@ -114,7 +136,7 @@ class Work:
         group.stale[sample] = too_old
         if too_old:
             min_version = self._admission.min_version(group.step)
-            if generator.version >= min_version:
+            if generator.version >= min_version and not self.gives_away(generator):
                 self._verification.verify(generator, group, [sample], min_version)
         self._placement.update(generator)
         self.deliver_if_complete(group)
@@ -153,7 +175,7 @@ class Work:
         owner = group.owner
         if not self._state.trainer_joined or group.index >= self._state.ledger.next_group:
             return
-        if owner is not None and owner.rewinding:
+        if owner is not None and (owner.rewinding or self.gives_away(owner)):
             return
         if group.queued or group.running or group.verifying or owner is None or 1 in group.stale:
             return
@@ -165,6 +187,10 @@ class Work:
                 samples.append((owner.name, SampleId(group.index, sample)))
         if samples:
             self._commands.append(commands.DeliverGroup(group.step, group.index, tuple(samples)))
+
+    def gives_away(self, owner: Generator) -> bool:
+        """Whether what this generator has moves to others."""
+        return owner.leaving and self._admission.verifies
 
     def suspect(self, group: Group) -> None:
         """HELD and VERIFYING to HELD with tokens that may be too old, to be verified when due.

@@ -189,6 +189,8 @@ def test_a_resumed_run_begins_at_its_step():
 REPEATABLE = (
     events.GeneratorJoined
     | events.GeneratorLost
+    | events.GeneratorLeaves
+    | events.SamplesReleased
     | events.SampleFinished
     | events.SampleFailed
     | events.SampleDelivered
@@ -198,7 +200,7 @@ REPEATABLE = (
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Any order of completions, losses, joins, failures, duplicates, pauses, stops and rewinds."""
+    """Any order of completions, losses, joins, leaves, failures, duplicates, stops and rewinds."""
 
     @initialize(
         bound=st.integers(0, 2),
@@ -252,6 +254,11 @@ class AnyOrder(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.world.generators)
+    @rule(data=st.data())
+    def generator_leaves(self, data):
+        self.world.leave(data.draw(st.sampled_from(sorted(self.world.generators))))
+
+    @precondition(lambda self: self.world.generators)
     @rule(data=st.data(), share=st.sampled_from([0.0, 0.89, 0.9, 1.0]))
     def kv_space_is_used(self, data, share):
         self.world.fill(data.draw(st.sampled_from(sorted(self.world.generators))), share)
@@ -303,12 +310,12 @@ class AnyOrder(RuleBasedStateMachine):
         world.tell(events.ResumeRequested())
         for name in list(world.generators):
             world.fill(name, 0.0)
-        if not world.generators and world.finished is None:
-            world.join(2)
         rng = random.Random(0)
         for _ in range(3000):
             if world.finished is not None:
                 break
+            if world.leavers.issuperset(world.generators):
+                world.join(2)
             enabled = world.enabled()
             assert enabled, f"deadlock: {world.scheduler.snapshot().waits}"
             world.happen(rng.choice(enabled))

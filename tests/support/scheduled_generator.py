@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from rollout.trajectory import UNKNOWN_VERSION, SampleId
-from scheduler.commands import RewindGenerator, VerifySamples
+from scheduler.commands import ReleaseSamples, RewindGenerator, VerifySamples
 
 
 @dataclass
@@ -21,7 +21,7 @@ class FakeGenerator:
     sending: set[SampleId] = field(default_factory=set)
     """Held samples that it was told to deliver."""
     verifying: dict[SampleId, int] = field(default_factory=dict)
-    unread: list[VerifySamples | RewindGenerator] = field(default_factory=list)
+    unread: list[VerifySamples | RewindGenerator | ReleaseSamples] = field(default_factory=list)
     """Commands that it has not read yet."""
     install: int | None = None
     """Version that it was told to install."""

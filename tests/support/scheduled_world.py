@@ -6,7 +6,7 @@ from scheduled_generator import FakeGenerator
 
 from rollout.trajectory import SampleId
 from scheduler import events
-from scheduler.commands import RewindGenerator, RunOutcome, VerifySamples
+from scheduler.commands import ReleaseSamples, RewindGenerator, RunOutcome, VerifySamples
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
 
@@ -45,6 +45,8 @@ class World:
         self.joined = 0
         self.staleness: list[int] = []
         self.verified = 0
+        self.leavers: set[str] = set()
+        self.moved = 0
 
     # What can happen next
 
@@ -81,6 +83,11 @@ class World:
         command = g.unread.pop(0)
         if isinstance(command, VerifySamples):
             self._verification_begins(g, *g.verify(command))
+            return
+        if isinstance(command, ReleaseSamples):
+            self.moved += len(command.samples)
+            g.discard(command.samples)
+            self.tell(events.SamplesReleased(name))
             return
         g.rewind(command.policy_version)
         # Acknowledgements of the lost trainer that have not arrived are ignored there.
@@ -193,6 +200,11 @@ class World:
             self.acks = [(n, s) for n, s in self.acks if n != name]
         self.tell(events.GeneratorLost(name))
 
+    def leave(self, name):
+        """The user orders that a generator leaves."""
+        self.leavers.add(name)
+        self.tell(events.GeneratorLeaves(name))
+
     def fail(self, name, sample):
         """A running sample fails."""
         del self.generators[name].running[sample]
@@ -230,6 +242,9 @@ class World:
             assert c.sample not in other.running
             assert c.sample not in other.held
         assert not any(isinstance(command, RewindGenerator) for command in g.unread)
+        if c.generator in self.leavers:
+            assert self.config.on_update != "verify"
+            assert self.placed[c.sample.group] == c.generator, "it begins no group"
         g.running[c.sample] = g.version if g.version >= 0 else None
         assert len(g.running) <= g.limit
         assert not g.paused
@@ -259,6 +274,23 @@ class World:
         assert c.lineage == self.lineage
         assert c.policy_version == self.published
         self.generators[c.generator].unread.append(c)
+
+    def _do_release_samples(self, c):
+        assert c.generator in self.leavers
+        assert self.config.on_update == "verify"
+        g = self.generators[c.generator]
+        assert c.samples
+        assert not g.sending.intersection(c.samples)
+        assert not any(isinstance(command, ReleaseSamples) for command in g.unread)
+        g.unread.append(c)
+
+    def _do_end_generator(self, c):
+        assert c.generator in self.leavers
+        g = self.generators.pop(c.generator)
+        assert not g.running
+        assert not g.held
+        assert not g.verifying
+        self.lost.append(c.generator)
 
     def _do_deliver_group(self, c):
         assert self.trainer
