@@ -11,7 +11,7 @@ tokens, which the generator that gets them verifies. Groups that are on their wa
 stay until the trainer has acknowledged them. The leaving generator installs no weights any more.
 
 `keep`, `recompute`: nothing can judge tokens that were drawn elsewhere, so the groups that it has
-begun stay until they are delivered. It goes on like the others meanwhile.
+begun stay until they are delivered. Meanwhile it installs weights like the others.
 
 How long it may take is for the controller to decide, which kills it then; that is a loss.
 """

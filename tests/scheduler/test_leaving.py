@@ -60,10 +60,10 @@ def test_a_leaver_installs_nothing_and_one_without_samples_ends_at_once():
 
 def test_without_verification_a_leaver_finishes_what_it_has_begun():
     s, _ = scheduler_of(
-        "a", slots=3, groups_per_step=3, max_off_policy_steps=0, max_in_flight_per_generator=3
+        "a", slots=3, groups_per_step=4, max_off_policy_steps=0, max_in_flight_per_generator=3
     )
-    s.on_event(GeneratorJoined("b", 3, 0))
-    assert s.on_event(GeneratorLeaves("a")) == starts("b", (2, 0), (2, 1)), "nothing was begun"
+    s.on_event(GeneratorJoined("b", 2, 0))
+    assert s.on_event(GeneratorLeaves("a")) == starts("b", (3, 0)), "nothing of it was begun"
     assert s.snapshot().waits[0] == "a leaves and waits for 3 samples to finish"
     pair = tuple(("a", sample) for sample in ids((0, 0), (0, 1)))
     assert finish(s, "a", 0) == [*starts("a", (1, 1)), DeliverGroup(0, 0, pair)]
