@@ -153,7 +153,7 @@ class ControllerMetrics(ProcessMetrics):
         "asyncrl_process_failures_total",
         "Processes that ended before they were told to, by role.",
         label="role",
-        values=("generator", "trainer"),
+        values=("generator", "trainer", "relay"),
     )
 
     wrong_policy: By[Total] = counter(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from asyncrl.config import EvaluationConfig
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
-from asyncrl.run.fleet import Fleet, Worker
+from asyncrl.run.fleet import Fleet
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.waiting import Waiter
+from asyncrl.run.worker import Worker
 from wire.messages.from_generator import EvaluationSample
 
 

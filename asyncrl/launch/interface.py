@@ -12,6 +12,10 @@ class ProcessHandle(Protocol):
 
     spec: ChildSpec
 
+    @property
+    def node(self) -> str | None:
+        """The node that it is on; None: it is not placed yet, "": this machine is the only one."""
+
     def exit_code(self) -> int | None:
         """None while the process runs; negative for a signal, as in `subprocess`."""
 
@@ -32,5 +36,15 @@ class Launcher(Protocol):
     def threads(self) -> int:
         """Threads for tensor work that each process should use."""
 
-    def start(self, spec: ChildSpec, keys: ChildKeys) -> ProcessHandle:
-        """Start a process; returns at once."""
+    @property
+    def uses_relays(self) -> bool:
+        """Whether each node with processes of the run gets a relay. Once true, it stays so."""
+
+    def start(self, spec: ChildSpec, keys: ChildKeys, node: str | None = None) -> ProcessHandle:
+        """Start a process; returns at once.
+
+        Args:
+            spec: of the process.
+            keys: of the process.
+            node: where; None: as the launcher decides.
+        """

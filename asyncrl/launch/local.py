@@ -44,6 +44,11 @@ class LocalProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
         return code
 
+    @property
+    def node(self) -> str:
+        """Empty: this machine."""
+        return ""
+
     def cause(self) -> str:
         """Empty: the exit code says how it ended."""
         return ""
@@ -107,7 +112,12 @@ class LocalLauncher:
         """The same for every process: a generator and a trainer cost about the same."""
         return self._threads
 
-    def start(self, spec: ChildSpec, keys: ChildKeys) -> ProcessHandle:
+    @property
+    def uses_relays(self) -> bool:
+        """No: everything is on this machine."""
+        return False
+
+    def start(self, spec: ChildSpec, keys: ChildKeys, _node: str | None = None) -> ProcessHandle:
         """Start `python -m CHILD_MODULE`; its output goes to LOGS/NAME.log."""
         log = self._logs / f"{spec.name}.log"
         environment = os.environ | {

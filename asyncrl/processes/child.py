@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.launch.parent_death import end_with_parent
-from asyncrl.processes.spec import ChildKeys, GeneratorKeys, read_spec
+from asyncrl.processes.spec import ChildKeys, ChildSpec, GeneratorKeys, RelayKeys, read_spec
 from engine.errors import EngineError
 from monitoring.errors import MonitoringError
 from trainer.errors import TrainerError
@@ -50,6 +50,26 @@ def _exit_on_signal(number: int, _frame: object) -> None:
     sys.exit(128 + number)
 
 
+def _run(spec: ChildSpec, keys: ChildKeys) -> None:
+    """Run the process of this role. A relay does without torch, so it starts at once."""
+    if isinstance(keys, RelayKeys):
+        from asyncrl.processes.relay.setup import run_relay
+
+        asyncio.run(run_relay(spec, keys))
+        return
+    import torch
+
+    torch.set_num_threads(spec.threads)
+    if isinstance(keys, GeneratorKeys):
+        from asyncrl.processes.generator.setup import run_generator
+
+        asyncio.run(run_generator(spec, keys))
+    else:
+        from asyncrl.processes.trainer.setup import run_trainer
+
+        asyncio.run(run_trainer(spec, keys))
+
+
 def main() -> None:
     """Run the process that the command line describes; exit with 1 or 2 if it fails."""
     spec = read_spec(sys.argv[1], os.environ)
@@ -60,19 +80,9 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    import torch
-
-    torch.set_num_threads(spec.threads)
     logger = logging.getLogger(f"asyncrl.{spec.name}")
     try:
-        if isinstance(keys, GeneratorKeys):
-            from asyncrl.processes.generator.setup import run_generator
-
-            asyncio.run(run_generator(spec, keys))
-        else:
-            from asyncrl.processes.trainer.setup import run_trainer
-
-            asyncio.run(run_trainer(spec, keys))
+        _run(spec, keys)
     except AsyncrlError as error:
         logger.error("%s", error)
         sys.exit(error.exit_code)

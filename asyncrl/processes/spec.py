@@ -13,7 +13,7 @@ from wire.keys import HubKeys, LineKeys, RunKey
 from wire.weights.layout import SHARED_MEMORY
 from wire.wrong_policy import TokenizerDigest
 
-Role = Literal["generator", "trainer"]
+Role = Literal["generator", "trainer", "relay"]
 
 
 class ChildSpec(msgspec.Struct, frozen=True):
@@ -27,7 +27,8 @@ class ChildSpec(msgspec.Struct, frozen=True):
     control_address: str
     """Where the controller listens."""
     data_address: str
-    """Where the trainer listens for trajectories."""
+    """Where the trainer listens for trajectories; of a relay: its node's address, where other nodes
+    reach it, with `*` as port."""
     parent: int
     """Process id of the launcher."""
     threads: int
@@ -103,7 +104,16 @@ class TrainerKeys(msgspec.Struct, frozen=True, tag=True):
     """For the generators."""
 
 
-ChildKeys = GeneratorKeys | TrainerKeys
+class RelayKeys(msgspec.Struct, frozen=True, tag=True):
+    """The keys of a relay."""
+
+    control: LineKeys
+    """To the controller."""
+    weights: HubKeys
+    """For the nodes that ask this one for weights."""
+
+
+ChildKeys = GeneratorKeys | TrainerKeys | RelayKeys
 """The keys of a child process, as MessagePack on its standard input. A command line and an
 environment can be read by others, and a file could outlive the run."""
 
@@ -113,4 +123,11 @@ def keys_of(run_key: RunKey, name: str, role: Role) -> ChildKeys:
     control = run_key.line("control", name)
     if role == "trainer":
         return TrainerKeys(control, run_key.hub("data"))
+    if role == "relay":
+        return RelayKeys(control, run_key.hub(weights_hub(name)))
     return GeneratorKeys(control, run_key.line("data", name))
+
+
+def weights_hub(relay: str) -> str:
+    """The name, for `RunKey`, of the socket at which a relay is asked for weights."""
+    return f"weights {relay}"

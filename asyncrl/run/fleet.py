@@ -4,74 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
 from asyncrl.errors import WaitTimeout
 from asyncrl.launch.config import LauncherConfig
-from asyncrl.launch.interface import Launcher, ProcessHandle
+from asyncrl.launch.interface import Launcher
 from asyncrl.processes.spec import ChildSpec, Role, keys_of
+from asyncrl.run.ending import wait_for_end
+from asyncrl.run.relays import Relays
+from asyncrl.run.worker import Worker, cause_of_death
 from wire import Hub, RunKey, Unreachable
 from wire.decoding import FrameRefused, Reason
-from wire.messages import from_generator, from_trainer, to_generator, to_trainer
+from wire.messages import to_generator, to_relay, to_trainer
 from wire.weights.layout import WeightManifest
 
 logger = logging.getLogger(__name__)
 
 _LATE_SECONDS = 1.0
 """If `deaths` is called this late, the controller itself was suspended or blocked in between."""
-_KILL_SECONDS = 10.0
-"""Longest wait for killed processes."""
-
-_POLL_SECONDS = 0.02
-"""Time between two looks at processes that are to end."""
-
-
-@dataclass(slots=True)
-class Worker:
-    """One process from its start to its end, with what it last reported."""
-
-    name: str
-    is_trainer: bool
-    handle: ProcessHandle
-    heard: float = field(default_factory=time.monotonic)
-    """When its last message came (monotonic seconds)."""
-    is_ready: bool = False
-    is_gone: bool = False
-    reason: str = ""
-    """Why it ended, in its own words."""
-    policy_version: int = -1
-    """Version of its weights; -1: not known yet."""
-    slots: int = 0
-    """Samples that a generator decodes at once."""
-    metrics_port: int | None = None
-    weights: WeightManifest | None = None
-    """The newest weights that the trainer published."""
-    data_address: str = ""
-    """Where the trainer takes trajectories."""
-    reported: float = 0.0
-    """When the last report of a generator came (monotonic seconds)."""
-    generator_report: from_generator.GeneratorReport | None = None
-    trainer_report: from_trainer.TrainerReport | None = None
-
-    @property
-    def state(self) -> str:
-        """`starting`, `ready` or `lost`."""
-        if self.is_gone:
-            return "lost"
-        return "ready" if self.is_ready else "starting"
-
-    def ready(self, policy_version: int, slots: int, metrics_port: int | None) -> None:
-        """Note that it can take work."""
-        self.is_ready = True
-        self.policy_version = policy_version
-        self.slots = slots
-        self.metrics_port = metrics_port
+_SHUTDOWN: dict[Role, msgspec.Struct] = {
+    "trainer": to_trainer.Shutdown(checkpoint=True),
+    "generator": to_generator.Shutdown(),
+    "relay": to_relay.Shutdown(),
+}
 
 
 class Fleet:
@@ -99,6 +58,7 @@ class Fleet:
         self._run_key = run_key
         self._hub = hub
         self._workers: dict[str, Worker] = {}
+        self.relays = Relays(config, launcher, trainer_spec, run_key)
         self._trainer = ""
         self.lineage = 0
         """How many trainers the run had before the present one."""
@@ -123,12 +83,14 @@ class Fleet:
             lineage=self.lineage,
         )
         handle = self._launcher.start(spec, keys_of(self._run_key, name, role))
-        worker = Worker(name, role == "trainer", handle)
+        worker = Worker(name, role, handle)
         self._workers[name] = worker
         return worker
 
     async def send(
-        self, name: str, message: to_generator.ToGenerator | to_trainer.ToTrainer
+        self,
+        name: str,
+        message: to_generator.ToGenerator | to_trainer.ToTrainer | to_relay.ToRelay,
     ) -> None:
         """Send to a process. A message to a dead one is dropped; `deaths` will report it."""
         self._hub.send_soon(name, message)
@@ -212,10 +174,19 @@ class Fleet:
 
     def heard_from(self, name: str) -> Worker | None:
         """Note that a process is alive; None if there is no process of this name."""
-        worker = self._workers.get(name)
+        worker = self._find(name)
         if worker is not None:
             worker.heard = time.monotonic()
         return worker
+
+    def _find(self, name: str) -> Worker | None:
+        return self._workers.get(name) or self.relays.get(name)
+
+    def start_relays(self) -> list[str]:
+        """Start a relay where one is missing. As `Relays.start_missing`."""
+        if self._ending:
+            return []
+        return self.relays.start_missing(worker.node for worker in self.alive)
 
     def deaths(self) -> list[tuple[Worker, str]]:
         """Processes that died since the last call, each once, and how. Kills silent ones.
@@ -227,13 +198,13 @@ class Fleet:
         if missed > _LATE_SECONDS:
             # The controller was suspended (Ctrl-Z) or blocked (a slow disk), so it could not hear
             # anybody; that is not the silence of others.
-            for worker in self.alive:
+            for worker in [*self.alive, *self.relays.alive]:
                 worker.heard = min(now, worker.heard + missed)
         found: list[tuple[Worker, str]] = []
         if self._ending:
             return found
-        for worker in self.alive:
-            reason = _cause_of_death(worker, now, self._config)
+        for worker in [*self.alive, *self.relays.alive]:
+            reason = cause_of_death(worker, now, self._config)
             if reason is not None:
                 worker.is_gone = True
                 found.append((worker, reason))
@@ -271,7 +242,7 @@ class Fleet:
 
     def cut_off(self, name: str, why: str) -> None:
         """Kill a process whose messages make no sense; `deaths` reports it with this reason."""
-        worker = self._workers.get(name)
+        worker = self._find(name)
         if worker is not None and not worker.is_gone:
             worker.reason = why
             worker.handle.end(by_force=True)
@@ -279,76 +250,32 @@ class Fleet:
     def kill_all(self) -> None:
         """Kill every process now; does not wait. May be called from a signal handler."""
         self._ending = True
-        for worker in self.alive:
+        for worker in [*self.alive, *self.relays.alive]:
             worker.handle.end(by_force=True)
 
     async def shut_down(self) -> None:
         """Tell every process to end, the trainer after a checkpoint, and wait until all have.
 
+        The relays end last: the others may speak through them.
+
         Raises:
             WaitTimeout: some did not end in time and were killed.
         """
-        for worker in () if self._ending else self.alive:
-            try:
-                if not worker.is_ready:
-                    worker.handle.end(by_force=False)
-                elif worker.is_trainer:
-                    await self._hub.send(worker.name, to_trainer.Shutdown(checkpoint=True))
-                else:
-                    await self._hub.send(worker.name, to_generator.Shutdown())
-            except Unreachable:
-                worker.handle.end(by_force=False)
-        await asyncio.to_thread(self._wait_for_end)
-
-    def _wait_for_end(self) -> None:
-        """Wait until all have ended; kill those that exceed their time limit.
-
-        Generators get `launcher.stop_seconds`, the trainer `launcher.checkpoint_seconds` more.
-        """
-        began = time.monotonic()
-        remaining = self.alive
-        killed: dict[str, float] = {}
-        while remaining:
-            remaining = [worker for worker in remaining if worker.handle.exit_code() is None]
-            waited = time.monotonic() - began
-            for worker in remaining:
-                extra = self._config.checkpoint_seconds if worker.is_trainer else 0.0
-                if waited > self._config.stop_seconds + extra and worker.name not in killed:
-                    worker.handle.end(by_force=True)
-                    killed[worker.name] = waited
-            if any(waited - killed.get(one.name, waited) > _KILL_SECONDS for one in remaining):
-                break
-            time.sleep(_POLL_SECONDS)
+        killed = await self._end(self.alive) | await self._end(self.relays.alive)
         if killed:
             raise WaitTimeout(
                 f"{', '.join(killed)} did not end within {max(killed.values()):.0f} s and were "
                 "killed; see launcher.stop_seconds and launcher.checkpoint_seconds"
             )
 
-
-def _cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | None:
-    """How a process ended; None if it lives. Kills one that was silent for too long."""
-    code = worker.handle.exit_code()
-    if code is not None:
-        how = worker.handle.cause() or _how_it_ended(code)
-        return how + (f": {worker.reason}" if worker.reason else "")
-    limit = limits.silence_seconds if worker.is_ready else limits.startup_seconds
-    silent = now - worker.heard
-    if silent <= limit:
-        return None
-    worker.handle.end(by_force=True)
-    if worker.is_ready:
-        return f"sent nothing for {silent:.0f} s (launcher.silence_seconds) and was killed"
-    return (
-        f"was not ready after {silent:.0f} s (launcher.startup_seconds) and was killed; its log "
-        f"ends with: {worker.handle.log_tail(1)}"
-    )
-
-
-def _how_it_ended(code: int) -> str:
-    if code < 0:
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was killed by signal {-code}"
-    return f"ended with exit code {code}"
+    async def _end(self, workers: list[Worker]) -> dict[str, float]:
+        """Tell these to end and wait; those that had to be killed, as `wait_for_end`."""
+        for worker in () if self._ending else workers:
+            try:
+                if not worker.is_ready:
+                    worker.handle.end(by_force=False)
+                else:
+                    await self._hub.send(worker.name, _SHUTDOWN[worker.role])
+            except Unreachable:
+                worker.handle.end(by_force=False)
+        return await asyncio.to_thread(wait_for_end, workers, self._config)

@@ -1,4 +1,4 @@
-"""Handle the messages of generators and the trainer."""
+"""Handle the messages of generators, the trainer and relays."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import Any
 
 from asyncrl.errors import UserError
 from asyncrl.evaluation.fleet import FleetEvaluation
+from asyncrl.processes.spec import Role
 from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
-from asyncrl.run.fleet import Fleet, Worker
+from asyncrl.run.fleet import Fleet
 from asyncrl.run.policy_watch import PolicyWatch
 from asyncrl.run.progress import Progress
 from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
 from asyncrl.run.unfinished_work import UnfinishedWork
 from asyncrl.run.waiting import Waiter
+from asyncrl.run.worker import Worker
 from scheduler import events
 from scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from wire.decoding import Reason
-from wire.messages import from_generator, from_trainer
+from wire.messages import from_generator, from_relay, from_trainer
 
 logger = logging.getLogger(__name__)
 
-Message = from_generator.FromGenerator | from_trainer.FromTrainer
+Message = from_generator.FromGenerator | from_trainer.FromTrainer | from_relay.FromRelay
 FROM_THE_LOST = (
     from_generator.SampleDelivered,
     from_generator.WrongPolicyFound,
@@ -35,6 +37,8 @@ FROM_THE_LOST = (
     from_trainer.WrongPolicyFound,
     from_trainer.Failure,
     from_trainer.Goodbye,
+    from_relay.Failure,
+    from_relay.Goodbye,
 )
 """What still counts when its sender is lost: why it ended, what it had done. All else is dropped. A
 message may have been on its way, and on another node the process may even live on for a while."""
@@ -68,7 +72,7 @@ class Inbox:
         self._progress = progress
         self._waiter = waiter
         self._checkpoints = checkpoints
-        self._of_generators: _Handlers = {
+        of_generators: _Handlers = {
             from_generator.GeneratorReady: self._generator_ready,
             from_generator.SampleFinished: self._sample_finished,
             from_generator.SampleFailed: self._sample_failed,
@@ -82,7 +86,7 @@ class Inbox:
             from_generator.Failure: self._failure,
             from_generator.Goodbye: self._goodbye,
         }
-        self._of_trainer: _Handlers = {
+        of_trainer: _Handlers = {
             from_trainer.TrainerReady: self._trainer_ready,
             from_trainer.StepFinished: self._step_finished,
             from_trainer.CheckpointWritten: self._checkpoint_written,
@@ -93,6 +97,17 @@ class Inbox:
             from_trainer.WrongPolicyFound: self._suspected,
             from_trainer.Failure: self._failure,
             from_trainer.Goodbye: self._goodbye,
+        }
+        of_relays: _Handlers = {
+            from_relay.RelayReady: self._relay_ready,
+            from_relay.RelayReport: self._relay_report,
+            from_relay.Failure: self._failure,
+            from_relay.Goodbye: self._goodbye,
+        }
+        self._handlers: dict[Role, _Handlers] = {
+            "generator": of_generators,
+            "trainer": of_trainer,
+            "relay": of_relays,
         }
 
     async def handle(self, sender: str, message: Message) -> None:
@@ -108,8 +123,7 @@ class Inbox:
         if worker.is_gone and not isinstance(message, FROM_THE_LOST):
             logger.info("%s of %s comes after its loss and is dropped", kind, sender)
             return
-        handlers = self._of_trainer if worker.is_trainer else self._of_generators
-        handler = handlers.get(type(message))
+        handler = self._handlers[worker.role].get(type(message))
         if handler is None:
             self._fleet.refuse(sender, Reason.UNEXPECTED, f"{kind} is not for its role to send")
             return
@@ -237,8 +251,16 @@ class Inbox:
     async def _peer_cut_off(self, worker: Worker, message: from_trainer.PeerCutOff) -> None:
         self._fleet.cut_off(message.generator, f"{message.reason} (noticed by {worker.name})")
 
+    async def _relay_ready(self, worker: Worker, message: from_relay.RelayReady) -> None:
+        worker.is_ready, worker.relay = True, message
+
+    async def _relay_report(self, worker: Worker, message: from_relay.RelayReport) -> None:
+        logger.debug("%s has sent %d bytes of weights", worker.name, message.sent_bytes)
+
     async def _failure(
-        self, worker: Worker, message: from_generator.Failure | from_trainer.Failure
+        self,
+        worker: Worker,
+        message: from_generator.Failure | from_trainer.Failure | from_relay.Failure,
     ) -> None:
         """Note why a process ends. A user's mistake ends the run; the watchdog does the rest."""
         worker.reason = message.reason
@@ -246,6 +268,8 @@ class Inbox:
             self._waiter.fail(UserError(message.reason))
 
     async def _goodbye(
-        self, worker: Worker, message: from_generator.Goodbye | from_trainer.Goodbye
+        self,
+        worker: Worker,
+        message: from_generator.Goodbye | from_trainer.Goodbye | from_relay.Goodbye,
     ) -> None:
         logger.info("%s: %s", worker.name, type(message).__name__)

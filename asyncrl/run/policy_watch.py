@@ -11,10 +11,11 @@ import asyncio
 
 from asyncrl.config import OnWrongPolicy
 from asyncrl.errors import WrongPolicyError
-from asyncrl.run.fleet import Fleet, Worker
+from asyncrl.run.fleet import Fleet
 from asyncrl.run.progress import Progress
 from asyncrl.run.rescored import conclusion
 from asyncrl.run.waiting import Waiter
+from asyncrl.run.worker import Worker
 from wire.messages.from_generator import Rescored
 from wire.messages.from_trainer import WrongPolicyFound
 from wire.messages.to_generator import Rescore, ToRescore

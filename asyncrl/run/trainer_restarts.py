@@ -18,11 +18,12 @@ from asyncrl.errors import RunFailed
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.processes.shared_memory import remove_weights
 from asyncrl.run.directory import RunDirectory
-from asyncrl.run.fleet import Fleet, Worker
+from asyncrl.run.fleet import Fleet
 from asyncrl.run.progress import Progress
 from asyncrl.run.resuming import rewind
 from asyncrl.run.training import Training
 from asyncrl.run.waiting import Waiter
+from asyncrl.run.worker import Worker
 from monitoring.errors import RecordError
 from monitoring.metrics_log import read_metrics
 from trainer.checkpoint_files import ResumePoint, choose

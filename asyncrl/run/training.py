@@ -9,11 +9,12 @@ import time
 from asyncrl.config import RunConfig
 from asyncrl.errors import RunFailed
 from asyncrl.run.commands import CommandExecutor
-from asyncrl.run.fleet import Fleet, Worker
+from asyncrl.run.fleet import Fleet
 from asyncrl.run.progress import Progress
 from asyncrl.run.sample_reports import SampleReports
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.waiting import Waiter
+from asyncrl.run.worker import Worker
 from scheduler import events
 from scheduler.commands import RunOutcome
 from scheduler.errors import ImpossibleEvent, SenderOutOfStep

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from asyncrl.errors import RunFailed
 from asyncrl.evaluation.fleet import FleetEvaluation
-from asyncrl.run.fleet import Fleet, Worker
+from asyncrl.run.fleet import Fleet
 from asyncrl.run.progress import Progress
 from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
+from asyncrl.run.worker import Worker
 from scheduler.events import GeneratorLost
 
 
@@ -32,14 +33,19 @@ class Watchdog:
     async def check(self) -> bool:
         """Deal with every process that died since the last check; whether there was one.
 
+        Then start the relays that are missing.
+
         Raises:
             RunFailed: the trainer died and cannot be replaced (`trainer_restarts`), the last
-                generator that may be replaced died, or none can start.
+                generator that may be replaced died, or none can start; no relay may be replaced
+                any more.
         """
         deaths = self._fleet.deaths()
         for worker, reason in deaths:
             self._progress.say(_what_died(worker, reason))
-            self._progress.died("trainer" if worker.is_trainer else "generator", worker.name)
+            self._progress.died(worker.role, worker.name)
+            if worker.role == "relay":
+                continue
             if worker.is_trainer:
                 await self._trainer_restarts.replace(worker, reason)
                 continue
@@ -51,6 +57,8 @@ class Watchdog:
                     f"restarted; its last words:\n{worker.handle.log_tail()}"
                 )
             self._replace(worker, reason)
+        for sentence in self._fleet.start_relays():
+            self._progress.say(sentence)
         return bool(deaths)
 
     def _no_generator_starts(self) -> bool:

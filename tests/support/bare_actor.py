@@ -13,7 +13,7 @@ from asyncrl.launch.ray import actor
 def main() -> None:
     actor.CHILD_MODULE = "stubborn_child"
     actor.GRACE_SECONDS = 0.5
-    actor._place = lambda: ("10.1.2.3", ["4", "6"])
+    actor._place = lambda: ("n", "10.1.2.3", ["4", "6"])
     made = actor.ProcessActor()
     print(made.start(sys.argv[1], sys.argv[2].encode()), flush=True)
     code = None

@@ -13,7 +13,9 @@ import time
 from asyncrl.launch.ray import messages
 from asyncrl.launch.ray.nodes import NodeInfo
 
-NODE = NodeInfo("10.0.0.2", "two", "m", "3.11", "1", shares_run_directory=True, has_model=True)
+NODE = NodeInfo(
+    "b2", "10.0.0.2", "two", "m", "3.11", "1", shares_run_directory=True, has_model=True
+)
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def main() -> None:
         if isinstance(order, messages.Start):
             spec = json.loads(order.order)["spec"]
             log = f"/asyncrl-{spec['run_id']}/logs/{order.name}.log"
-            status = messages.Status(order.name, None, "", f"{spec['threads']}", log, NODE.ip)
+            status = messages.Status(order.name, None, "", f"{spec['threads']}", log, NODE)
             messages.write(out, status)
             if order.name == "trainer":
                 lost = messages.Status(order.name, -9, "its Ray actor was lost: gone", "", log)

@@ -11,7 +11,8 @@ import numpy as np
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.processes.shared_memory import local_run_id
 from asyncrl.processes.spec import ChildKeys, ChildSpec
-from asyncrl.run.fleet import Fleet, Worker
+from asyncrl.run.fleet import Fleet
+from asyncrl.run.worker import Worker
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 from wire import RunKey, Unreachable
 from wire.messages.from_trainer import TrainerReport
@@ -25,6 +26,8 @@ class FakeHandle:
     code: int | None = None
     ended: list[str] = field(default_factory=list)
     log: str = ""
+
+    node: str | None = ""
 
     def cause(self) -> str:
         return ""
@@ -44,9 +47,13 @@ class FakeHandle:
 class FakeLauncher:
     handles: dict[str, FakeHandle] = field(default_factory=dict)
     threads: int = 1
+    uses_relays: bool = False
+    nodes: dict[str, str] = field(default_factory=dict)
+    """Where processes are, by name; a relay is where it is started."""
 
-    def start(self, spec: ChildSpec, _keys: ChildKeys) -> FakeHandle:
-        self.handles[spec.name] = FakeHandle(spec)
+    def start(self, spec: ChildSpec, _keys: ChildKeys, node: str | None = None) -> FakeHandle:
+        place = node if node is not None else self.nodes.get(spec.name, "")
+        self.handles[spec.name] = FakeHandle(spec, node=place)
         return self.handles[spec.name]
 
 
@@ -120,9 +127,11 @@ def weights(version: int) -> WeightManifest:
     return WeightManifest(version, "/dev/null", 0, ())  # exists, and is never opened
 
 
-def started_fleet(config: RunConfig, version: int = 0) -> tuple[Fleet, FakeHub]:
+def started_fleet(
+    config: RunConfig, version: int = 0, launcher: FakeLauncher | None = None
+) -> tuple[Fleet, FakeHub]:
     """A fleet whose processes are all ready with these weights."""
-    launcher = FakeLauncher()
+    launcher = launcher or FakeLauncher()
     hub = FakeHub(launcher)
     fleet = Fleet(config.launcher, launcher, spec(), hub, RunKey.new())  # type: ignore[arg-type]
     fleet.start_all()

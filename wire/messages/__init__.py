@@ -5,6 +5,8 @@ Control plane (the workers connect to the controller):
     from_generator  generator  -> controller
     to_trainer      controller -> trainer
     from_trainer    trainer    -> controller
+    to_relay        controller -> relay of a node
+    from_relay      relay      -> controller
 Data plane (the generators connect to the trainer):
     data            trajectories to the trainer, acknowledgements back
 Weights:

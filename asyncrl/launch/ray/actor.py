@@ -82,16 +82,17 @@ class ProcessActor:
             question: JSON: token_file, token, model, weights_directory.
         """
         asked = json.loads(question)
-        ip, gpus = _place()
+        node, ip, gpus = _place()
         try:
             shares = Path(asked["token_file"]).read_text(encoding="utf-8") == asked["token"]
         except OSError:
             shares = False
         return json.dumps(
             {
+                "id": node,
                 "ip": ip,
                 "hostname": socket.gethostname(),
-                "memory": _memory(Path(asked["weights_directory"])),
+                "memory": memory_of(Path(asked["weights_directory"])),
                 "python": f"{sys.version_info.major}.{sys.version_info.minor}",
                 "asyncrl": code_version(),
                 "shares_run_directory": shares,
@@ -113,11 +114,11 @@ class ProcessActor:
         if not asked["shares_run_directory"]:
             spec["run_directory"] = str(Path(tempfile.gettempdir()) / f"asyncrl-{asked['run_id']}")
         run = Path(spec["run_directory"])
-        ip, gpus = _place()
+        _, ip, gpus = _place()
         for folder in _FOLDERS if not asked["shares_run_directory"] else ():
             (run / folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         spec["parent"] = os.getpid()
-        spec["data_address"] = f"tcp://{ip}:*" if spec["role"] == "trainer" else ""
+        spec["data_address"] = "" if spec["role"] == "generator" else f"tcp://{ip}:*"
         self._log = run / "logs" / f"{asked['name']}.log"
         mark = secrets.token_hex(16)
         environment = os.environ | asked["environment"] | {MARK_VARIABLE: mark}
@@ -197,15 +198,16 @@ class ProcessActor:
                 child.terminate()
 
 
-def _place() -> tuple[str, list[str]]:
-    """The address of this node, and the GPUs that Ray gave to this actor."""
+def _place() -> tuple[str, str, list[str]]:
+    """Id and address of this node, and the GPUs that Ray gave to this actor."""
     import ray
 
-    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    return str(ray.util.get_node_ip_address()), [str(gpu) for gpu in gpus]
+    context = ray.get_runtime_context()
+    gpus = context.get_accelerator_ids().get("GPU", [])
+    return context.get_node_id(), str(ray.util.get_node_ip_address()), [str(gpu) for gpu in gpus]
 
 
-def _memory(folder: Path) -> str:
+def memory_of(folder: Path) -> str:
     """Names a folder in memory: the boot of the machine and the file system in it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # it would ship the working directory
@@ -36,7 +37,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from asyncrl.launch.ray import messages
-from asyncrl.launch.ray.actor import code_version
+from asyncrl.launch.ray.actor import code_version, memory_of
 from asyncrl.launch.ray.cluster import Cluster, ClusterRefused, one_line
 from asyncrl.launch.ray.nodes import NodeInfo, node_info, refusal
 
@@ -63,6 +64,8 @@ class _Process:
 
     order: messages.Start
     actor: Any
+    node: NodeInfo | None = None
+    """Where it is, once its actor has answered."""
     log: str = ""
     is_ending: bool = False
     """It was told to end, perhaps before there was anything to end."""
@@ -103,7 +106,8 @@ class Broker:
             self._cluster.close()
             raise
         node_ip = str(ray.util.get_node_ip_address())
-        self._say(messages.Opened(self._cluster.address, node_ip, tuple(self._nodes)))
+        memory = memory_of(Path(self._question["weights_directory"]))
+        self._say(messages.Opened(self._cluster.address, node_ip, tuple(self._nodes), memory))
         threading.Thread(target=self._watch_head, daemon=True).start()
 
     def _refusal(self, nodes: list[NodeInfo]) -> str | None:
@@ -141,10 +145,13 @@ class Broker:
 
     def _start(self, order: messages.Start) -> None:
         slot = order.slot
-        if slot in self._used:
-            self._cluster.create(slot)
-        self._used.add(slot)
-        made = self._cluster.actors[slot]
+        if slot is None:
+            made = self._cluster.create_on(order.node, order.name)
+        else:
+            if slot in self._used:
+                self._cluster.create(slot)
+            self._used.add(slot)
+            made = self._cluster.actors[slot]
         self._running[order.name] = _Process(order, made)
         # A replacement may be on another node.
         self._call(order.name, "describe", made.describe.remote(self._asked.question))
@@ -188,18 +195,20 @@ class Broker:
         except RayError as error:
             self._ended(name, _KILLED, f"its Ray actor was lost: {one_line(error)}", "")
             return
-        slot, order = process.order.slot, process.order
+        order = process.order
         if method == "describe":
             if process.is_ending:
                 self._ended(name, _TERMINATED, "", "")
                 return
-            self._nodes[slot] = node_info(str(answer))
+            process.node = node_info(str(answer))
+            if order.slot is not None:
+                self._nodes[order.slot] = process.node
             reason = self._refusal(self._nodes)
             if reason is not None:
                 self._ended(name, 1, reason, reason)
                 return
             full = json.loads(order.order) | {
-                "shares_run_directory": self._nodes[slot].shares_run_directory
+                "shares_run_directory": process.node.shares_run_directory
             }
             call = process.actor.start.remote(json.dumps(full), order.keys)
             self._call(name, "start", call)
@@ -219,12 +228,12 @@ class Broker:
 
     def _report(self, name: str, code: int | None, cause: str, tail: str) -> None:
         process = self._running[name]
-        ip = self._nodes[process.order.slot].ip
-        self._say(messages.Status(name, code, cause, tail, process.log, ip))
+        self._say(messages.Status(name, code, cause, tail, process.log, process.node))
 
     def _ended(self, name: str, code: int, cause: str, tail: str) -> None:
         self._report(name, code, cause, tail)
-        del self._running[name]
+        if self._running.pop(name).order.slot is None:
+            self._cluster.drop(name)
 
     def _watch_head(self) -> None:
         """Say once that the head is lost. Asking may block for ever, so another thread asks."""
@@ -261,7 +270,7 @@ class Broker:
         bound = threading.Timer(CLOSE_SECONDS, os._exit, (1,))
         bound.daemon = True
         bound.start()
-        for one in self._cluster.actors.values():
+        for one in self._cluster.everyone():
             one.leave.remote()
         time.sleep(TICK_SECONDS)
         if not self._head_is_lost:  # otherwise nobody takes anything back

@@ -12,7 +12,10 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from asyncrl.launch.ray import actor, messages
 from asyncrl.launch.ray.nodes import NodeInfo, Slot, node_info, shortage, without_missing_gpus
@@ -46,6 +49,9 @@ class Cluster:
         self._runtime_env = json.loads(asked.runtime_env)
         self.slots: tuple[Slot, ...] = asked.slots
         self.actors: dict[int, Any] = {}
+        """By slot."""
+        self._others: dict[str, Any] = {}
+        """Those without a slot, by the name of their process."""
         self._connect()
         total = ray.cluster_resources()
         self.slots = without_missing_gpus(asked.slots, total)
@@ -123,8 +129,28 @@ class Cluster:
             # First its child: two must never share a GPU or a folder of checkpoints.
             ray.wait([earlier.end.remote(True)], timeout=_END_SECONDS)
             ray.kill(earlier)
-        slot = self.slots[index]
-        self.actors[index] = made = (
+        place = PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=index
+        )
+        self.actors[index] = made = self._make(self.slots[index], place)
+        return made
+
+    def create_on(self, node: str, name: str) -> Any:
+        """Make the actor of a process that takes nothing of its node."""
+        place = NodeAffinitySchedulingStrategy(node, soft=False)
+        self._others[name] = made = self._make(Slot(name, 0.0), place)
+        return made
+
+    def drop(self, name: str) -> None:
+        """A process without a slot has ended."""
+        ray.kill(self._others.pop(name))
+
+    def everyone(self) -> list[Any]:
+        """All actors."""
+        return [*self.actors.values(), *self._others.values()]
+
+    def _make(self, slot: Slot, place: Any) -> Any:
+        return (
             ray.remote(actor.ProcessActor)
             .options(
                 num_cpus=slot.cpus,
@@ -133,13 +159,10 @@ class Cluster:
                 max_restarts=0,
                 max_concurrency=_THREADS,
                 runtime_env=self._runtime_env or None,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._group, placement_group_bundle_index=index
-                ),
+                scheduling_strategy=place,
             )
             .remote()
         )
-        return made
 
     def open(self) -> tuple[NodeInfo, ...]:
         """Make every actor and ask it about its node."""
@@ -169,7 +192,7 @@ class Cluster:
 
     def close(self) -> None:
         """Give the room back and disconnect; ends a cluster of this machine alone."""
-        for one in self.actors.values():
+        for one in self.everyone():
             ray.kill(one)
         remove_placement_group(self._group)
         ray.shutdown()

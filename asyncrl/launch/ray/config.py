@@ -58,6 +58,11 @@ class RayConfig(BaseModel):
     which Ray knows this machine."""
     weights_directory: str = "/dev/shm"  # noqa: S108 - memory, and files there have mode 0600
     """Folder in memory that every node has for weights."""
+    relays: Literal["auto", "always"] = "auto"
+    """Whether a relay on each node carries weights between nodes: `auto` if the run's processes are
+    on several machines, `always` also between nodes of one machine, as if they shared no memory."""
+    max_relay_restarts: int = Field(default=10, ge=0, le=10_000)
+    """Most relays that are replaced after they were lost; the other processes go on meanwhile."""
     connect_seconds: float = Field(default=30.0, gt=0, le=WEEK_SECONDS)
     """Longest wait for an answer of the cluster. A head that is dead does not refuse a connection,
     it is silent."""

@@ -22,7 +22,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.ray import messages
-from asyncrl.launch.ray.nodes import Slot
+from asyncrl.launch.ray.nodes import Machines, Slot
 from asyncrl.launch.ray.opening import NODES_FILE, BrokerProcess, open_cluster
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
 from asyncrl.processes.spec import ChildKeys, ChildSpec
@@ -34,14 +34,29 @@ _BROKER_LOST = -9
 class RayProcess:
     """A process on some node."""
 
-    def __init__(self, spec: ChildSpec, say: Callable[[messages.End], None]) -> None:
+    def __init__(
+        self, spec: ChildSpec, say: Callable[[messages.End], None], machines: Machines
+    ) -> None:
         self.spec = spec
         self._say = say
+        self._machines = machines
         self._status = messages.Status(spec.name, None, "", "(waits for its node)", "")
 
     def exit_code(self) -> int | None:
         """None while the process runs; negative for a signal, or if its actor was lost."""
         return self._status.code
+
+    @property
+    def node(self) -> str | None:
+        """The node that it is on, as `Machines` names it; None while it is not placed."""
+        info = self._status.node
+        return None if info is None else self._machines.name_of(info)
+
+    @property
+    def node_id(self) -> str | None:
+        """Ray's id of its node while it runs there; otherwise None."""
+        info = self._status.node
+        return None if info is None or self._status.code is not None else info.id
 
     def cause(self) -> str:
         """Why it ended, where its exit code does not say it."""
@@ -91,6 +106,8 @@ class RayLauncher:
         records.add("ray", broker.process.pid)  # a resumed run ends what is left of this one
         self._broker = broker
         self._nodes = list(opened.nodes)
+        always = config.launcher.ray.relays == "always"
+        self._machines = Machines(opened.memory, opened.nodes, always=always)
         self.node_ip = config.launcher.ray.bind_address or opened.node_ip
         """Of this machine, as the other nodes know it."""
         self.address = opened.address
@@ -129,6 +146,8 @@ class RayLauncher:
 
     def _threads(self, role: str) -> int:
         launcher = self._config.launcher
+        if role == "relay":
+            return 1
         bundle = launcher.ray.trainer if role == "trainer" else launcher.ray.generator
         return launcher.threads or max(1, int(bundle.cpus))
 
@@ -151,7 +170,12 @@ class RayLauncher:
         if self._lost is not None:
             tell(self._lost)
 
-    def start(self, spec: ChildSpec, keys: ChildKeys) -> ProcessHandle:
+    @property
+    def uses_relays(self) -> bool:
+        """Whether the run is on several machines, or `launcher.ray.relays` is `always`."""
+        return self._machines.are_several
+
+    def start(self, spec: ChildSpec, keys: ChildKeys, node: str | None = None) -> ProcessHandle:
         """Have the broker start `python -m asyncrl.processes.child`; returns at once."""
         threads = self._threads(spec.role)
         spec = replace(
@@ -175,14 +199,21 @@ class RayLauncher:
                 MARK_VARIABLE: self._mark,
             },
         }
-        handle = self._processes[spec.name] = RayProcess(spec, self._orders.put)
+        handle = self._processes[spec.name] = RayProcess(spec, self._orders.put, self._machines)
         if self._lost is not None:
             handle.lose(str(self._lost))
-        slot = 0 if spec.role == "trainer" else 1 + spec.generator
-        self._orders.put(
-            messages.Start(slot, spec.name, json.dumps(order), msgspec.msgpack.encode(keys))
-        )
+        told = json.dumps(order), msgspec.msgpack.encode(keys)
+        if node is not None:
+            self._orders.put(messages.Start(None, spec.name, *told, self._node_id(node)))
+        else:
+            slot = 0 if spec.role == "trainer" else 1 + spec.generator
+            self._orders.put(messages.Start(slot, spec.name, *told))
         return handle
+
+    def _node_id(self, node: str) -> str:
+        """Ray's id of a node: of several on one machine, one that has a living process."""
+        living = [one.node_id for one in self._processes.values() if one.node == node]
+        return next((found for found in living if found is not None), node)
 
     def _write(self) -> None:
         """Orders are written by a thread: a signal handler may give some at any moment."""
@@ -193,6 +224,8 @@ class RayLauncher:
     def _read(self) -> None:
         while (message := self._broker.received.get()) is not None:
             if isinstance(message, messages.Status):
+                if message.node is not None:
+                    self._machines.note(message.node)
                 self._processes[message.name].update(message)
                 self._note_log(message)
             elif isinstance(message, messages.HeadLost):
@@ -214,7 +247,8 @@ class RayLauncher:
         if status.log and Path(status.log) != here and status.name not in self._noted:
             self._noted.add(status.name)
             with contextlib.suppress(OSError):
-                here.write_text(f"on node {status.node_ip}: {status.log}\n", encoding="utf-8")
+                place = "" if status.node is None else status.node.ip
+                here.write_text(f"on node {place}: {status.log}\n", encoding="utf-8")
 
     def close(self) -> None:
         """End the broker and what it started; waits, but not for ever."""

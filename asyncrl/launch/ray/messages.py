@@ -27,18 +27,21 @@ class Open(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Start a process in a slot, in place of what was there."""
+    """Start a process in a slot, in place of what was there, or on a node."""
 
-    slot: int
+    slot: int | None
+    """None: it takes nothing of its node."""
     name: str
     order: str
     """JSON, see `actor.ProcessActor.start`."""
     keys: bytes
     """`ChildKeys`, for its standard input. Printing this shows them, so nobody does."""
+    node: str = ""
+    """Ray's id of its node, where it has no slot."""
 
     def __repr__(self) -> str:
         """Without the keys."""
-        return f"Start({self.slot}, {self.name!r})"
+        return f"Start({self.slot}, {self.name!r}, {self.node!r})"
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
@@ -68,6 +71,8 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     """By which Ray knows this machine."""
     nodes: tuple[NodeInfo, ...]
     """One for each slot."""
+    memory: str = ""
+    """Of this machine, as in `NodeInfo`."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -87,7 +92,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     log_tail: str
     log: str
     """Where its log is; empty: not known yet."""
-    node_ip: str = ""
+    node: NodeInfo | None = None
+    """Where it is; None: not known yet."""
 
 
 class HeadLost(msgspec.Struct, frozen=True, tag=True):

@@ -28,6 +28,8 @@ class Slot(msgspec.Struct, frozen=True):
 class NodeInfo(msgspec.Struct, frozen=True):
     """What the actor in a slot found on its node."""
 
+    id: str
+    """Ray's."""
     ip: str
     hostname: str
     memory: str
@@ -43,6 +45,37 @@ class NodeInfo(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.ip} ({self.hostname})"
+
+
+class Machines:
+    """Which nodes are one machine, and so one node to a run: they share the memory of weights.
+
+    Args:
+        home: the memory of the controller's machine.
+        nodes: that the run begins on.
+        always: every node of Ray is a machine of its own.
+    """
+
+    def __init__(self, home: str, nodes: Sequence[NodeInfo], *, always: bool) -> None:
+        self._always = always
+        self._names: dict[str, str] = {}
+        """The first node that was seen with a memory, by that memory."""
+        self._home = home
+        for node in nodes:
+            self.note(node)
+
+    def note(self, node: NodeInfo) -> None:
+        """A process of the run is on this node."""
+        self._names.setdefault(node.memory, node.id)
+
+    def name_of(self, node: NodeInfo) -> str:
+        """The id of this node, or that of the first one that shares its memory."""
+        return node.id if self._always else self._names.get(node.memory, node.id)
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the run's processes, the controller among them, are on several machines."""
+        return self._always or len(self._names.keys() | {self._home}) > 1
 
 
 def without_missing_gpus(slots: Sequence[Slot], total: Mapping[str, float]) -> tuple[Slot, ...]:
@@ -154,14 +187,6 @@ def refusal(
                 f"the trainer would run on node {node}, which does not see this run's folder "
                 f"{run_directory}, where checkpoints go; set run.directory to a folder that both "
                 "share, or keep the trainer on this machine with launcher.ray.trainer.resources"
-            )
-    trainer = nodes[0]
-    for slot, node in zip(slots, nodes, strict=True):
-        if node.memory != trainer.memory:
-            return (
-                f"{slot.name} would run on node {node} and the trainer on node {trainer}, which "
-                "are different machines: new weights go through a machine's memory, and cannot go "
-                "between machines yet. Keep all processes of the run on one machine"
             )
     return None
 

@@ -98,7 +98,7 @@ def test_a_child_that_ends_leaves_its_exit_code_and_nothing_else(tmp_path: Path)
 
 
 def test_a_node_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.launch.ray.actor._place", lambda: ("10.1.2.3", []))
+    monkeypatch.setattr("asyncrl.launch.ray.actor._place", lambda: ("n", "10.1.2.3", []))
     token = tmp_path / "token"
     token.write_text("t")
     question = {

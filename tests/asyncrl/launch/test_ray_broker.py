@@ -54,4 +54,16 @@ def test_what_ends_while_it_is_started_is_ended_once_it_is(broker: Any) -> None:
     actor.end.remote.reset_mock()  # there was no child yet
     broker._answered("trainer", "start", "/log")
     actor.end.remote.assert_called_once_with(False)
-    assert said(broker) == [messages.Status("trainer", None, "", "", "/log", NODE.ip)]
+    assert said(broker) == [messages.Status("trainer", None, "", "", "/log", NODE)]
+
+
+def test_a_process_without_a_slot_is_started_on_its_node_and_its_actor_ends_with_it(
+    broker: Any,
+) -> None:
+    broker._start(messages.Start(None, "relay-0", "{}", b"", "b2"))
+    broker._cluster.create_on.assert_called_once_with("b2", "relay-0")
+    broker._answered("relay-0", "describe", DESCRIBED)
+    broker._answered("relay-0", "start", "/relay")
+    broker._answered("relay-0", "watch", (3, "the end"))
+    broker._cluster.drop.assert_called_once_with("relay-0")
+    assert said(broker)[-1] == messages.Status("relay-0", 3, "", "the end", "/relay", NODE)

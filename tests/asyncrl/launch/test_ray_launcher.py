@@ -23,7 +23,14 @@ from asyncrl.errors import AsyncrlError, ConfigError, UserError
 from asyncrl.launch.ray import opening
 from asyncrl.launch.ray.actor import PACKAGES
 from asyncrl.launch.ray.launcher import RayLauncher
-from asyncrl.launch.ray.nodes import NodeInfo, Slot, refusal, shortage, without_missing_gpus
+from asyncrl.launch.ray.nodes import (
+    Machines,
+    NodeInfo,
+    Slot,
+    refusal,
+    shortage,
+    without_missing_gpus,
+)
 from asyncrl.launch.records import ProcessRecords, end_leftovers
 from asyncrl.processes.spec import ChildSpec, keys_of
 from asyncrl.run.launching import slots_of
@@ -95,6 +102,34 @@ def test_processes_are_started_and_their_ends_are_known(
     wait_for(lambda: lost)
     assert two.exit_code() == -9
     assert "the process that speaks to Ray ended" in two.cause()
+    launcher.close()
+
+
+def test_nodes_that_share_memory_are_one_unless_relays_are_always_used() -> None:
+    one, same, other = node(id="a"), node(id="b"), node(id="c", memory="else")
+    auto = Machines("m", [one, same], always=False)
+    assert [auto.name_of(one), auto.name_of(same), auto.are_several] == ["a", "a", False]
+    auto.note(other)  # a replacement
+    assert [auto.name_of(other), auto.are_several] == ["c", True]
+    always = Machines("m", [one, same], always=True)
+    assert [always.name_of(one), always.name_of(same), always.are_several] == ["a", "b", True]
+    assert Machines("elsewhere", [one], always=False).are_several, "the controller's machine counts"
+
+
+def test_a_relay_goes_to_a_node_and_takes_no_slot(
+    open_one: Callable[[str], RayLauncher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = open_one("open")
+    generator = ChildSpec("generator", "generator-0", "", "", "", "", 0, 0)
+    handle = launcher.start(generator, KEYS)
+    wait_for(lambda: handle.log_tail() == "3")
+    assert (handle.node, launcher.uses_relays) == ("b2", True), "the controller's memory is another"
+    orders: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher, "_orders", SimpleNamespace(put=orders.append))
+        relay = launcher.start(replace(generator, role="relay", name="relay-0"), KEYS, "b2")
+    assert relay.node is None, "it is not placed yet"
+    assert (orders[0].slot, orders[0].node) == (None, "b2")
     launcher.close()
 
 
@@ -215,7 +250,6 @@ def node(**changes: Any) -> NodeInfo:
         ([node(), node(asyncrl=""), node()], "which has no asyncrl"),
         ([node(), node(has_model=False), node()], "folder /model does not exist"),
         ([node(shares_run_directory=False), node(), node()], "see this run's folder /run"),
-        ([node(), node(), node(memory="n")], "are different machines"),
     ],
 )
 def test_nodes_that_do_not_fit_are_refused(nodes: list[NodeInfo], said: str | None) -> None:

@@ -52,9 +52,16 @@ class PublishedVersions:
             grid,
         )
         while len(self._held) > _FILES:
-            name = next(iter(self._held))
-            del self._held[name]
-            self._past[name] = None
+            self._drop(next(iter(self._held)))
+
+    def forget(self) -> None:
+        """Drop all versions."""
+        for name in list(self._held):
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        del self._held[name]
+        self._past[name] = None
 
     def state(self, version: str, index: int) -> State:
         """Of a chunk."""

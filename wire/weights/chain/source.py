@@ -40,3 +40,7 @@ class WeightSource(ServingThread[PublishedVersions]):
         The future fails with WeightsReadError if the file does not hold this version.
         """
         return self._call(lambda: self._versions.add(manifest))
+
+    def forget(self) -> Future[None]:
+        """Serve no version until another is published: the trainer is gone, free its memory."""
+        return self._call(self._versions.forget)

@@ -1,0 +1,10 @@
+"""The relay of a node: passes what its processes send and need between nodes.
+
+    process.py   dispatches the controller's commands, and reports
+    weights.py   weights of other nodes into this node's memory, and on to others
+    setup.py     builds them
+
+Each part has messages of its own (`wire.messages.to_relay`, `from_relay`) and sockets of its own,
+whose addresses `RelayReady` names. A relay decides nothing about tokens. It can be killed and
+replaced without loss: the generators go on meanwhile.
+"""

@@ -1,0 +1,66 @@
+"""The relay process: one dispatcher and the parts that it starts.
+
+commands    consumes: commands of the controller. produces: calls of the parts.
+            waits for: the controller.
+weights     consumes: orders to serve and to fetch. produces: files in memory, `WeightsHere`.
+            (`weights`, in threads of its own)
+report      consumes: counters. produces: `RelayReport`.
+            waits for: the clock. bounded by: REPORT_SECONDS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.processes.relay.weights import RelayWeights
+from wire import Line
+from wire.messages import from_relay, to_relay
+
+REPORT_SECONDS = 1.0
+
+
+class RelayProcess:
+    """Dispatches commands to the parts and reports. Use once: `await process.run()`.
+
+    Args:
+        control: the line to the controller.
+        weights: of this node.
+    """
+
+    def __init__(self, control: Line[to_relay.ToRelay], weights: RelayWeights) -> None:
+        self._control = control
+        self._weights = weights
+
+    async def run(self) -> None:
+        """Serve until told to shut down.
+
+        Raises:
+            ExceptionGroup: with the error of a loop.
+        """
+        await self._control.send(
+            from_relay.RelayReady(self._weights.source_address, self._weights.node_address)
+        )
+        async with asyncio.TaskGroup() as loops:
+            reports = loops.create_task(self._report())
+            await self._dispatch_commands()
+            reports.cancel()
+        await self._control.send(from_relay.Goodbye())
+
+    async def _dispatch_commands(self) -> None:
+        while True:
+            match await self._control.receive():
+                case to_relay.ServeWeights() as order:
+                    self._weights.serve(order)
+                case to_relay.ForgetWeights():
+                    self._weights.forget()
+                case to_relay.FetchWeights() as order:
+                    self._weights.fetch(order)
+                case to_relay.CheckWeights() as question:
+                    await self._control.send(await self._weights.check(question))
+                case to_relay.Shutdown():
+                    return
+
+    async def _report(self) -> None:
+        while True:
+            await self._control.send(from_relay.RelayReport(self._weights.sent_bytes))
+            await asyncio.sleep(REPORT_SECONDS)

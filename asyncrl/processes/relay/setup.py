@@ -1,0 +1,47 @@
+"""Builds a relay and serves the controller. Imports no torch: it is there within a second."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import first_error
+from asyncrl.processes.relay.process import RelayProcess
+from asyncrl.processes.relay.weights import RelayWeights
+from asyncrl.processes.shared_memory import weights_id
+from asyncrl.processes.spec import ChildSpec, RelayKeys
+from wire import Line
+from wire.errors import WireError
+from wire.messages import from_relay, to_relay
+
+
+async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
+    """Start the parts of a relay, and serve until told to shut down."""
+    with contextlib.ExitStack() as closing:
+        control: Line[Any] = Line(spec.control_address, keys.control, to_relay.ToRelay)
+        closing.callback(control.close)
+        try:
+            weights = RelayWeights(
+                spec.name,
+                spec.data_address,
+                keys.weights,
+                directory=Path(spec.weights_directory),
+                files_id=weights_id(spec.run_id, spec.name),
+                say=control.send_soon,
+            )
+            closing.callback(weights.close)
+            await RelayProcess(control, weights).run()
+        except BaseExceptionGroup as group:
+            error = first_error(group)
+            await _report(control, error)
+            raise error from group
+        except Exception as error:
+            await _report(control, error)
+            raise
+
+
+async def _report(control: Line[Any], error: BaseException) -> None:
+    """Say why this process ends; the traceback of an unexpected error is in its log."""
+    if isinstance(error, WireError):
+        await control.send(from_relay.Failure(str(error), user_error=False))

@@ -1,0 +1,126 @@
+"""Weights of a node: those of its trainer for other nodes, those of other nodes for its engines.
+
+Both halves are threads (`wire.weights.chain`). What they report is handed to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+
+from wire.errors import WeightsReadError, WeightsSupersededError, WireError
+from wire.keys import HubKeys
+from wire.messages import from_relay, to_relay
+from wire.weights.chain.node import Received, WeightNode
+from wire.weights.chain.source import WeightSource
+from wire.weights.files import held_version
+
+
+class RelayWeights:
+    """Serves, fetches and checks weights. Make it within the event loop.
+
+    Args:
+        name: of the relay.
+        address: to bind twice; port `*`: any that is free.
+        keys: of both sockets.
+        directory: in memory.
+        files_id: names this relay's files; unique on this machine.
+        say: queues a message for the controller; called in the event loop.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        keys: HubKeys,
+        *,
+        directory: Path,
+        files_id: str,
+        say: Callable[[msgspec.Struct], None],
+    ) -> None:
+        self._say = say
+        self._loop = asyncio.get_running_loop()
+        self._source = WeightSource(name, address, keys)
+        try:
+            self._node = WeightNode(name, address, keys, directory=directory, files_id=files_id)
+        except BaseException:
+            self._source.close()
+            raise
+
+    @property
+    def source_address(self) -> str:
+        """Where the weights of this node's trainer are served."""
+        return self._source.address
+
+    @property
+    def node_address(self) -> str:
+        """Where the weights that this node has received are served."""
+        return self._node.address
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of weights, so far."""
+        return self._source.sent_bytes + self._node.sent_bytes
+
+    def serve(self, order: to_relay.ServeWeights) -> None:
+        """Let other nodes ask for what the trainer of this node has published."""
+        served = self._source.publish(order.manifest)
+
+        def report(done: Future[None]) -> None:
+            error = done.exception()
+            if error is not None:
+                self._later(_failed(order.attempt, error))
+
+        served.add_done_callback(report)
+
+    def forget(self) -> None:
+        """The trainer of this node is gone, and its files with it."""
+        self._source.forget()
+
+    def fetch(self, order: to_relay.FetchWeights) -> None:
+        """Bring a version here, in place of another one that is on its way."""
+        fetched = self._node.fetch(order.manifest, order.parents)
+
+        def report(done: Future[Received]) -> None:
+            error = done.exception()
+            if error is not None:
+                self._later(_failed(order.attempt, error))
+                return
+            got = done.result()
+            self._later(
+                from_relay.WeightsHere(
+                    order.attempt, got.manifest, got.seconds, got.nbytes, got.left
+                )
+            )
+
+        fetched.add_done_callback(report)
+
+    async def check(self, question: to_relay.CheckWeights) -> from_relay.WeightsChecked:
+        """Whether a file of this node still holds its version."""
+        try:
+            with held_version(question.manifest):
+                exists = True
+        except (WeightsReadError, WeightsSupersededError):
+            exists = False
+        return from_relay.WeightsChecked(question.manifest.path, exists)
+
+    def close(self) -> None:
+        """Stop serving and remove this node's files."""
+        try:
+            self._node.close()
+        finally:
+            self._source.close()
+
+    def _later(self, message: msgspec.Struct) -> None:
+        """Say something, from another thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._say, message)
+
+
+def _failed(attempt: int, error: BaseException) -> from_relay.WeightsFailed:
+    what = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
+    return from_relay.WeightsFailed(attempt, what, isinstance(error, WeightsSupersededError))

@@ -1,0 +1,95 @@
+"""One process of a run as the controller knows it, and how it is found to have ended."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass, field
+
+from asyncrl.launch.config import LauncherConfig
+from asyncrl.launch.interface import ProcessHandle
+from asyncrl.processes.spec import Role
+from wire.messages import from_generator, from_relay, from_trainer
+from wire.weights.layout import WeightManifest
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process from its start to its end, with what it last reported."""
+
+    name: str
+    role: Role
+    handle: ProcessHandle
+    heard: float = field(default_factory=time.monotonic)
+    """When its last message came (monotonic seconds)."""
+    is_ready: bool = False
+    is_gone: bool = False
+    reason: str = ""
+    """Why it ended, in its own words."""
+    policy_version: int = -1
+    """Version of its weights; -1: not known yet."""
+    slots: int = 0
+    """Samples that a generator decodes at once."""
+    metrics_port: int | None = None
+    weights: WeightManifest | None = None
+    """The newest weights that the trainer published."""
+    data_address: str = ""
+    """Where the trainer takes trajectories."""
+    reported: float = 0.0
+    """When the last report of a generator came (monotonic seconds)."""
+    generator_report: from_generator.GeneratorReport | None = None
+    trainer_report: from_trainer.TrainerReport | None = None
+    relay: from_relay.RelayReady | None = None
+    """What a relay said when it was ready: where its parts listen."""
+
+    @property
+    def is_trainer(self) -> bool:
+        """Whether it trains."""
+        return self.role == "trainer"
+
+    @property
+    def node(self) -> str | None:
+        """The node that it is on; None while it is not placed."""
+        return self.handle.node
+
+    @property
+    def state(self) -> str:
+        """`starting`, `ready` or `lost`."""
+        if self.is_gone:
+            return "lost"
+        return "ready" if self.is_ready else "starting"
+
+    def ready(self, policy_version: int, slots: int, metrics_port: int | None) -> None:
+        """Note that it can take work."""
+        self.is_ready = True
+        self.policy_version = policy_version
+        self.slots = slots
+        self.metrics_port = metrics_port
+
+
+def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | None:
+    """How a process ended; None if it lives. Kills one that was silent for too long."""
+    code = worker.handle.exit_code()
+    if code is not None:
+        how = worker.handle.cause() or _how_it_ended(code)
+        return how + (f": {worker.reason}" if worker.reason else "")
+    limit = limits.silence_seconds if worker.is_ready else limits.startup_seconds
+    silent = now - worker.heard
+    if silent <= limit:
+        return None
+    worker.handle.end(by_force=True)
+    if worker.is_ready:
+        return f"sent nothing for {silent:.0f} s (launcher.silence_seconds) and was killed"
+    return (
+        f"was not ready after {silent:.0f} s (launcher.startup_seconds) and was killed; its log "
+        f"ends with: {worker.handle.log_tail(1)}"
+    )
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return f"ended with exit code {code}"

@@ -1,0 +1,75 @@
+"""Relay to controller."""
+
+from __future__ import annotations
+
+import msgspec
+
+from wire.weights.layout import WeightManifest
+
+
+class Message(msgspec.Struct, frozen=True, tag=lambda name: f"relay.{name}"):
+    """Base of this direction; the tag names the sender, as the controller's hub receives others."""
+
+
+class RelayReady(Message, frozen=True):
+    """All parts of the relay listen."""
+
+    source: str
+    """Where it serves the weights of this node's trainer."""
+    node: str
+    """Where it serves the weights that this node has received."""
+
+
+class WeightsHere(Message, frozen=True):
+    """The weights that were to be fetched are in this node's memory."""
+
+    attempt: int
+    """As in `FetchWeights`."""
+    manifest: WeightManifest
+    """Of the file on this node."""
+    seconds: float
+    nbytes: int
+    """That came over the network."""
+    left: dict[str, str]
+    """Parents that were left, and why."""
+
+
+class WeightsFailed(Message, frozen=True):
+    """Weights cannot be served or fetched."""
+
+    attempt: int
+    """Of the order that failed."""
+    reason: str
+    superseded: bool
+    """Nobody has this version any longer, because a newer one was published or its trainer ended.
+    """
+
+
+class WeightsChecked(Message, frozen=True):
+    """The answer to `CheckWeights`."""
+
+    path: str
+    exists: bool
+
+
+class RelayReport(Message, frozen=True):
+    """Sent once a second, so it also shows that the process is alive."""
+
+    sent_bytes: int
+    """Of weights, so far."""
+
+
+class Failure(Message, frozen=True):
+    """The process failed and is about to end."""
+
+    reason: str
+    user_error: bool
+
+
+class Goodbye(Message, frozen=True):
+    """The process ends because it was told to."""
+
+
+FromRelay = (
+    RelayReady | WeightsHere | WeightsFailed | WeightsChecked | RelayReport | Failure | Goodbye
+)
