@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from asyncrl.errors import WaitTimeout
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _LATE_SECONDS = 1.0
 """If `deaths` is called this late, the controller itself was suspended or blocked in between."""
-_SHUTDOWN: dict[Role, msgspec.Struct] = {
+_SHUTDOWN: dict[Role, Struct] = {
     "trainer": to_trainer.Shutdown(checkpoint=True),
     "generator": to_generator.Shutdown(),
     "relay": to_relay.Shutdown(),
