@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.launch.identity import ProcessIdentity, identity_of, send
+from asyncrl.launch.identity import ProcessIdentity, identity_of
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
-from benchmarks.chaos.victims import CONTROLLER, Victim, find
+from benchmarks.chaos.victims import Fault
 from monitoring.errors import RecordError
 from monitoring.group_account import GroupAccount, read_account
 from monitoring.spans import SpanKind, read_timelines
@@ -37,6 +36,8 @@ class Kill:
     engine_start_seconds: float
     """From the start of the first process that was started in consequence, the controller
     included, until the last of them was ready; 0 if none was started."""
+    end_seconds: float | None = None
+    """Where the fault ends the run and a resume follows: from the fault to the run's end."""
 
     @property
     def seconds_beyond_start(self) -> float:
@@ -74,7 +75,12 @@ class Outcome:
 
 
 def kill_one_after_the_other(
-    setup: Setup, name: str, victims: Sequence[Victim], *, seed: int
+    setup: Setup,
+    name: str,
+    victims: Sequence[Fault],
+    *,
+    seed: int,
+    make: Callable[[Setup, str, int], LiveRun] = LiveRun,
 ) -> Outcome:
     """Carry out a run in which these processes are killed in this order.
 
@@ -82,10 +88,11 @@ def kill_one_after_the_other(
         setup: of the run.
         name: of the run.
         victims: the type of each process to kill.
-        seed: of the moments.
+        seed: of the moments, and of the choice where there are several of a type.
+        make: the run, of setup, name and number of steps.
     """
     # Enough steps that the run is still training after the last kill.
-    run = LiveRun(setup, name, steps=100 * (len(victims) + 1))
+    run = make(setup, name, 100 * (len(victims) + 1))
     outcome = Outcome(name)
     moments = random.Random(seed)
     try:
@@ -94,7 +101,7 @@ def kill_one_after_the_other(
         run.note_sockets()
         for victim in victims:
             time.sleep(moments.uniform(0, MAX_SECONDS_BETWEEN))
-            outcome.kills.append(_kill(run, victim))
+            outcome.kills.append(_kill(run, victim, moments))
         outcome.exit_code = run.end()
     except ChaosError as error:
         outcome.failure = str(error)
@@ -108,30 +115,32 @@ def kill_one_after_the_other(
     return outcome
 
 
-def _kill(run: LiveRun, victim: Victim) -> Kill:
+def _kill(run: LiveRun, victim: Fault, moments: random.Random) -> Kill:
     """Kill one process and wait until the run has recovered. Raises ChaosError if it does not."""
-    run.until(lambda: find(run, victim) is not None, f"a process of type {victim.name}")
-    process = find(run, victim)
-    if process is None:
-        raise run.error(f"lost its {victim.name} before it was killed")
+    run.until(lambda: victim.is_possible(run), f"a process of type {victim.name}")
     step = len(run.records())
     killed_at = time.time()
-    if victim is CONTROLLER:
-        run.kill()
+    victim.strike(run, moments)
+    end_seconds = None
+    if victim.ends_the_run:
+        run.wait_for_the_end(victim.expected_error)
+        end_seconds = time.time() - killed_at
+        victim.repair(run)
         run.start("--resume")
-    else:
-        send(process, signal.SIGKILL)
     ends = [killed_at]
     for _ in range(STEPS_AFTER):
         last = ends[-1]
         run.until(lambda last=last: run.last_step_at() > last, f"a step after the {victim.name}")  # type: ignore[misc]
         ends.append(run.last_step_at())
+    if not victim.ends_the_run:
+        victim.repair(run)
     run.note_sockets()
     return Kill(
         victim.name,
         step,
         seconds_to_next_step=max(after - before for before, after in itertools.pairwise(ends)),
         engine_start_seconds=_start_seconds(run, killed_at),
+        end_seconds=end_seconds,
     )
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -53,6 +54,8 @@ class LiveRun:
     _process: subprocess.Popen[bytes] | None = None
     _sockets: set[Path] = field(default_factory=set)
     _controllers: set[int] = field(default_factory=set)
+    _output_at_start: int = 0
+    """Length of the log when the present controller was started."""
 
     @property
     def path(self) -> Path:
@@ -77,12 +80,20 @@ class LiveRun:
             f"run.steps={self.steps}",
             *self.setup.settings,
         )
-        command = run_command(self.setup.config, settings, *more)
         with self._log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-            )
+            self._output_at_start = output.tell()
+            self._process = self._begin(settings, more, output)
         self._controllers.add(self._process.pid)
+
+    def _begin(
+        self, settings: tuple[str, ...], more: tuple[str, ...], output: BinaryIO
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            run_command(self.setup.config, settings, *more),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
 
     def note_sockets(self) -> None:
         """Remember the present controller's folder of sockets."""
@@ -99,6 +110,23 @@ class LiveRun:
     def exit_code(self) -> int | None:
         """Of the controller; None while it runs."""
         return self._running().poll()
+
+    def wait_for_the_end(self, expected_error: str | None) -> None:
+        """Wait until the controller has ended by itself, with 1 and these words.
+
+        Args:
+            expected_error: None: it was killed.
+
+        Raises:
+            ChaosError: it did not.
+        """
+        before = self._output_at_start
+        code = self._wait_for_exit()
+        if expected_error is None:
+            return
+        said = " ".join(self._log.read_bytes()[before:].decode(errors="replace").split())
+        if code != 1 or expected_error not in said:
+            raise self.error(f"ended with exit code {code}, without {expected_error!r}")
 
     def end(self, *, in_order: bool = True) -> int:
         """End the run by SIGTERM if it is active, and return its exit code."""

@@ -32,19 +32,24 @@ core where vLLM is installed.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.chaos.campaign import kill_one_after_the_other
+from benchmarks.chaos.campaign import Outcome, kill_one_after_the_other
+from benchmarks.chaos.cluster_faults import FAULTS, GENERATORS, restore_nodes
+from benchmarks.chaos.cluster_run import ClusterRun
 from benchmarks.chaos.findings import Findings
 from benchmarks.chaos.live_run import Setup, carry_out
 from benchmarks.chaos.victims import CONTROLLER, ENGINE_CORE, GENERATOR, REWARD, TRAINER, VICTIMS
+from benchmarks.machines.namespaces import why_not
+from benchmarks.machines.ray import ray_machines
 from benchmarks.report import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +59,8 @@ SETTINGS = (
     *("trainer.learning_rate=2e-5", "trainer.checkpoint_every=5", "evaluation.prompts=4"),
     *("launcher.max_restarts=1000", "monitoring.live=plain"),
 )
+CLUSTER = {"head": 0, "one": 1, "two": 1, "three": 1, "four": 1}
+"""Cores of each machine: room for three processes and one to spare."""
 PRINTED_WIDTH = 150
 """Characters per line if the output goes to a file."""
 MAX_STEPS_ALONE = 400
@@ -68,14 +75,33 @@ def measure(setup: Setup, victims: Sequence[str], kills: int, seed: int) -> Find
         engine = f"engine.kind={victim.engine}"
         own = Setup(setup.config, setup.folder, (*setup.settings, engine), setup.timeout_seconds)
         outcomes[name] = kill_one_after_the_other(own, name, [victim] * kills, seed=seed + number)
-        print(
-            f"{name}: {len(outcomes[name].kills)} of {kills} recovered",
-            outcomes[name].failure or "",
-            flush=True,
-        )
+        _say(name, outcomes[name], kills)
     most = max((len(outcome.steps) for outcome in outcomes.values()), default=0)
     alone = carry_out(setup, "left-alone", min(MAX_STEPS_ALONE, max(1, most)))
     return Findings(kills, outcomes, alone.records())
+
+
+def measure_cluster(setup: Setup, faults: Sequence[str], kills: int, seed: int) -> Findings:
+    """The same on a Ray cluster of machines made of namespaces; the run left alone is local."""
+    outcomes = {}
+    two = f"launcher.generators={GENERATORS}"
+    of_cluster = Setup(setup.config, setup.folder, (*setup.settings, two), setup.timeout_seconds)
+    with ray_machines(CLUSTER, setup.folder / "machines", shared_memory=True) as cluster:
+        make = functools.partial(ClusterRun, cluster=cluster, controller_machine="one")
+        for number, name in enumerate(faults):
+            fault = FAULTS[name]
+            outcomes[name] = kill_one_after_the_other(
+                of_cluster, name, [fault] * kills, seed=seed + number, make=make
+            )
+            restore_nodes(cluster)
+            _say(name, outcomes[name], kills)
+    most = max((len(outcome.steps) for outcome in outcomes.values()), default=0)
+    alone = carry_out(setup, "left-alone", min(MAX_STEPS_ALONE, max(1, most)))
+    return Findings(kills, outcomes, alone.records())
+
+
+def _say(name: str, outcome: Outcome, kills: int) -> None:
+    print(f"{name}: {len(outcome.kills)} of {kills} recovered", outcome.failure or "", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(options.keep or made)
         folder.mkdir(parents=True, exist_ok=True)
         setup = Setup(CONFIG, folder, SETTINGS)
-        findings = measure(setup, options.types, options.kills, options.seed)
+        measured = measure_cluster if options.cluster else measure
+        findings = measured(setup, options.types, options.kills, options.seed)
     console.print(findings.table())
     if options.json:
         raw = {"load_before": load, "load_after": os.getloadavg()[0], **findings.raw()}
@@ -101,17 +128,26 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="20 kills of each type, no vLLM")
+    parser.add_argument("--cluster", action="store_true", help="on a Ray cluster; needs root")
     parser.add_argument("--kills", type=int, help="of each type, instead of 20 or 60")
-    parser.add_argument("--types", metavar="A,B", help=f"only these: {', '.join(VICTIMS)}")
+    parser.add_argument(
+        "--types",
+        metavar="A,B",
+        help=f"only these: {', '.join(VICTIMS)}; with --cluster {', '.join(FAULTS)}",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     parser.add_argument("--keep", metavar="FOLDER", help="keep the runs in this folder")
     options = parser.parse_args(arguments)
     options.kills = options.kills or (20 if options.quick else 60)
-    options.types = options.types.split(",") if options.types else _types(quick=options.quick)
-    unknown = [name for name in options.types if name not in VICTIMS]
+    known: Collection[str] = FAULTS if options.cluster else VICTIMS
+    types = list(FAULTS) if options.cluster else _types(quick=options.quick)
+    options.types = options.types.split(",") if options.types else types
+    unknown = [name for name in options.types if name not in known]
     if unknown:
-        parser.error(f"no type {unknown[0]!r}; the types are {', '.join(VICTIMS)}")
+        parser.error(f"no type {unknown[0]!r}; the types are {', '.join(known)}")
+    if options.cluster and (reason := why_not()) is not None:
+        parser.error(reason)
     return options
 
 

@@ -3,28 +3,95 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from asyncrl.launch.identity import (
     ProcessIdentity,
     identity_of,
     is_running,
+    send,
     session_members,
 )
 from benchmarks.chaos.live_run import LiveRun
 
 
+class Fault(Protocol):
+    """Something that happens to a run."""
+
+    @property
+    def name(self) -> str:
+        """For the command line."""
+        ...
+
+    @property
+    def about(self) -> str:
+        """For the table."""
+        ...
+
+    @property
+    def engine(self) -> str:
+        """The engine of the run to which it happens."""
+        ...
+
+    @property
+    def ends_the_run(self) -> bool:
+        """Whether the controller ends; then the run is resumed."""
+        ...
+
+    @property
+    def expected_error(self) -> str | None:
+        """What the ended run has to say; None: it was killed and says nothing."""
+        ...
+
+    def is_possible(self, run: LiveRun) -> bool:
+        """Whether it can happen now."""
+        ...
+
+    def strike(self, run: LiveRun, moments: random.Random) -> None:
+        """Have it happen."""
+        ...
+
+    def repair(self, run: LiveRun) -> None:
+        """Put right what no run can: before it is resumed, or after it has recovered."""
+        ...
+
+
 @dataclass(frozen=True)
 class Victim:
-    """A type of process."""
+    """A type of process that is killed."""
 
     name: str
     about: str
-    """For the table."""
     engine: str = "torch"
-    """The engine of the run in which it is killed."""
+    expected_error: str | None = None
+
+    @property
+    def ends_the_run(self) -> bool:
+        """Only where it is the run's controller."""
+        return self.name == "controller"
+
+    def is_possible(self, run: LiveRun) -> bool:
+        """Whether there is one."""
+        return find(run, self) is not None
+
+    def strike(self, run: LiveRun, moments: random.Random) -> None:
+        """Kill the newest one."""
+        del moments
+        process = find(run, self)
+        if process is None:
+            raise run.error(f"lost its {self.name} before it was killed")
+        if self.ends_the_run:
+            run.kill()
+        else:
+            send(process, signal.SIGKILL)
+
+    def repair(self, run: LiveRun) -> None:
+        """Nothing to do."""
 
 
 GENERATOR = Victim("generator", "generator")
@@ -37,7 +104,7 @@ VICTIMS = {one.name: one for one in (GENERATOR, TRAINER, REWARD, CONTROLLER, ENG
 
 def find(run: LiveRun, victim: Victim) -> ProcessIdentity | None:
     """A living process of this type; None while there is none."""
-    if victim is CONTROLLER:
+    if victim.ends_the_run:
         return identity_of(run.controller)
     if victim is REWARD:
         return _with_command(run.descendants(), b"asyncrl.rewards.worker")

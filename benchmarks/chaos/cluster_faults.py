@@ -1,0 +1,182 @@
+"""What happens to a run on a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.chaos.cluster_run import Child, ClusterRun
+from benchmarks.chaos.live_run import LiveRun
+from benchmarks.machines.ray import RayMachines
+
+_HEAD_LOST = "has not answered for"
+_BROKER_LOST = "the process that speaks to Ray ended"
+
+
+@dataclass(frozen=True)
+class ClusterFault:
+    """A fault of a cluster; see `Fault`."""
+
+    name: str
+    about: str
+    happens: Callable[[ClusterRun, random.Random], None]
+    repaired_by: Callable[[ClusterRun], None] | None = None
+    ends_the_run: bool = False
+    expected_error: str | None = None
+    engine: str = "torch"
+
+    def is_possible(self, run: LiveRun) -> bool:
+        """Whether all processes of the run are there."""
+        run = _of_cluster(run)
+        wanted = {"trainer": 1, "generator": GENERATORS}
+        return all(len(run.on(role)) >= number for role, number in wanted.items())
+
+    def strike(self, run: LiveRun, moments: random.Random) -> None:
+        """Have it happen."""
+        self.happens(_of_cluster(run), moments)
+
+    def repair(self, run: LiveRun) -> None:
+        """Give the cluster back what the fault has taken."""
+        if self.repaired_by is not None:
+            self.repaired_by(_of_cluster(run))
+
+
+GENERATORS = 2
+"""Of each run on a cluster."""
+
+
+def _of_cluster(run: LiveRun) -> ClusterRun:
+    if not isinstance(run, ClusterRun):
+        raise TypeError(f"{run.name} is not on a cluster")
+    return run
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _elsewhere(run: ClusterRun) -> list[Child]:
+    """Processes that are neither on the controller's machine nor on the head's."""
+    kept = run.controller_machine, run.nodes.head
+    return [one for one in run.on() if one.machine.name not in kept]
+
+
+def _child(role: str) -> Callable[[ClusterRun, random.Random], None]:
+    return lambda run, moments: _kill(moments.choice(run.on(role)).pid)
+
+
+def _worker(run: ClusterRun, moments: random.Random) -> None:
+    _kill(moments.choice(run.on()).worker)
+
+
+def _keeper(run: ClusterRun, moments: random.Random) -> None:
+    """And see that there is another one soon."""
+    keepers = run.keepers()
+    victim = moments.choice(keepers)
+    _kill(victim)
+    run.until(
+        lambda: victim not in (now := run.keepers()) and len(now) >= len(keepers),
+        "another keeper",
+    )
+
+
+def _raylet(run: ClusterRun, moments: random.Random) -> None:
+    machine = moments.choice(_elsewhere(run)).machine
+    _kill(run.nodes.raylet(machine.name))
+
+
+def _machine(run: ClusterRun, moments: random.Random) -> None:
+    moments.choice(_elsewhere(run)).machine.power_off()
+
+
+def _head(run: ClusterRun, moments: random.Random) -> None:
+    del moments
+    _kill(run.nodes.head_process())
+
+
+def _head_is_cut(run: ClusterRun, moments: random.Random) -> None:
+    del moments
+    run.nodes.machines[run.nodes.head].cut()
+
+
+def _own_raylet(run: ClusterRun, moments: random.Random) -> None:
+    del moments
+    _kill(run.nodes.raylet(run.controller_machine))
+
+
+def _broker(run: ClusterRun, moments: random.Random) -> None:
+    del moments
+    broker = run.broker()
+    if broker is None:
+        raise run.error("has no broker")
+    _kill(broker)
+
+
+def _controller(run: ClusterRun, moments: random.Random) -> None:
+    del moments
+    run.kill()
+
+
+def restore_nodes(nodes: RayMachines) -> None:
+    """Start Ray where it has ended, on machines that may have to be started first."""
+    for name, machine in nodes.machines.items():
+        if not machine.is_on:
+            machine.power_on()
+        if not machine.having("raylet/raylet"):
+            nodes.stop(name)
+            nodes.start(name)
+    nodes.wait_for(nodes.machines)
+
+
+def _restore_nodes(run: ClusterRun) -> None:
+    restore_nodes(run.nodes)
+
+
+def _restore_all(run: ClusterRun) -> None:
+    """A cluster without its head is none: start all again."""
+    nodes = run.nodes
+    nodes.machines[nodes.head].heal()
+    until = time.monotonic() + 60
+    while run.descendants() and time.monotonic() < until:
+        time.sleep(0.2)  # they end by themselves; what does not is left over
+    if run.descendants():
+        raise run.error(f"left {len(run.descendants())} processes behind")
+    for name in nodes.machines:
+        nodes.stop(name)
+    nodes.start_all()
+
+
+FAULTS = {
+    one.name: one
+    for one in (
+        ClusterFault("generator", "generator", _child("generator")),
+        ClusterFault("trainer", "trainer", _child("trainer")),
+        ClusterFault("worker", "Ray worker of a process", _worker),
+        ClusterFault("keeper", "keeper of a process", _keeper),
+        ClusterFault("raylet", "raylet of a node", _raylet, _restore_nodes),
+        ClusterFault("machine", "all of a machine at once", _machine, _restore_nodes),
+        ClusterFault("controller", "controller, then --resume", _controller, ends_the_run=True),
+        ClusterFault(
+            "broker", "broker, then --resume", _broker, ends_the_run=True,
+            expected_error=_BROKER_LOST,
+        ),
+        ClusterFault(
+            "own-raylet", "raylet of the controller's node, then --resume", _own_raylet,
+            _restore_nodes, ends_the_run=True, expected_error=_BROKER_LOST,
+        ),
+        ClusterFault(
+            "head", "head, then --resume", _head, _restore_all, ends_the_run=True,
+            expected_error=_HEAD_LOST,
+        ),
+        ClusterFault(
+            "head-cut", "head's machine cut off, then --resume", _head_is_cut, _restore_all,
+            ends_the_run=True, expected_error=_HEAD_LOST,
+        ),
+    )
+}  # fmt: skip

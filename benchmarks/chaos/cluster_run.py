@@ -1,0 +1,146 @@
+"""A real run on a Ray cluster of several machines, followed from outside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from asyncrl.launch.identity import ProcessIdentity, status_of, with_variable
+from asyncrl.launch.records import MARK_VARIABLE, ProcessRecord
+from benchmarks.chaos.live_run import LiveRun
+from benchmarks.machines.namespaces import Machine
+from benchmarks.machines.ray import RayMachines
+from monitoring.jsonl import read_jsonl
+
+CHILD = "asyncrl.processes.child"
+KEEPER = "asyncrl.launch.ray.keeper"
+BROKER = "asyncrl.launch.ray.broker"
+_FILES = "dev/shm"
+"""Where a machine has files in memory."""
+
+
+class Child(NamedTuple):
+    """A process of the run on some machine."""
+
+    machine: Machine
+    pid: int
+    """As this machine sees it."""
+    role: str
+    name: str
+
+    @property
+    def worker(self) -> int:
+        """Process id of the Ray worker that has started it."""
+        status = status_of(self.pid)
+        return 0 if status is None else status.parent
+
+
+@dataclass
+class ClusterRun(LiveRun):
+    """One run, whose controller is on the machine `controller_machine`."""
+
+    cluster: RayMachines | None = None
+    controller_machine: str = ""
+
+    @property
+    def nodes(self) -> RayMachines:
+        """The cluster."""
+        assert self.cluster is not None
+        return self.cluster
+
+    @property
+    def here(self) -> Machine:
+        """The controller's machine."""
+        return self.nodes.machines[self.controller_machine]
+
+    def _begin(
+        self, settings: tuple[str, ...], more: tuple[str, ...], output: BinaryIO
+    ) -> subprocess.Popen[bytes]:
+        pairs = [
+            part
+            for setting in ("launcher.kind=ray", self.nodes.setting, *settings)
+            for part in ("--set", setting)
+        ]
+        command = [sys.executable, "-m", "asyncrl", "run", str(self.setup.config), *more, *pairs]
+        return self.here.start(command, output=output)
+
+    def on(self, role: str = "") -> list[Child]:
+        """The run's processes of this role (all if empty), by machine."""
+        found = []
+        for machine in self.nodes.machines.values():
+            for pid in machine.having(CHILD, str(self.path)):
+                line = _command_line(pid)
+                spec = json.loads(line[-1]) if line and line[-1].startswith("{") else {}
+                if CHILD in line and spec.get("role", "").startswith(role):
+                    found.append(Child(machine, pid, spec["role"], spec["name"]))
+        return found
+
+    def keepers(self) -> list[int]:
+        """Process ids of the keepers of the run's processes."""
+        return [
+            pid
+            for machine in self.nodes.machines.values()
+            for pid in machine.having(KEEPER, f"{self.name}-")
+        ]
+
+    def broker(self) -> int | None:
+        """Process id of the broker; None while there is none."""
+        found = self.here.having(BROKER)
+        return found[0] if found else None
+
+    def note_sockets(self) -> None:
+        """See LiveRun; the folder is a temporary one of the controller's machine."""
+        before = set(self._sockets)
+        super().note_sockets()
+        for folder in self._sockets - before:
+            self._sockets.discard(folder)
+            self._sockets.add(self.here.root / str(folder).lstrip("/"))
+
+    def children(self) -> list[ProcessRecord]:
+        """None are recorded: their ids belong to other machines."""
+        return []
+
+    def descendants(self) -> list[ProcessIdentity]:
+        """All living processes of any machine that the run has started."""
+        try:
+            records = read_jsonl(self.path / "processes.jsonl", ProcessRecord)
+        except FileNotFoundError:
+            return []
+        return list(with_variable(MARK_VARIABLE, {record.mark for record in records}))
+
+    def leftovers(self) -> dict[str, int]:
+        """After the end: see LiveRun, over all machines; and Ray workers with an actor of a run."""
+        machines = self.nodes.machines.values()
+        files = [
+            path
+            for machine in machines
+            for path in (machine.root / _FILES).glob(f"asyncrl-{self.name}-*")
+        ]
+        return {
+            "processes": len(self.descendants()),
+            "sockets": sum(folder.exists() for folder in self._sockets),
+            "shared_memory": len(set(_inodes(files))),
+            "actors": sum(len(machine.having("ray::ProcessActor")) for machine in machines),
+        }
+
+
+def _command_line(pid: int) -> list[str]:
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return []
+    return text.rstrip("\0").split("\0")
+
+
+def _inodes(files: Iterable[Path]) -> list[tuple[int, int]]:
+    """Which files these are, where machines share memory."""
+    found = []
+    for path in files:
+        status = path.stat()
+        found.append((status.st_dev, status.st_ino))
+    return found

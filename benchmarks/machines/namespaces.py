@@ -1,0 +1,293 @@
+"""Machines made of namespaces: each has its own network, processes, memory and temporary files.
+
+with machines(["a", "b"], folder) as (a, b):
+    a.start(["python", "-m", "http.server"])      # listens at a.address, reached from b
+    b.cut()                                       # the switch drops its frames, both ways
+    b.power_off()                                 # every process on it is gone at once
+
+A machine is a network, mount, process and host-name namespace. Its first process sleeps; when it
+is killed the kernel kills all others and removes network and memory. It is told to die with the
+process that made it, so nothing is left after a failure either. The disk is shared, as a network
+file system would be, except for what is named in `hidden`. There is no simulated delay: these
+machines are as near as loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+_TOOLS = ("ip", "bridge", "unshare", "nsenter")
+_NETWORK = "192.0.2."
+"""Addresses that RFC 5737 keeps for examples; they exist inside the namespaces only."""
+_TEMPORARY = "/var/tmp"  # noqa: S108 - each machine has its own
+_KINDS = {"pid": 0x20000000, "net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
+_PR_SET_PDEATHSIG = 1
+_SECONDS = 30.0
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class NoMachinesError(Exception):
+    """Machines cannot be made here; the text says why."""
+
+
+def why_not() -> str | None:
+    """What is missing to make machines here; None: nothing."""
+    if os.geteuid() != 0:
+        return "machines are namespaces, and making them needs root"
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"machines need {', '.join(missing)} (Debian: iproute2, util-linux)"
+    tried = subprocess.run(["unshare", "-n", "-m", "-p", "-f", "-u", "true"], check=False)
+    return "this kernel or container lets nobody make namespaces" if tried.returncode else None
+
+
+@dataclass
+class Machine:
+    """One machine."""
+
+    name: str
+    """Also its host name."""
+    address: str
+    switch: int
+    """Process id of the first process of the switch."""
+    script: str
+    """What its first process does before it sleeps."""
+    variables: dict[str, str]
+    """For the environment of its processes."""
+    _holder: subprocess.Popen[bytes] | None = None
+    first: int = 0
+    """Process id of its first process, as this machine sees it."""
+
+    @property
+    def root(self) -> Path:
+        """Its files, as seen from outside: `root / "dev/shm"`."""
+        return Path(f"/proc/{self.first}/root")
+
+    @property
+    def port(self) -> str:
+        """Where it is connected to the switch."""
+        return f"to-{self.name}"
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it runs."""
+        return self._holder is not None
+
+    def power_on(self) -> None:
+        """Begin, without any process of an earlier time."""
+        self._holder = subprocess.Popen(
+            [
+                *("unshare", "--net", "--mount", "--pid", "--uts", "--fork", "--mount-proc"),
+                *("--kill-child", "sh", "-c", self.script),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            preexec_fn=_die_with_parent,
+        )
+        assert self._holder.stdout is not None
+        if self._holder.stdout.readline() != b"ready\n":
+            raise NoMachinesError(f"machine {self.name} did not begin: {self.script}")
+        children = f"/proc/{self._holder.pid}/task/{self._holder.pid}/children"
+        self.first = int(Path(children).read_text(encoding="ascii").split()[0])
+        if not self.switch:
+            return
+        _inside(self.switch, f"ip link add {self.port} type veth peer name eth0 netns {self.first}")
+        _inside(self.switch, f"ip link set {self.port} master switch up")
+        _inside(self.first, f"ip address add {self.address}/24 dev eth0")
+        _inside(self.first, "ip link set eth0 up")
+
+    def power_off(self) -> None:
+        """Kill every process on it at once, as a power cut does."""
+        if self._holder is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.first, signal.SIGKILL)
+        self._holder.kill()
+        self._holder.wait(_SECONDS)
+        assert self._holder.stdout is not None
+        self._holder.stdout.close()
+        self._holder = None
+
+    def cut(self) -> None:
+        """Have the switch drop every frame from and to it. Nobody is told."""
+        _inside(self.switch, f"bridge link set dev {self.port} state 0")
+
+    def heal(self) -> None:
+        """Undo `cut`."""
+        _inside(self.switch, f"bridge link set dev {self.port} state 3")
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        output: IO[bytes] | int = subprocess.DEVNULL,
+        variables: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start a process on it. The process id is the one that this machine sees.
+
+        Start it in the main thread: it is killed when the thread that has started it ends.
+        """
+        with contextlib.ExitStack() as files:
+            namespaces = {
+                kind: files.enter_context(Path(f"/proc/{self.first}/ns/{kind}").open("rb"))
+                for kind in _KINDS
+            }
+            own = files.enter_context(Path("/proc/self/ns/pid").open("rb"))
+            folder = Path.cwd()
+
+            def enter() -> None:
+                for kind in ("net", "uts", "mnt"):
+                    _enter(namespaces[kind].fileno(), kind)
+                os.chdir(folder)  # entering other mounts leads to their root
+                _die_with_parent()
+
+            _enter(namespaces["pid"].fileno(), "pid")  # holds for processes started from now on
+            try:
+                return subprocess.Popen(
+                    list(command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=_environment() | self.variables | dict(variables or {}),
+                    preexec_fn=enter,
+                )
+            finally:
+                _enter(own.fileno(), "pid")
+
+    def run(self, command: Sequence[str], seconds: float = _SECONDS) -> str:
+        """Run a command on it to its end; its output. Raises CalledProcessError, TimeoutExpired."""
+        process = self.start(command, output=subprocess.PIPE)
+        with process:
+            try:
+                output, _ = process.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, list(command), output)
+        return output.decode(errors="replace")
+
+    def processes(self) -> list[int]:
+        """Process ids of what runs on it, as this machine sees them."""
+        if self._holder is None:
+            return []
+        mine = Path(f"/proc/{self.first}/ns/pid").readlink()
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if (path / "ns/pid").readlink() == mine and int(path.name) != self.first:
+                    found.append(int(path.name))
+        return sorted(found)
+
+    def having(self, *texts: str) -> list[int]:
+        """Those of its processes whose command line has all of these texts."""
+        found = []
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+                if all(text in line for text in texts):
+                    found.append(pid)
+        return found
+
+
+@contextlib.contextmanager
+def machines(
+    names: Sequence[str],
+    folder: Path,
+    *,
+    shared_memory: bool = False,
+    hidden: Mapping[str, Sequence[Path]] | None = None,
+) -> Iterator[list[Machine]]:
+    """Machines at a switch of their own, which no other network is connected to.
+
+    Args:
+        names: of the machines: at most 12 lower-case letters or digits each.
+        folder: for what must stay readable: `NAME/ray`, the logs of Ray on that machine.
+        shared_memory: whether all have the /dev/shm of this machine.
+        hidden: for each name, folders of the disk that the machine does not share.
+
+    Raises:
+        NoMachinesError: they cannot be made here.
+    """
+    reason = why_not()
+    if reason is not None:
+        raise NoMachinesError(reason)
+    switch = Machine("switch", "", 0, _switch(), {})
+    made = [switch]
+    try:
+        switch.power_on()
+        for number, name in enumerate(names, start=1):
+            logs = folder / name / "ray"
+            logs.mkdir(parents=True, exist_ok=True)
+            script = _script(name, logs, shared_memory, (hidden or {}).get(name, ()))
+            variables = {"TMPDIR": _TEMPORARY, "HOSTNAME": name}
+            machine = Machine(name, f"{_NETWORK}{number}", switch.first, script, variables)
+            made.append(machine)
+            machine.power_on()
+        yield made[1:]
+    finally:
+        for machine in reversed(made):
+            machine.power_off()
+
+
+def _switch() -> str:
+    return "set -e; ip link add switch type bridge; ip link set switch up; " + _SLEEP
+
+
+_SLEEP = "echo ready; exec env --ignore-signal=CHLD sleep infinity"
+"""What ends on the machine is reaped by the kernel, since nobody asks for it."""
+
+
+def _script(name: str, logs: Path, shared_memory: bool, hidden: Sequence[Path]) -> str:
+    own_memory = [] if shared_memory else ["mount -t tmpfs tmpfs /dev/shm"]
+    lines = [
+        f"hostname {name}",
+        "ip link set lo up",
+        f"mount -t tmpfs tmpfs {_TEMPORARY}",
+        f"mkdir {_TEMPORARY}/ray",
+        f"mount --bind {shlex.quote(str(logs.resolve()))} {_TEMPORARY}/ray",
+        *own_memory,
+        *(f"mount -t tmpfs tmpfs {shlex.quote(str(path.resolve()))}" for path in hidden),
+    ]
+    return "set -e; " + "; ".join(lines) + "; " + _SLEEP
+
+
+def _environment() -> dict[str, str]:
+    left_out = ("XDG_RUNTIME_DIR", "TMPDIR", "RAY_ADDRESS")
+    return {key: value for key, value in os.environ.items() if key not in left_out}
+
+
+def _inside(first: int, command: str) -> None:
+    """Run a command in the network of this machine or switch."""
+    subprocess.run(
+        ["nsenter", "-t", str(first), "-n", *command.split()], check=True, timeout=_SECONDS
+    )
+
+
+def _enter(descriptor: int, kind: str) -> None:
+    if _libc.setns(descriptor, _KINDS[kind]):
+        raise OSError(ctypes.get_errno(), f"setns {kind}")
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def wait_until(condition: Any, what: str, seconds: float) -> None:
+    """Wait for a condition. Raises TimeoutError, which names it."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            raise TimeoutError(f"waited {seconds:.0f} s for {what}")
+        time.sleep(0.05)

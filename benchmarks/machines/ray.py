@@ -1,0 +1,147 @@
+"""A real Ray cluster: the head on one machine, a node on each of them.
+
+with ray_machines({"head": 0, "one": 1, "two": 1}, folder) as cluster:
+    run = cluster.machines["one"].start(["asyncrl", "run", ..., cluster.setting])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.machines.namespaces import Machine, machines, wait_until
+
+_PORT = 6379
+_OBJECT_BYTES = 80 << 20
+"""Only small messages go through Ray's object store. The least that Ray takes is 75 MB."""
+START_SECONDS = 120.0
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_BACKEND_LOG_LEVEL": "error",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+@dataclass
+class RayMachines:
+    """The cluster."""
+
+    machines: dict[str, Machine]
+    head: str
+    """Name of the machine with the head."""
+    cpus: Mapping[str, int]
+    """Of each node."""
+    folder: Path
+
+    @property
+    def address(self) -> str:
+        """Of the head."""
+        return f"{self.machines[self.head].address}:{_PORT}"
+
+    @property
+    def setting(self) -> str:
+        """For `--set`."""
+        return f"launcher.ray.address={self.address}"
+
+    def start(self, name: str) -> None:
+        """Start Ray on one machine; returns before it is ready."""
+        machine = self.machines[name]
+        place = ["--head", f"--port={_PORT}", "--include-dashboard=false"]
+        if name != self.head:
+            place = [f"--address={self.address}"]
+        with (self.folder / name / "start.log").open("wb") as log:
+            machine.start(
+                [
+                    str(Path(sys.executable).with_name("ray")),
+                    *("start", "--block", "--disable-usage-stats", *place),
+                    f"--node-ip-address={machine.address}",
+                    f"--num-cpus={self.cpus[name]}",
+                    f"--object-store-memory={_OBJECT_BYTES}",
+                ],
+                output=log,
+            )
+
+    def start_all(self) -> None:
+        """Start the head, then the nodes, and wait until each has its raylet."""
+        self.start(self.head)
+        wait_until(self._answers, f"a Ray head at {self.address}", START_SECONDS)
+        for name in self.machines:
+            if name != self.head:
+                self.start(name)
+        self.wait_for(self.machines)
+
+    def wait_for(self, names: Sequence[str] | Mapping[str, Machine]) -> None:
+        """Wait until each of these machines is a node of the cluster."""
+        for name in names:
+            wait_until(lambda name=name: self._is_ready(name), f"Ray on {name}", START_SECONDS)  # type: ignore[misc]
+
+    def _is_ready(self, name: str) -> bool:
+        log = self.folder / name / "start.log"
+        runs = len(self.machines[name].having("raylet/raylet")) > 0
+        return runs and log.exists() and b"Ray runtime started" in log.read_bytes()
+
+    def _answers(self) -> bool:
+        place = (self.machines[self.head].address, _PORT)
+        test = f"import socket; socket.create_connection({place}, 1)"
+        try:
+            self.machines[self.head].run([sys.executable, "-S", "-c", test], 10)
+        except subprocess.SubprocessError:
+            return False
+        return True
+
+    def head_process(self) -> int:
+        """Process id of the head (GCS)."""
+        return self.machines[self.head].having("gcs/gcs_server")[0]
+
+    def raylet(self, name: str) -> int:
+        """Process id of the raylet of a machine."""
+        return self.machines[name].having("raylet/raylet")[0]
+
+    def stop(self, name: str) -> None:
+        """Kill what Ray has on a machine, by SIGKILL; other processes stay."""
+        for _ in range(3):
+            for pid in self.machines[name].having("/ray/"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def ray_machines(
+    cpus: Mapping[str, int],
+    folder: Path,
+    *,
+    shared_memory: bool = False,
+    hidden: Mapping[str, Sequence[Path]] | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[RayMachines]:
+    """A cluster that is ready; the first machine has the head.
+
+    Args:
+        cpus: how many cores each machine says it has.
+        folder: see `machines`; also `NAME/start.log`.
+        shared_memory: see `machines`.
+        hidden: see `machines`.
+        variables: more for the environment of all processes.
+
+    Raises:
+        NoMachinesError: they cannot be made here.
+        TimeoutError: Ray did not start.
+    """
+    with machines(list(cpus), folder, shared_memory=shared_memory, hidden=hidden) as made:
+        by_name = {machine.name: machine for machine in made}
+        token = folder / "ray-token"
+        token.write_text(secrets.token_hex(32), encoding="ascii")
+        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} | dict(variables or {})
+        for machine in made:
+            machine.variables.update(_QUIET | own)
+        cluster = RayMachines(by_name, next(iter(cpus)), cpus, folder)
+        cluster.start_all()
+        yield cluster
