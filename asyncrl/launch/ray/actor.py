@@ -6,7 +6,7 @@ asyncrl or none. Therefore this module imports the standard library only.
 The child is started as locally: the same entry point, in a session of its own, keys on its
 standard input, output in a file. The kernel tells a child of the death of the *thread* that
 started it, so that thread waits for it. What the actor leaves behind when it is killed itself is
-ended by its keeper (`asyncrl.launch.ray.keeper`).
+ended by its keeper (`asyncrl.launch.ray.keeper`). A keeper that is killed is replaced.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import importlib.util
 import json
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -43,6 +44,8 @@ GRACE_SECONDS = 12.0
 """Time that the child of a lost actor has to end by itself. It cleans up for at most 10 s after
 SIGTERM (`asyncrl.processes.child`)."""
 _START_SECONDS = 30.0
+_KEEPER_SECONDS = 1.0
+"""Between a keeper's end and the start of another, unless the child ends meanwhile."""
 _TAIL_BYTES = 16_384
 _TAIL_LINES = 40
 _FOLDERS = ("logs", "timeline", "engine", "slots", "samples", "cache", "unfinished", "checkpoints")
@@ -150,23 +153,17 @@ class ProcessActor:
                     cwd=cwd,
                     start_new_session=True,
                 )
-            subprocess.run(
-                [
-                    sys.executable, "-m", KEEPER_MODULE, str(os.getpid()), str(self._child.pid),
-                    mark, environment[RUN_MARK], spec["weights_directory"], spec["run_id"],
-                    spec["name"], str(GRACE_SECONDS),
-                ],
-                check=True,
-                timeout=_START_SECONDS,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
+            command = [
+                sys.executable, "-m", KEEPER_MODULE, str(os.getpid()), str(self._child.pid),
+                mark, environment[RUN_MARK], spec["weights_directory"], spec["run_id"],
+                spec["name"], str(GRACE_SECONDS),
+            ]  # fmt: skip
+            keeper = _started_keeper(command)
+            threading.Thread(target=self._keep_one, args=(command, keeper), daemon=True).start()
             assert self._child.stdin is not None  # noqa: S101
             with contextlib.suppress(BrokenPipeError), self._child.stdin:
                 self._child.stdin.write(keys)
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
             self._failure = str(error)
             if self._child is not None:
                 self._child.kill()
@@ -175,6 +172,15 @@ class ProcessActor:
         if self._child is not None:
             self._child.wait()
             self._ended.set()
+
+    def _keep_one(self, command: list[str], keeper: int) -> None:
+        """Start another keeper whenever one ends before the child, however that happens."""
+        while True:
+            _wait_for_end(keeper)
+            if self._ended.wait(_KEEPER_SECONDS):
+                return
+            with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+                keeper = _started_keeper(command)
 
     def watch(self, seconds: float) -> tuple[int | None, str]:
         """Wait for the child's end, at most this long; its exit code and the end of its log."""
@@ -196,6 +202,37 @@ class ProcessActor:
                 os.killpg(child.pid, signal.SIGKILL)
             else:
                 child.terminate()
+
+
+def _started_keeper(command: list[str]) -> int:
+    """Start a keeper; its process id.
+
+    It writes that id and leaves the process that was started, so that it is no child of the worker.
+
+    Raises:
+        OSError, subprocess.SubprocessError, ValueError: it was not started.
+    """
+    done = subprocess.run(
+        command,
+        check=True,
+        timeout=_START_SECONDS,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    return int(done.stdout)
+
+
+def _wait_for_end(process: int) -> None:
+    try:
+        end = os.pidfd_open(process)
+    except ProcessLookupError:
+        return
+    try:
+        select.select([end], [], [])
+    finally:
+        os.close(end)
 
 
 def _place() -> tuple[str, str, list[str]]:

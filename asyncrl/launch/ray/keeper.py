@@ -45,8 +45,11 @@ def main() -> None:
         child_end: int | None = os.pidfd_open(child)
     except ProcessLookupError:
         child_end = None
-    if os.fork():
+    if keeper := os.fork():
+        print(keeper, flush=True)  # for the actor, which starts another when this one ends
         os._exit(0)  # so that it is no child of the worker, whose children Ray kills
+    with Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), 1)
     keep(actor_end, child_end, child, mark, grace=float(sys.argv[8]))
     remove(Path(folder), f"asyncrl-{run_id}-{name}-weights-*")
     if not any(with_variable(RUN_MARK, {run_mark})):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import bare_actor
 import pytest
 from msgspec import json as msgspec_json
 
-from asyncrl.launch.ray.actor import ProcessActor, code_version
+from asyncrl.launch.ray.actor import KEEPER_MODULE, ProcessActor, code_version
 from asyncrl.processes.spec import ChildSpec
 
 
@@ -86,6 +87,30 @@ def test_a_killed_actor_leaves_nothing(tmp_path: Path, *, stopped: bool) -> None
     wait_for(lambda: not any(map(is_alive, child["pids"])))
     kept = "asyncrl-other-trainer-weights-0"
     wait_for(lambda: {path.name for path in memory.iterdir()} == {kept})
+
+
+def test_a_killed_keeper_is_replaced(tmp_path: Path) -> None:
+    worker, child = start(tmp_path / "run", tmp_path, "keys")
+    first = wait_for(lambda: keepers_of(child["pids"][0]))
+    assert len(first) == 1
+    os.kill(first[0], signal.SIGKILL)
+    second = wait_for(lambda: set(keepers_of(child["pids"][0])) - set(first))
+    assert len(second) == 1
+    worker.kill()
+    worker.communicate()
+    wait_for(lambda: not any(map(is_alive, child["pids"])))
+    wait_for(lambda: not keepers_of(child["pids"][0]))
+
+
+def keepers_of(pid: int) -> list[int]:
+    """Process ids of the keepers of a child."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            command = path.read_text(encoding="utf-8", errors="replace").split("\0")
+            if KEEPER_MODULE in command and str(pid) in command:
+                found.append(int(path.parent.name))
+    return found
 
 
 def test_a_child_that_ends_leaves_its_exit_code_and_nothing_else(tmp_path: Path) -> None:
