@@ -5,6 +5,7 @@ frames      trajectories and token ids as bytes
 records     the numbers of engines and steps, typed once for every process
 sockets     a `Hub` that many peers connect to, and a `Line` to one hub
 outbox      messages of one turn of the event loop in one frame
+sessions/   what travels through relays of other nodes, each frame exactly once
 keys        who may connect to a hub, and under which name
 addresses   the private folder that holds a run's sockets
 unfinished  the file with a generator's unfinished run-ahead

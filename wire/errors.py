@@ -4,6 +4,7 @@ WireError                   a socket or shared memory cannot be used
 ├── Unreachable             a message was sent to a peer that is not connected
 ├── NoReply                 a peer did not answer in time; says what was waited for
 ├── FrameRefused            a frame is no message of its socket (`wire.decoding`)
+├── SessionFull             the other end of a session does not acknowledge what it is sent
 ├── KeyUnusable             a key file is missing, incomplete, or readable by others
 ├── AddressTooLong          the path of the socket folder is too long; says which variable to set
 ├── PublishError            weights cannot be written to shared memory
@@ -25,6 +26,10 @@ class Unreachable(WireError):  # noqa: N818 - says what is wrong
 
 class NoReply(WireError):  # noqa: N818 - says what happened
     """A peer did not answer in time."""
+
+
+class SessionFull(WireError):  # noqa: N818 - says what is wrong
+    """Too much was sent in a session that the other end has not acknowledged."""
 
 
 class KeyUnusable(WireError):  # noqa: N818 - says what is wrong

@@ -119,6 +119,13 @@ class RunKey:
         secret = z85.encode(_hash(self.secret, f"curve {hub}", _KEY_BYTES))
         return HubKeys(secret, _hash(self.secret, f"passes {hub}", _KEY_BYTES))
 
+    def relayed_line(self, hub: str, relays: str, name: str) -> LineKeys:
+        """The keys with which the peer `name` speaks to a hub through a relay.
+
+        It connects to the hub of all relays, which knows no passes: the first hub checks them.
+        """
+        return LineKeys(name, self.hub(relays).public, self.hub(hub).identity_of(name))
+
     def line(self, hub: str, name: str) -> LineKeys:
         """The keys with which the peer `name` connects to the hub of this name."""
         keys = self.hub(hub)

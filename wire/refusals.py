@@ -85,12 +85,19 @@ class Refusals:
         if now - known.since > self._limit.seconds:
             known.since, known.refused = now, 0
         known.refused += 1
-        if known.refused > self._limit.frames and not known.cut_off:
-            known.cut_off = True
-            why = (
+        if known.refused > self._limit.frames:
+            self.cut_off(
+                sender,
                 f"sent {known.refused} frames within {self._limit.seconds:.0f} s that were "
-                f"refused, the last one because: {error}"
+                f"refused, the last one because: {error}",
             )
+
+    def cut_off(self, sender: str, why: str) -> None:
+        """Drop all further frames of a sender, and report it. Idempotent."""
+        now = self._clock()
+        known = self._remembered(sender, now)
+        if not known.cut_off:
+            known.cut_off = True
             self._log_cut_off(sender, why, now)
             self.on_cut_off(sender, why)
 

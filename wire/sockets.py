@@ -6,15 +6,16 @@ Each end sends and receives msgspec structs of one direction. A frame that is no
 message is refused: `Refusals` counts it, logs it, and cuts off a peer that keeps sending such
 frames. `receive` never raises because of what a peer sent. Long messages travel in parts
 (`wire.parts`). Short ones that are sent in one turn of the event loop with `send_soon` travel
-together (`wire.outbox`).
+together (`wire.outbox`). Children of other nodes speak to a hub through relays (`wire.sessions`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -22,12 +23,14 @@ import zmq
 import zmq.asyncio
 
 from wire.decoding import FrameDecoder, FrameRefused, Reason
-from wire.errors import KeyUnusable, NoReply, Unreachable
+from wire.errors import KeyUnusable, NoReply, SessionFull, Unreachable
 from wire.handshakes import HandshakeWatch
 from wire.keys import HubKeys, LineKeys
 from wire.outbox import Outbox
 from wire.parts import join, split
 from wire.refusals import Refusals
+from wire.sessions.bundles import EXTRA_BYTES, is_bundle
+from wire.sessions.peers import SessionPeers
 
 In = TypeVar("In")
 
@@ -44,6 +47,9 @@ LINE_BYTES = 64 << 20
 """Longest message that a hub may send to its peers, which includes whole dataset examples."""
 _CURVE_KEY = 40
 """Length of a CURVE key, as Z85."""
+_LOG_SECONDS = 1.0
+_TICK_SECONDS = 0.05
+"""Between two looks at the sessions that have something to acknowledge or to send again."""
 _TURN = 64
 """Messages that are received before other tasks get a turn, even if more are waiting."""
 
@@ -55,7 +61,7 @@ def identify(socket: zmq.Socket[Any], keys: LineKeys) -> None:
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
 
 
-def _error_of(sending: Awaitable[Any]) -> BaseException | None:
+def error_of(sending: Awaitable[Any]) -> BaseException | None:
     """Why a message was not sent. A send that may not wait has ended when it returns."""
     ended = cast("asyncio.Future[Any]", sending)
     return ended.exception()
@@ -72,6 +78,8 @@ class Hub(Generic[In]):
         max_bytes: length of the longest message that is accepted. ZeroMQ closes the connection of
             a peer that announces a longer part, before it allocates memory for it.
         queued: messages that may wait in each direction, for each peer.
+        is_relay: whether a peer of this name may hand over frames of others, which have passes of
+            their own.
 
     Raises:
         KeyUnusable: there is no key; then nothing listens, at whatever address.
@@ -86,6 +94,7 @@ class Hub(Generic[In]):
         *,
         max_bytes: int = HUB_BYTES,
         queued: int = _HIGH_WATER,
+        is_relay: Callable[[str], bool] = lambda _: False,
     ) -> None:
         if len(keys.secret) != _CURVE_KEY:
             raise KeyUnusable(f"nothing listens at {address} without a CURVE key")
@@ -107,6 +116,11 @@ class Hub(Generic[In]):
         self._encoder = msgspec.msgpack.Encoder()
         self._ready: deque[tuple[str, In]] = deque()
         self._outbox = Outbox(self._send_body)
+        self._is_relay = is_relay
+        self._sessions = SessionPeers(keys, self.refusals, self._send_now)
+        self._timer: asyncio.TimerHandle | None = None
+        self._unsent: dict[str, float] = {}
+        """When it was last logged, by peer, that a message could not be sent."""
 
     @property
     def address(self) -> str:
@@ -121,11 +135,44 @@ class Hub(Generic[In]):
         self._outbox.add(peer, message)
 
     def _send_body(self, peer: str, body: bytes) -> None:
+        if peer not in self._sessions:
+            self._send_now(peer, body)
+            return
+        if not self._sessions.leaving:
+            asyncio.get_running_loop().call_soon(self._sessions.flush)
+        self._send_in_session(peer, body)
+
+    def _send_in_session(self, peer: str, body: bytes) -> None:
+        try:
+            self._sessions.send(peer, body, time.monotonic())
+        except SessionFull as error:
+            self.refusals.cut_off(peer, f"does not take what it is sent: {error}")
+        self._look_after_sessions()
+
+    def _look_after_sessions(self) -> None:
+        if self._timer is None and self._sessions.active:
+            self._timer = asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._sessions.tick(time.monotonic())
+        self._sessions.flush()
+        self._look_after_sessions()
+
+    def abandon(self, peer: str) -> None:
+        """A peer is gone for good: keep nothing for it."""
+        self._sessions.abandon(peer)
+
+    def _send_now(self, peer: str, body: bytes) -> None:
         sending = self._socket.send_multipart(
             [self._keys.identity_of(peer), *split(body)], flags=zmq.NOBLOCK
         )
-        error = _error_of(sending)
-        if error is not None:
+        error = error_of(sending)
+        if error is None:
+            return
+        now = time.monotonic()
+        if now - self._unsent.get(peer, -_LOG_SECONDS) >= _LOG_SECONDS:
+            self._unsent[peer] = now
             logger.warning("a message could not be sent to %s: %s", peer, error)
 
     async def send(self, peer: str, message: msgspec.Struct) -> None:
@@ -135,6 +182,10 @@ class Hub(Generic[In]):
             Unreachable: no peer of that name is connected.
         """
         self._outbox.flush_peer(peer)
+        if peer in self._sessions:
+            self._send_in_session(peer, self._encoder.encode(message))
+            self._sessions.flush()
+            return
         try:
             await self._socket.send_multipart(
                 [self._keys.identity_of(peer), *split(self._encoder.encode(message))],
@@ -172,7 +223,11 @@ class Hub(Generic[In]):
             self.refusals.drop(peer)
         else:
             try:
-                body = join(parts[1:], max_bytes=self._max_bytes)
+                relayed = self._is_relay(peer)
+                body = join(parts[1:], max_bytes=self._max_bytes + relayed * EXTRA_BYTES)
+                if relayed and is_bundle(body):
+                    self._receive_bundle(peer, body)
+                    return
                 self._ready.extend((peer, message) for message in self._decoder.decode_all(body))
                 return
             except FrameRefused as error:
@@ -181,9 +236,26 @@ class Hub(Generic[In]):
         if self._refused % _TURN == 0:
             await asyncio.sleep(0)
 
+    def _receive_bundle(self, relay: str, bundle: bytes) -> None:
+        """Queue the messages that a relay hands over.
+
+        Raises:
+            FrameRefused: it is no bundle.
+        """
+        for peer, body in self._sessions.take(relay, bundle, time.monotonic()):
+            try:
+                self._ready.extend((peer, message) for message in self._decoder.decode_all(body))
+            except FrameRefused as error:
+                self.refusals.refuse(peer, error)
+        self._sessions.flush()
+        self._look_after_sessions()
+
     def close(self) -> None:
         """Close the socket; queued messages are still sent for at most a second."""
         self._outbox.flush()
+        self._sessions.flush()
+        if self._timer is not None:
+            self._timer.cancel()
         self._handshakes.close()
         self._socket.close()
 
@@ -226,8 +298,12 @@ class Line(Generic[In]):
         self._socket.connect(address)
         self._address = address
 
-    def send_soon(self, message: msgspec.Struct) -> None:
+    def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:  # noqa: ARG002
         """Queue a message for the hub at the end of this turn of the event loop, with others.
+
+        Args:
+            message: to the hub.
+            urgent: means something to relays only (`wire.sessions.line`).
 
         Raises:
             Unreachable: the queue was full when earlier messages were sent.
@@ -238,7 +314,7 @@ class Line(Generic[In]):
 
     def _send_body(self, _peer: str, body: bytes) -> None:
         sending = self._socket.send_multipart(split(body), flags=zmq.NOBLOCK)
-        error = _error_of(sending)
+        error = error_of(sending)
         if error is not None:
             self._full = Unreachable(f"messages could not be queued for {self._address}: {error}")
 

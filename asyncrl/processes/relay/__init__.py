@@ -2,6 +2,7 @@
 
     process.py   dispatches the controller's commands, and reports
     weights.py   weights of other nodes into this node's memory, and on to others
+    control.py   control messages of this node's processes, gathered on their way
     setup.py     builds them
 
 Each part has messages of its own (`wire.messages.to_relay`, `from_relay`) and sockets of its own,

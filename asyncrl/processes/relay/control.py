@@ -1,0 +1,243 @@
+"""A relay's hub: control messages of the children of its node, gathered on their way.
+
+    children ◄── ipc ──► relay ◄── one TCP connection, bundles ──► controller
+
+up      consumes: frames of children. produces: bundles. (`wire.sessions.bundles`)
+        waits for: children. bounded by: GATHER_SECONDS, or at once for what is urgent.
+down    consumes: bundles of the controller. produces: frames for children, and the relay's own
+        messages. waits for: the controller.
+
+It keeps nothing: sessions between the children and the controller (`wire.sessions`) send again
+what a relay or a connection has lost. So what it cannot pass on is dropped, counted and logged. It
+checks no passes and decodes no message of a child; the controller does.
+The relay itself speaks in a session too (`line`), as one of its children.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from wire.decoding import FrameRefused
+from wire.errors import KeyUnusable, NoReply
+from wire.keys import LineKeys
+from wire.parts import join, split
+from wire.refusals import Refusals
+from wire.sessions.bundles import EXTRA_BYTES, Gatherer, bundles_of, entries_of
+from wire.sessions.end import SessionEnd
+from wire.sessions.frames import is_urgent
+from wire.sockets import HUB_BYTES, LINE_BYTES, error_of, identify
+
+In = TypeVar("In")
+
+logger = logging.getLogger("asyncrl.relay")
+
+QUEUED = 256
+"""Bundles that wait for the controller's connection, and frames for each child. More are dropped:
+they come again when they can be taken."""
+_HEARTBEAT_SECONDS = 1.0
+_DEAD_SECONDS = 4.0
+"""A TCP connection on which the controller's end is silent for so long is made anew."""
+_LOG_SECONDS = 5.0
+_TURN = 64
+"""Frames that are passed on before the other direction gets a turn."""
+
+
+class RelayLine(Generic[In]):
+    """The relay's own messages to the controller and back; used like a `wire.Line`."""
+
+    def __init__(self, relay: ControlRelay, keys: LineKeys, incoming: Any) -> None:
+        self._identity = keys.identity
+        self._relay = relay
+        self._end: SessionEnd[In] = SessionEnd(
+            incoming, max_bytes=LINE_BYTES, transmit=self._transmit
+        )
+        self._ready: deque[In] = deque()
+        self._arrived = asyncio.Event()
+        self.refusals = Refusals()
+
+    @property
+    def unacknowledged(self) -> int:
+        """Frames that the controller may lack."""
+        return self._end.unacknowledged
+
+    def _transmit(self, frame: bytes) -> None:
+        self._relay.gather(self._identity, frame)
+
+    def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:
+        """Queue a message for the controller. Raises Unreachable as `wire.Line.send_soon`."""
+        self._end.send_soon(message, urgent=urgent)
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """Send a message to the controller. Raises Unreachable as `wire.Line.send`."""
+        self._end.send(message)
+
+    async def receive(self) -> In:
+        """Wait for the next message."""
+        while not self._ready:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._ready.popleft()
+
+    async def receive_within(self, seconds: float, *, what: str) -> In:
+        """Wait for the next message, at most this long.
+
+        Raises:
+            NoReply: nothing came; the message names what was waited for.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.receive()
+        except TimeoutError as error:
+            raise NoReply(f"waited {seconds:.0f} s for {what}, but nothing came") from error
+
+    def arrived(self, frame: bytes) -> None:
+        """Take a frame of the controller."""
+        try:
+            self._ready.extend(self._end.arrived(frame))
+        except FrameRefused as error:
+            self.refusals.refuse("the controller", error)
+        if self._ready:
+            self._arrived.set()
+
+    def close(self) -> None:
+        """Send what is queued."""
+        self._end.close()
+
+
+class ControlRelay:
+    """Passes frames on. Use: make it, `await run()` beside the relay's other loops, `close()`.
+
+    Args:
+        address: where the node's children connect to.
+        secret: CURVE secret key for it (`HubKeys.secret` of the relays' hub).
+        controller: address of the controller.
+        keys: of the relay, to the controller.
+        incoming: union of the messages that the controller may send to the relay itself.
+
+    Raises:
+        KeyUnusable: there is no key; then nothing listens.
+    """
+
+    def __init__(
+        self, address: str, secret: bytes, controller: str, keys: LineKeys, incoming: Any
+    ) -> None:
+        if not secret:
+            raise KeyUnusable(f"nothing listens at {address} without a CURVE key")
+        context = zmq.asyncio.Context.instance()
+        self._identity = keys.identity
+        self._gatherer = Gatherer()
+        self._timer: asyncio.TimerHandle | None = None
+        self._controller = context.socket(zmq.DEALER)
+        identify(self._controller, keys)
+        for option, value in (
+            (zmq.LINGER, 1000),
+            (zmq.MAXMSGSIZE, LINE_BYTES),
+            (zmq.HEARTBEAT_IVL, int(1000 * _HEARTBEAT_SECONDS)),
+            (zmq.HEARTBEAT_TIMEOUT, int(1000 * _DEAD_SECONDS)),
+        ):
+            self._controller.setsockopt(option, value)
+        self._controller.set_hwm(QUEUED)
+        self._controller.connect(controller)
+        self._children = context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.ROUTER_HANDOVER, 1),
+            (zmq.MAXMSGSIZE, HUB_BYTES),
+        ):
+            self._children.setsockopt(option, value)
+        self._children.set_hwm(QUEUED)
+        self._children.curve_server = True
+        self._children.curve_secretkey = secret
+        self._children.bind(address)
+        self.line: RelayLine[Any] = RelayLine(self, keys, incoming)
+        self.dropped = 0
+        """Bundles and frames that could not be passed on."""
+        self._logged = float("-inf")
+
+    async def run(self) -> None:
+        """Pass frames on until cancelled."""
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._up())
+            loops.create_task(self._down())
+
+    async def _up(self) -> None:
+        passed = 0
+        while True:
+            identity, *parts = await self._children.recv_multipart()
+            with contextlib.suppress(FrameRefused):  # its sender's session will miss it
+                self.gather(identity, join(parts, max_bytes=HUB_BYTES + EXTRA_BYTES))
+            passed += 1
+            if passed % _TURN == 0:
+                await asyncio.sleep(0)
+
+    def gather(self, identity: bytes, frame: bytes) -> None:
+        """Have a frame leave for the controller when it is time."""
+        loop = asyncio.get_running_loop()
+        self._gatherer.add(identity, frame, loop.time(), urgent=is_urgent(frame))
+        due = self._gatherer.due
+        if due is None or (self._timer is not None and self._timer.when() <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(due, self._leave)
+
+    def _leave(self) -> None:
+        self._timer = None
+        for bundle in bundles_of(self._gatherer.leave(asyncio.get_running_loop().time())):
+            sending = self._controller.send_multipart(split(bundle), flags=zmq.NOBLOCK)
+            self._note(error_of(sending), "the controller")
+
+    async def _down(self) -> None:
+        passed = 0
+        while True:
+            parts = await self._controller.recv_multipart()
+            try:
+                entries = entries_of(join(parts, max_bytes=LINE_BYTES + EXTRA_BYTES))
+            except FrameRefused as error:
+                self.line.refusals.refuse("the controller", error)
+                continue
+            for identity, frame in entries:
+                if identity == self._identity:
+                    self.line.arrived(frame)
+                    continue
+                sending = self._children.send_multipart(
+                    [identity, *split(frame)], flags=zmq.NOBLOCK
+                )
+                self._note(error_of(sending), "a child")
+            passed += len(entries)
+            if passed >= _TURN:
+                passed = 0
+                await asyncio.sleep(0)
+
+    def _note(self, error: BaseException | None, receiver: str) -> None:
+        """Count what could not be passed on, and say so now and then."""
+        if error is None:
+            return
+        self.dropped += 1
+        now = time.monotonic()
+        if now - self._logged >= _LOG_SECONDS:
+            self._logged = now
+            logger.warning(
+                "%d frames could not be passed on until now, the last one to %s: %s; sessions send "
+                "them again", self.dropped, receiver, error,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Close the sockets; what waits for the controller is still sent for at most a second."""
+        self.line.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        for bundle in bundles_of(self._gatherer.leave(float("inf"))):
+            error_of(self._controller.send_multipart(split(bundle), flags=zmq.NOBLOCK))
+        self._children.close()
+        self._controller.close()

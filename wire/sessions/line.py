@@ -1,0 +1,79 @@
+"""A child's line to the controller through the relay of its node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from wire.decoding import FrameRefused
+from wire.keys import LineKeys
+from wire.parts import join, split
+from wire.refusals import Refusals
+from wire.sessions.bundles import EXTRA_BYTES
+from wire.sessions.end import SessionEnd
+from wire.sockets import LINE_BYTES, Line, error_of
+
+In = TypeVar("In")
+
+_LAST_SECONDS = 1.0
+"""Longest wait at the end for the controller to have everything."""
+_ASK_SECONDS = 0.2
+
+
+class SessionLine(Line[In]):
+    """A `Line` that loses and doubles nothing while relays come and go.
+
+    The address is known before there is a relay: ZeroMQ connects once one listens there.
+    """
+
+    def __init__(
+        self, address: str, keys: LineKeys, incoming: Any, refusals: Refusals | None = None
+    ) -> None:
+        super().__init__(address, keys, incoming, refusals)
+        self._end: SessionEnd[In] = SessionEnd(
+            incoming, max_bytes=LINE_BYTES, transmit=self._transmit
+        )
+
+    def _transmit(self, frame: bytes) -> None:
+        """Give a frame to the relay. One that its queue does not take is sent again later."""
+        error_of(self._socket.send_multipart(split(frame), flags=zmq.NOBLOCK))
+
+    def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:
+        """As `Line.send_soon`; `urgent` as in `SessionEnd.send_soon`."""
+        self._end.send_soon(message, urgent=urgent)
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """As `Line.send`."""
+        self._end.send(message)
+
+    async def receive(self) -> In:
+        """As `Line.receive`."""
+        while not self._ready:
+            self._accept(await self._socket.recv_multipart())
+            if not self._ready:
+                await asyncio.sleep(0)
+        return self._ready.popleft()
+
+    def _accept(self, parts: list[bytes]) -> None:
+        try:
+            self._ready.extend(self._end.arrived(join(parts, max_bytes=LINE_BYTES + EXTRA_BYTES)))
+        except FrameRefused as error:
+            self.refusals.refuse(self._address, error)
+
+    def close(self) -> None:
+        """Close the socket once the controller has everything, after a second at most."""
+        self._end.close()
+        ends = time.monotonic() + _LAST_SECONDS
+        socket: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
+        while self._end.unacknowledged and time.monotonic() < ends:
+            self._end.ask()
+            with contextlib.suppress(zmq.ZMQError):
+                if socket.poll(int(1000 * _ASK_SECONDS)):
+                    self._accept(socket.recv_multipart(zmq.NOBLOCK))
+        self._end.close()
+        self._socket.close()

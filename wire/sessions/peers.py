@@ -1,0 +1,158 @@
+"""The controller's ends of sessions: which peer is reached through which relay.
+
+A peer's route is learned from the bundle in which its frame came. A relay that replaces another
+one is heard of later, so a route changes to relays that were heard of later only: a frame that the
+lost relay had under way changes nothing. When it changes, both ends send again what may be lost.
+
+What a relay can do: it carries the passes of its own node's children, so it can speak for these.
+It does not know the passes of others, without which no frame in a bundle is read (`wire.keys`).
+
+No sockets, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from wire.decoding import FrameRefused, Reason
+from wire.keys import HubKeys
+from wire.refusals import Refusals
+from wire.sessions.bundles import Entry, bundles_of, entries_of
+from wire.sessions.frames import header_of
+from wire.sessions.session import Limits, Session
+
+_NO_PASS = FrameRefused(Reason.UNKNOWN_PEER, "its name and its pass do not belong together")
+
+
+LIMITS = Limits()
+"""Of what a peer has not acknowledged. One that exceeds them is cut off."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A child that speaks through a relay."""
+
+    name: str
+    identity: bytes
+    session: Session
+    relay: str
+    since: int
+    """The place of that relay in the order in which relays were first heard of."""
+
+
+class SessionPeers:
+    """All sessions of a hub.
+
+    Args:
+        keys: of the hub.
+        refusals: of the hub.
+        send: hands a bundle for a relay to the hub's socket.
+    """
+
+    def __init__(
+        self, keys: HubKeys, refusals: Refusals, send: Callable[[str, bytes], None]
+    ) -> None:
+        self._keys = keys
+        self._refusals = refusals
+        self._send = send
+        self._peers: dict[str, _Peer] = {}
+        self._by_identity: dict[bytes, _Peer] = {}
+        self._relays: dict[str, int] = {}
+        self._leaving: dict[str, list[Entry]] = {}
+        self._active: dict[str, _Peer] = {}
+
+    def __contains__(self, peer: str) -> bool:
+        """Whether a peer of this name has spoken in a session."""
+        return peer in self._peers
+
+    @property
+    def active(self) -> bool:
+        """Whether `tick` has anything to look after."""
+        return bool(self._active)
+
+    def relay_of(self, peer: str) -> str | None:
+        """The relay through which a peer is reached."""
+        known = self._peers.get(peer)
+        return None if known is None else known.relay
+
+    def take(self, relay: str, bundle: bytes, now: float) -> Iterator[tuple[str, bytes]]:
+        """The new contents of a bundle, each with its sender, in order.
+
+        Raises:
+            FrameRefused: it is no bundle.
+        """
+        since = self._relays.setdefault(relay, len(self._relays))
+        for identity, frame in entries_of(bundle):
+            peer = self._by_identity.get(identity)
+            if peer is None:
+                name = self._keys.name_in(identity)
+                if name is None:
+                    self._refusals.note(f"a peer of {relay}", _NO_PASS)
+                    continue
+            else:
+                name = peer.name
+            if self._refusals.is_cut_off(name):
+                self._refusals.drop(name)
+                continue
+            try:
+                if peer is None:
+                    peer = self._new(name, identity, frame, relay, since)
+                taken = peer.session.take(frame, now)
+            except FrameRefused as error:
+                self._refusals.refuse(name, error)
+                continue
+            self._leave(peer, taken.replies)
+            if since > peer.since:
+                peer.relay, peer.since = relay, since
+                self._leave(peer, peer.session.rerouted(now))
+            self._active[name] = peer
+            if taken.body is not None:
+                yield name, taken.body
+
+    def _new(self, name: str, identity: bytes, frame: bytes, relay: str, since: int) -> _Peer:
+        peer = _Peer(name, identity, Session(header_of(frame).session, LIMITS), relay, since)
+        self._peers[name] = self._by_identity[identity] = peer
+        return peer
+
+    def send(self, peer: str, body: bytes, now: float) -> None:
+        """Send to a peer; it leaves with the next `flush`.
+
+        Raises:
+            wire.errors.SessionFull: the peer acknowledges nothing.
+        """
+        known = self._peers[peer]
+        self._leave(known, [known.session.send(body, now)])
+        self._active[peer] = known
+
+    def tick(self, now: float) -> None:
+        """Acknowledge, ask and send again where it is time."""
+        for name, peer in list(self._active.items()):
+            due = peer.session.next_due
+            if due is None:
+                del self._active[name]
+            elif now >= due:
+                self._leave(peer, peer.session.due(now))
+
+    def abandon(self, peer: str) -> None:
+        """A peer is gone: forget what it did not acknowledge. What it has sent may still come."""
+        known = self._peers.get(peer)
+        if known is not None:
+            known.session.abandon()
+
+    def _leave(self, peer: _Peer, frames: list[bytes]) -> None:
+        if frames:
+            leaving = self._leaving.setdefault(peer.relay, [])
+            leaving.extend((peer.identity, frame) for frame in frames)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether `flush` would send anything."""
+        return bool(self._leaving)
+
+    def flush(self) -> None:
+        """Send what leaves, in one bundle for each relay."""
+        leaving, self._leaving = self._leaving, {}
+        for relay, entries in leaving.items():
+            for bundle in bundles_of(entries):
+                self._send(relay, bundle)

@@ -1,0 +1,209 @@
+"""One end of a session: numbered frames, acknowledgements, and what is sent again.
+
+    frame = session.send(body, now)          # hand it to the relay
+    taken = session.take(frame, now)         # from the relay: taken.body is new, or None
+    frames = session.due(now)                # acknowledgements and questions whose time has come
+
+What the other end has not acknowledged is kept and sent again
+- when it asks (AGAIN): a frame is missing before one that came, or its way has changed;
+- when this end has waited for `PATIENCE_SECONDS`: the oldest frame goes out once more as a PROBE,
+  and its answer says what is missing.
+Frames that came before are dropped, and so are those that come too early: between two relays their
+order may change, and what was dropped comes again in order. So each body is delivered once, in the
+order in which it was sent.
+
+Bounded: what is not acknowledged. The owner of a full session ends it and says so (`SessionFull`).
+No sockets, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from wire.decoding import FrameRefused, Reason
+from wire.errors import SessionFull
+from wire.sessions.frames import AGAIN, HEADER_BYTES, PROBE, URGENT, Header, encode, header_of
+
+ACK_SECONDS = 0.1
+"""A frame is acknowledged after this time at the latest, with what else is sent or on its own."""
+ACK_FRAMES = 64
+"""So many frames are acknowledged at once."""
+ASK_SECONDS = 0.2
+"""Shortest time between two questions for what is missing, and between two answers."""
+PATIENCE_SECONDS = 2.0
+"""Wait for an acknowledgement. It doubles with each probe, up to `MAX_PATIENCE_SECONDS`."""
+MAX_PATIENCE_SECONDS = 16.0
+
+
+class Limits(NamedTuple):
+    """Of what one end sent and the other has not acknowledged."""
+
+    frames: int = 1 << 16
+    bytes: int = 64 << 20
+    """A single longer frame is kept all the same."""
+
+
+class Taken(NamedTuple):
+    """What follows from a frame."""
+
+    body: bytes | None
+    """New content, the next in order; None: it has none, or not now."""
+    replies: list[bytes]
+    """Frames to send back now."""
+
+
+class Session:
+    """One end.
+
+    Args:
+        name: of the session, as `wire.sessions.frames.new_session` draws it.
+        limits: of what is not acknowledged.
+    """
+
+    def __init__(self, name: bytes, limits: Limits = Limits()) -> None:  # noqa: B008 - immutable
+        self.name = name
+        self._limits = limits
+        self._unacknowledged: deque[tuple[int, bytes, int]] = deque()
+        self._bytes = 0
+        self._sent = 0
+        self._taken = 0
+        self.dropped = 0
+        """Frames that came a second time or too early."""
+        self._owed = 0
+        self._owed_since: float | None = None
+        self._asked = self._answered = float("-inf")
+        self._answer_at: float | None = None
+        self._probe_at: float | None = None
+        self._patience = PATIENCE_SECONDS
+
+    @property
+    def unacknowledged(self) -> int:
+        """Frames that the other end may lack."""
+        return len(self._unacknowledged)
+
+    def send(self, body: bytes, now: float, *, urgent: bool = False) -> bytes:
+        """The frame in which a body travels; it is kept until it is acknowledged.
+
+        Raises:
+            SessionFull: too much is not acknowledged; the session cannot go on.
+        """
+        waiting = self._unacknowledged
+        if waiting and (
+            len(waiting) >= self._limits.frames or self._bytes + len(body) > self._limits.bytes
+        ):
+            raise SessionFull(
+                f"{len(waiting)} frames of {self._bytes} bytes in all were not acknowledged"
+            )
+        self._sent += 1
+        flags = URGENT if urgent else 0
+        waiting.append((self._sent, body, flags))
+        self._bytes += len(body)
+        if self._probe_at is None:
+            self._probe_at = now + self._patience
+        return self._frame(self._sent, body, flags)
+
+    def take(self, frame: bytes, now: float) -> Taken:
+        """Note what the other end says.
+
+        Raises:
+            FrameRefused: it is no frame of this session.
+        """
+        header = header_of(frame)
+        if header.session != self.name:
+            raise FrameRefused(Reason.UNEXPECTED, "a frame of another session under this name")
+        if header.ack > self._sent:
+            raise FrameRefused(
+                Reason.UNEXPECTED, f"frame {header.ack} is acknowledged, {self._sent} were sent"
+            )
+        self._acknowledged(header.ack, now)
+        replies: list[bytes] = []
+        if header.flags & AGAIN and self._unacknowledged:
+            if now - self._answered >= ASK_SECONDS:
+                replies += self._again(now)
+            elif self._answer_at is None:
+                self._answer_at = self._answered + ASK_SECONDS
+        body = self._content(header, frame, now, replies)
+        if header.flags & PROBE:
+            replies.append(self._question(now))
+        elif self._owed >= ACK_FRAMES:
+            replies.append(self._frame(0, b"", 0))
+        return Taken(body, replies)
+
+    def _content(
+        self, header: Header, frame: bytes, now: float, replies: list[bytes]
+    ) -> bytes | None:
+        if header.number == 0:
+            return None
+        self._owed += 1
+        if self._owed_since is None:
+            self._owed_since = now
+        if header.number == self._taken + 1:
+            self._taken += 1
+            return frame[HEADER_BYTES:]
+        self.dropped += 1
+        if header.number > self._taken and now - self._asked >= ASK_SECONDS:
+            replies.append(self._question(now))
+        return None
+
+    def rerouted(self, now: float) -> list[bytes]:
+        """The way to the other end has changed: what either end sent may be lost on the old one."""
+        return [self._question(now), *self._again(now)]
+
+    def abandon(self) -> None:
+        """The other end is gone: forget what it did not acknowledge. Late frames may still come."""
+        self._unacknowledged.clear()
+        self._bytes = 0
+        self._probe_at = self._answer_at = None
+
+    @property
+    def next_due(self) -> float | None:
+        """When `due` has something to send; None: when something was sent or taken."""
+        times = [self._probe_at, self._answer_at]
+        if self._owed_since is not None:
+            times.append(self._owed_since + ACK_SECONDS)
+        return min((one for one in times if one is not None), default=None)
+
+    def due(self, now: float) -> list[bytes]:
+        """Frames whose time has come."""
+        frames: list[bytes] = []
+        if self._answer_at is not None and now >= self._answer_at:
+            frames += self._again(now)
+        if self._probe_at is not None and now >= self._probe_at:
+            frames += self.probe(now)
+        if self._owed_since is not None and now >= self._owed_since + ACK_SECONDS:
+            frames.append(self._frame(0, b"", 0))
+        return frames
+
+    def probe(self, now: float) -> list[bytes]:
+        """The oldest frame that is not acknowledged, as a question for what is missing."""
+        if not self._unacknowledged:
+            return []
+        number, body, flags = self._unacknowledged[0]
+        self._patience = min(2 * self._patience, MAX_PATIENCE_SECONDS)
+        self._probe_at = now + self._patience
+        return [self._frame(number, body, flags | PROBE | URGENT)]
+
+    def _acknowledged(self, ack: int, now: float) -> None:
+        waiting = self._unacknowledged
+        if not waiting or ack < waiting[0][0]:
+            return
+        while waiting and waiting[0][0] <= ack:
+            self._bytes -= len(waiting.popleft()[1])
+        self._patience = PATIENCE_SECONDS
+        self._probe_at = now + self._patience if waiting else None
+
+    def _again(self, now: float) -> list[bytes]:
+        """All that is not acknowledged."""
+        self._answered, self._answer_at = now, None
+        if self._unacknowledged:
+            self._probe_at = now + self._patience
+        return [self._frame(*one) for one in self._unacknowledged]
+
+    def _question(self, now: float) -> bytes:
+        self._asked = now
+        return self._frame(0, b"", AGAIN | URGENT)
+
+    def _frame(self, number: int, body: bytes, flags: int) -> bytes:
+        self._owed, self._owed_since = 0, None
+        return encode(Header(self.name, number, self._taken, flags), body)
