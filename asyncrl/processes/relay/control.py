@@ -114,7 +114,7 @@ class RelayLine(Generic[In]):
 
 
 class ControlRelay:
-    """Passes frames on. Use: make it, `await run()` beside the relay's other loops, `close()`.
+    """Passes frames on. Use: make it, `await run()` with the relay's other loops, `close()`.
 
     Args:
         address: where the node's children connect to.

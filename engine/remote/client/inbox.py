@@ -33,7 +33,13 @@ class Inbox(Generic[T]):
         """With which its request is sent."""
 
     def push(self, item: T, *, last: bool = False) -> None:
-        """Add an item, and close the inbox after the last one."""
+        """Add an item, and close the inbox after the last one. Nothing happens if it is closed.
+
+        What comes after an interruption or an error would be read as if neither had happened: a
+        verification could be judged by scores that its interruption was to drop.
+        """
+        if self.closed:
+            return
         self._items.append(item)
         self.started = True
         self.closed |= last

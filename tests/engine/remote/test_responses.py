@@ -273,6 +273,21 @@ def test_a_distribution_that_is_nan_fails_its_response_only() -> None:
     assert tokens_of(waiting(good)) == [[0], [1]]
 
 
+def test_what_comes_after_an_end_is_dropped() -> None:
+    """Scores that arrive after their request was interrupted or has failed, before it is read."""
+    for end, error in ((None, AbortedError), (EngineError("the core is gone"), EngineError)):
+        inbox: Inbox[int] = Inbox()
+        inbox.put(end)
+        inbox.push(1, last=True)
+        assert not inbox.over
+        with pytest.raises(error):
+            asyncio.run(inbox.take())
+    over: Inbox[int] = Inbox()
+    over.push(1, last=True)
+    over.push(2)
+    assert asyncio.run(over.take()) == [1]
+
+
 def test_a_reader_waits_for_an_item_or_the_end() -> None:
     async def scene() -> None:
         inbox: Inbox[int] = Inbox()
