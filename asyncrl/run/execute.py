@@ -142,7 +142,7 @@ async def _run(
 ) -> RunResult:
     began = time.monotonic()
     config, state = prepared.config, directory.state
-    with contextlib.ExitStack() as closing:
+    async with contextlib.AsyncExitStack() as closing:
         try:
             runtime = RuntimeDirectory()
         except AddressTooLong as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,7 +42,7 @@ async def open_launcher(
     run: Path,
     records: ProcessRecords,
     runtime: RuntimeDirectory,
-    closing: ExitStack,
+    closing: AsyncExitStack,
     say: Callable[[str], None],
 ) -> Launching:
     """Open the launcher; `closing` ends it.
@@ -54,7 +54,7 @@ async def open_launcher(
     if config.launcher.kind == "ray":
         model_path, folder = _absolute(prepared.model_path), Path(_absolute(str(run)))
         ray = await RayLauncher.open(config, slots_of(config), folder, model_path, records)
-        closing.callback(ray.close)
+        closing.push_async_callback(ray.close)
         for line in ray.lines():
             say(line)
         device: Literal["cpu", "cuda"] = "cuda" if ray.generators_have_gpus else "cpu"

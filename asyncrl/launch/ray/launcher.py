@@ -250,11 +250,11 @@ class RayLauncher:
                 place = "" if status.node is None else status.node.ip
                 here.write_text(f"on node {place}: {status.log}\n", encoding="utf-8")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the broker and what it started; waits, but not for ever."""
         self._on_lost = None
         self._orders.put(None)
-        self._broker.close()
+        await self._broker.close()
         with contextlib.suppress(OSError):
             (self._run / NODES_FILE).unlink()
 

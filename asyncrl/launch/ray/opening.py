@@ -12,7 +12,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -41,15 +43,27 @@ class BrokerProcess:
     """What it says; None when it has ended."""
     log: Path
 
-    def close(self) -> None:
-        """Close its pipe, on which it ends the processes and itself; kill it if it does not."""
-        with contextlib.suppress(OSError):  # it has ended
-            self.input.close()
+    async def close(self) -> None:
+        """Close its pipe, on which it ends the processes and itself; kill it if it does not.
+
+        Ends within 2 * CLOSE_SECONDS. If it is cancelled, the broker is killed: Ray ends what a
+        driver has left behind.
+        """
+        # By a thread: a broker that does not read lets this wait until it is killed.
+        _in_thread(self.input.close)
         try:
-            self.process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(CLOSE_SECONDS)
+            if not await self._ends_within(CLOSE_SECONDS):
+                self.process.kill()
+                await self._ends_within(CLOSE_SECONDS)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+
+    async def _ends_within(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < until:
+            await asyncio.sleep(_POLL_SECONDS)
+        return self.process.poll() is not None
 
     def last_words(self) -> str:
         """The last line of its log."""
@@ -104,12 +118,22 @@ async def open_cluster(
     )
     broker = _start(run_directory / "logs" / "ray.log")
     try:
-        messages.write(broker.input, asked)
+        _in_thread(partial(messages.write, broker.input, asked))
         return broker, await _opened(broker)
     except BaseException:
         broker.process.kill()  # Ray ends what a driver has left behind
-        broker.close()
+        await broker.close()
         raise
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    """Do something with the pipe that may wait, at most until the broker has ended."""
+
+    def run() -> None:
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or the pipe is closed
+            work()
+
+    threading.Thread(target=run, name="ray-broker-pipe", daemon=True).start()
 
 
 def _start(log: Path) -> BrokerProcess:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from msgspec.structs import replace
 
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncrlError, ConfigError, UserError
-from asyncrl.launch.ray import opening
+from asyncrl.launch.ray import messages, opening
 from asyncrl.launch.ray.actor import PACKAGES
 from asyncrl.launch.ray.launcher import RayLauncher
 from asyncrl.launch.ray.nodes import (
@@ -102,7 +103,7 @@ def test_processes_are_started_and_their_ends_are_known(
     wait_for(lambda: lost)
     assert two.exit_code() == -9
     assert "the process that speaks to Ray ended" in two.cause()
-    launcher.close()
+    asyncio.run(launcher.close())
 
 
 def test_nodes_that_share_memory_are_one_unless_relays_are_always_used() -> None:
@@ -145,7 +146,7 @@ def test_the_environment_of_ray_is_on_no_command_line(
     with monkeypatch.context() as patch:
         patch.setattr(launcher, "_orders", SimpleNamespace(put=orders.append))
         launcher.start(spec(), KEYS)
-    launcher.close()
+    asyncio.run(launcher.close())
     sent = msgspec.convert(json.loads(orders[0].order)["spec"], ChildSpec).config()
     assert sent.launcher.ray.runtime_env == {}
     assert sent.run == config.run
@@ -160,7 +161,7 @@ def test_a_resumed_run_ends_the_broker_of_a_killed_controller(
     end_leftovers(tmp_path, said.append)
     wait_for(lambda: launcher._broker.process.poll() is not None)
     assert "ray (process" in said[0]
-    launcher.close()
+    asyncio.run(launcher.close())
 
 
 def test_a_lost_head_is_told_and_ends_no_process(
@@ -175,7 +176,27 @@ def test_a_lost_head_is_told_and_ends_no_process(
     launcher._broker.input.close()
     wait_for(lambda: lost)
     assert lost[0] == "the head is silent None"
-    launcher.close()
+    asyncio.run(launcher.close())
+
+
+def test_a_broker_that_reads_nothing_is_killed_and_blocks_no_event_loop(
+    open_one: Callable[[str], RayLauncher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = open_one("open")
+    os.kill(launcher._broker.process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(opening, "CLOSE_SECONDS", 0.5)
+    for _ in range(3):  # the writer waits for room in the pipe, and holds the file's lock
+        launcher._orders.put(messages.Start(0, "a", "x" * (1 << 20), b""))
+
+    async def close() -> int:
+        closing, turns = asyncio.create_task(launcher.close()), 0
+        while not closing.done():
+            turns += 1
+            await asyncio.sleep(0)
+        return turns
+
+    assert asyncio.run(close()) > 10
+    assert launcher._broker.process.poll() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
