@@ -61,9 +61,11 @@ class BrokerProcess:
 
     async def _ends_within(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
-        while self.process.poll() is None and time.monotonic() < until:
+        while time.monotonic() < until:
+            if self.process.poll() is not None:
+                return True
             await asyncio.sleep(_POLL_SECONDS)
-        return self.process.poll() is not None
+        return False
 
     def last_words(self) -> str:
         """The last line of its log."""
