@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 from ray.exceptions import RayError
+from ray.runtime_env import RuntimeEnv
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -47,6 +48,7 @@ class Cluster:
         self._asked = asked
         self._say = say
         self._runtime_env = json.loads(asked.runtime_env)
+        check_runtime_env(self._runtime_env)
         self.slots: tuple[Slot, ...] = asked.slots
         self.actors: dict[int, Any] = {}
         """By slot."""
@@ -62,7 +64,7 @@ class Cluster:
         shown = "a cluster of this machine" if address is None else f"the Ray head at {address}"
         self._say(f"an answer of {shown} (launcher.ray.connect_seconds)", _seconds(self._asked))
         if address is not None and address != "auto":
-            _check_port(address)
+            check_port(address)
         quiet: dict[str, Any] = {
             "log_to_driver": False, "logging_level": "ERROR", "configure_logging": False,
             "include_dashboard": False,
@@ -203,20 +205,35 @@ def _seconds(asked: messages.Open) -> float:
     return asked.connect_seconds + (30.0 if asked.address is None else 0.0)
 
 
-def _check_port(address: str) -> None:
+def check_port(address: str) -> None:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or "://" in address:
         raise ClusterRefused(
             f"launcher.ray.address: {address!r} is not HOST:PORT, auto or null. Ray's client "
             "(ray://) is not used: run the controller on a node of the cluster"
         )
     try:
         socket.create_connection((host, int(port)), _PORT_SECONDS).close()
+    except socket.gaierror as error:
+        raise ClusterRefused(
+            f"launcher.ray.address: this machine does not know the host {host!r} ({error.strerror})"
+        ) from error
     except OSError as error:
         raise ClusterRefused(
             f"launcher.ray.address: nothing listens at {address} ({error}). Start the head with "
             "`ray start --head --port=PORT`, or open that port in the firewall"
         ) from error
+
+
+def check_runtime_env(runtime_env: dict[str, Any]) -> None:
+    """Ray ignores what it does not know."""
+    unknown = sorted(runtime_env.keys() - RuntimeEnv.known_fields)
+    if unknown:
+        known = sorted(name for name in RuntimeEnv.known_fields if not name.startswith("_"))
+        raise ClusterRefused(
+            f"launcher.ray.runtime_env: Ray {ray.__version__} does not know {', '.join(unknown)}; "
+            f"it knows {', '.join(known)}"
+        )
 
 
 def one_line(error: BaseException) -> str:

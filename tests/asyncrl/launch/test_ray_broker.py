@@ -16,6 +16,7 @@ from asyncrl.launch.ray import messages
 from asyncrl.launch.ray.nodes import Slot
 
 broker_of_ray = pytest.importorskip("asyncrl.launch.ray.broker")
+cluster_of_ray = pytest.importorskip("asyncrl.launch.ray.cluster")
 
 
 @pytest.fixture
@@ -67,3 +68,25 @@ def test_a_process_without_a_slot_is_started_on_its_node_and_its_actor_ends_with
     broker._answered("relay-0", "watch", (3, "the end"))
     broker._cluster.drop.assert_called_once_with("relay-0")
     assert said(broker)[-1] == messages.Status("relay-0", 3, "", "the end", "/relay", NODE)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("foo", "is not HOST:PORT, auto or null"),
+        ("ray://127.0.0.1:10001", "Ray's client .* is not used"),
+        ("no.such.host.invalid:6379", "does not know the host 'no.such.host.invalid'"),
+        ("127.0.0.1:1", "nothing listens at 127.0.0.1:1"),
+    ],
+)
+def test_an_address_that_cannot_be_right_is_refused_by_name(address: str, said: str) -> None:
+    with pytest.raises(cluster_of_ray.ClusterRefused, match=said):
+        cluster_of_ray.check_port(address)
+
+
+def test_a_misspelt_runtime_environment_is_refused() -> None:
+    cluster_of_ray.check_runtime_env({"env_vars": {"A": "b"}, "pip": ["x"]})
+    with pytest.raises(
+        cluster_of_ray.ClusterRefused, match=r"does not know env_var; it knows .*pip"
+    ):
+        cluster_of_ray.check_runtime_env({"env_var": {"A": "b"}})

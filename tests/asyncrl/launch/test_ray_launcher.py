@@ -131,7 +131,7 @@ def test_a_relay_goes_to_a_node_and_takes_no_slot(
         relay = launcher.start(replace(generator, role="relay", name="relay-0"), KEYS, "b2")
     assert relay.node is None, "it is not placed yet"
     assert (orders[0].slot, orders[0].node) == (None, "b2")
-    launcher.close()
+    asyncio.run(launcher.close())
 
 
 def test_the_environment_of_ray_is_on_no_command_line(
