@@ -206,6 +206,7 @@ def _seconds(asked: messages.Open) -> float:
 
 
 def check_port(address: str) -> None:
+    """Refuse an address at which there can be no head, before Ray waits for it."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "://" in address:
         raise ClusterRefused(
@@ -226,7 +227,7 @@ def check_port(address: str) -> None:
 
 
 def check_runtime_env(runtime_env: dict[str, Any]) -> None:
-    """Ray ignores what it does not know."""
+    """Refuse fields that Ray would ignore."""
     unknown = sorted(runtime_env.keys() - RuntimeEnv.known_fields)
     if unknown:
         known = sorted(name for name in RuntimeEnv.known_fields if not name.startswith("_"))
