@@ -7,7 +7,8 @@ child knows as its own. It sleeps until one of the two ends, then
 
 - gives the child some seconds to end by itself,
 - kills it, its session, and every process that has the child's mark in its environment,
-- removes the child's files in memory, and those of the run if no process of it is left here.
+- removes the child's files in memory, and those of the run if no process of it is left here: none
+  in /proc, and no other keeper.
 
 Arguments: process ids of actor and child, mark of the child, mark of the run, folder of files in
 memory, the run's id, name of the child, seconds for it to end.
@@ -16,6 +17,7 @@ memory, the run's id, name of the child, seconds for it to end.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import shutil
@@ -50,10 +52,40 @@ def main() -> None:
         os._exit(0)  # so that it is no child of the worker, whose children Ray kills
     with Path(os.devnull).open("wb") as nothing:
         os.dup2(nothing.fileno(), 1)
+    kept = Path(folder) / f"asyncrl-{run_id}-kept"
+    descriptor = share(kept)
     keep(actor_end, child_end, child, mark, grace=float(sys.argv[8]))
     remove(Path(folder), f"asyncrl-{run_id}-{name}-weights-*")
-    if not any(with_variable(RUN_MARK, {run_mark})):
+    if not any(with_variable(RUN_MARK, {run_mark})) and is_last(descriptor):
         remove(Path(folder), f"asyncrl-{run_id}-*")
+
+
+def share(path: Path) -> int | None:
+    """A descriptor of this file, with a shared lock for as long as the keeper lives.
+
+    Containers may share memory and not see each other's processes, so each keeper says so here.
+    None if that cannot be said; then `is_last` is never sure.
+    """
+    with contextlib.suppress(OSError):
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == os.fstat(descriptor).st_ino:
+                    return descriptor
+            os.close(descriptor)  # the last keeper has removed it
+    return None
+
+
+def is_last(descriptor: int | None) -> bool:
+    """Whether no other keeper has a process of the run here. The lock excludes new ones."""
+    if descriptor is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def remove(folder: Path, pattern: str) -> None:

@@ -18,6 +18,7 @@ import pytest
 from msgspec import json as msgspec_json
 
 from asyncrl.launch.ray.actor import KEEPER_MODULE, ProcessActor, code_version
+from asyncrl.launch.ray.keeper import is_last, share
 from asyncrl.processes.spec import ChildSpec
 
 
@@ -87,6 +88,21 @@ def test_a_killed_actor_leaves_nothing(tmp_path: Path, *, stopped: bool) -> None
     wait_for(lambda: not any(map(is_alive, child["pids"])))
     kept = "asyncrl-other-trainer-weights-0"
     wait_for(lambda: {path.name for path in memory.iterdir()} == {kept})
+
+
+def test_files_stay_while_a_process_that_cannot_be_seen_has_a_keeper(tmp_path: Path) -> None:
+    """As in another container that shares this memory."""
+    for name in ("trainer-weights-0", "exchange"):
+        (tmp_path / f"asyncrl-mine-abc-{name}").touch()
+    other = share(tmp_path / "asyncrl-mine-abc-kept")
+    worker, child = start(tmp_path / "run", tmp_path, "end")
+    worker.communicate(timeout=30)
+    wait_for(lambda: not keepers_of(child["pids"][0]))
+    assert {path.name for path in tmp_path.glob("asyncrl-*")} == {
+        "asyncrl-mine-abc-exchange",
+        "asyncrl-mine-abc-kept",
+    }
+    assert is_last(other)
 
 
 def test_a_killed_keeper_is_replaced(tmp_path: Path) -> None:
