@@ -132,13 +132,17 @@ def _kill(run: LiveRun, victim: Fault, moments: random.Random) -> Kill:
         last = ends[-1]
         run.until(lambda last=last: run.last_step_at() > last, f"a step after the {victim.name}")  # type: ignore[misc]
         ends.append(run.last_step_at())
+    # Those that it did while it was not watched, too.
+    ends += [one.time for one in run.records() if killed_at < one.time < ends[-1]]
     if not victim.ends_the_run:
         victim.repair(run)
     run.note_sockets()
     return Kill(
         victim.name,
         step,
-        seconds_to_next_step=max(after - before for before, after in itertools.pairwise(ends)),
+        seconds_to_next_step=max(
+            after - before for before, after in itertools.pairwise(sorted(ends))
+        ),
         engine_start_seconds=_start_seconds(run, killed_at),
         end_seconds=end_seconds,
     )

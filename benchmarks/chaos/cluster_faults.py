@@ -105,6 +105,59 @@ def _head_is_cut(run: ClusterRun, moments: random.Random) -> None:
     run.nodes.machines[run.nodes.head].cut()
 
 
+SHORT_SECONDS = 8.0
+"""A cut that nobody takes for a loss: less than `launcher.silence_seconds` and than what Ray's head
+waits for a node (about 20 s)."""
+END_SECONDS = 120.0
+"""For the processes of a machine that was cut off to end by themselves when they are back."""
+
+
+def _cut_for_a_moment(run: ClusterRun, moments: random.Random) -> None:
+    """Nothing may be replaced in consequence."""
+    before = {one.name for one in run.on()}
+    machine = moments.choice(_elsewhere(run)).machine
+    machine.cut()
+    time.sleep(SHORT_SECONDS)
+    machine.heal()
+    healed = time.time()
+    run.until(lambda: run.last_step_at() > healed, "a step after a short cut")
+    if (after := {one.name for one in run.on()}) != before:
+        raise run.error(f"replaced {before - after} by {after - before} after {SHORT_SECONDS:g} s")
+
+
+def _cut(run: ClusterRun, moments: random.Random) -> None:
+    """For as long as the run needs to recover without the machine."""
+    machine = moments.choice(_elsewhere(run)).machine
+    run.cut_off = [one for one in run.on() if one.machine is machine]
+    machine.cut()
+
+
+def _heal(run: ClusterRun) -> None:
+    """The replaced processes on the machine that was cut off are to end by themselves."""
+    for name in {one.machine.name for one in run.cut_off}:
+        run.nodes.machines[name].heal()
+    old = {one.pid for one in run.cut_off}
+    until = time.monotonic() + END_SECONDS
+    while left := old & {one.pid for one in run.on()}:
+        if time.monotonic() > until:
+            raise run.error(f"left {len(left)} replaced processes running where it was cut off")
+        time.sleep(0.2)
+    run.cut_off = []
+    restore_nodes(run.nodes)
+
+
+def _controller_is_cut(run: ClusterRun, moments: random.Random) -> None:
+    del moments
+    run.here.cut()
+
+
+def _heal_controller(run: ClusterRun) -> None:
+    """What is elsewhere is to end by itself, before the controller's machine is back."""
+    _see_that_all_ends(run)
+    run.here.heal()
+    restore_nodes(run.nodes)
+
+
 def _own_raylet(run: ClusterRun, moments: random.Random) -> None:
     del moments
     _kill(run.nodes.raylet(run.controller_machine))
@@ -138,15 +191,19 @@ def _restore_nodes(run: ClusterRun) -> None:
     restore_nodes(run.nodes)
 
 
+def _see_that_all_ends(run: ClusterRun) -> None:
+    until = time.monotonic() + END_SECONDS
+    while left := run.descendants():
+        if time.monotonic() > until:
+            raise run.error(f"left {len(left)} processes running")
+        time.sleep(0.2)
+
+
 def _restore_all(run: ClusterRun) -> None:
     """A cluster without its head is none: start all again."""
     nodes = run.nodes
     nodes.machines[nodes.head].heal()
-    until = time.monotonic() + 60
-    while run.descendants() and time.monotonic() < until:
-        time.sleep(0.2)  # they end by themselves; what does not is left over
-    if run.descendants():
-        raise run.error(f"left {len(run.descendants())} processes behind")
+    _see_that_all_ends(run)
     for name in nodes.machines:
         nodes.stop(name)
     nodes.start_all()
@@ -161,6 +218,9 @@ FAULTS = {
         ClusterFault("keeper", "keeper of a process", _keeper),
         ClusterFault("raylet", "raylet of a node", _raylet, _restore_nodes),
         ClusterFault("machine", "all of a machine at once", _machine, _restore_nodes),
+        ClusterFault("relay", "relay of a node", _child("relay")),
+        ClusterFault("short-cut", f"machine cut off for {SHORT_SECONDS:g} s", _cut_for_a_moment),
+        ClusterFault("cut", "machine cut off until it is replaced", _cut, _heal),
         ClusterFault("controller", "controller, then --resume", _controller, ends_the_run=True),
         ClusterFault(
             "broker", "broker, then --resume", _broker, ends_the_run=True,
@@ -177,6 +237,10 @@ FAULTS = {
         ClusterFault(
             "head-cut", "head's machine cut off, then --resume", _head_is_cut, _restore_all,
             ends_the_run=True, expected_error=_HEAD_LOST,
+        ),
+        ClusterFault(
+            "controller-cut", "controller's machine cut off, then --resume", _controller_is_cut,
+            _heal_controller, ends_the_run=True, expected_error=_HEAD_LOST,
         ),
     )
 }  # fmt: skip

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -46,6 +46,8 @@ class ClusterRun(LiveRun):
 
     cluster: RayMachines | None = None
     controller_machine: str = ""
+    cut_off: list[Child] = field(default_factory=list)
+    """What was on a machine when it was cut off, until that is over."""
 
     @property
     def nodes(self) -> RayMachines:

@@ -59,7 +59,7 @@ SETTINGS = (
     *("trainer.learning_rate=2e-5", "trainer.checkpoint_every=5", "evaluation.prompts=4"),
     *("launcher.max_restarts=1000", "monitoring.live=plain"),
 )
-CLUSTER = {"head": 0, "one": 1, "two": 1, "three": 1, "four": 1}
+CLUSTER = {"head": 0, "one": 2, "two": 1, "three": 1}
 """Cores of each machine: room for three processes and one to spare."""
 PRINTED_WIDTH = 150
 """Characters per line if the output goes to a file."""

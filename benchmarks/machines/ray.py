@@ -26,6 +26,7 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_BACKEND_LOG_LEVEL": "error",
+    "RAY_worker_niceness": "0",  # 15 otherwise, also for what a worker starts
     "PYTHONWARNINGS": "ignore",
 }
 
