@@ -44,6 +44,7 @@ GRACE_SECONDS = 12.0
 """Time that the child of a lost actor has to end by itself. It cleans up for at most 10 s after
 SIGTERM (`asyncrl.processes.child`)."""
 _START_SECONDS = 30.0
+_PROBE_SECONDS = 5.0
 _KEEPER_SECONDS = 1.0
 """Between a keeper's end and the start of another, unless the child ends meanwhile."""
 _TAIL_BYTES = 16_384
@@ -82,7 +83,8 @@ class ProcessActor:
         """About this node: a `NodeInfo` as JSON.
 
         Args:
-            question: JSON: token_file, token, model, weights_directory.
+            question: JSON: token_file, token, model, weights_directory, probe (where the
+                controller's machine listens, HOST:PORT).
         """
         asked = json.loads(question)
         node, ip, gpus = _place()
@@ -101,6 +103,8 @@ class ProcessActor:
                 "shares_run_directory": shares,
                 "has_model": Path(asked["model"]).is_dir(),
                 "gpus": len(gpus),
+                "unreachable": _cannot_reach(asked["probe"]),
+                "disk": _disk(Path(tempfile.gettempdir())),
             }
         )
 
@@ -251,6 +255,22 @@ def memory_of(folder: Path) -> str:
         return f"{boot} {folder.stat().st_dev}"
     except OSError as error:
         return f"{socket.gethostname()}: {error.strerror}"
+
+
+def _disk(folder: Path) -> str:
+    """Names a folder, also among mount namespaces."""
+    found = folder.stat()
+    return f"{found.st_dev} {found.st_ino}"
+
+
+def _cannot_reach(address: str) -> str:
+    """Why no connection to this address can be made; empty: it can."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _opened(log: Path) -> Any:

@@ -118,6 +118,7 @@ class Broker:
             asyncrl=self._code,
             run_directory=self._question["run_directory"],
             model=self._question["model"],
+            bind_address=self._cluster.bind_address,
         )
 
     def _say(self, message: messages.FromBroker) -> None:
@@ -154,7 +155,7 @@ class Broker:
             made = self._cluster.actors[slot]
         self._running[order.name] = _Process(order, made)
         # A replacement may be on another node.
-        self._call(order.name, "describe", made.describe.remote(self._asked.question))
+        self._call(order.name, "describe", made.describe.remote(self._cluster.question))
 
     def _call(self, name: str, method: str, reference: Any) -> None:
         self._calls[reference] = name, method

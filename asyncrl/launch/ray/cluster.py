@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,12 @@ class Cluster:
         self._others: dict[str, Any] = {}
         """Those without a slot, by the name of their process."""
         self._connect()
+        question = json.loads(asked.question)
+        self.bind_address = question["bind_address"] or str(ray.util.get_node_ip_address())
+        """Of this machine, where the controller listens."""
+        probe = _listen(self.bind_address)
+        self.question = json.dumps(question | {"probe": probe})
+        """What each actor is asked about its node."""
         total = ray.cluster_resources()
         self.slots = without_missing_gpus(asked.slots, total)
         self._group = self._reserve()
@@ -178,7 +185,7 @@ class Cluster:
             raise ClusterRefused(
                 f"launcher.ray.runtime_env, launcher.ray.image: Ray refuses them: {one_line(error)}"
             ) from error
-        asked = [one.describe.remote(self._asked.question) for one in made]
+        asked = [one.describe.remote(self.question) for one in made]
         answers = []
         for slot, one in zip(self.slots, asked, strict=True):
             try:
@@ -203,6 +210,25 @@ class Cluster:
 def _seconds(asked: messages.Open) -> float:
     # A cluster of this machine is started, which takes longer than a connection.
     return asked.connect_seconds + (30.0 if asked.address is None else 0.0)
+
+
+def _listen(host: str) -> str:
+    """Listen, so that nodes can try whether they reach this machine; HOST:PORT."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, 0), family=family, backlog=512)
+    except OSError as error:
+        raise ClusterRefused(
+            f"launcher.ray.bind_address: this machine cannot listen at {host} ({error.strerror}); "
+            "it must be one of its own addresses, which the other nodes can reach"
+        ) from error
+
+    def accept() -> None:
+        while True:
+            listener.accept()[0].close()
+
+    threading.Thread(target=accept, name="probe", daemon=True).start()
+    return f"{host}:{listener.getsockname()[1]}"
 
 
 def check_port(address: str) -> None:

@@ -42,13 +42,22 @@ class NodeInfo(msgspec.Struct, frozen=True):
     shares_run_directory: bool
     has_model: bool
     gpus: int = 0
+    unreachable: str = ""
+    """Why the controller's machine cannot be reached from there; empty: it can."""
+    disk: str = ""
+    """Names its folder of temporary files, where those of a run are that it does not share."""
 
     def __str__(self) -> str:
         return f"{self.ip} ({self.hostname})"
 
+    @property
+    def shared(self) -> tuple[str, str]:
+        """Its memory, and where the run's files are; equal on two nodes that share both."""
+        return self.memory, "" if self.shares_run_directory else self.disk
+
 
 class Machines:
-    """Which nodes are one machine, and so one node to a run: they share the memory of weights.
+    """Which nodes are one machine, and so one node to a run: they share memory and the run's files.
 
     Args:
         home: the memory of the controller's machine.
@@ -58,19 +67,19 @@ class Machines:
 
     def __init__(self, home: str, nodes: Sequence[NodeInfo], *, always: bool) -> None:
         self._always = always
-        self._names: dict[str, str] = {}
-        """The first node that was seen with a memory, by that memory."""
-        self._home = home
+        self._names: dict[tuple[str, str], str] = {}
+        """The first node that was seen with a memory and files, by them."""
+        self._home = (home, "")
         for node in nodes:
             self.note(node)
 
     def note(self, node: NodeInfo) -> None:
         """A process of the run is on this node."""
-        self._names.setdefault(node.memory, node.id)
+        self._names.setdefault(node.shared, node.id)
 
     def name_of(self, node: NodeInfo) -> str:
         """The id of this node, or that of the first one that shares its memory."""
-        return node.id if self._always else self._names.get(node.memory, node.id)
+        return node.id if self._always else self._names.get(node.shared, node.id)
 
     @property
     def are_several(self) -> bool:
@@ -154,6 +163,7 @@ def refusal(
     asyncrl: str,
     run_directory: str,
     model: str,
+    bind_address: str = "",
 ) -> str | None:
     """Why the run cannot begin on these nodes; None: it can.
 
@@ -164,6 +174,7 @@ def refusal(
         asyncrl: version of this process.
         run_directory: of the run.
         model: the folder of its model.
+        bind_address: of this machine, where the controller listens.
     """
     for slot, node in zip(slots, nodes, strict=True):
         if node.python != python:
@@ -176,6 +187,13 @@ def refusal(
             return (
                 f"{slot.name} would run on node {node}, which has {has}, and this is asyncrl "
                 f"{asyncrl}; install the same on every node, or name launcher.ray.image"
+            )
+        if node.unreachable:
+            return (
+                f"{slot.name} would run on node {node}, from where this machine cannot be reached "
+                f"at {bind_address}: {node.unreachable}. Open the firewall for connections between "
+                "the nodes (the system chooses the ports), or set launcher.ray.bind_address to "
+                "another address of this machine"
             )
         if not node.has_model:
             return (

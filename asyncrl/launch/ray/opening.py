@@ -108,6 +108,7 @@ async def open_cluster(
         "model": model_path,
         "weights_directory": settings.weights_directory,
         "run_directory": str(run_directory),
+        "bind_address": settings.bind_address or "",
     }
     asked = messages.Open(
         settings.address,

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -144,13 +145,17 @@ def test_a_node_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     token.write_text("t")
     question = {
         "token_file": str(token), "token": "t", "model": str(tmp_path),
-        "weights_directory": str(tmp_path),
+        "weights_directory": str(tmp_path), "probe": "127.0.0.1:1",
     }  # fmt: skip
     found = json.loads(ProcessActor().describe(json.dumps(question)))
     assert found["shares_run_directory"]
     assert found["has_model"]
     assert found["asyncrl"] == code_version()
+    assert "refused" in found["unreachable"]
     elsewhere = question | {"token_file": str(tmp_path / "none"), "model": str(token)}
-    found = json.loads(ProcessActor().describe(json.dumps(elsewhere)))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        elsewhere["probe"] = f"127.0.0.1:{listener.getsockname()[1]}"
+        found = json.loads(ProcessActor().describe(json.dumps(elsewhere)))
+    assert found["unreachable"] == ""
     assert not found["shares_run_directory"]
     assert not found["has_model"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,14 @@ def test_a_process_without_a_slot_is_started_on_its_node_and_its_actor_ends_with
 def test_an_address_that_cannot_be_right_is_refused_by_name(address: str, said: str) -> None:
     with pytest.raises(cluster_of_ray.ClusterRefused, match=said):
         cluster_of_ray.check_port(address)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(cluster_of_ray.ClusterRefused, match=r"bind_address: .* at 192\.0\.2\.77"):
+        cluster_of_ray._listen("192.0.2.77")
+    host, _, port = cluster_of_ray._listen("127.0.0.1").rpartition(":")
+    for _ in range(3):
+        socket.create_connection((host, int(port)), 30).close()
 
 
 def test_a_misspelt_runtime_environment_is_refused() -> None:

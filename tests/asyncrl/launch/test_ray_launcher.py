@@ -112,6 +112,10 @@ def test_nodes_that_share_memory_are_one_unless_relays_are_always_used() -> None
     assert [auto.name_of(one), auto.name_of(same), auto.are_several] == ["a", "a", False]
     auto.note(other)  # a replacement
     assert [auto.name_of(other), auto.are_several] == ["c", True]
+    apart = [replace(same, shares_run_directory=False, disk=disk) for disk in "xyx"]
+    blind = Machines("m", [one, *apart], always=False)
+    assert blind.are_several, "files have to be copied"
+    assert len({blind.name_of(node) for node in [one, *apart]}) == 2, "their ids are the same"
     always = Machines("m", [one, same], always=True)
     assert [always.name_of(one), always.name_of(same), always.are_several] == ["a", "b", True]
     assert Machines("elsewhere", [one], always=False).are_several, "the controller's machine counts"
@@ -271,10 +275,19 @@ def node(**changes: Any) -> NodeInfo:
         ([node(), node(asyncrl=""), node()], "which has no asyncrl"),
         ([node(), node(has_model=False), node()], "folder /model does not exist"),
         ([node(shares_run_directory=False), node(), node()], "see this run's folder /run"),
+        ([node(), node(unreachable="timed out"), node()], "reached at 10.1.1.1: timed out"),
     ],
 )
 def test_nodes_that_do_not_fit_are_refused(nodes: list[NodeInfo], said: str | None) -> None:
-    found = refusal(SLOTS, nodes, python="3.11", asyncrl="1", run_directory="/run", model="/model")
+    found = refusal(
+        SLOTS,
+        nodes,
+        python="3.11",
+        asyncrl="1",
+        run_directory="/run",
+        model="/model",
+        bind_address="10.1.1.1",
+    )
     if said is None:
         assert found is None
     else:
