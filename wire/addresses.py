@@ -3,6 +3,7 @@
 The path of a Unix socket is limited to 107 bytes and the run's own folder may have a long path, so
 each run gets a folder of mode 0700 under the user's runtime folder. Its process holds a lock on it,
 which the kernel releases however the process ends; so folders of killed runs are known as such.
+The processes of one node that meet in a folder (`MeetingPlace`) share its lock.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from wire.errors import AddressTooLong
+from wire.errors import AddressTooLong, FolderNotPrivate
 
 _PREFIX = "asyncrl-"
 _LOCK = ".lock"
@@ -55,6 +56,51 @@ class RuntimeDirectory:
             self._lock = None
 
 
+class MeetingPlace:
+    """A private folder whose path several processes of a node know; the last one removes it.
+
+    Args:
+        address: of a socket in it.
+
+    Raises:
+        AddressTooLong: the folder's path is too long for Unix sockets.
+        FolderNotPrivate: others can access it.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._path = Path(address.removeprefix("ipc://")).parent
+        if len(os.fsencode(self._path)) > _MAX_BYTES:
+            raise AddressTooLong(
+                f"the path of the folder for sockets, {self._path}, is too long for Unix sockets; "
+                "set TMPDIR to a shorter path on this node"
+            )
+        self._lock: int | None = self._enter()
+
+    def _enter(self) -> int:
+        """Make the folder if it is not there, and hold its lock with others."""
+        while True:
+            self._path.mkdir(mode=0o700, exist_ok=True)
+            if self._path.is_symlink() or not is_private(self._path):
+                raise FolderNotPrivate(f"{self._path} can be accessed by others; remove it")
+            with contextlib.suppress(FileNotFoundError):  # it is being removed: make another one
+                lock = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                with contextlib.suppress(FileNotFoundError):
+                    if (self._path / _LOCK).stat().st_ino == os.fstat(lock).st_ino:
+                        return lock
+                os.close(lock)
+
+    def close(self) -> None:
+        """Leave it. Idempotent."""
+        if self._lock is None:
+            return
+        with contextlib.suppress(BlockingIOError):  # others are there
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self._path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+
+
 def runtime_directory_of(address: str) -> Path | None:
     """The runtime folder that an address lies in, if it exists and only this user can access it."""
     folder = Path(address.removeprefix("ipc://")).parent
@@ -65,7 +111,8 @@ def runtime_directory_of(address: str) -> Path | None:
 
 def remove_stale_directories() -> None:
     """Remove the runtime folders of this user's runs whose process was killed."""
-    for folder in Path(_parent()).glob(f"{_PREFIX}*"):
+    parents = {Path(_parent()), Path(tempfile.gettempdir())}
+    for folder in [found for parent in parents for found in parent.glob(f"{_PREFIX}*")]:
         with contextlib.suppress(OSError):  # another user's, or none of ours
             if not is_private(folder):
                 continue

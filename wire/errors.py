@@ -7,6 +7,7 @@ WireError                   a socket or shared memory cannot be used
 ├── SessionFull             the other end of a session does not acknowledge what it is sent
 ├── KeyUnusable             a key file is missing, incomplete, or readable by others
 ├── AddressTooLong          the path of the socket folder is too long; says which variable to set
+├── FolderNotPrivate        the folder in which processes of a node meet is open to others
 ├── PublishError            weights cannot be written to shared memory
 └── WeightsReadError        published weights cannot be read
     ├── WeightsSupersededError  the trainer overwrote or removed them
@@ -38,6 +39,10 @@ class KeyUnusable(WireError):  # noqa: N818 - says what is wrong
 
 class AddressTooLong(WireError):  # noqa: N818 - says what is wrong
     """The folder for sockets has a path that is too long for Unix sockets."""
+
+
+class FolderNotPrivate(WireError):  # noqa: N818 - says what is wrong
+    """The folder in which the processes of a node meet belongs to somebody else, or is open."""
 
 
 class PublishError(WireError):

@@ -213,6 +213,15 @@ class Hub(Generic[In]):
                 return peer, message
             await self._receive_frame()
 
+    async def attend(self) -> None:
+        """Receive until cancelled, while nobody calls `receive`; what comes waits for it.
+
+        Peers that speak in sessions hear that it came.
+        """
+        while True:
+            await self._receive_frame()
+            await asyncio.sleep(0)
+
     async def _receive_frame(self) -> None:
         """Wait for the next frame, and queue its messages or refuse it."""
         parts = await self._socket.recv_multipart()

@@ -27,6 +27,8 @@ from monitoring.exporter import Exporter, exporter_for
 from monitoring.metrics import ProcessMetrics, new_registry
 from monitoring.timeline import Timeline
 from wire import Line
+from wire.addresses import MeetingPlace
+from wire.sessions.line import SessionLine
 
 MetricsT = TypeVar("MetricsT", bound=ProcessMetrics)
 
@@ -101,7 +103,12 @@ async def bring_up(
         Exception: the error of the body; of an exception group its first error.
     """
     async with contextlib.AsyncExitStack() as closing:
-        control: Line[Any] = Line(spec.control_address, keys.control, commands)
+        control: Line[Any]
+        if spec.relayed:
+            closing.callback(MeetingPlace(spec.relay_address).close)
+            control = SessionLine(spec.relay_address, keys.control, commands)
+        else:
+            control = Line(spec.control_address, keys.control, commands)
         closing.callback(control.close)
         try:
             config = spec.config()

@@ -54,6 +54,10 @@ class ChildSpec(msgspec.Struct, frozen=True):
     (`asyncrl.processes.shared_memory`)."""
     weights_directory: str = str(SHARED_MEMORY)
     """Where the process's node has the run's files in memory: weights, exchanged rollouts."""
+    relayed: bool = False
+    """Whether its control messages go through the relay of its node; of a relay: always."""
+    relay_address: str = ""
+    """Where that relay listens; the launcher knows it on the process's node only."""
     config_json: str = ""
     """The run's resolved configuration; empty: it is read from the run directory. A process of
     another node may not see that one."""
@@ -111,6 +115,8 @@ class RelayKeys(msgspec.Struct, frozen=True, tag=True):
     """To the controller."""
     weights: HubKeys
     """For the nodes that ask this one for weights."""
+    children: HubKeys
+    """For the processes of its node. It has no key of passes: the controller checks these."""
 
 
 ChildKeys = GeneratorKeys | TrainerKeys | RelayKeys
@@ -118,14 +124,26 @@ ChildKeys = GeneratorKeys | TrainerKeys | RelayKeys
 environment can be read by others, and a file could outlive the run."""
 
 
-def keys_of(run_key: RunKey, name: str, role: Role) -> ChildKeys:
-    """The keys of the process of this name."""
+_RELAYS = "relays"
+"""Name, for `RunKey`, of the sockets at which the processes of a node meet their relay."""
+
+
+def keys_of(run_key: RunKey, name: str, role: Role, *, relayed: bool = False) -> ChildKeys:
+    """The keys of the process of this name; `relayed` as in `ChildSpec`."""
     control = run_key.line("control", name)
+    if relayed and role != "relay":
+        control = run_key.relayed_line("control", _RELAYS, name)
     if role == "trainer":
         return TrainerKeys(control, run_key.hub("data"))
     if role == "relay":
-        return RelayKeys(control, run_key.hub(weights_hub(name)))
+        children = HubKeys(run_key.hub(_RELAYS).secret, b"")
+        return RelayKeys(control, run_key.hub(weights_hub(name)), children)
     return GeneratorKeys(control, run_key.line("data", name))
+
+
+def is_relay(name: str) -> bool:
+    """Whether this is the name of a relay."""
+    return name.startswith("relay-")
 
 
 def weights_hub(relay: str) -> str:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
+from asyncrl.errors import RunFailed
 from asyncrl.launch.config import LauncherConfig
+from asyncrl.run.relays import Relays
 from asyncrl.run.worker import Worker
+from wire import Hub
 
 KILL_SECONDS = 10.0
 """Longest wait for killed processes."""
+_ATTEND_SECONDS = 0.2
+"""Between two looks at relays."""
 _POLL_SECONDS = 0.02
 """Time between two looks at processes that are to end."""
 
@@ -35,3 +43,37 @@ def wait_for_end(workers: Sequence[Worker], limits: LauncherConfig) -> dict[str,
             break
         time.sleep(_POLL_SECONDS)
     return killed
+
+
+@asynccontextmanager
+async def attended(
+    hub: Hub[Any], relays: Relays, is_over: Callable[[], bool], workers: Sequence[Worker]
+) -> AsyncIterator[None]:
+    """Meanwhile hear what ending processes say, and replace the relays that they speak through.
+
+    Args:
+        hub: of the controller.
+        relays: of the run.
+        is_over: whether no process is to be started any more.
+        workers: the processes.
+    """
+
+    async def attend() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(hub.attend())
+            while True:
+                await asyncio.sleep(_ATTEND_SECONDS)
+                for relay in relays.alive:
+                    relay.is_gone = relay.handle.exit_code() is not None
+                living = [one for one in workers if one.handle.exit_code() is None]
+                with suppress(RunFailed):  # no more of them: the others are killed in time
+                    relays.start_missing([] if is_over() else [one.node for one in living])
+
+    if not relays.are_used:
+        yield
+        return
+    attending = asyncio.create_task(attend())
+    try:
+        yield
+    finally:
+        attending.cancel()

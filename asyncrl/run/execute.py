@@ -27,7 +27,7 @@ from asyncrl.errors import (
 from asyncrl.evaluation.round import Accuracy
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.shared_memory import local_run_id, remove_stale_files
-from asyncrl.processes.spec import ChildSpec
+from asyncrl.processes.spec import ChildSpec, is_relay
 from asyncrl.run.control import control_key_file, serve_control, user_hub
 from asyncrl.run.controller import Controller
 from asyncrl.run.directory import Ending, RunDirectory
@@ -167,6 +167,7 @@ async def _run(
             run_key.hub("control"),
             Message,
             Refusals(metrics.count_refused),
+            is_relay=is_relay,
         )
         closing.callback(hub.close)
         tokenizer = _tokenizer(prepared, directory, progress)

@@ -15,7 +15,7 @@ from asyncrl.errors import WaitTimeout
 from asyncrl.launch.config import LauncherConfig
 from asyncrl.launch.interface import Launcher
 from asyncrl.processes.spec import ChildSpec, Role, keys_of
-from asyncrl.run.ending import wait_for_end
+from asyncrl.run.ending import attended, wait_for_end
 from asyncrl.run.relays import Relays
 from asyncrl.run.worker import Worker, cause_of_death
 from wire import Hub, RunKey, Unreachable
@@ -74,6 +74,7 @@ class Fleet:
             self._start(f"generator-{index}", "generator")
 
     def _start(self, name: str, role: Role, *, first: bool = True) -> Worker:
+        relayed = self._launcher.uses_relays
         spec = replace(
             self._trainer_spec,
             role=role,
@@ -82,11 +83,11 @@ class Fleet:
             process_index=len(self._workers) + 1,
             first=first,
             lineage=self.lineage,
+            relayed=relayed,
         )
-        handle = self._launcher.start(spec, keys_of(self._run_key, name, role))
-        worker = Worker(name, role, handle)
-        self._workers[name] = worker
-        return worker
+        keys = keys_of(self._run_key, name, role, relayed=relayed)
+        self._workers[name] = Worker(name, role, self._launcher.start(spec, keys))
+        return self._workers[name]
 
     async def send(
         self,
@@ -208,6 +209,7 @@ class Fleet:
             reason = cause_of_death(worker, now, self._config)
             if reason is not None:
                 worker.is_gone = True
+                self._hub.abandon(worker.name)
                 found.append((worker, reason))
         return found
 
@@ -262,7 +264,9 @@ class Fleet:
         Raises:
             WaitTimeout: some did not end in time and were killed.
         """
-        killed = await self._end(self.alive) | await self._end(self.relays.alive)
+        async with attended(self._hub, self.relays, lambda: self._ending, self.alive):
+            killed = await self._end(self.alive)
+        killed |= await self._end(self.relays.alive)
         if killed:
             raise WaitTimeout(
                 f"{', '.join(killed)} did not end within {max(killed.values()):.0f} s and were "

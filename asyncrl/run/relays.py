@@ -105,7 +105,7 @@ class Relays:
             name = f"{name}.{len(earlier)}"
             said = [f"started {name} in place of {lost.name}"]
         spec = msgspec.structs.replace(
-            self._spec, role="relay", name=name, threads=1, first=not earlier
+            self._spec, role="relay", name=name, threads=1, first=not earlier, relayed=True
         )
         keys = keys_of(self._run_key, name, "relay")
         worker = Worker(name, "relay", self._launcher.start(spec, keys, node))

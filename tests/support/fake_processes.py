@@ -63,6 +63,7 @@ class FakeHub:
 
     launcher: FakeLauncher
     sent: list[tuple[str, Any]] = field(default_factory=list)
+    abandoned: list[str] = field(default_factory=list)
     refusals: Refusals = field(default_factory=Refusals)
 
     async def send(self, peer: str, message: Any) -> None:
@@ -76,6 +77,9 @@ class FakeHub:
     def send_soon(self, peer: str, message: Any) -> None:
         if self.launcher.handles[peer].code is None:
             self.sent.append((peer, message))
+
+    def abandon(self, peer: str) -> None:
+        self.abandoned.append(peer)
 
     def take(self) -> list[tuple[str, Any]]:
         """What was sent since the last call."""

@@ -165,7 +165,7 @@ class FakeLine:
     async def send(self, message: Any) -> None:
         self.send_soon(message)
 
-    def send_soon(self, message: Any) -> None:
+    def send_soon(self, message: Any, *, urgent: bool | None = None) -> None:
         self.sent.append(message)
         self._changed.set()
 

@@ -113,7 +113,7 @@ class ProcessActor:
 
         Args:
             order: JSON: name, spec (of the child, an object), shares_run_directory, run_id,
-                environment, cwd.
+                relay_per_node, environment, cwd.
             keys: for its standard input.
         """
         asked = json.loads(order)
@@ -121,11 +121,15 @@ class ProcessActor:
         if not asked["shares_run_directory"]:
             spec["run_directory"] = str(Path(tempfile.gettempdir()) / f"asyncrl-{asked['run_id']}")
         run = Path(spec["run_directory"])
-        _, ip, gpus = _place()
+        node, ip, gpus = _place()
         for folder in _FOLDERS if not asked["shares_run_directory"] else ():
             (run / folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         spec["parent"] = os.getpid()
         spec["data_address"] = "" if spec["role"] == "generator" else f"tcp://{ip}:*"
+        if spec.get("relayed"):
+            memory = memory_of(Path(spec["weights_directory"]))
+            place = node if asked["relay_per_node"] else memory
+            spec["relay_address"] = _relay_address(asked["run_id"], place)
         self._log = run / "logs" / f"{asked['name']}.log"
         mark = secrets.token_hex(16)
         environment = os.environ | asked["environment"] | {MARK_VARIABLE: mark}
@@ -246,6 +250,17 @@ def _place() -> tuple[str, str, list[str]]:
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
     return context.get_node_id(), str(ray.util.get_node_ip_address()), [str(gpu) for gpu in gpus]
+
+
+def _relay_address(run_id: str, place: str) -> str:
+    """Where the processes of a node meet their relay; the same for all of them.
+
+    Args:
+        run_id: of the run.
+        place: names the node.
+    """
+    name = hashlib.blake2b(f"{run_id} {place}".encode(), digest_size=10).hexdigest()
+    return f"ipc://{Path(tempfile.gettempdir()) / f'asyncrl-{name}' / 'control'}"
 
 
 def memory_of(folder: Path) -> str:

@@ -188,6 +188,7 @@ class RayLauncher:
         order: dict[str, Any] = {
             "name": spec.name,
             "run_id": self.run_id,
+            "relay_per_node": self._config.launcher.ray.relays == "always",
             "spec": json.loads(msgspec.json.encode(spec)),
             "cwd": str(Path.cwd()),
             "environment": {

@@ -20,13 +20,20 @@ class ControllerLine:
     generator: str
     line: Line[to_generator.ToGenerator]
 
-    async def send(self, message: from_generator.FromGenerator) -> None:
+    async def send(
+        self, message: from_generator.FromGenerator, *, urgent: bool | None = None
+    ) -> None:
         """Queue a message; those of one turn of the event loop travel together.
+
+        Args:
+            message: to the controller.
+            urgent: whether a device waits for it; None: as its type says
+                (`wire.sessions.urgency`).
 
         Raises:
             Unreachable: the queue is full.
         """
-        self.line.send_soon(message)
+        self.line.send_soon(message, urgent=urgent)
 
     async def receive(self) -> to_generator.ToGenerator:
         """Wait for the next command."""

@@ -141,7 +141,8 @@ class Deliveries:
                         await self._controller.send(
                             from_generator.SampleDelivered(
                                 self._controller.generator, received.sample
-                            )
+                            ),
+                            urgent=not self._unacknowledged,  # a step may wait for it
                         )
             await self._resend()
 

@@ -158,7 +158,7 @@ class Samples:
                 task.cancel()
             self.held.pop(sample, None)
 
-    async def _report_finished(self, trajectory: Trajectory) -> None:
+    async def _report_finished(self, trajectory: Trajectory, *, urgent: bool = True) -> None:
         await self._controller.send(
             from_generator.SampleFinished(
                 self._controller.generator,
@@ -167,7 +167,8 @@ class Samples:
                 oldest_version=trajectory.oldest_version,
                 finish_reason=trajectory.finish_reason,
                 digest=digest_of(encode_trajectory(trajectory, reward=0.0, step=0)),
-            )
+            ),
+            urgent=urgent,
         )
 
     def _start(self, generation: SampleGeneration) -> None:
@@ -187,7 +188,7 @@ class Samples:
             trajectory = held.trajectory
             if generation.previously_held is None:
                 self._reports.count_finished(trajectory)
-            await self._report_finished(trajectory)
+            await self._report_finished(trajectory, urgent=generation.priority == 0)
             self._generator.noise_floor.consider(trajectory, self._tasks)
         finally:
             if sample in self._generating and self._generating[sample][0] is generation:

@@ -1,5 +1,7 @@
 """The relay process: one dispatcher and the parts that it starts.
 
+control     consumes: frames of this node's processes and of the controller, and passes them on.
+            (`control`)
 commands    consumes: commands of the controller. produces: calls of the parts.
             waits for: the controller.
 weights     consumes: orders to serve and to fetch. produces: files in memory, `WeightsHere`.
@@ -12,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 
+from asyncrl.processes.relay.control import ControlRelay, RelayLine
 from asyncrl.processes.relay.weights import RelayWeights
-from wire import Line
 from wire.messages import from_relay, to_relay
 
 REPORT_SECONDS = 1.0
@@ -23,12 +25,13 @@ class RelayProcess:
     """Dispatches commands to the parts and reports. Use once: `await process.run()`.
 
     Args:
-        control: the line to the controller.
+        passing: of the control messages of this node's processes, and its own.
         weights: of this node.
     """
 
-    def __init__(self, control: Line[to_relay.ToRelay], weights: RelayWeights) -> None:
-        self._control = control
+    def __init__(self, passing: ControlRelay, weights: RelayWeights) -> None:
+        self._passing = passing
+        self._control: RelayLine[to_relay.ToRelay] = passing.line
         self._weights = weights
 
     async def run(self) -> None:
@@ -41,9 +44,13 @@ class RelayProcess:
             from_relay.RelayReady(self._weights.source_address, self._weights.node_address)
         )
         async with asyncio.TaskGroup() as loops:
-            reports = loops.create_task(self._report())
+            running = [
+                loops.create_task(self._passing.run()),
+                loops.create_task(self._report()),
+            ]
             await self._dispatch_commands()
-            reports.cancel()
+            for task in running:
+                task.cancel()
         await self._control.send(from_relay.Goodbye())
 
     async def _dispatch_commands(self) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import first_error
+from asyncrl.processes.relay.control import ControlRelay, RelayLine
 from asyncrl.processes.relay.process import RelayProcess
 from asyncrl.processes.relay.weights import RelayWeights
 from asyncrl.processes.shared_memory import weights_id
 from asyncrl.processes.spec import ChildSpec, RelayKeys
-from wire import Line
+from wire.addresses import MeetingPlace
 from wire.errors import WireError
 from wire.messages import from_relay, to_relay
 
@@ -19,8 +20,16 @@ from wire.messages import from_relay, to_relay
 async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
     """Start the parts of a relay, and serve until told to shut down."""
     with contextlib.ExitStack() as closing:
-        control: Line[Any] = Line(spec.control_address, keys.control, to_relay.ToRelay)
-        closing.callback(control.close)
+        closing.callback(MeetingPlace(spec.relay_address).close)
+        passing = ControlRelay(
+            spec.relay_address,
+            keys.children.secret,
+            spec.control_address,
+            keys.control,
+            to_relay.ToRelay,
+        )
+        closing.callback(passing.close)
+        control = passing.line
         try:
             weights = RelayWeights(
                 spec.name,
@@ -31,7 +40,7 @@ async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
                 say=control.send_soon,
             )
             closing.callback(weights.close)
-            await RelayProcess(control, weights).run()
+            await RelayProcess(passing, weights).run()
         except BaseExceptionGroup as group:
             error = first_error(group)
             await _report(control, error)
@@ -41,7 +50,7 @@ async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
             raise
 
 
-async def _report(control: Line[Any], error: BaseException) -> None:
+async def _report(control: RelayLine[Any], error: BaseException) -> None:
     """Say why this process ends; the traceback of an unexpected error is in its log."""
     if isinstance(error, WireError):
         await control.send(from_relay.Failure(str(error), user_error=False))
