@@ -17,7 +17,7 @@ PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run test check lint types format docs bench prometheus clean
+.PHONY: help setup setup-sglang run test check lint types format docs bench prometheus grafana-schema clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,9 +51,13 @@ format: $(VENV)/.dev ## let ruff rewrite what it can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-docs: $(VENV)/.dev ## make the generated pages again: configuration reference, picture of the structure
+docs: $(VENV)/.dev ## make what is generated again: configuration reference, picture of the structure, dashboard
 	$(VENV)/bin/python -m asyncrl.config_reference > docs/configuration.md
 	$(VENV)/bin/python docs/structure.py
+	$(VENV)/bin/python -m monitoring.dashboards
+
+grafana-schema: ## check the dashboard against the types that Grafana publishes (npm)
+	bash monitoring/dashboards/check_schema.sh
 
 bench: $(VENV)/.vllm $(VENV)/.bench ## quick version of every benchmark, JSON into benchmarks/results/local/
 	@mkdir -p benchmarks/results/local

@@ -24,6 +24,7 @@ from typing import Any, get_args
 
 from prometheus_client import Gauge, Histogram
 
+from monitoring.controller_metrics import ControllerMetrics
 from monitoring.instruments import (
     TOKENS,
     By,
@@ -38,9 +39,7 @@ from monitoring.instruments import (
 from monitoring.occupancy import SlotPiece, SlotUse
 from monitoring.process_metrics import ProcessMetrics
 from wire.messages.from_trainer import CheckpointFault
-from wire.on_policy import OnPolicySteps
-from wire.records import LearnerMetrics, Measured, StepMetrics
-from wire.wrong_policy import Cause
+from wire.records import LearnerMetrics, Measured
 
 __all__ = [
     "ROLES",
@@ -55,125 +54,12 @@ __all__ = [
 # ruff: noqa: RUF009 - the calls below make dataclass fields; ruff cannot see that through a helper
 
 
-def _step_gauge(name: str, text: str, value: Callable[[StepMetrics], Measured]) -> Any:
-    return gauge(name, text, value=value)
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def _learner_gauge(name: str, text: str, value: Callable[[LearnerMetrics], Measured]) -> Any:
     return gauge(name, text, value=value)
-
-
-@dataclass(frozen=True, slots=True)
-class ControllerMetrics(ProcessMetrics):
-    """The run as a whole, as the controller sees it."""
-
-    run: By[Gauge] = gauge("asyncrl_run_info", "1 for the name of the run.", label="run")
-    started: Gauge = gauge("asyncrl_run_start_time_seconds", "Unix time of the run's start.")
-    steps: Total = counter("asyncrl_steps_total", "Optimizer steps finished.")
-    steps_planned: Gauge = gauge("asyncrl_planned_steps", "Optimizer steps that the run will do.")
-    eta: Gauge = gauge("asyncrl_eta_seconds", "Estimated time until the last step.")
-    step_time: Histogram = histogram("asyncrl_step_seconds", "From one finished step to the next.")
-    reward_mean: Gauge = _step_gauge(
-        "asyncrl_reward_mean",
-        "Mean reward of the last step's samples.",
-        lambda step: step.learning.reward_mean,
-    )
-    reward_std: Gauge = _step_gauge(
-        "asyncrl_reward_std",
-        "Standard deviation of the rewards of the last step's samples.",
-        lambda step: step.learning.reward_std,
-    )
-    reward_terms: By[Gauge] = gauge(
-        "asyncrl_reward_term_mean",
-        "Mean of what a reward function returned for the last step's samples, without its weight.",
-        label="function",
-    )
-    staleness_mean: Gauge = _step_gauge(
-        "asyncrl_staleness_mean_steps",
-        "Mean age of the last step's tokens, in steps between drawing and training.",
-        lambda step: step.staleness.mean,
-    )
-    staleness_max: Gauge = _step_gauge(
-        "asyncrl_staleness_max_steps",
-        "Age of the last step's oldest token, in steps between drawing and training.",
-        lambda step: step.staleness.max,
-    )
-    on_policy_steps: By[Gauge] = gauge(
-        "asyncrl_on_policy_steps",
-        "Steps of the run, by whether they were exactly on-policy; those before a resume included.",
-        label="exactly",
-        values=OnPolicySteps._fields,
-    )
-    throughput: Gauge = _step_gauge(
-        "asyncrl_generation_tokens_per_second",
-        "Response tokens generated per second over the last seconds, all generators together.",
-        lambda step: step.tokens_per_second,
-    )
-    generator_idle: Gauge = _step_gauge(
-        "asyncrl_generator_idle_ratio",
-        "Share of the last seconds in which generators did nothing, mean over generators.",
-        lambda step: step.idle.generator,
-    )
-    trainer_idle: Gauge = _step_gauge(
-        "asyncrl_trainer_idle_ratio",
-        "Share of the last step's time in which the trainer waited.",
-        lambda step: step.idle.trainer,
-    )
-    accuracy: By[Gauge] = gauge(
-        "asyncrl_evaluation_accuracy_ratio",
-        "Mean reward on the held-out set, sampled as in training.",
-        label="when",
-        values=("before", "after"),
-    )
-    samples: By[Gauge] = gauge(
-        "asyncrl_samples_in_flight",
-        "Samples between their start and training, by where they are.",
-        label="state",
-        values=("running", "held", "queued"),
-    )
-    samples_ended: By[Total] = counter(
-        "asyncrl_samples_total",
-        "Samples that left the pipeline: trained on, or of a group that failed.",
-        label="outcome",
-        values=("trained", "failed"),
-    )
-    generators: By[Gauge] = gauge(
-        "asyncrl_generators",
-        "Generator processes, by state.",
-        label="state",
-        values=("starting", "ready", "lost"),
-    )
-    events: By[Total] = counter(
-        "asyncrl_scheduler_events_total", "Events given to the scheduler, by type.", label="event"
-    )
-    event_time: Total = counter(
-        "asyncrl_scheduler_seconds_total", "Time spent inside the scheduler's decisions."
-    )
-    process_failures: By[Total] = counter(
-        "asyncrl_process_failures_total",
-        "Processes that ended before they were told to, by role.",
-        label="role",
-        values=("generator", "trainer", "relay"),
-    )
-
-    wrong_policy: By[Total] = counter(
-        "asyncrl_wrong_policy_total",
-        "Findings that a generator samples from another policy than the trainer has, by cause.",
-        label="cause",
-        values=get_args(Cause),
-    )
-
-    def count_on_policy(self, counts: OnPolicySteps) -> None:
-        """Set how many steps of the run were exactly on-policy."""
-        for exactly, steps in counts._asdict().items():
-            self.on_policy_steps.of(exactly).set(steps)
-
-    def publish(self, step: StepMetrics) -> None:
-        """Set the gauges of a step; one whose value is None keeps its last."""
-        self.set_gauges(step)
-        for function, mean in step.rewards.items():
-            if mean is not None:
-                self.reward_terms.of(function).set(mean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +196,26 @@ class TrainerMetrics(ProcessMetrics):
         "Checkpoints that the disk did not take, by cause; training continues.",
         label="cause",
         values=get_args(CheckpointFault),
+    )
+    checkpointed: Gauge = gauge(
+        "asyncrl_last_checkpoint_timestamp_seconds",
+        "Unix time of the last checkpoint; of the trainer's start before its first.",
+    )
+    checkpoint_every: Gauge = gauge(
+        "asyncrl_checkpoint_interval_steps", "Optimizer steps between two checkpoints."
+    )
+    unsaved: Gauge = gauge(
+        "asyncrl_unsaved_steps", "Optimizer steps that no checkpoint of this trainer holds yet."
+    )
+    zero_variance: Gauge = _learner_gauge(
+        "asyncrl_zero_variance_groups_ratio",
+        "Share of the last step's groups whose advantages are all 0: they teach nothing.",
+        lambda step: _share(step.batch.zero_variance_groups, step.batch.groups),
+    )
+    truncated: Gauge = _learner_gauge(
+        "asyncrl_truncated_samples_ratio",
+        "Share of the last step's samples that the token limit or a deadline cut off.",
+        lambda step: step.batch.truncated_share,
     )
     loss: Gauge = _learner_gauge(
         "asyncrl_loss", "Loss of the last step.", lambda step: step.learning.loss

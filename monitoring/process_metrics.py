@@ -11,6 +11,7 @@ from typing import Any, Self
 from prometheus_client import CollectorRegistry, Gauge
 
 from monitoring.instruments import By, Total, build, counter, gauge, specs_of
+from monitoring.phases import Phases
 from monitoring.spans import RecentIdle, Span, SpanKind
 from wire.decoding import Reason
 from wire.records import LearnerMetrics
@@ -41,6 +42,18 @@ class ProcessMetrics:
         "Share of the last minute spent waiting, by cause; causes add up.",
         label="cause",
     )
+    phase: By[Gauge] = gauge(
+        "asyncrl_phase_seconds",
+        "How long the present phase has lasted, by its kind; 0 for all other kinds.",
+        label="kind",
+        values=tuple(kind.value for kind in SpanKind),
+    )
+    phase_median: By[Gauge] = gauge(
+        "asyncrl_phase_median_seconds",
+        "Median length of the last phases, by kind; 0 until there were five.",
+        label="kind",
+        values=tuple(kind.value for kind in SpanKind),
+    )
     frames_refused: By[Total] = counter(
         "asyncrl_frames_refused_total",
         "Frames from other processes that were not accepted, by reason.",
@@ -49,6 +62,8 @@ class ProcessMetrics:
     )
     recent: RecentIdle = field(default_factory=RecentIdle, kw_only=True, repr=False)
     """The last minute of the time line. Not a metric."""
+    phases: Phases = field(default_factory=Phases, kw_only=True, repr=False)
+    """The present phase and the lengths of the last ones. Not a metric."""
 
     @classmethod
     def register(cls, registry: CollectorRegistry, process: str) -> Self:
@@ -81,3 +96,10 @@ class ProcessMetrics:
             self.idle.of(span.cause).inc(span.seconds)
         for cause, share in self.recent.add(span).items():
             self.idle_ratio.of(cause).set(share)
+        ended = self.phases.add(span)
+        if ended is not None and ended.kind in _KINDS:
+            self.phase.of(ended.kind).set(0)
+            self.phase_median.of(ended.kind).set(self.phases.usual(ended.kind) or 0)
+        present = self.phases.present
+        if present is not None and present.kind in _KINDS:
+            self.phase.of(present.kind).set(present.seconds)

@@ -40,6 +40,7 @@ from asyncrl.run.progress import Progress
 from asyncrl.run.resuming import rewind
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.model_tokenizer import tokenizer_digest
+from monitoring.discovery import Targets, targets_file
 from monitoring.errors import MonitoringError, ReportError
 from monitoring.exporter import exporter_for
 from monitoring.live import LiveView
@@ -53,6 +54,9 @@ from wire.messages import control
 from wire.records import RunResult
 from wire.refusals import Refusals
 from wire.wrong_policy import TokenizerDigest, compare_tokenizers
+
+TARGETS_SECONDS = 0.5
+"""Time between two looks at which processes Prometheus should be told of."""
 
 
 def execute(
@@ -100,11 +104,17 @@ def execute(
             ) from error
         closing.callback(directory.close)
         metrics = ControllerMetrics.register(registry, process="controller")
+        metrics.watch_disk(directory.path)
+        targets: Targets | None = None
+        if exporter is not None:
+            path, host = targets_file(directory.path), config.monitoring.host
+            targets = Targets(path, config.run.name, host=host, port=exporter.port)
+            closing.callback(targets.remove)
         wants_report = True
         try:
             key = RunKey.new() if run_key is None else run_key
             return asyncio.run(
-                _run(prepared, directory, console=console, metrics=metrics, run_key=key)
+                _run(prepared, directory, targets, console=console, metrics=metrics, run_key=key)
             )
         except UserError:
             kept = directory.undo()
@@ -135,6 +145,7 @@ def _write_report(directory: RunDirectory, console: Console) -> None:
 async def _run(
     prepared: Prepared,
     directory: RunDirectory,
+    targets: Targets | None,
     *,
     console: Console,
     metrics: ControllerMetrics,
@@ -181,6 +192,7 @@ async def _run(
         launching.on_lost(lambda error: _tell(loop, controller, error))
         user_socket = user_hub(state.control_address, control_key, Refusals(metrics.count_refused))
         user = asyncio.create_task(_serve_user(user_socket, controller))
+        listing = asyncio.create_task(_list_processes(fleet, targets))
         interrupts = Interrupts(
             controller,
             kill=partial(_kill, fleet, records),
@@ -204,6 +216,7 @@ async def _run(
             raise
         finally:
             user.cancel()
+            listing.cancel()
             try:
                 await fleet.shut_down()
             except WaitTimeout as error:
@@ -330,6 +343,13 @@ def _trainer_spec(
         fence=raise_fence(directory.path),
         run_id=local_run_id(prepared.config.run.name, os.getpid()),
     )
+
+
+async def _list_processes(fleet: Fleet, targets: Targets | None) -> None:
+    """Tell Prometheus which processes there are, as they come and go."""
+    while targets is not None:
+        targets.update(fleet.metrics_ports())
+        await asyncio.sleep(TARGETS_SECONDS)
 
 
 async def _serve_user(hub: Hub[control.Request], controller: Controller) -> None:

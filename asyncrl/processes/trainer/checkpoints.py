@@ -49,6 +49,8 @@ class Checkpoints:
         self._failures = 0
         self._retry_at: int | None = None
         self._unsaved: list[TrainedStep] = []
+        self._metrics.checkpoint_every.set(every)
+        self._metrics.checkpointed.set(time.time())
 
     def finished(self, step: StepFinished) -> None:
         """Note a step, which the next checkpoint will hold."""
@@ -61,6 +63,7 @@ class Checkpoints:
                 times=step.times,
             )
         )
+        self._metrics.unsaved.set(len(self._unsaved))
 
     async def save_if_due(self) -> CheckpointWritten | CheckpointFailed | None:
         """Save every so many steps, or try again; None if the present version is not due."""
@@ -88,4 +91,6 @@ class Checkpoints:
         self._metrics.checkpoint_time.observe(time.monotonic() - began)
         self._saved_version, self._failures, self._retry_at = version, 0, None
         self._unsaved = []
+        self._metrics.unsaved.set(0)
+        self._metrics.checkpointed.set(time.time())
         return CheckpointWritten(version, str(path))

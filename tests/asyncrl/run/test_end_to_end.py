@@ -6,21 +6,26 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asyncrl_runs import CommandLine, call, until, worst_mismatch
 from hostile_frames import attack_without_a_key
+from watching_prometheus import Prometheus, watching
 from whole_checkpoints import truncate
 
 from asyncrl.config import load_config
 from asyncrl.launch.identity import status_of
 from asyncrl.run.directory import RunDirectory, read_state
+from monitoring.dashboards.panels import ROWS
+from monitoring.discovery import targets_file
 from monitoring.group_account import read_account
 from monitoring.trained_samples import read_trained_samples
 from wire.unfinished import read_index
@@ -28,6 +33,17 @@ from wire.unfinished import read_index
 pytestmark = pytest.mark.slow
 
 STEPS = 30
+
+
+@pytest.fixture
+def prometheus(command_line: CommandLine, tmp_path: Path) -> Iterator[Prometheus | None]:
+    """Watches the runs of `command_line`; None where Prometheus is not installed."""
+    if shutil.which("prometheus") is None:
+        yield None
+        return
+    command_line.runs.mkdir()
+    with watching(command_line.runs, tmp_path / "prometheus") as started:
+        yield started
 
 
 def test_a_users_own_model_data_and_reward(command_line: CommandLine) -> None:
@@ -143,9 +159,14 @@ def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpo
     assert sorted(logged) == [pair for pair in groups for _ in range(size)]
 
 
-def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandLine) -> None:
-    """In a terminal then, whose window is closed: that ends the run in order, too."""
-    process = command_line.start(run__steps=500)
+def test_stop_finishes_the_step_and_the_run_resumes_there(
+    command_line: CommandLine, prometheus: Prometheus | None
+) -> None:
+    """In a terminal then, whose window is closed: that ends the run in order, too.
+
+    A real Prometheus watches.
+    """
+    process = command_line.start(run__steps=2000)
     until(lambda: command_line.steps() >= 2, seconds=200, what="two steps")
     asyncrl = [sys.executable, "-m", "asyncrl"]
     for suspended in (*command_line.children("generator"), *command_line.children("trainer")):
@@ -168,6 +189,9 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
         refused = re.search(r'reason="unauthenticated"} ([\d.]+)', reply.read().decode())
     assert refused is not None
     assert float(refused[1]) > 0, "the attack was not noticed"
+    if prometheus is not None:
+        every_panel_has_data(prometheus)
+        only_the_attack_raises_an_alert(prometheus)
     in_use = command_line.run()
     assert in_use.returncode == 2
     assert "is active" in " ".join(in_use.stdout.split())
@@ -175,11 +199,12 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
     assert stopped.returncode == 0, stopped.stdout
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
+    assert not targets_file(command_line.folder).exists()
     assert "continue with: asyncrl run" in output
     assert "--resume" in output
     steps = command_line.steps()
     assert (command_line.folder / "checkpoints" / f"step-{steps:06d}").is_dir()
-    terminal = command_line.start_in_terminal("--resume", run__steps=1000)
+    terminal = command_line.start_in_terminal("--resume", run__steps=4000)
     until(lambda: command_line.steps() >= steps + 2, seconds=200, what="two more steps")
     terminal.close()
     terminal.process.wait(timeout=200)
@@ -190,6 +215,30 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(command_line: CommandL
     assert max(step.learning.reward_mean for step in command_line.metrics()) <= 1.0
     log = (command_line.folder / "logs" / "generator-0.log").read_text()
     assert "tokens of an earlier process" in log
+
+
+def every_panel_has_data(prometheus: Prometheus) -> None:
+    queries = {
+        f"{panel.title}: {query.expr}": query.expr
+        for _, panels in ROWS
+        for panel in panels
+        for query in panel.queries
+    }
+
+    def is_complete() -> bool:
+        for name in [name for name, expr in queries.items() if prometheus.has_data(expr)]:
+            del queries[name]
+        return not queries
+
+    with contextlib.suppress(pytest.fail.Exception):
+        until(is_complete, seconds=120, what="data in every panel")
+    assert not queries, "panels without data"
+
+
+def only_the_attack_raises_an_alert(prometheus: Prometheus) -> None:
+    until(prometheus.firing, seconds=120, what="an alert")
+    assert prometheus.firing() == {"AsyncrlStrangersRefused"}
+    assert prometheus.unhealthy_rules() == []
 
 
 def suspend_and_continue(pid: int) -> None:

@@ -1,0 +1,8 @@
+"""The Grafana dashboard, made from the declarations in `monitoring.metrics`.
+
+    python -m monitoring.dashboards            write monitoring/dashboards/asyncrl.json
+
+panels     what is shown: queries, and what to do if a panel looks wrong
+naming     queries from declared metrics: names, units, help
+grafana    panels as Grafana's JSON
+"""

@@ -1,0 +1,12 @@
+"""Write the dashboard: `python -m monitoring.dashboards`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from monitoring.dashboards.grafana import as_text
+
+FILE = Path(__file__).with_name("asyncrl.json")
+
+if __name__ == "__main__":
+    FILE.write_text(as_text(), encoding="utf-8")

@@ -1,0 +1,354 @@
+"""What the dashboard shows, in the order in which one looks at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from monitoring.controller_metrics import ControllerMetrics
+from monitoring.dashboards.naming import RUN, Metrics, Series
+from monitoring.metrics import GeneratorMetrics, TrainerMetrics
+
+C, G, T = Metrics(ControllerMetrics), Metrics(GeneratorMetrics), Metrics(TrainerMetrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One line, or one line per label value, of a panel."""
+
+    expr: str
+    """PromQL."""
+    legend: str
+    """With Grafana's `{{label}}`."""
+    unit: str | None = None
+    """Of a line with an axis of its own, on the right; None: that of the panel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One graph over time."""
+
+    title: str
+    shows: str
+    """One sentence."""
+    if_wrong: str
+    """What to do if it looks wrong: one or two sentences."""
+    unit: str
+    """Grafana's name of the unit."""
+    queries: tuple[Query, ...]
+    stacked: bool = False
+    """Whether lines are areas on top of each other."""
+
+
+def _summed(series: Series | str, *labels: str) -> str:
+    return f"sum by ({', '.join(('run', *labels))}) ({series})"
+
+
+def _query(series: Series | str, legend: str) -> Query:
+    return Query(str(series), legend)
+
+
+LEARNING = (
+    Panel(
+        "Reward",
+        "Mean reward of each step's samples, its standard deviation, and what each reward "
+        "function returned.",
+        "It should rise within the first hundred steps. Flat: look at the share of groups without "
+        "signal, then at the learning rate. Falling: at the KL and the rejected share.",
+        "short",
+        (
+            _query(C["reward_mean"], "mean"),
+            _query(C["reward_std"], "standard deviation"),
+            _query(C["reward_terms"], "{{function}}"),
+        ),
+    ),
+    Panel(
+        "Held-out accuracy",
+        "Mean reward on the held-out set before and after training, sampled as in training.",
+        "If it falls while the reward rises, the policy has learnt the reward and not the task: "
+        "read samples/.",
+        "percentunit",
+        (_query(C["accuracy"], "{{when}}"),),
+    ),
+    Panel(
+        "Loss and gradient norm",
+        "Loss of each step, and the norm of its gradient before clipping.",
+        "A norm that jumps tenfold precedes most collapses: lower the learning rate, or clip more.",
+        "short",
+        (_query(T["loss"], "loss"), _query(T["grad_norm"], "gradient norm")),
+    ),
+    Panel(
+        "Entropy and KL",
+        "Entropy of the policy per token, and how far it has moved since the tokens were drawn.",
+        "Entropy near 0 ends exploration: raise the temperature, or add a KL penalty. A growing "
+        "KL with staleness 0 means that engine and trainer disagree.",
+        "short",
+        (
+            _query(T["entropy"], "entropy, nats"),
+            _query(T["behaviour_kl"], "KL(behaviour, current), nats"),
+        ),
+    ),
+    Panel(
+        "Samples without use",
+        "Share of samples cut off by the token limit or a deadline, and of groups in which all "
+        "samples have the same reward.",
+        "Cut off: raise sampling.max_tokens. No signal: prompts of another difficulty, or a larger "
+        "group_size.",
+        "percentunit",
+        (_query(T["truncated"], "cut off"), _query(T["zero_variance"], "groups without signal")),
+    ),
+    Panel(
+        "Response length",
+        "Median and 95th percentile of the tokens of finished responses.",
+        "Growth to the limit without growth of the reward is a length exploit: look at samples/.",
+        "short",
+        (
+            _query(G["response_length"].quantile(0.5), "median"),
+            _query(G["response_length"].quantile(0.95), "95 %"),
+        ),
+    ),
+)
+
+EXACTNESS = (
+    Panel(
+        "Staleness",
+        "Age of the trained tokens in optimizer steps, mean and oldest.",
+        "It never exceeds max_off_policy_steps, and is 0 with the default. Anything else is a "
+        "defect: please report it.",
+        "short",
+        (_query(C["staleness_mean"], "mean"), _query(C["staleness_max"], "oldest token")),
+    ),
+    Panel(
+        "On-policy steps and findings",
+        "Steps that were exactly on-policy and that were not, and findings that a generator "
+        "samples from another policy.",
+        "Findings: docs/reliability.md explains each cause. Steps that are not on-policy follow "
+        "from max_off_policy_steps, a deadline, lenient reuse or a finding.",
+        "short",
+        (
+            _query(C["on_policy_steps"], "exactly: {{exactly}}"),
+            _query(_summed(C["wrong_policy"]), "findings"),
+        ),
+    ),
+    Panel(
+        "Engine against trainer",
+        "Mean difference of a token's log-probability between engine and trainer under the same "
+        "weights, and between drawing and verification in the engine.",
+        "float32: about 1e-6; bfloat16: up to 0.01. More: look at engine.dtype and the engine's "
+        "version.",
+        "short",
+        (
+            _query(T["mismatch"], "trainer, nats"),
+            _query(G["noise_floor_difference"], "{{process}}, nats"),
+        ),
+    ),
+    Panel(
+        "Verification",
+        "Tokens of older policies that verification kept and rejected, and those rejected under "
+        "unchanged weights.",
+        "Rejected tokens are generated again. A share above 30 % means that the policy moves fast: "
+        "lower the learning rate, or run less far ahead.",
+        "short",
+        (
+            _query(_summed(G["verified_tokens"].rate), "kept"),
+            _query(_summed(G["rejected_tokens"].rate), "rejected"),
+            _query(_summed(G["noise_floor_rejected"].rate), "rejected by rounding alone"),
+        ),
+        stacked=True,
+    ),
+)
+
+SPEED = (
+    Panel(
+        "Step time",
+        "Mean time from one finished step to the next, the median of the last steps, and the "
+        "trainer's part of it.",
+        "The panels of idle time name what the rest waits for.",
+        "s",
+        (
+            _query(C["step_time"].mean(), "step"),
+            _query(C["step_median"], "median of the last steps"),
+            _query(T["train_time"].mean(), "forward, backward, optimizer"),
+        ),
+    ),
+    Panel(
+        "Tokens by origin",
+        "Tokens per second: drawn one by one, accepted from drafts, kept by verification.",
+        "If drawn tokens fall while slots are busy, the answers or the batch have grown: look at "
+        "the KV space and the response length.",
+        "short",
+        (
+            Query(
+                f"{_summed(G['generated_tokens'].rate)} - {_summed(G['accepted_tokens'].rate)}",
+                "drawn",
+            ),
+            _query(_summed(G["accepted_tokens"].rate), "accepted drafts"),
+            _query(_summed(G["verified_tokens"].rate), "kept by verification"),
+        ),
+        stacked=True,
+    ),
+    Panel(
+        "Draft acceptance",
+        "Share of the tokens proposed by the cache that the policy accepted.",
+        "It grows over the epochs. Below a third drafting hardly pays, and the draft budget "
+        "shrinks by itself.",
+        "percentunit",
+        (
+            Query(
+                f"{_summed(G['accepted_tokens'].rate)} / "
+                f"({_summed(G['drafted_tokens'].rate)} > 0) or "
+                f"0 * {_summed(G['drafted_tokens'].rate)}",
+                "accepted",
+            ),
+        ),
+    ),
+    Panel(
+        "Who is idle, and why",
+        "Share of the last minute that each process spent waiting, by cause.",
+        "rewards: more workers. new weights: more run-ahead. last group: long answers decide. "
+        "more groups: generators are too slow for this trainer.",
+        "percentunit",
+        (_query(C["idle_ratio"], "{{process}}: {{cause}}"),),
+    ),
+    Panel(
+        "What each process does",
+        "Seconds per second, by process and kind of work.",
+        "Much verifying or run_ahead and little generating: run-ahead is too long. Much "
+        "transferring_weights: look at the weights panel.",
+        "percentunit",
+        (_query(_summed(C["activity"].rate, "process", "kind") + " > 0", "{{process}}: {{kind}}"),),
+    ),
+    Panel(
+        "Use of slots",
+        "Share of all slots, by what they are used for.",
+        "Idle slots under long answers are what run-ahead is for: raise max_runahead_groups, or "
+        "lower engine.slots.",
+        "percentunit",
+        (
+            Query(
+                f"{_summed(G['slot_seconds'].rate, 'kind')} / on (run) group_left () "
+                f"{_summed(G['slots'])}",
+                "{{kind}}",
+            ),
+        ),
+        stacked=True,
+    ),
+    Panel(
+        "Phases",
+        "How long the present phase of each process has lasted, and the median of such phases.",
+        "A phase far above its median hangs: the alert names it, and `asyncrl status` what the "
+        "run waits for.",
+        "s",
+        (
+            _query(f"{C['phase']} > 0", "{{process}}: {{kind}}"),
+            _query(f"{C['phase_median']} > 0", "{{process}}: {{kind}}, median"),
+        ),
+    ),
+)
+
+FLOW = (
+    Panel(
+        "Samples in flight",
+        "Samples between their start and training, by where they are, and those that generators "
+        "hold until the trainer has them.",
+        "Many held: their groups wait for one long answer or for rewards. Many queued: the "
+        "trainer is the bottleneck.",
+        "short",
+        (
+            _query(C["samples"], "{{state}}"),
+            _query(_summed(G["samples_held"]), "held by generators"),
+        ),
+    ),
+    Panel(
+        "Requests and KV space",
+        "Requests that hold a slot and that wait for one, and the share of the KV space in use.",
+        "KV space near 100 % with requests waiting: fewer slots, a lower runahead_kv_limit, or "
+        "more KV space.",
+        "short",
+        (
+            _query(G["running"], "{{process}} running"),
+            _query(G["waiting"], "{{process}} waiting"),
+            Query(str(G["kv_used"]), "{{process}} KV space", "percentunit"),
+        ),
+    ),
+    Panel(
+        "Rewards",
+        "Median and 95th percentile of a reward call, queueing included, and samples that wait.",
+        "Waiting samples that grow: more rewards.workers, or a faster function.",
+        "s",
+        (
+            _query(G["reward_time"].quantile(0.5), "median"),
+            _query(G["reward_time"].quantile(0.95), "95 %"),
+            Query(_summed(G["rewards_waiting"]), "samples waiting", "short"),
+        ),
+    ),
+    Panel(
+        "Weights",
+        "Time to write one version, and how long generators pause to install it.",
+        "A pause above a second: look at the disk or memory that the weights go through, and at "
+        "the length of the engine's steps.",
+        "s",
+        (
+            _query(T["publish_time"].mean(), "publish"),
+            _query(G["weights_time"].mean(), "pause of a generator"),
+        ),
+    ),
+)
+
+HEALTH = (
+    Panel(
+        "Processes",
+        "Generators by state, and processes that died, by role.",
+        "The terminal has the reason of each death. Repeated SIGKILL without a reason is usually "
+        "the kernel's, for memory.",
+        "short",
+        (
+            _query(C["generators"], "{{state}}"),
+            _query(C["process_failures"], "{{role}}s that died"),
+        ),
+    ),
+    Panel(
+        "Memory",
+        "Resident memory of each process; engines in processes of their own are not included.",
+        "Steady growth is a leak: please report it, with the process's name.",
+        "bytes",
+        (Query(f"process_resident_memory_bytes{{{RUN}}}", "{{instance}}"),),
+    ),
+    Panel(
+        "Errors",
+        "Per second: reward calls without a reward, refused frames, failed checkpoints, samples "
+        "that were sent again or not logged, and samples of failed groups.",
+        "All of them should be 0. The alerts say what to do about each.",
+        "short",
+        (
+            Query(
+                f"{_summed(G['rewards_failed'].rate)} or 0 * {_summed(G['slots'])}",
+                "rewards failed",
+            ),
+            _query(_summed(C["frames_refused"].rate), "frames refused"),
+            _query(_summed(T["checkpoints_failed"].rate), "checkpoints failed"),
+            _query(_summed(G["redeliveries"].rate), "sent again"),
+            _query(_summed(T["unlogged_samples"].rate), "not logged"),
+            _query(_summed(C["samples_ended"].where(outcome="failed").rate), "of failed groups"),
+        ),
+    ),
+    Panel(
+        "Checkpoints and disk",
+        "Age of the newest checkpoint, and the free share of the run's disk.",
+        "A lost trainer loses what is younger than its newest checkpoint. A full disk: remove old "
+        "runs, or lower trainer.keep_checkpoints.",
+        "s",
+        (
+            Query(f"time() - {T['checkpointed']}", "age of the newest checkpoint"),
+            Query(f"{C['disk_free']} / {C['disk_size']}", "free share of the disk", "percentunit"),
+        ),
+    ),
+)
+
+ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
+    ("Is it learning?", LEARNING),
+    ("Is it exact?", EXACTNESS),
+    ("What does the time go to?", SPEED),
+    ("Where are the samples?", FLOW),
+    ("Is it healthy?", HEALTH),
+)
+"""Titles of rows, and their panels: at most 25 in all."""

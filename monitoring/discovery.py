@@ -1,0 +1,96 @@
+"""Tells Prometheus which processes of a run serve metrics, while they come and go.
+
+`RUNS/prometheus-NAME.json` is a file for Prometheus's service discovery (`file_sd_configs`), which
+notices when it changes. It is replaced as a whole and removed when the run ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from wire.atomic_files import write_atomically
+
+logger = logging.getLogger(__name__)
+
+_EVERY_ADDRESS = ("0.0.0.0", "::", "")  # noqa: S104 - to recognise it, not to bind it
+
+
+def targets_file(run_folder: Path) -> Path:
+    """The file for the run in this folder; `RUNS/prometheus-*.json` are those of all runs.
+
+    Example:
+        >>> str(targets_file(Path("runs/first")))
+        'runs/prometheus-first.json'
+    """
+    return run_folder.parent / f"prometheus-{run_folder.name}.json"
+
+
+def target_groups(run: str, host: str, ports: Mapping[str, int]) -> list[dict[str, object]]:
+    """One group of a single target for each process, labelled with the run.
+
+    The label `instance` is the name of the process, which stays when its port changes.
+
+    Args:
+        run: its name.
+        host: that the processes serve on; if that is every address, the machine's name stands in.
+        ports: by name of the process.
+
+    Example:
+        >>> target_groups("r", "127.0.0.1", {"generator-0": 9101})[0]["targets"]
+        ['127.0.0.1:9101']
+    """
+    reached = socket.gethostname() if host in _EVERY_ADDRESS else host
+    address = f"[{reached}]" if ":" in reached else reached
+    return [
+        {
+            "targets": [f"{address}:{port}"],
+            "labels": {"run": run, "instance": name},
+        }
+        for name, port in sorted(ports.items())
+    ]
+
+
+class Targets:
+    """Keeps the targets file of a run up to date.
+
+    Args:
+        path: see `targets_file`.
+        run: its name.
+        host: that its processes serve on.
+        port: that the controller, which writes the file, serves on.
+    """
+
+    def __init__(self, path: Path, run: str, *, host: str, port: int) -> None:
+        self._path, self._run, self._host = path, run, host
+        self._own = {"controller": port}
+        self._written: dict[str, int] | None = None
+        self._has_failed = False
+
+    def update(self, ports: Mapping[str, int]) -> None:
+        """Write the controller and these processes, by name, unless they are in the file already.
+
+        A disk that does not take the file ends nothing: it is logged once, and tried again.
+        """
+        everyone = self._own | dict(ports)
+        if self._written == everyone:
+            return
+        groups = target_groups(self._run, self._host, everyone)
+        try:
+            write_atomically(self._path, json.dumps(groups, indent=1) + "\n")
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("cannot write %s: %s", self._path, error.strerror)
+            self._has_failed = True
+            return
+        self._written = everyone
+
+    def remove(self) -> None:
+        """The run has ended: Prometheus drops its processes."""
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("cannot remove %s: %s", self._path, error.strerror)
