@@ -23,7 +23,7 @@ class Phases:
     Example:
         >>> phases = Phases()
         >>> for n in range(6):
-        ...     phases.add(Span("training", 3.0 * n, 3.0 * n + 2.0, {"step": n}))
+        ...     _ = phases.add(Span("training", 3.0 * n, 3.0 * n + 2.0, {"step": n}))
         >>> phases.present.seconds, phases.usual("training")
         (2.0, 2.0)
     """
