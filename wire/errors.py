@@ -9,9 +9,10 @@ WireError                   a socket or shared memory cannot be used
 ├── AddressTooLong          the path of the socket folder is too long; says which variable to set
 ├── FolderNotPrivate        the folder in which processes of a node meet is open to others
 ├── PublishError            weights cannot be written to shared memory
+├── GroupBroken             a broadcast stopped: a member has died, or is too slow
 └── WeightsReadError        published weights cannot be read
     ├── WeightsSupersededError  the trainer overwrote or removed them
-    └── WeightsNotReceivedError they did not arrive from another node in time; says who was asked
+    └── WeightsNotReceivedError they did not arrive from elsewhere in time; says who was asked
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class PublishError(WireError):
     """Weights could not be published; the message says what is missing."""
 
 
+class GroupBroken(WireError):  # noqa: N818 - says what happened
+    """A group of processes for broadcasts lost a member, or one did not come or keep up in time."""
+
+
 class WeightsReadError(WireError):
     """Published weights are gone, or are not what their manifest describes."""
 
@@ -58,4 +63,4 @@ class WeightsSupersededError(WeightsReadError):
 
 
 class WeightsNotReceivedError(WeightsReadError):
-    """A version did not arrive from other nodes; the message says what each parent did."""
+    """A version did not arrive from another process in time; the message says who did what."""

@@ -34,6 +34,7 @@ class ModuleWeights:
             lambda name, published: own.get(name, published),
             device=self._device if staging == "device" else torch.device("cpu"),
             pinned=on_gpu and staging == "host",
+            engine_device=self._device,
         )
         self._staged = StagedWeights(self._check_tied, buffer)
         self._fingerprint: Fingerprint | None = None

@@ -16,6 +16,9 @@ from pathlib import Path
 from wire.errors import PublishError, WeightsReadError, WeightsSupersededError
 from wire.weights.layout import WeightManifest
 
+_CALL_BYTES = 1 << 28
+"""One system call reads at most 2 GiB."""
+
 
 def reserve(path: Path, nbytes: int, *, of: int) -> mmap.mmap:
     """Create one of `of` files in place of an old one, with all its memory reserved.
@@ -113,6 +116,22 @@ def check_version(descriptor: int, manifest: WeightManifest) -> None:
         raise WeightsSupersededError(
             f"weights of version {manifest.policy_version} in {manifest.path} are superseded: {now}"
         )
+
+
+def fill(target: memoryview, descriptor: int, offset: int) -> None:
+    """Fill memory from a place in a file. Other threads run meanwhile.
+
+    Raises:
+        WeightsReadError: the file is shorter.
+    """
+    done = 0
+    while done < len(target):
+        read = os.preadv(descriptor, [target[done : done + _CALL_BYTES]], offset + done)
+        if not read:
+            raise WeightsReadError(
+                f"the weights file ends {len(target) - done} bytes before the end of its tensors"
+            )
+        done += read
 
 
 def _no_room(path: Path, nbytes: int, error: OSError) -> str:

@@ -84,6 +84,15 @@ class Fingerprint(msgspec.Struct, frozen=True):
     """One digest of all of them: 32 hexadecimal digits."""
 
 
+class BroadcastPlace(msgspec.Struct, frozen=True):
+    """Where a version can be asked for, to be received with others (`wire.weights.broadcast`)."""
+
+    host: str
+    port: int
+    sender: str
+    """Unlike any other sender that ever listened there."""
+
+
 class WeightManifest(msgspec.Struct, frozen=True):
     """One version of all weights."""
 
@@ -96,3 +105,6 @@ class WeightManifest(msgspec.Struct, frozen=True):
     fingerprint: Fingerprint | None = None
     """Of the trainer's own parameters, in the data type that engines decode with; None: the weights
     do not come from a trainer."""
+    broadcast: BroadcastPlace | None = None
+    """The trainer broadcasts this version to those who ask there; the file has it too. None: the
+    file only."""

@@ -10,6 +10,9 @@ cloning tensors into fresh memory takes 0.6-3 s, most of it in page faults. Othe
 through two small buffers, tensor by tensor; for a GPU they are page-locked, so that one is filled
 while the other is copied, on a stream of its own.
 
+A manifest that names a sender is received from it (`wire.weights.broadcast`). If that fails, the
+buffer says so and reads the file.
+
 Example:
     ```python
     buffer = WeightBuffer(lambda name, published: torch.bfloat16)
@@ -22,24 +25,27 @@ Example:
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from wire.errors import WeightsReadError
-from wire.weights.files import held_version
+from wire.errors import WeightsNotReceivedError, WeightsReadError
+from wire.weights.broadcast.receiving import BroadcastReceiver
+from wire.weights.files import fill, held_version
 from wire.weights.layout import TensorSpec, WeightManifest, laid_out
 from wire.weights.pinning import Pin
 from wire.weights.views import dtype_of, tensor_view
 
+logger = logging.getLogger(__name__)
+
 DTypes = Callable[[str, torch.dtype], torch.dtype]
 """In which data type a reader wants a tensor, by its name and its published data type."""
 
-_CHUNK_BYTES = 1 << 28
-"""One system call reads at most 2 GiB."""
 _STEP_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Of the small buffers: on a CPU they stay in its cache."""
 _CPU = torch.device("cpu")
@@ -52,6 +58,7 @@ class WeightBuffer:
         wanted: data types of the copy; None: as they are published.
         device: where the copy lies.
         pinned: page-lock a copy in host memory, for an engine on a GPU.
+        engine_device: where a broadcast may arrive; None: where the copy lies.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class WeightBuffer:
         *,
         device: torch.device = _CPU,
         pinned: bool = False,
+        engine_device: torch.device | None = None,
     ) -> None:
         self._wanted = wanted or (lambda _name, published: published)
         self._device = device
@@ -71,6 +79,7 @@ class WeightBuffer:
         self._tensors: list[tuple[str, Tensor]] = []
         self._steps: list[Tensor] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._receiver = BroadcastReceiver(engine_device or device)
         self.policy_version: int | None = None
         """The version that the buffer holds; None: nothing whole."""
 
@@ -84,14 +93,34 @@ class WeightBuffer:
             WeightsReadError: the file is not ours, or the manifest does not describe it.
         """
         self.policy_version = None
+        if not self._receive(manifest):
+            self._read_file(manifest)
+        self.policy_version = manifest.policy_version
+
+    def _receive(self, manifest: WeightManifest) -> bool:
+        """Receive it if it is broadcast; False: it must be read. Raises WeightsReadError."""
+        place = manifest.broadcast
+        if place is None:
+            return False
+        landing = _Landing(manifest, self._memory_for(manifest), self._specs, self._tensors)
+        try:
+            with self._on_stream():
+                self._receiver.receive(manifest, place, landing)
+        except WeightsNotReceivedError as error:
+            logger.warning("%s; reading %s instead", error, manifest.path)
+            return False
+        if self._stream is not None:
+            self._stream.synchronize()
+        return True
+
+    def _read_file(self, manifest: WeightManifest) -> None:
         with held_version(manifest) as descriptor:
             memory = self._memory_for(manifest)
             if self._device.type == "cpu" and self._specs == manifest.tensors:
-                _fill(memory, descriptor, 0)
+                fill(memory.numpy().data, descriptor, 0)
             else:
                 with self._on_stream():
                     self._convert(descriptor, manifest)
-        self.policy_version = manifest.policy_version
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names as in the HF state dict, and tensors that are valid until the next `read`.
@@ -151,7 +180,7 @@ class WeightBuffer:
                 part = self._steps[turn][: count * dtype.itemsize]
                 if (event := copied[turn]) is not None:
                     event.synchronize()
-                _fill(part, descriptor, spec.offset + start * dtype.itemsize)
+                fill(part.numpy().data, descriptor, spec.offset + start * dtype.itemsize)
                 flat[start : start + count].copy_(part.view(dtype), non_blocking=pinned)
                 if self._stream is not None:
                     copied[turn] = self._stream.record_event()
@@ -163,13 +192,43 @@ class WeightBuffer:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-def _fill(memory: Tensor, descriptor: int, offset: int) -> None:
-    """Fill `[n]` uint8 in host memory from a place in the file. Other threads run meanwhile."""
-    target, done = memory.numpy().data, 0
-    while done < len(target):
-        read = os.preadv(descriptor, [target[done : done + _CHUNK_BYTES]], offset + done)
-        if not read:
-            raise WeightsReadError(
-                f"the weights file ends {len(target) - done} bytes before the end of its tensors"
+class _Landing:
+    """Puts chunks of a version into a buffer (`wire.weights.broadcast.receiving.Landing`)."""
+
+    def __init__(
+        self,
+        manifest: WeightManifest,
+        memory: Tensor,
+        specs: tuple[TensorSpec, ...],
+        tensors: list[tuple[str, Tensor]],
+    ) -> None:
+        self._manifest = manifest
+        self._memory = memory
+        self._tensors = tensors
+        self._as_published = specs == manifest.tensors
+
+    def room(self, span: slice, device: torch.device) -> Tensor | None:
+        """The buffer's own memory, if bytes stay as they are and where they arrive."""
+        fits = self._as_published and self._memory.device == device
+        return self._memory[span] if fits else None
+
+    def put(self, span: slice, part: Tensor) -> None:
+        """Copy the elements of a chunk into the tensors, converting the data type and device."""
+        if self._as_published:
+            self._memory[span].copy_(part)
+            return
+        specs = self._manifest.tensors
+        first = max(0, bisect_right(specs, span.start, key=attrgetter("offset")) - 1)
+        for spec, (_, target) in zip(specs[first:], self._tensors[first:], strict=True):
+            if spec.offset >= span.stop:
+                break
+            start = max(span.start, spec.offset)
+            stop = min(span.stop, spec.offset + spec.nbytes)
+            if start >= stop:
+                continue
+            # Tensors and chunks begin at multiples of 64 bytes, so no element is cut.
+            own = part[start - span.start : stop - span.start].view(
+                dtype_of(spec, self._manifest.nbytes)
             )
-        done += read
+            begin = (start - spec.offset) // own.element_size()
+            target.view(-1)[begin : begin + len(own)].copy_(own)

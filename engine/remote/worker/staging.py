@@ -80,7 +80,8 @@ class WorkerWeights:
         self._loader = loader
         own = loader.dtype
         buffer = WeightBuffer(
-            lambda _, published: own if published.is_floating_point else published
+            lambda _, published: own if published.is_floating_point else published,
+            engine_device=loader.device,
         )
         self._staged = StagedWeights(self._receive, buffer)
         self._thread = ThreadPoolExecutor(

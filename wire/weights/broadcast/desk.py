@@ -1,0 +1,170 @@
+"""Where members check in and are answered: keys in a TCPStore, which the sender's process serves.
+
+A member pushes a `CheckIn` to a queue, which is one operation, so a member that dies leaves it
+whole or not at all. The answer is a key of the member's own. Both are JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from wire.errors import GroupBroken
+from wire.weights.broadcast.groups import Backend
+from wire.weights.broadcast.meeting import CheckIn
+from wire.weights.layout import BroadcastPlace
+
+logger = logging.getLogger(__name__)
+
+_QUEUE = "check-ins"
+_STORE_SECONDS = 10.0
+"""For one question to the store."""
+_POLL_SECONDS = 0.005
+_BACKLOG = 1024
+
+
+class Invitation(msgspec.Struct, frozen=True, tag="invitation"):
+    """Take part in a broadcast."""
+
+    generation: int
+    """Of the group: the one that the member is in, or a new one."""
+    rank: int
+    size: int
+    backend: Backend
+    chunk_bytes: int
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """There will be no broadcast."""
+
+    why: str
+
+
+Answer = Invitation | Refusal
+
+
+class Desk:
+    """The sender's side. It listens at one address only.
+
+    Args:
+        host: address of this machine to listen at; the port is any that is free.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+
+    def __init__(self, host: str) -> None:
+        family = socket.getaddrinfo(host, None)[0][0]
+        with socket.socket(family) as listening:
+            listening.bind((host, 0))
+            listening.listen(_BACKLOG)
+            port = listening.getsockname()[1]
+            self.place = BroadcastPlace(host, port, secrets.token_hex(8))
+            self._server: Any = TCPStore(
+                host,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=_STORE_SECONDS),
+                master_listen_fd=listening.detach(),
+            )
+        self._store: Any = PrefixStore(self.place.sender, self._server)
+
+    def arrivals(self) -> Iterator[CheckIn]:
+        """Those who have checked in since the last call. Raises GroupBroken."""
+        with _store_works():
+            for _ in range(self._store.queue_len(_QUEUE)):
+                frame = self._store.queue_pop(_QUEUE, False)
+                try:
+                    yield msgspec.json.decode(frame, type=CheckIn)
+                except msgspec.MsgspecError:
+                    logger.warning("%d bytes that are no check-in were dropped", len(frame))
+
+    def answer(self, check_in: CheckIn, answer: Answer) -> None:
+        """Tell a member what follows. Raises GroupBroken."""
+        with _store_works():
+            self._store.set(_key(check_in), msgspec.json.encode(answer))
+
+    def group_store(self, generation: int) -> Any:
+        """Where the members of a group find each other."""
+        return PrefixStore(f"group-{generation}", self._store)
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self._store = self._server = None
+
+
+class Visitor:
+    """A member's side.
+
+    Args:
+        place: of the sender.
+
+    Raises:
+        GroupBroken: nobody answers there.
+    """
+
+    def __init__(self, place: BroadcastPlace) -> None:
+        self.place = place
+        at = f"{place.host}:{place.port}"
+        try:  # TCPStore would try again and again, and print a stack for each
+            with socket.create_connection((place.host, place.port), _STORE_SECONDS) as probe:
+                self.host: str = probe.getsockname()[0]
+                """This machine's address, as the sender sees it."""
+        except OSError as error:
+            raise GroupBroken(f"no sender of weights listens at {at}: {error}") from error
+        with _store_works():
+            store = TCPStore(
+                place.host,
+                place.port,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=_STORE_SECONDS),
+            )
+        self._store: Any = PrefixStore(place.sender, store)
+
+    def ask(self, check_in: CheckIn, seconds: float) -> Answer:
+        """Check in and wait for the answer. Raises GroupBroken."""
+        deadline = time.monotonic() + seconds
+        with _store_works():
+            self._store.queue_push(_QUEUE, msgspec.json.encode(check_in))
+            while not self._store.check([_key(check_in)]):
+                if time.monotonic() > deadline:
+                    raise GroupBroken(
+                        f"the sender of weights did not answer version {check_in.policy_version} "
+                        f"within {seconds:g} s"
+                    )
+                time.sleep(_POLL_SECONDS)
+            frame = self._store.get(_key(check_in))
+            self._store.delete_key(_key(check_in))
+        try:
+            answer: Answer = msgspec.json.decode(frame, type=Invitation | Refusal)
+        except msgspec.MsgspecError as error:
+            raise GroupBroken(f"the sender's answer makes no sense: {error}") from error
+        return answer
+
+    def group_store(self, generation: int) -> Any:
+        """Where the members of a group find each other."""
+        return PrefixStore(f"group-{generation}", self._store)
+
+
+def _key(check_in: CheckIn) -> str:
+    return f"answer/{check_in.member}/{check_in.number}"
+
+
+@contextlib.contextmanager
+def _store_works() -> Iterator[None]:
+    """Raise GroupBroken for errors of the store."""
+    try:
+        yield
+    except RuntimeError as error:  # DistError
+        first = next(iter(str(error).splitlines()), "")
+        raise GroupBroken(f"the sender of weights cannot be reached: {first}") from error

@@ -1,0 +1,225 @@
+"""A group of processes for broadcasts, apart from every other group of torch.distributed.
+
+`torch.distributed.init_process_group` is not called, and no default group is needed or touched:
+vLLM, SGLang and a sharded trainer have their own. Rank 0 sends.
+
+Gloo works on CPUs and is tested. **NCCL has never run here**: no machine of the project's had GPUs
+for more than one member. It is written after torch's interface.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from wire.errors import GroupBroken
+
+Backend = Literal["gloo", "nccl"]
+
+_CPU = torch.device("cpu")
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_POLL_SECONDS = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Longest waits, in seconds. Together they are shorter than `engine.vllm.call_timeout_seconds`
+    and SGLang's, within which a version must be staged, also if the file must be read in the end."""
+
+    window: float = 2.0
+    """For the members that are expected, after the first has come."""
+    answer: float = 30.0
+    """Of a member for the beginning of its broadcast, while another one is under way."""
+    form: float = 20.0
+    """For all members to be connected."""
+    chunk: float = 10.0
+    """For one chunk to reach all members."""
+
+
+class Group(Protocol):
+    """The connected members. Everything is done by all of them in the same order."""
+
+    device: torch.device
+    """Where a member receives."""
+
+    def send(self, part: Tensor) -> None:
+        """Begin to send `[n]` in host memory, which must stay as it is until that has ended."""
+
+    def receive(self, part: Tensor) -> None:
+        """Begin to receive `[n]` on the group's device."""
+
+    def wait(self, left: int = 0) -> None:
+        """Wait until no more than `left` of what was begun has not ended. Raises GroupBroken."""
+
+    def close(self) -> None:
+        """End it, for the others too: whoever waits in it is told. Idempotent."""
+
+
+def backend_of(devices: Sequence[str]) -> Backend:
+    """NCCL if each member has a GPU of its own; two members on one GPU are refused by it."""
+    gpus = {device for device in devices if device != "cpu"}
+    return "nccl" if len(gpus) == len(devices) else "gloo"
+
+
+def name_of_device(device: torch.device) -> str:
+    """As in `CheckIn.device`."""
+    if device.type != "cuda":
+        return "cpu"
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class GlooGroup:
+    """Over TCP, in host memory.
+
+    Args:
+        store: where the members find each other; the group's own keys in it.
+        rank: 0 sends.
+        size: how many they are.
+        host: this process's address to listen at.
+        limits: how long to wait.
+
+    Raises:
+        GroupBroken: not all came in time.
+    """
+
+    device = _CPU
+
+    def __init__(self, store: Any, rank: int, size: int, host: str, limits: Limits) -> None:
+        from torch.distributed import ProcessGroupGloo
+
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+        options._threads = 1  # noqa: SLF001 - they keep their order
+        options._timeout = timedelta(seconds=limits.form)  # noqa: SLF001
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
+        with _told("the members could not connect"):
+            self._gloo: Any = ProcessGroupGloo(store, rank, size, options)
+            self._gloo.set_timeout(timedelta(seconds=limits.chunk))
+        self._begun: deque[Any] = deque()
+
+    def send(self, part: Tensor) -> None:
+        """As `Group.send`."""
+        with _told("a broadcast could not begin"):
+            self._begun.append(self._gloo.broadcast(part, 0))
+
+    receive = send
+
+    def wait(self, left: int = 0) -> None:
+        """As `Group.wait`."""
+        with _told("a broadcast did not end"):
+            while len(self._begun) > left:
+                self._begun.popleft().wait()
+
+    def close(self) -> None:
+        """As `Group.close`."""
+        if self._gloo is not None:
+            self._gloo.abort()
+        # Its connections close when nothing refers to them, also no tensor that is on its way.
+        self._begun.clear()
+        self._gloo = None
+
+
+class NcclGroup:
+    """Between GPUs. **Never run.**
+
+    Its collectives are asynchronous and have no end if a member has died; so they are polled, and
+    the communicator is aborted. NCCL's own watchdog, which would end the process, is told not to.
+
+    Args:
+        store: where the members find each other; the group's own keys in it.
+        rank: 0 sends.
+        size: how many they are.
+        device: this member's GPU.
+        limits: how long to wait.
+
+    Raises:
+        GroupBroken: not all came in time.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, device: torch.device, limits: Limits
+    ) -> None:
+        from torch.distributed import ProcessGroupNCCL
+
+        self.device = device
+        self._limits = limits
+        self._stream = torch.cuda.Stream(device)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=limits.form)  # noqa: SLF001
+        options.config.blocking = 0  # so that forming it can be given up
+        with _told("the members could not connect"), _no_watchdog():
+            self._nccl: Any = ProcessGroupNCCL(store, rank, size, options)
+        self._begun: deque[tuple[Any, Tensor]] = deque()
+        """With the tensors, whose memory must not be freed before."""
+        try:
+            self.receive(torch.zeros(1, dtype=torch.uint8, device=device))
+            self._wait(0, limits.form)  # connected with the first broadcast
+        except GroupBroken:
+            self.close()
+            raise
+
+    def send(self, part: Tensor) -> None:
+        """As `Group.send`."""
+        self.receive(part.to(self.device))
+
+    def receive(self, part: Tensor) -> None:
+        """As `Group.receive`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with _told("a broadcast could not begin"), torch.cuda.stream(self._stream):
+            self._begun.append((self._nccl.broadcast(part, 0), part))
+
+    def wait(self, left: int = 0) -> None:
+        """As `Group.wait`."""
+        self._wait(left, self._limits.chunk)
+
+    def close(self) -> None:
+        """As `Group.close`."""
+        if self._nccl is not None:
+            self._nccl.abort()
+        self._begun.clear()
+        self._nccl = None
+
+    def _wait(self, left: int, seconds: float) -> None:
+        while len(self._begun) > left:
+            deadline = time.monotonic() + seconds
+            with _told("a broadcast did not end"):
+                work, _ = self._begun[0]
+                while not work.is_completed():
+                    if time.monotonic() > deadline:
+                        raise GroupBroken(f"a broadcast did not end within {seconds:g} s")
+                    time.sleep(_POLL_SECONDS)
+                if not work.is_success():
+                    raise GroupBroken("a broadcast failed")
+            self._begun.popleft()
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Raise GroupBroken for torch's errors."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistError and Gloo's are of this kind
+        first = next(iter(str(error).splitlines()), "")
+        raise GroupBroken(f"{what}: {first}") from error
+
+
+@contextmanager
+def _no_watchdog() -> Iterator[None]:
+    """Groups that are made meanwhile do not end the process if a collective fails."""
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ERROR_HANDLING]
+        else:
+            os.environ[_ERROR_HANDLING] = before

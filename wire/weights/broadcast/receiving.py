@@ -1,0 +1,126 @@
+"""Receives a broadcast version, chunk by chunk, into memory of the receiver's own."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from wire.errors import GroupBroken, WeightsNotReceivedError, WeightsSupersededError
+from wire.weights.broadcast.desk import Invitation, Refusal, Visitor
+from wire.weights.broadcast.groups import GlooGroup, Group, Limits, NcclGroup, name_of_device
+from wire.weights.broadcast.meeting import CheckIn
+from wire.weights.broadcast.words import Word
+from wire.weights.chunks import Grid
+from wire.weights.layout import BroadcastPlace, WeightManifest
+
+
+class Landing(Protocol):
+    """Where chunks go."""
+
+    def room(self, span: slice, device: torch.device) -> Tensor | None:
+        """`[bytes]` on this device for these bytes of the file; None: only `put` takes them."""
+
+    def put(self, span: slice, part: Tensor) -> None:
+        """Take these bytes of the file, from any device."""
+
+
+class BroadcastReceiver:
+    """A member. It stays in its group between versions. Not thread-safe.
+
+    Args:
+        device: of the engine; chunks arrive there if all members have GPUs.
+        limits: how long to wait.
+    """
+
+    def __init__(self, device: torch.device, limits: Limits | None = None) -> None:
+        self._device = device
+        self._limits = limits or Limits()
+        self._name = secrets.token_hex(8)
+        self._asked = 0
+        self._visitor: Visitor | None = None
+        self._group: Group | None = None
+        self._generation = 0
+        self._step: Tensor | None = None
+
+    def receive(self, manifest: WeightManifest, place: BroadcastPlace, landing: Landing) -> None:
+        """Take part in a broadcast of a version. If it raises, some chunks may have landed.
+
+        Raises:
+            WeightsSupersededError: it was overwritten during the broadcast.
+            WeightsNotReceivedError: there is no broadcast of it, or it broke off.
+        """
+        try:
+            group, chunk_bytes = self._join(manifest.policy_version, place)
+            self._receive(group, Grid(manifest.nbytes, chunk_bytes), landing)
+        except GroupBroken as error:
+            self.leave()
+            raise WeightsNotReceivedError(
+                f"weights of version {manifest.policy_version} did not arrive by broadcast: {error}"
+            ) from error
+        except WeightsSupersededError as error:
+            raise WeightsSupersededError(
+                f"weights of version {manifest.policy_version} {error}"
+            ) from error
+
+    def leave(self) -> None:
+        """Leave the group, if it is in one. Idempotent."""
+        if self._group is not None:
+            self._group.close()
+        self._group, self._visitor, self._generation = None, None, 0
+
+    def _join(self, policy_version: int, place: BroadcastPlace) -> tuple[Group, int]:
+        """Ask, and be in the group of the answer; the size of its chunks."""
+        if self._visitor is None or self._visitor.place != place:
+            self.leave()
+            self._visitor = Visitor(place)
+        self._asked += 1
+        device = name_of_device(self._device)
+        check_in = CheckIn(self._name, self._asked, policy_version, self._generation, device)
+        answer = self._visitor.ask(check_in, self._limits.answer)
+        if isinstance(answer, Refusal):
+            raise GroupBroken(answer.why)
+        if self._group is None or answer.generation != self._generation:
+            if self._group is not None:
+                self._group.close()
+            self._group = None
+            self._group = self._formed(self._visitor, answer)
+            self._generation = answer.generation
+        return self._group, answer.chunk_bytes
+
+    def _formed(self, visitor: Visitor, answer: Invitation) -> Group:
+        store = visitor.group_store(answer.generation)
+        if answer.backend == "nccl":
+            return NcclGroup(store, answer.rank, answer.size, self._device, self._limits)
+        return GlooGroup(store, answer.rank, answer.size, visitor.host, self._limits)
+
+    def _receive(self, group: Group, grid: Grid, landing: Landing) -> None:
+        word = torch.empty(1, dtype=torch.int64, device=group.device)
+        for index in range(grid.count):
+            self._expect(group, word, Word.CHUNK)
+            span = grid.span(index)
+            room = landing.room(span, group.device)
+            part = self._step_for(span, group.device) if room is None else room
+            group.receive(part)
+            group.wait()
+            if room is None:
+                landing.put(span, part)
+        self._expect(group, word, Word.WHOLE)
+
+    def _expect(self, group: Group, word: Tensor, expected: Word) -> None:
+        group.receive(word)
+        group.wait()
+        found = int(word.item())
+        if found == Word.OVERWRITTEN:
+            raise WeightsSupersededError("were overwritten while they were broadcast")
+        if found != expected:
+            raise GroupBroken(f"the sender said {found} where {expected} was due")
+
+    def _step_for(self, span: slice, device: torch.device) -> Tensor:
+        """Memory for one chunk."""
+        size = span.stop - span.start
+        if self._step is None or len(self._step) < size or self._step.device != device:
+            self._step = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._step[:size]

@@ -1,0 +1,236 @@
+"""Broadcasts the versions in the trainer's files, in a thread of the trainer's process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from wire.errors import GroupBroken, NoReply, WeightsReadError
+from wire.weights.broadcast.desk import Desk, Invitation, Refusal
+from wire.weights.broadcast.groups import (
+    Backend,
+    GlooGroup,
+    Group,
+    Limits,
+    NcclGroup,
+    backend_of,
+    name_of_device,
+)
+from wire.weights.broadcast.meeting import CheckIn, Meeting
+from wire.weights.broadcast.words import Word
+from wire.weights.chunks import Grid
+from wire.weights.files import check_version, fill, held_version
+from wire.weights.layout import WeightManifest
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 25
+Outcome = Literal["whole", "overwritten", "broken"]
+"""Of a broadcast: all members have the version; the trainer published two more meanwhile; or a
+member was lost or too slow, and all of them read the file."""
+
+_POLL_SECONDS = 0.01
+_CPU = torch.device("cpu")
+
+
+class WeightSender:
+    """Serves until it is closed. The trainer only tells it what it has published.
+
+    Args:
+        host: address of this machine to listen at, without keys.
+        members: that the first version is for.
+        device: of the trainer, from which NCCL sends.
+        limits: how long to wait.
+        note: called with each broadcast's outcome, in the thread.
+        chunk_bytes: a multiple of 64.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        *,
+        members: int,
+        device: torch.device = _CPU,
+        limits: Limits | None = None,
+        note: Callable[[Outcome], None] = lambda _outcome: None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._limits = limits or Limits()
+        self._device = device
+        self._note = note
+        self._chunk_bytes = chunk_bytes
+        self._desk = Desk(host)
+        self._meeting = Meeting(self._limits.window, members)
+        self._newest: WeightManifest | None = None
+        self._group: Group | None = None
+        self._ranks: dict[str, int] = {}
+        """Of the group's members."""
+        self._generation = 0
+        self._steps: list[Tensor] = []
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weights-broadcast", daemon=True)
+        self._thread.start()
+
+    def publish(self, manifest: WeightManifest) -> WeightManifest:
+        """Offer a version that has been published in place of the one before. Does not wait.
+
+        Returns:
+            The manifest for those who may receive it.
+        """
+        self._newest = manifest
+        return WeightManifest(
+            manifest.policy_version,
+            manifest.path,
+            manifest.nbytes,
+            manifest.tensors,
+            manifest.fingerprint,
+            self._desk.place,
+        )
+
+    def close(self) -> None:
+        """Stop, and wait until the thread has ended. Idempotent.
+
+        Raises:
+            NoReply: a broadcast did not end within its limits.
+        """
+        self._closing.set()
+        seconds = self._limits.form + 2 * self._limits.chunk
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise NoReply(f"the thread that broadcasts weights did not end in {seconds:g} s")
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(_POLL_SECONDS):
+                self._turn(time.monotonic())
+        except Exception:
+            logger.exception(
+                "weights are no longer broadcast; generators read the published file instead"
+            )
+        finally:
+            self._close_group()
+            self._desk.close()
+
+    def _turn(self, now: float) -> None:
+        for check_in in self._desk.arrivals():
+            self._meeting.arrive(check_in, now)
+        newest = self._newest
+        if newest is None:
+            return
+        version = newest.policy_version
+        for one in self._meeting.turn_away(version):
+            self._desk.answer(one, Refusal(f"the newest is version {version}"))
+        members = self._meeting.take(now)
+        if members:
+            self._broadcast(newest, members)
+
+    def _broadcast(self, manifest: WeightManifest, members: list[CheckIn]) -> None:
+        began = time.monotonic()
+        outcome: Outcome = "broken"
+        try:
+            group = self._group_of(members)
+            if self._send(group, manifest):
+                outcome = "whole"
+                self._meeting.served(members)
+            else:
+                outcome = "overwritten"
+        except GroupBroken as error:
+            self._close_group()
+            self._meeting.broke(members)
+            logger.warning(
+                "the broadcast of version %d to %d engine processes broke off, and they read the "
+                "published file instead: %s",
+                manifest.policy_version,
+                len(members),
+                error,
+            )
+        finally:
+            self._note(outcome)
+        logger.info(
+            "version %d, %d bytes, broadcast to %d engine processes in %.2f s: %s",
+            manifest.policy_version,
+            manifest.nbytes,
+            len(members),
+            time.monotonic() - began,
+            outcome,
+        )
+
+    def _group_of(self, members: list[CheckIn]) -> Group:
+        """The group of these members: the present one if all of them are in it and no others.
+
+        Raises:
+            GroupBroken: not all could be connected.
+        """
+        stays = {one.member for one in members} == self._ranks.keys() and all(
+            one.generation == self._generation for one in members
+        )
+        own = name_of_device(self._device)
+        backend = backend_of([own, *(one.device for one in members)])
+        if not stays or self._group is None:
+            self._close_group()
+            self._generation += 1
+            self._ranks = {one.member: rank for rank, one in enumerate(members, start=1)}
+        size = len(members) + 1
+        for one in members:
+            rank = self._ranks[one.member]
+            invitation = Invitation(self._generation, rank, size, backend, self._chunk_bytes)
+            self._desk.answer(one, invitation)
+        if self._group is None:
+            self._group = self._formed(size, backend)
+        return self._group
+
+    def _formed(self, size: int, backend: Backend) -> Group:
+        store = self._desk.group_store(self._generation)
+        if backend == "nccl":
+            return NcclGroup(store, 0, size, self._device, self._limits)
+        return GlooGroup(store, 0, size, self._desk.place.host, self._limits)
+
+    def _send(self, group: Group, manifest: WeightManifest) -> bool:
+        """Send a version; False if it was overwritten meanwhile. Raises GroupBroken."""
+        grid = Grid(manifest.nbytes, self._chunk_bytes)
+        last = Word.WHOLE
+        try:
+            with held_version(manifest) as descriptor:
+                for index in range(grid.count):
+                    group.wait(left=2)  # the last chunk and its word; the memory before is free
+                    span = grid.span(index)
+                    part = self._step(index % 2)[: span.stop - span.start]
+                    fill(part.numpy().data, descriptor, span.start)
+                    check_version(descriptor, manifest)
+                    group.send(_word(Word.CHUNK))
+                    group.send(part)
+        except WeightsReadError as error:
+            logger.info("version %d is broadcast no further: %s", manifest.policy_version, error)
+            last = Word.OVERWRITTEN
+        group.send(_word(last))
+        group.wait()
+        return last is Word.WHOLE
+
+    def _step(self, turn: int) -> Tensor:
+        """One of two pieces of host memory for a chunk, page-locked for a GPU."""
+        if not self._steps:
+            pinned = self._device.type == "cuda"
+            self._steps = [
+                torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=pinned)
+                for _ in range(2)
+            ]
+        return self._steps[turn]
+
+    def _close_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+        self._ranks = {}
+
+
+def _word(word: Word) -> Tensor:
+    return torch.tensor([word], dtype=torch.int64)
