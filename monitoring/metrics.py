@@ -40,6 +40,7 @@ from monitoring.occupancy import SlotPiece, SlotUse
 from monitoring.process_metrics import ProcessMetrics
 from wire.messages.from_trainer import CheckpointFault
 from wire.records import LearnerMetrics, Measured
+from wire.weights.broadcast.words import Outcome
 
 __all__ = [
     "ROLES",
@@ -188,6 +189,13 @@ class TrainerMetrics(ProcessMetrics):
     )
     publish_time: Histogram = histogram(
         "asyncrl_weights_publish_seconds", "Writing one version of the weights for the generators."
+    )
+    weight_broadcasts: By[Total] = counter(
+        "asyncrl_weight_broadcasts_total",
+        "Broadcasts of a version to a group of engine processes, by how they ended; those of a "
+        "broken one read the file.",
+        label="outcome",
+        values=get_args(Outcome),
     )
     weights_size: Gauge = gauge("asyncrl_weights_bytes", "Size of one version of the weights.")
     checkpoint_time: Histogram = histogram("asyncrl_checkpoint_seconds", "Writing one checkpoint.")

@@ -30,6 +30,13 @@ class LauncherConfig(BaseModel):
     names that begin with GPU- or MIG-. null: all that CUDA_VISIBLE_DEVICES leaves visible. []:
     none, everything runs on the CPU. Each generator gets `tensor_parallel_size` of its engine of
     them, the trainer the next one (docs/gpus.md)."""
+    weights: Literal["files", "broadcast"] = "files"
+    """How new weights reach the generators. `files`: each reads them from the memory of its node.
+    `broadcast`: the trainer sends them to all at once, by NCCL between GPUs and by gloo otherwise,
+    and who misses that reads the file. Its sockets have no keys: needs `trusted_network`."""
+    trusted_network: bool = False
+    """Nobody whom you do not trust can listen to or connect to the network between the run's
+    nodes, nor log in to them. Only `weights: broadcast` asks for it (SECURITY.md)."""
     colocate: bool = False
     """Let the trainer share the first GPU of the last generator instead of having one of its own.
     Its memory must hold both: lower `engine.vllm.gpu_memory_utilization` or
@@ -51,6 +58,18 @@ class LauncherConfig(BaseModel):
     """Most restarts of processes that died: generators and trainers, counted together. A restarted
     trainer continues from the newest checkpoint (trainer.checkpoint_every)."""
     ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _sockets_without_keys_are_asked_for(self) -> Self:
+        if self.weights == "broadcast" and not self.trusted_network:
+            raise ValueError(
+                "launcher.weights: broadcast opens sockets that have neither keys nor encryption, "
+                "because torch.distributed and NCCL have none: whoever reaches them can read the "
+                "weights and disturb the run. If you trust everybody on this machine and on the "
+                "network between the nodes, say so with launcher.trusted_network: true; otherwise "
+                "use launcher.weights: files"
+            )
+        return self
 
     @model_validator(mode="after")
     def _ray_divides_the_machines(self) -> Self:

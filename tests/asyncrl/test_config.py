@@ -76,6 +76,11 @@ def test_overrides_reach_any_depth(tmp_path: Path) -> None:
             [],
             r"2000 is longer than launcher.startup_seconds \(1800\).*Raise launcher",
         ),
+        (
+            "launcher: {weights: broadcast}",
+            [],
+            r"neither keys nor encryption.*launcher.trusted_network: true; otherwise",
+        ),
         ("run: {log_samples: parquet}", [], r"run.log_samples: parquet is not written.*jsonl"),
         ('sampling: {stop: ["a", ""]}', [], r"sampling.stop\[1\]: must have at least 1 character"),
         ("sampling: {stop: [" + 257 * "a" + "]}", [], r"sampling.stop: has 257 bytes together"),

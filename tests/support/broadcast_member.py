@@ -1,7 +1,8 @@
 """A process that receives broadcasts: a line of JSON in, a line of JSON out.
 
 In: `{"manifest": WeightManifest, "die_at": null | k}`; with a number it kills itself before its
-k-th chunk. It waits very long for a chunk: another one's death must be heard of. Out: `{"version": v, "digest": whole fingerprint, "warnings": [...]}`.
+k-th chunk. Out: `{"version": v, "digest": whole fingerprint, "warnings": [...]}`. It waits very
+long for a chunk: it must hear of another one's death.
 """
 
 from __future__ import annotations

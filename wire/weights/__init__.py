@@ -9,10 +9,10 @@
     chunks.py       the pieces in which a version travels to other nodes
     delta.py        what changed in a chunk since the version before, bit for bit
     chain/          nodes that receive versions from each other, for engines of other machines
+    broadcast/      one process sends to all that stage, with torch.distributed
     pinning.py      page-locked memory, for processes with a GPU
 
 An engine uses the copy in two steps: `stage_weights` reads it while tokens are being generated,
 `install_weights` swaps it in (`engine.protocol`). On other nodes they do the same with the file
-that `chain` keeps there. Another transport, such as NCCL between machines, implements the same two
-steps behind the same manifest.
+that `chain` keeps there. A manifest that names a sender is received from it, in the same two steps.
 """

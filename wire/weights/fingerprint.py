@@ -63,8 +63,8 @@ class MatrixSums:
     def __init__(
         self, rows: int, columns: int, device: torch.device, dtype: torch.dtype | None = None
     ) -> None:
-        self._of_rows = _pseudo_random(_ROWS, rows, device)
-        self._of_columns = _pseudo_random(_COLUMNS, columns, device)
+        self._of_rows = pseudo_random(_ROWS, rows, device)
+        self._of_columns = pseudo_random(_COLUMNS, columns, device)
         self._dtype = dtype
         self.value = torch.zeros(2, dtype=torch.int64, device=device)
         """`[2]`, of the blocks added so far."""
@@ -102,7 +102,7 @@ def probe_columns(columns: int) -> tuple[int, ...]:
     """The columns of a probe, ascending: PROBES pseudo-random ones, or all if there are few."""
     if columns <= PROBES:
         return tuple(range(columns))
-    numbers = _pseudo_random(_CHOICE, 8 * PROBES, torch.device("cpu")) & _MAX
+    numbers = pseudo_random(_CHOICE, 8 * PROBES, torch.device("cpu")) & _MAX
     distinct = list(dict.fromkeys((numbers % columns).tolist()))
     return tuple(sorted(distinct[:PROBES]))
 
@@ -193,7 +193,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 @functools.lru_cache(maxsize=256)  # a model has few sizes
-def _pseudo_random(first: int, count: int, device: torch.device) -> Tensor:
+def pseudo_random(first: int, count: int, device: torch.device) -> Tensor:
     """`[count]` int64: outputs `first`, `first` + 1, ... of SplitMix64."""
     x = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=device)
     x = x * _signed(0x9E3779B97F4A7C15)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 
@@ -33,6 +34,7 @@ from wire.errors import PublishError, WireError
 from wire.frames import max_delivery_bytes
 from wire.messages import data, from_trainer, to_trainer
 from wire.refusals import Limit, Refusals
+from wire.weights.broadcast.sending import WeightSender
 from wire.weights.writer import WeightPublisher
 
 _LIMIT = Limit(10, 600.0)
@@ -87,6 +89,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
                 records,
                 engine_dtype=engine_dtype,
                 samples_follow_policy=config.samples_follow_policy,
+                sender=_sender(child, learner.policy.device, generators.address),
             ),
             queue,
             intake,
@@ -107,6 +110,38 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         )
         with without_collecting_the_start():
             await process.run(metrics_port=child.metrics_port)
+
+
+def _sender(
+    child: Child[TrainerMetrics], device: torch.device, address: str
+) -> WeightSender | None:
+    """What broadcasts the weights, if the user wants it and trusts the network.
+
+    Args:
+        child: this process.
+        device: of the trainer.
+        address: that generators reach this process at. The sender listens there too, and on
+            loopback if that is no network's.
+
+    Raises:
+        AsyncrlError: it cannot listen there.
+    """
+    config, broadcasts = child.config, child.metrics.weight_broadcasts
+    if config.launcher.weights != "broadcast":
+        return None
+    generators = range(config.launcher.generators)
+    host = urlsplit(address).hostname if address.startswith("tcp:") else None
+    try:
+        sender = WeightSender(
+            host or "127.0.0.1",
+            members=sum(config.engine.of_generator(one).gpus for one in generators),
+            device=device,
+            note=lambda outcome: broadcasts.of(outcome).inc(),
+        )
+    except OSError as error:
+        raise AsyncrlError(f"weights cannot be broadcast from {host}: {error}") from error
+    child.closing.callback(sender.close)
+    return sender
 
 
 def _load_learner(child: Child[TrainerMetrics], fence: Fence) -> Learner:

@@ -20,6 +20,7 @@ from monitoring.timeline import Timeline
 from trainer.learner import Learner
 from wire.messages.from_trainer import StepFinished, WrongPolicyFound
 from wire.records import TrainerTimes
+from wire.weights.broadcast.sending import WeightSender
 from wire.weights.layout import WeightManifest
 from wire.weights.writer import WeightPublisher
 
@@ -45,6 +46,7 @@ class StepTrainer:
         records: metrics and the time line.
         engine_dtype: data type of the weights that the engines decode with.
         samples_follow_policy: as in `RunConfig`.
+        sender: broadcasts what is published; None: it is read only.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class StepTrainer:
         *,
         engine_dtype: torch.dtype,
         samples_follow_policy: bool,
+        sender: WeightSender | None = None,
     ) -> None:
         self._learner = learner
+        self._sender = sender
         self._publisher = publisher
         self._engine_dtype = engine_dtype
         self._samples_follow_policy = samples_follow_policy
@@ -95,7 +99,8 @@ class StepTrainer:
 
     def _publish(self) -> WeightManifest:
         fingerprint = self._learner.fingerprint(self._engine_dtype)
-        return self._publisher.publish(self._learner.tensors(), self.step, fingerprint)
+        manifest = self._publisher.publish(self._learner.tensors(), self.step, fingerprint)
+        return manifest if self._sender is None else self._sender.publish(manifest)
 
     async def accumulate(self, group: WholeGroup) -> None:
         """Add the gradient of a whole group. Raises TrainerError."""

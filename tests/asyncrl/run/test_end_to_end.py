@@ -164,7 +164,7 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(
 ) -> None:
     """In a terminal then, whose window is closed: that ends the run in order, too.
 
-    A real Prometheus watches.
+    A real Prometheus watches. After the resume weights are broadcast.
     """
     process = command_line.start(run__steps=2000)
     until(lambda: command_line.steps() >= 2, seconds=200, what="two steps")
@@ -204,7 +204,9 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(
     assert "--resume" in output
     steps = command_line.steps()
     assert (command_line.folder / "checkpoints" / f"step-{steps:06d}").is_dir()
-    terminal = command_line.start_in_terminal("--resume", run__steps=4000)
+    terminal = command_line.start_in_terminal(
+        "--resume", run__steps=4000, launcher__weights="broadcast", launcher__trusted_network=True
+    )
     until(lambda: command_line.steps() >= steps + 2, seconds=200, what="two more steps")
     terminal.close()
     terminal.process.wait(timeout=200)
@@ -215,6 +217,8 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(
     assert max(step.learning.reward_mean for step in command_line.metrics()) <= 1.0
     log = (command_line.folder / "logs" / "generator-0.log").read_text()
     assert "tokens of an earlier process" in log
+    log = (command_line.folder / "logs" / "trainer.log").read_text()
+    assert len(re.findall(r"broadcast to 1 engine processes in [\d.]+ s: whole", log)) >= 2
 
 
 def every_panel_has_data(prometheus: Prometheus) -> None:

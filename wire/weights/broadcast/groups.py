@@ -32,8 +32,11 @@ _POLL_SECONDS = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Longest waits, in seconds. Together they are shorter than `engine.vllm.call_timeout_seconds`
-    and SGLang's, within which a version must be staged, also if the file must be read in the end."""
+    """Longest waits, in seconds.
+
+    A version must be staged within `engine.vllm.call_timeout_seconds`, or SGLang's. All of these
+    together leave time to read the file in the end.
+    """
 
     window: float = 2.0
     """For the members that are expected, after the first has come."""
@@ -49,13 +52,10 @@ class Group(Protocol):
     """The connected members. Everything is done by all of them in the same order."""
 
     device: torch.device
-    """Where a member receives."""
+    """Where tensors lie that are sent or received."""
 
-    def send(self, part: Tensor) -> None:
-        """Begin to send `[n]` in host memory, which must stay as it is until that has ended."""
-
-    def receive(self, part: Tensor) -> None:
-        """Begin to receive `[n]` on the group's device."""
+    def begin(self, part: Tensor) -> None:
+        """Begin to send, as rank 0, or to receive. The tensor must stay until that has ended."""
 
     def wait(self, left: int = 0) -> None:
         """Wait until no more than `left` of what was begun has not ended. Raises GroupBroken."""
@@ -105,12 +105,10 @@ class GlooGroup:
             self._gloo.set_timeout(timedelta(seconds=limits.chunk))
         self._begun: deque[Any] = deque()
 
-    def send(self, part: Tensor) -> None:
-        """As `Group.send`."""
+    def begin(self, part: Tensor) -> None:
+        """As `Group.begin`."""
         with _told("a broadcast could not begin"):
             self._begun.append(self._gloo.broadcast(part, 0))
-
-    receive = send
 
     def wait(self, left: int = 0) -> None:
         """As `Group.wait`."""
@@ -160,18 +158,14 @@ class NcclGroup:
         self._begun: deque[tuple[Any, Tensor]] = deque()
         """With the tensors, whose memory must not be freed before."""
         try:
-            self.receive(torch.zeros(1, dtype=torch.uint8, device=device))
+            self.begin(torch.zeros(1, dtype=torch.uint8, device=device))
             self._wait(0, limits.form)  # connected with the first broadcast
         except GroupBroken:
             self.close()
             raise
 
-    def send(self, part: Tensor) -> None:
-        """As `Group.send`."""
-        self.receive(part.to(self.device))
-
-    def receive(self, part: Tensor) -> None:
-        """As `Group.receive`."""
+    def begin(self, part: Tensor) -> None:
+        """As `Group.begin`."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with _told("a broadcast could not begin"), torch.cuda.stream(self._stream):
             self._begun.append((self._nccl.broadcast(part, 0), part))

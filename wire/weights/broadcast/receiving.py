@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from wire.errors import GroupBroken, WeightsNotReceivedError, WeightsSupersededError
+from wire.weights.broadcast.checksum import checksum
 from wire.weights.broadcast.desk import Invitation, Refusal, Visitor
 from wire.weights.broadcast.groups import GlooGroup, Group, Limits, NcclGroup, name_of_device
 from wire.weights.broadcast.meeting import CheckIn
@@ -97,22 +98,24 @@ class BroadcastReceiver:
         return GlooGroup(store, answer.rank, answer.size, visitor.host, self._limits)
 
     def _receive(self, group: Group, grid: Grid, landing: Landing) -> None:
-        word = torch.empty(1, dtype=torch.int64, device=group.device)
+        said = torch.empty(2, dtype=torch.int64, device=group.device)
         for index in range(grid.count):
-            self._expect(group, word, Word.CHUNK)
+            self._expect(group, said, Word.CHUNK)
             span = grid.span(index)
             room = landing.room(span, group.device)
             part = self._step_for(span, group.device) if room is None else room
-            group.receive(part)
+            group.begin(part)
             group.wait()
+            if not torch.equal(checksum(part), said[1:]):
+                raise GroupBroken(f"chunk {index} has another checksum than it was sent with")
             if room is None:
                 landing.put(span, part)
-        self._expect(group, word, Word.WHOLE)
+        self._expect(group, said, Word.WHOLE)
 
-    def _expect(self, group: Group, word: Tensor, expected: Word) -> None:
-        group.receive(word)
+    def _expect(self, group: Group, said: Tensor, expected: Word) -> None:
+        group.begin(said)
         group.wait()
-        found = int(word.item())
+        found = int(said[0])
         if found == Word.OVERWRITTEN:
             raise WeightsSupersededError("were overwritten while they were broadcast")
         if found != expected:

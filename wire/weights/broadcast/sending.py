@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from wire.errors import GroupBroken, NoReply, WeightsReadError
+from wire.errors import GroupBroken, WeightsReadError
+from wire.weights.broadcast.checksum import checksum
 from wire.weights.broadcast.desk import Desk, Invitation, Refusal
 from wire.weights.broadcast.groups import (
     Backend,
@@ -23,7 +23,7 @@ from wire.weights.broadcast.groups import (
     name_of_device,
 )
 from wire.weights.broadcast.meeting import CheckIn, Meeting
-from wire.weights.broadcast.words import Word
+from wire.weights.broadcast.words import Outcome, Word
 from wire.weights.chunks import Grid
 from wire.weights.files import check_version, fill, held_version
 from wire.weights.layout import WeightManifest
@@ -31,9 +31,6 @@ from wire.weights.layout import WeightManifest
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 25
-Outcome = Literal["whole", "overwritten", "broken"]
-"""Of a broadcast: all members have the version; the trainer published two more meanwhile; or a
-member was lost or too slow, and all of them read the file."""
 
 _POLL_SECONDS = 0.01
 _CPU = torch.device("cpu")
@@ -99,14 +96,13 @@ class WeightSender:
     def close(self) -> None:
         """Stop, and wait until the thread has ended. Idempotent.
 
-        Raises:
-            NoReply: a broadcast did not end within its limits.
+        A thread that is stuck beyond its limits is left to end with the process.
         """
         self._closing.set()
         seconds = self._limits.form + 2 * self._limits.chunk
         self._thread.join(seconds)
         if self._thread.is_alive():
-            raise NoReply(f"the thread that broadcasts weights did not end in {seconds:g} s")
+            logger.warning("the thread that broadcasts weights did not end in %g s", seconds)
 
     def _run(self) -> None:
         try:
@@ -206,12 +202,13 @@ class WeightSender:
                     part = self._step(index % 2)[: span.stop - span.start]
                     fill(part.numpy().data, descriptor, span.start)
                     check_version(descriptor, manifest)
-                    group.send(_word(Word.CHUNK))
-                    group.send(part)
+                    own = part.to(group.device)
+                    group.begin(_said(Word.CHUNK, checksum(own)))
+                    group.begin(own)
         except WeightsReadError as error:
             logger.info("version %d is broadcast no further: %s", manifest.policy_version, error)
             last = Word.OVERWRITTEN
-        group.send(_word(last))
+        group.begin(_said(last, torch.zeros(1, dtype=torch.int64, device=group.device)))
         group.wait()
         return last is Word.WHOLE
 
@@ -232,5 +229,5 @@ class WeightSender:
         self._ranks = {}
 
 
-def _word(word: Word) -> Tensor:
-    return torch.tensor([word], dtype=torch.int64)
+def _said(word: Word, checksum_of_chunk: Tensor) -> Tensor:
+    return torch.cat([torch.full_like(checksum_of_chunk, word), checksum_of_chunk])

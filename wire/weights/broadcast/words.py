@@ -1,12 +1,17 @@
-"""What the sender says before each chunk, and at the end: one int64, broadcast like a chunk."""
+"""What the sender says before each chunk and at the end, and how a broadcast ends. No torch."""
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Literal
+
+Outcome = Literal["whole", "overwritten", "broken"]
+"""Of a broadcast: all members have the version; the trainer published two more meanwhile; or a
+member was lost or too slow, and all of them read the file."""
 
 
 class Word(IntEnum):
-    """What follows."""
+    """What follows; broadcast before each chunk as `[2]` int64, with the chunk's checksum."""
 
     CHUNK = 1
     """The next chunk."""
