@@ -77,9 +77,8 @@ class FleetEvaluation:
 
     async def update(self, worker: Worker) -> None:
         """Send a generator the newest weights when its own are too old to be evaluated."""
-        installation = self._fleet.installation()
-        if installation is not None and worker.policy_version < self._version:
-            await self._fleet.send(worker.name, installation)
+        if worker.policy_version < self._version:
+            self._fleet.install(worker.name, self._version)
 
     async def returned(self, worker: Worker, message: EvaluationSample) -> None:
         """A sample came back: count it, or request it again if its weights are too old."""

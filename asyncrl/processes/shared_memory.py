@@ -10,7 +10,7 @@ from pathlib import Path
 
 from wire.weights.layout import SHARED_MEMORY
 
-_KINDS = r"(?:trainer(?:\.\d+)?-weights-\d|exchange)"
+_KINDS = r"(?:(?:trainer|relay-\d+)(?:\.\d+)?-weights-\d+|exchange)"
 
 
 def local_run_id(run_name: str, parent: int) -> str:

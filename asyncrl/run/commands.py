@@ -64,15 +64,16 @@ class CommandExecutor:
         return self._requests.verify(command.samples, command.min_version, lineage=self.lineage)
 
     async def _install_weights(self, command: commands.InstallWeights) -> None:
-        # Send the newest weights: the version named may be overwritten already.
-        message = self._fleet.installation(
+        # A newer version may be installed: the one named may be overwritten already.
+        self._fleet.install(
+            command.generator,
+            command.policy_version,
             rebuild_kv=self._rebuild_kv,
             verify=tuple(self._verification(one) for one in command.verify),
         )
-        if message is not None:
-            await self._fleet.send(command.generator, message)
 
     async def _rewind_generator(self, command: commands.RewindGenerator) -> None:
+        self._fleet.installations.drop(command.generator)  # the answer to this one counts
         message = to_generator.Rewind(command.policy_version, command.lineage)
         await self._fleet.send(command.generator, message)
 

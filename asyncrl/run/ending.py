@@ -1,4 +1,4 @@
-"""Wait until processes have ended, and kill those that take too long."""
+"""Tell processes to end, wait until they have, and kill those that take too long."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from msgspec import Struct
+
 from asyncrl.errors import RunFailed
 from asyncrl.launch.config import LauncherConfig
+from asyncrl.processes.spec import Role
 from asyncrl.run.relays import Relays
 from asyncrl.run.worker import Worker
-from wire import Hub
+from wire import Hub, Unreachable
+from wire.messages import to_generator, to_relay, to_trainer
 
 KILL_SECONDS = 10.0
 """Longest wait for killed processes."""
@@ -20,6 +24,28 @@ _ATTEND_SECONDS = 0.2
 """Between two looks at relays."""
 _POLL_SECONDS = 0.02
 """Time between two looks at processes that are to end."""
+
+
+_SHUTDOWN: dict[Role, Struct] = {
+    "trainer": to_trainer.Shutdown(checkpoint=True),
+    "generator": to_generator.Shutdown(),
+    "relay": to_relay.Shutdown(),
+}
+
+
+async def end_all(
+    workers: Sequence[Worker], hub: Hub[Any], limits: LauncherConfig, *, told: bool
+) -> dict[str, float]:
+    """Tell these to end, unless they were told or killed, and wait. Returns as `wait_for_end`."""
+    for worker in () if told else workers:
+        try:
+            if not worker.is_ready:
+                worker.handle.end(by_force=False)
+            else:
+                await hub.send(worker.name, _SHUTDOWN[worker.role])
+        except Unreachable:
+            worker.handle.end(by_force=False)
+    return await asyncio.to_thread(wait_for_end, workers, limits)
 
 
 def wait_for_end(workers: Sequence[Worker], limits: LauncherConfig) -> dict[str, float]:

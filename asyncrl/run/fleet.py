@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterable
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from asyncrl.errors import WaitTimeout
 from asyncrl.launch.config import LauncherConfig
 from asyncrl.launch.interface import Launcher
 from asyncrl.processes.spec import ChildSpec, Role, keys_of
-from asyncrl.run.ending import attended, wait_for_end
+from asyncrl.run.ending import attended, end_all
+from asyncrl.run.installations import Installations
 from asyncrl.run.relays import Relays
 from asyncrl.run.worker import Worker, cause_of_death
-from wire import Hub, RunKey, Unreachable
+from wire import Hub, RunKey
 from wire.decoding import FrameRefused, Reason
 from wire.messages import to_generator, to_relay, to_trainer
 from wire.weights.layout import WeightManifest
@@ -27,11 +26,6 @@ logger = logging.getLogger(__name__)
 
 _LATE_SECONDS = 1.0
 """If `deaths` is called this late, the controller itself was suspended or blocked in between."""
-_SHUTDOWN: dict[Role, Struct] = {
-    "trainer": to_trainer.Shutdown(checkpoint=True),
-    "generator": to_generator.Shutdown(),
-    "relay": to_relay.Shutdown(),
-}
 
 
 class Fleet:
@@ -60,6 +54,7 @@ class Fleet:
         self._hub = hub
         self._workers: dict[str, Worker] = {}
         self.relays = Relays(config, launcher, trainer_spec, run_key)
+        self.installations = Installations(self.relays, run_key, hub.send_soon, self.cut_off)
         self._trainer = ""
         self.lineage = 0
         """How many trainers the run had before the present one."""
@@ -117,14 +112,26 @@ class Fleet:
         """The newest published weights; None while no trainer is ready."""
         return None if self.trainer.is_gone else self.trainer.weights
 
-    def installation(
-        self, *, rebuild_kv: bool = False, verify: tuple[to_generator.Verify, ...] = ()
-    ) -> to_generator.InstallWeights | None:
-        """The command to install the newest weights; None while no trainer is ready."""
-        weights = self.weights
-        if weights is None:
-            return None
-        return to_generator.InstallWeights(weights, rebuild_kv, self.lineage, verify)
+    def install(
+        self,
+        generator: str,
+        version: int,
+        *,
+        rebuild_kv: bool = False,
+        verify: tuple[to_generator.Verify, ...] = (),
+    ) -> None:
+        """Have a generator install this version or a newer one; ignored while there is no trainer.
+
+        It is told as soon as the weights are on its node.
+        """
+        self.look_after_weights()
+        self.installations.install(
+            self._workers[generator], version, rebuild_kv=rebuild_kv, verify=verify
+        )
+
+    def look_after_weights(self) -> None:
+        """Send on what the trainer has published since. Raises RunFailed where that cannot be."""
+        self.installations.look(self.trainer, self.lineage)
 
     def generators(self) -> list[Worker]:
         """Generators that can take work now."""
@@ -265,22 +272,10 @@ class Fleet:
             WaitTimeout: some did not end in time and were killed.
         """
         async with attended(self._hub, self.relays, lambda: self._ending, self.alive):
-            killed = await self._end(self.alive)
-        killed |= await self._end(self.relays.alive)
+            killed = await end_all(self.alive, self._hub, self._config, told=self._ending)
+        killed |= await end_all(self.relays.alive, self._hub, self._config, told=self._ending)
         if killed:
             raise WaitTimeout(
                 f"{', '.join(killed)} did not end within {max(killed.values()):.0f} s and were "
                 "killed; see launcher.stop_seconds and launcher.checkpoint_seconds"
             )
-
-    async def _end(self, workers: list[Worker]) -> dict[str, float]:
-        """Tell these to end and wait; those that had to be killed, as `wait_for_end`."""
-        for worker in () if self._ending else workers:
-            try:
-                if not worker.is_ready:
-                    worker.handle.end(by_force=False)
-                else:
-                    await self._hub.send(worker.name, _SHUTDOWN[worker.role])
-            except Unreachable:
-                worker.handle.end(by_force=False)
-        return await asyncio.to_thread(wait_for_end, workers, self._config)

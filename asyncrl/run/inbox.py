@@ -100,6 +100,9 @@ class Inbox:
         }
         of_relays: _Handlers = {
             from_relay.RelayReady: self._relay_ready,
+            from_relay.WeightsHere: self._weights_here,
+            from_relay.WeightsFailed: self._weights_failed,
+            from_relay.WeightsChecked: self._weights_checked,
             from_relay.RelayReport: self._relay_report,
             from_relay.Failure: self._failure,
             from_relay.Goodbye: self._goodbye,
@@ -176,11 +179,13 @@ class Inbox:
     async def _weights_installed(
         self, worker: Worker, message: from_generator.WeightsInstalled
     ) -> None:
+        if not self._fleet.installations.is_answered(worker, message.policy_version):
+            return  # it is told again
         worker.policy_version = message.policy_version
         self._policy_watch.installed(worker.name, message.policy_version)
         weights = self._fleet.weights
         if weights is not None and message.policy_version < weights.policy_version:
-            self._trainer_restarts.check_weights(weights)
+            self._fleet.installations.check(self._fleet.trainer)
         await self._training.apply(events.WeightsInstalled(worker.name, message.policy_version))
         await self._evaluation.fill(worker)
 
@@ -212,6 +217,7 @@ class Inbox:
         worker.weights, worker.data_address = message.manifest, message.data_address
         self._write_ports()
         if worker is self._fleet.trainer:
+            self._fleet.look_after_weights()
             self._policy_watch.compare()
             await self._trainer_restarts.ready(worker, message.initial_weights)
 
@@ -220,6 +226,7 @@ class Inbox:
             return  # its replacement continues, perhaps from a checkpoint before this step
         version = message.manifest.policy_version
         worker.weights, worker.policy_version = message.manifest, version
+        self._fleet.look_after_weights()
         await self._training.apply(events.WeightsPublished(version))
         self._training.trained_steps = version
         self._progress.step_finished(message)
@@ -253,6 +260,16 @@ class Inbox:
 
     async def _relay_ready(self, worker: Worker, message: from_relay.RelayReady) -> None:
         worker.is_ready, worker.relay = True, message
+        self._fleet.look_after_weights()
+
+    async def _weights_here(self, worker: Worker, message: from_relay.WeightsHere) -> None:
+        self._fleet.installations.arrived(worker, message)
+
+    async def _weights_failed(self, worker: Worker, message: from_relay.WeightsFailed) -> None:
+        self._fleet.installations.failed(worker, message)
+
+    async def _weights_checked(self, worker: Worker, message: from_relay.WeightsChecked) -> None:
+        self._fleet.installations.checked(worker, message)
 
     async def _relay_report(self, worker: Worker, message: from_relay.RelayReport) -> None:
         logger.debug("%s has sent %d bytes of weights", worker.name, message.sent_bytes)

@@ -11,7 +11,6 @@ or are all lost at the same step.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import RunFailed
@@ -30,7 +29,6 @@ from trainer.checkpoint_files import ResumePoint, choose
 from trainer.errors import CheckpointError
 from trainer.fence import raise_fence
 from wire.records import StepMetrics
-from wire.weights.layout import WeightManifest
 
 MAX_TRIES = 3
 """Trainers that may be lost in a row without finishing a step, or at the same step."""
@@ -122,15 +120,6 @@ class TrainerRestarts:
         if not self._training.has_begun:
             for generator in self._fleet.generators():
                 await self._evaluation.update(generator)
-
-    def check_weights(self, weights: WeightManifest) -> None:
-        """A generator could not install these. If their file is gone, replace the trainer."""
-        trainer = self._fleet.trainer
-        if self._config.launcher.kind != "local":
-            return  # they may be in the memory of another node
-        if not trainer.reason and not Path(weights.path).exists():
-            reason = f"its published weights {weights.path} were removed"
-            self._fleet.cut_off(trainer.name, reason)
 
     def _return_to_resume_point(self) -> None:
         """Set newer checkpoints aside, and drop the records of steps that are trained again.

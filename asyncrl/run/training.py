@@ -147,6 +147,7 @@ class Training:
             return [one for one in self._fleet.generators() if one.policy_version > version]
 
         for worker in ahead():
+            self._fleet.installations.drop(worker.name)
             await self._fleet.send(worker.name, Rewind(version, self._fleet.lineage))
         await self._waiter.until(
             lambda: not ahead(),

@@ -49,6 +49,7 @@ class Watchdog:
             if worker.is_trainer:
                 await self._trainer_restarts.replace(worker, reason)
                 continue
+            self._fleet.installations.drop(worker.name)
             await self._evaluation.lost(worker)
             await self._training.apply(GeneratorLost(worker.name))
             if self._no_generator_starts():
@@ -59,6 +60,7 @@ class Watchdog:
             self._replace(worker, reason)
         for sentence in self._fleet.start_relays():
             self._progress.say(sentence)
+        self._fleet.look_after_weights()
         return bool(deaths)
 
     def _no_generator_starts(self) -> bool:

@@ -35,7 +35,7 @@ def command_line(
         monkeypatch.setenv("XDG_RUNTIME_DIR", sockets)
         yield command
         command.end()
-    left = [pid for role in ("trainer", "generator") for pid in command.children(role)]
+    left = [pid for role in ("trainer", "generator", "relay") for pid in command.children(role)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left, "processes of the run are still alive"

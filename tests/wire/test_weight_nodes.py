@@ -142,13 +142,49 @@ def test_a_newer_version_takes_the_place_of_one_on_its_way(cluster: Cluster) -> 
 
 
 def test_a_replaced_trainer_may_publish_a_version_again(cluster: Cluster) -> None:
-    """Same policy version, other bytes: a node that holds the first takes the second."""
+    """Same policy version, other bytes: a node that holds the first takes the second.
+
+    Its header says the same, so it lies in another file: a late reader of the first never reads it.
+    """
     cluster.node("a")
-    cluster.fetch("a", cluster.publish(5), "source").result(SECONDS)
+    first = cluster.fetch("a", cluster.publish(5), "source").result(SECONDS)
+    last = cluster.fetch("a", cluster.publish(6), "source").result(SECONDS)
     with WeightPublisher(cluster.directory, "trainer.1", dtype=torch.bfloat16) as replaced:
+        cluster.source.forget().result(SECONDS)
         manifest = replaced.publish(weights(7), 5)
         cluster.source.publish(manifest).result(SECONDS)
         assert same(cluster.fetch("a", manifest, "source").result(SECONDS).manifest, 7)
+        assert same(last.manifest, 6), "the newest of the lost trainer, for who is reading it"
+        with pytest.raises(WeightsSupersededError, match="were removed"):
+            same(first.manifest, 7)
+        manifest = replaced.publish(weights(8), 6)
+        cluster.source.publish(manifest).result(SECONDS)
+        assert same(cluster.fetch("a", manifest, "source").result(SECONDS).manifest, 8)
+        assert len(list(cluster.directory.glob("asyncrl-a-weights-*"))) == 2
+
+
+def test_a_version_that_the_source_has_forgotten_is_gone(cluster: Cluster) -> None:
+    cluster.node("a")
+    manifest = cluster.publish(0)
+    cluster.source.forget().result(SECONDS)
+    with pytest.raises(WeightsSupersededError, match="no parent has it any longer"):
+        cluster.fetch("a", manifest, "source").result(SECONDS)
+
+
+def test_the_same_version_from_other_parents_begins_anew(cluster: Cluster) -> None:
+    """The source was replaced while its children waited for it."""
+    cluster.node("a")
+    cluster.node("dead")
+    parent = cluster.parent("a", "dead")
+    cluster.nodes["dead"].close()
+    manifest = cluster.publish(0)
+    old = cluster.nodes["a"].fetch(manifest, [parent])
+    joined = cluster.nodes["a"].fetch(manifest, [parent])
+    new = cluster.fetch("a", manifest, "source")
+    assert same(new.result(SECONDS).manifest, 0)
+    for one in (old, joined):
+        with pytest.raises(WeightsSupersededError, match="was told to fetch"):
+            one.result(SECONDS)
 
 
 def test_nobody_answers(cluster: Cluster) -> None:
@@ -158,6 +194,9 @@ def test_nobody_answers(cluster: Cluster) -> None:
     cluster.nodes["dead"].close()
     with pytest.raises(WeightsNotReceivedError, match=r"not whole after 1 s .*dead: "):
         cluster.nodes["a"].fetch(cluster.publish(0), [parent]).result(SECONDS)
+    cluster.node("b", Timing(silent_seconds=0.2, stall_seconds=1))
+    with pytest.raises(WeightsNotReceivedError, match=r"nothing came for 1 s .*dead: "):
+        cluster.nodes["b"].fetch(cluster.publish(1), [parent]).result(SECONDS)
 
 
 def test_a_node_that_closes_says_so(cluster: Cluster) -> None:

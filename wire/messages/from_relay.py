@@ -50,6 +50,7 @@ class WeightsChecked(Message, frozen=True):
 
     path: str
     exists: bool
+    """Whether the file is there, with whatever version."""
 
 
 class RelayReport(Message, frozen=True):

@@ -38,8 +38,7 @@ class FetchWeights(Message, frozen=True):
 class CheckWeights(Message, frozen=True):
     """A process of this node could not read this file; answer with `WeightsChecked`."""
 
-    manifest: WeightManifest
-    """Of a file of this node."""
+    path: str
 
 
 class Shutdown(Message, frozen=True):

@@ -73,6 +73,14 @@ def name_of(manifest: WeightManifest) -> str:
     return f"{manifest.policy_version}-{blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
+def trainer_of(manifest: WeightManifest) -> str:
+    """Names the trainer of a version: the path of its files but for their number.
+
+    Each trainer of a run has files of its own (`asyncrl.processes.shared_memory`).
+    """
+    return manifest.path.rpartition("-")[0]
+
+
 def alike(one: WeightManifest, other: WeightManifest) -> bool:
     """Whether two versions have the same tensors at the same places."""
     return one.nbytes == other.nbytes and one.tensors == other.tensors

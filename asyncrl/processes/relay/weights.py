@@ -6,18 +6,20 @@ Both halves are threads (`wire.weights.chain`). What they report is handed to th
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
 
-from wire.errors import WeightsReadError, WeightsSupersededError, WireError
+from wire.errors import WeightsSupersededError, WireError
 from wire.keys import HubKeys
 from wire.messages import from_relay, to_relay
 from wire.weights.chain.node import Received, WeightNode
 from wire.weights.chain.source import WeightSource
-from wire.weights.files import held_version
+
+logger = logging.getLogger("asyncrl.relay")
 
 
 class RelayWeights:
@@ -91,6 +93,13 @@ class RelayWeights:
                 self._later(_failed(order.attempt, error))
                 return
             got = done.result()
+            logger.info(
+                "version %d: %d bytes in %.3f s%s",
+                got.manifest.policy_version,
+                got.nbytes,
+                got.seconds,
+                "".join(f"; left {name}: {why}" for name, why in got.left.items()),
+            )
             self._later(
                 from_relay.WeightsHere(
                     order.attempt, got.manifest, got.seconds, got.nbytes, got.left
@@ -100,13 +109,9 @@ class RelayWeights:
         fetched.add_done_callback(report)
 
     async def check(self, question: to_relay.CheckWeights) -> from_relay.WeightsChecked:
-        """Whether a file of this node still holds its version."""
-        try:
-            with held_version(question.manifest):
-                exists = True
-        except (WeightsReadError, WeightsSupersededError):
-            exists = False
-        return from_relay.WeightsChecked(question.manifest.path, exists)
+        """Whether a file of this node is there."""
+        exists = await asyncio.to_thread(Path(question.path).exists)
+        return from_relay.WeightsChecked(question.path, exists)
 
     def close(self) -> None:
         """Stop serving and remove this node's files."""

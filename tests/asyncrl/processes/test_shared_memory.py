@@ -25,7 +25,7 @@ def test_files_of_this_process_and_of_dead_processes_are_removed(
     exchange.mkdir()
     (exchange / "rollouts").touch()
     for owner in (dead, alive, os.getpid()):
-        for trainer in ("trainer", "trainer.1"):
+        for trainer in ("trainer", "trainer.1", "relay-0", "relay-12.3"):
             name = shared_memory.weights_id(shared_memory.local_run_id("my-run", owner), trainer)
             (tmp_path / f"asyncrl-{name}-weights-0").touch()
     (tmp_path / "asyncrl-notes").touch()
@@ -33,10 +33,12 @@ def test_files_of_this_process_and_of_dead_processes_are_removed(
     assert {path.name for path in tmp_path.iterdir()} == {
         f"asyncrl-my-run-{alive}-trainer-weights-0",
         f"asyncrl-my-run-{alive}-trainer.1-weights-0",
+        f"asyncrl-my-run-{alive}-relay-0-weights-0",
+        f"asyncrl-my-run-{alive}-relay-12.3-weights-0",
         "asyncrl-notes",
     }
     shared_memory.remove_weights(shared_memory.local_run_id("my-run", alive), "trainer")
     shared_memory.remove_files_of("other-run", alive)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 4
     shared_memory.remove_files_of("my-run", alive)
     assert len(list(tmp_path.iterdir())) == 1

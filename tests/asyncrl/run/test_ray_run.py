@@ -31,7 +31,22 @@ def cluster() -> Iterator[RayNodes]:
 
 
 def processes_of(command_line: CommandLine) -> list[int]:
-    return command_line.children("trainer") + command_line.children("generator")
+    roles = ("trainer", "generator", "relay")
+    return [pid for role in roles for pid in command_line.children(role)]
+
+
+def files_in_memory(name: str) -> list[Path]:
+    """The weights of one process of the run."""
+    return list(Path("/dev/shm").glob(f"asyncrl-your-own-*-{name}-weights-*"))  # noqa: S108
+
+
+def process_named(command_line: CommandLine, name: str) -> int:
+    [found] = [
+        pid
+        for pid in processes_of(command_line)
+        if f'"name":"{name}"'.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return found
 
 
 def ends_with_nothing_left(command_line: CommandLine) -> None:
@@ -57,18 +72,21 @@ def test_bad_addresses_and_too_small_clusters_are_refused(
         assert not command_line.folder.exists()
 
 
-def test_a_run_on_three_nodes_loses_a_child_and_an_actor(
+def test_a_run_on_three_nodes_loses_a_child_an_actor_and_a_relay(
     command_line: CommandLine, cluster: RayNodes
 ) -> None:
     process = command_line.start(
         launcher__kind="ray",
         launcher__ray__address=cluster.address,
         launcher__ray__strategy="strict_spread",
+        launcher__ray__relays="always",
         launcher__generators=2,
         run__steps=STEPS,
     )
     until(lambda: command_line.steps() >= 2, seconds=PATIENCE, what="two steps")
     first, second = sorted(command_line.children("generator"))
+    files = {one: files_in_memory(one) for one in ("trainer", "relay-0", "relay-1", "relay-2")}
+    assert sorted(map(len, files.values())) == [0, 2, 2, 2], "two relays have weights of their own"
     raylets = set()
     for pid in (*command_line.children("trainer"), first, second):
         worker = status_of(pid)
@@ -78,6 +96,8 @@ def test_a_run_on_three_nodes_loses_a_child_and_an_actor(
         raylets.add(raylet.parent)
     assert len(raylets) == 3, "each process is on a node of its own"
     os.kill(first, signal.SIGKILL)
+    relay = next(one for one in files if one != "trainer" and files[one])
+    os.kill(process_named(command_line, relay), signal.SIGKILL)
     until(lambda: command_line.steps() >= 5, seconds=PATIENCE, what="five steps")
     status = status_of(second)
     assert status is not None
@@ -88,6 +108,8 @@ def test_a_run_on_three_nodes_loses_a_child_and_an_actor(
     assert "was killed by SIGKILL" in text
     assert "its Ray actor was lost" in text
     assert text.count("in place of generator-") == 2
+    assert f"started {relay}.1 in place of {relay}" in text
+    assert "version" in (command_line.folder / "logs" / f"{relay}.1.log").read_text()
     result = command_line.result()
     assert (result.steps, result.staleness.max) == (STEPS, 0)
     assert result.exactly_on_policy

@@ -37,6 +37,7 @@ class Received:
 @dataclass(slots=True)
 class _Fetch:
     manifest: WeightManifest
+    parents: tuple[Parent, ...]
     future: Future[Received]
     inlet: Inlet
     began: float
@@ -80,7 +81,8 @@ class WeightNode(ServingThread[NodeFiles]):
     ) -> Future[Received]:
         """Bring a version here from the nearest parent that can give it; as it changed, if told so.
 
-        A version that is still on its way is given up, unless it is the same. The future fails with
+        What is still on its way is given up, unless it is the same version from the same parents.
+        The future fails with
 
         - WeightsSupersededError: another version was asked for, or nobody has this one any longer;
         - WeightsNotReceivedError: it did not arrive in time;
@@ -108,7 +110,12 @@ class WeightNode(ServingThread[NodeFiles]):
         if here is not None:
             future.set_result(Received(here, 0.0, 0, {}))
             return
-        if self._fetch is not None and name_of(self._fetch.manifest) == name:
+        asked = tuple(parents)
+        if (
+            self._fetch is not None
+            and name_of(self._fetch.manifest) == name
+            and self._fetch.parents == asked
+        ):
             self._fetch.future.add_done_callback(lambda done: _copy(done, future))
             return
         self._stop(WeightsSupersededError(f"{self.name} was told to fetch version {name} instead"))
@@ -120,7 +127,7 @@ class WeightNode(ServingThread[NodeFiles]):
         except Exception:
             self._versions.give_up()
             raise
-        self._fetch = _Fetch(manifest, future, inlet, now)
+        self._fetch = _Fetch(manifest, asked, future, inlet, now)
 
     def _receive(self, now: float) -> None:
         fetch = self._fetch

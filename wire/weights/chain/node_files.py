@@ -12,7 +12,7 @@ import numpy as np
 from wire.messages.chain import Ask
 from wire.weights.chain.held import Held
 from wire.weights.chain.serving import State
-from wire.weights.chunks import CHUNK_BYTES, Grid, alike
+from wire.weights.chunks import CHUNK_BYTES, Grid, alike, trainer_of
 from wire.weights.files import mark, reserve
 from wire.weights.layout import WRITING, WeightManifest
 
@@ -23,6 +23,8 @@ _PAST = 64
 @dataclass(slots=True)
 class _File:
     path: Path
+    trainer: str = ""
+    """Whose versions are in it, see `trainer_of`."""
     memory: mmap.mmap | None = None
     held: Held | None = None
 
@@ -30,7 +32,8 @@ class _File:
 class NodeFiles:
     """Versions of one run in this node's memory, in the layout in which the trainer publishes.
 
-    The header of a file names a version only while the whole version is in it.
+    The header of a file names a version only while the whole version is in it. It names no trainer,
+    and one that replaces another may publish a number again, so each trainer has files of its own.
 
     Args:
         directory: in memory, usually /dev/shm.
@@ -42,7 +45,10 @@ class NodeFiles:
     """
 
     def __init__(self, directory: Path, files_id: str, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._files = [_File(directory / f"asyncrl-{files_id}-weights-{i}") for i in range(2)]
+        self._prefix = str(directory / f"asyncrl-{files_id}-weights-")
+        self._files = [_File(Path(f"{self._prefix}{i}")) for i in range(2)]
+        self._numbers = len(self._files)
+        """Files so far."""
         self._chunk_bytes = chunk_bytes
         self._newest: _File | None = None
         """The file with the newest whole version."""
@@ -68,6 +74,7 @@ class NodeFiles:
         self.give_up()
         file = next(file for file in self._files if file is not self._newest)
         self._drop(file)
+        self._belong_to(file, trainer_of(manifest))
         if file.memory is None or len(file.memory) != manifest.nbytes:
             file.memory = None  # freed with its last reader
             file.memory = reserve(file.path, manifest.nbytes, of=len(self._files))
@@ -128,6 +135,15 @@ class NodeFiles:
             if file.memory is not None:
                 file.memory = None
                 file.path.unlink(missing_ok=True)
+
+    def _belong_to(self, file: _File, trainer: str) -> None:
+        """A file of another trainer is removed, and this one gets another name."""
+        if file.trainer not in ("", trainer):
+            file.memory = None
+            file.path.unlink(missing_ok=True)
+            file.path = Path(f"{self._prefix}{self._numbers}")
+            self._numbers += 1
+        file.trainer = trainer
 
     def _by_name(self, version: str) -> Held | None:
         held = (file.held for file in self._files if file.held is not None)

@@ -50,6 +50,8 @@ class Timing(msgspec.Struct, frozen=True):
     """Probes in a row that a parent must lose to be left."""
     limit_seconds: float = 600.0
     """Longest time for one version."""
+    stall_seconds: float = 30.0
+    """Longest time in which no chunk comes from any parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,8 @@ class Receiving:
         """In ascending order."""
         self._unasked = dict.fromkeys(range(count))
         """Those of them that no parent owes, in ascending order: children ask for them in it."""
-        self._began = now
+        self._began = self._got = now
+        """When the version was asked for, and when the last chunk came."""
         self._probe: _Probe | None = None
         self._lost = 0
         """Probes that the own parent lost in a row."""
@@ -157,6 +160,7 @@ class Receiving:
         if one.owed.pop(index, None) is not None:
             self._missing.pop(index, None)
             self._unasked.pop(index, None)
+            self._got = now
         if one is self._own:
             self._own_sent = now
             if self._probe is not None:
@@ -192,6 +196,9 @@ class Receiving:
             return []
         if now - self._began > self._timing.limit_seconds:
             self._fail(f"not whole after {self._timing.limit_seconds:g} s")
+            return []
+        if now - self._got > self._timing.stall_seconds:
+            self._fail(f"nothing came for {self._timing.stall_seconds:g} s")
             return []
         orders: list[Order | Leave] = []
         for one in (self._own, self._probe.parent if self._probe is not None else self._own):

@@ -1,0 +1,295 @@
+"""Tells generators to install weights, as soon as these are in the memory of their node.
+
+    install ──► the generator's node has the weights ──► InstallWeights
+                 └─ not yet: the request waits until the node's relay has them (`weight_routes`)
+
+On the trainer's node, and so wherever a run has one node, nothing ever waits.
+
+A request that waits keeps the verifications that travel with it. It is carried out once its version
+or a newer one of the same trainer is there. It ends without an answer when its generator is lost,
+is told to rewind, or when the trainer is lost: then whoever asked asks again.
+
+A generator that could not read a file of its node's relay (the relay was killed, or had put a newer
+version in its place) reports its old version. That is no answer: the request waits again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec import Struct
+
+from asyncrl.errors import RunFailed
+from asyncrl.processes.spec import weights_hub
+from asyncrl.run.relays import Relays
+from asyncrl.run.weight_routes import (
+    MAX_TRIES,
+    Fetch,
+    Forget,
+    GiveUp,
+    Hopeless,
+    Order,
+    RelayPlace,
+    Serve,
+    WeightRoutes,
+)
+from asyncrl.run.worker import Worker
+from wire import RunKey
+from wire.messages import from_relay, to_relay
+from wire.messages.chain import Parent
+from wire.messages.to_generator import InstallWeights, Verify
+from wire.weights.layout import WeightManifest
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_SECONDS = 1.0
+"""Time between two looks at nodes that were told that nobody has the newest version."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """What one generator is to install."""
+
+    worker: Worker
+    version: int
+    """It or a newer one."""
+    lineage: int
+    rebuild_kv: bool
+    verify: tuple[Verify, ...]
+    told: WeightManifest | None = None
+    """What the generator was told last; None: nothing yet."""
+    failures: int = 0
+    """Files that the relay had and the generator could not read."""
+
+
+@dataclass(slots=True)
+class _Trainer:
+    """The weights that can be installed now."""
+
+    worker: Worker
+    weights: WeightManifest
+    lineage: int
+
+
+@dataclass(slots=True)
+class Installations:
+    """The requests of one run, and who fetches which weights.
+
+    Args:
+        relays: of the run.
+        run_key: relays get the keys of each other from it.
+        send: to a process.
+        cut_off: kills a process; the watchdog reports it with the reason and replaces it.
+    """
+
+    relays: Relays
+    run_key: RunKey
+    send: Callable[[str, Struct], None]
+    cut_off: Callable[[str, str], None]
+    _routes: WeightRoutes = field(default_factory=WeightRoutes)
+    _trainer: _Trainer | None = None
+    _published: tuple[WeightManifest, str] | None = None
+    """What the routes were told, and the trainer's node."""
+    _ready: dict[str, str] = field(default_factory=dict)
+    """The relay of each node that the routes were told of."""
+    _requests: dict[str, _Request] = field(default_factory=dict)
+    """Of generators on other nodes than the trainer's, by name: those that wait, and those that
+    were sent and are not answered."""
+    _checked: set[str] = field(default_factory=set)
+    """Nodes whose relay was asked whether its file is there."""
+    _looked: float = 0.0
+
+    def install(
+        self,
+        worker: Worker,
+        version: int,
+        *,
+        rebuild_kv: bool = False,
+        verify: tuple[Verify, ...] = (),
+    ) -> None:
+        """Have a generator install this version or a newer one. Ignored while there is no trainer.
+
+        A request of the same generator that still waits is joined with this one.
+        """
+        trainer = self._trainer
+        if trainer is None:
+            return
+        if not self.relays.are_used or worker.node == trainer.worker.node:
+            message = InstallWeights(trainer.weights, rebuild_kv, trainer.lineage, verify)
+            self.send(worker.name, message)
+            return
+        before = self._requests.get(worker.name)
+        if before is not None and before.told is None:
+            rebuild_kv = rebuild_kv or before.rebuild_kv
+            verify = before.verify + verify
+            version = max(before.version, version)
+        version = min(version, trainer.weights.policy_version)
+        request = _Request(worker, version, trainer.lineage, rebuild_kv, verify)
+        self._requests[worker.name] = request
+        self._carry_out(request)
+
+    def drop(self, generator: str) -> None:
+        """A generator is lost, or answers for all requests otherwise."""
+        self._requests.pop(generator, None)
+
+    def is_answered(self, worker: Worker, version: int) -> bool:
+        """Whether what a generator says to have installed is the answer to its request."""
+        request = self._requests.get(worker.name)
+        if request is None or request.told is None or version >= request.told.policy_version:
+            self._requests.pop(worker.name, None)
+            return True
+        logger.info("%s could not install %s", worker.name, request.told.path)
+        self._ask_for(request, request.told)
+        request.told = None
+        self._carry_out(request)
+        return False
+
+    def look(self, worker: Worker, lineage: int) -> None:
+        """Take note of the trainer and the relays, and carry out what has become possible.
+
+        Args:
+            worker: the trainer, ready or not, alive or not.
+            lineage: the trainer's.
+
+        Raises:
+            RunFailed: a node cannot get the weights.
+        """
+        weights = None if worker.is_gone else worker.weights
+        if self._trainer is not None and (weights is None or lineage != self._trainer.lineage):
+            self._requests.clear()
+        self._trainer = None if weights is None else _Trainer(worker, weights, lineage)
+        if not self.relays.are_used:
+            return
+        self._obey(self._note_trainer(weights, worker.node))
+        self._obey(self._note_relays())
+        now = time.monotonic()
+        if now - self._looked >= _AGAIN_SECONDS:
+            self._looked = now
+            self._obey(self._routes.again())
+        self._carry_out_all()
+
+    def arrived(self, relay: Worker, message: from_relay.WeightsHere) -> None:
+        """A version is on a node."""
+        for name, why in message.left.items():
+            logger.info("%s left %s: %s", relay.name, name, why)
+        self._obey(
+            self._routes.arrived(relay.name, message.attempt, message.manifest, set(message.left))
+        )
+        self._carry_out_all()
+
+    def failed(self, relay: Worker, message: from_relay.WeightsFailed) -> None:
+        """A relay cannot serve or fetch a version. Raises RunFailed as `look`."""
+        level = logging.INFO if message.superseded else logging.WARNING
+        logger.log(level, "%s: %s", relay.name, message.reason)
+        self._obey(
+            self._routes.failed(
+                relay.name, message.attempt, message.reason, superseded=message.superseded
+            )
+        )
+
+    def check(self, trainer: Worker) -> None:
+        """A generator could not install these weights: if their file is gone, end the trainer."""
+        weights = trainer.weights
+        if weights is None or trainer.reason or trainer.node is None:
+            return
+        if not self.relays.are_used:
+            if not Path(weights.path).exists():
+                self.cut_off(trainer.name, f"its published weights {weights.path} were removed")
+            return
+        relay = self.relays.on(trainer.node)
+        if relay is not None:
+            self.send(relay.name, to_relay.CheckWeights(weights.path))
+
+    def checked(self, relay: Worker, message: from_relay.WeightsChecked) -> None:
+        """A relay has looked for a file of its node: whoever has lost one is replaced."""
+        node = relay.node
+        if node is not None:
+            self._checked.discard(node)
+        if not message.exists and node is not None:
+            here, trainer = self._routes.manifest_at(node), self._trainer
+            if here is not None and here.path == message.path:
+                is_its_own = trainer is not None and trainer.weights == here
+                name = trainer.worker.name if trainer is not None and is_its_own else relay.name
+                self.cut_off(name, f"its published weights {message.path} were removed")
+                return
+        self._carry_out_all()
+
+    def _note_trainer(self, weights: WeightManifest | None, node: str | None) -> list[Order]:
+        now = None if weights is None or node is None else (weights, node)
+        if now == self._published:
+            return []
+        self._published = now
+        return self._routes.trainer_lost() if now is None else self._routes.published(*now)
+
+    def _note_relays(self) -> list[Order]:
+        orders: list[Order] = []
+        ready = self.relays.by_node()
+        for node, name in list(self._ready.items()):
+            if node not in ready or ready[node].name != name:
+                del self._ready[node]
+                self._checked.discard(node)
+                self._routes.relay_lost(node)
+        for node, worker in ready.items():
+            if node not in self._ready and worker.relay is not None:
+                self._ready[node] = worker.name
+                place = RelayPlace(worker.name, worker.relay.source, worker.relay.node)
+                orders += self._routes.relay_ready(node, place)
+        return orders
+
+    def _obey(self, orders: list[Order]) -> None:
+        for order in orders:
+            match order:
+                case Serve(relay, manifest, attempt):
+                    self.send(relay, to_relay.ServeWeights(manifest, attempt))
+                case Forget(relay):
+                    self.send(relay, to_relay.ForgetWeights())
+                case Fetch(relay, manifest, parents, attempt):
+                    asked = tuple(
+                        Parent(name, address, self.run_key.line(weights_hub(name), relay))
+                        for name, address in parents
+                    )
+                    self.send(relay, to_relay.FetchWeights(manifest, asked, attempt))
+                case GiveUp(relay, reason):
+                    self.cut_off(relay, f"it does not get the weights: {reason}")
+                case Hopeless(_, reason):
+                    raise RunFailed(
+                        f"weights do not reach a node of the run, after {2 * MAX_TRIES} tries: "
+                        f"{reason}"
+                    )
+
+    def _carry_out_all(self) -> None:
+        for request in self._requests.values():
+            if request.told is None:
+                self._carry_out(request)
+
+    def _carry_out(self, request: _Request) -> None:
+        """Tell the generator, if its node has the weights."""
+        node = request.worker.node
+        if node is None or node in self._checked:
+            return
+        here = self._routes.manifest_at(node)
+        if here is None or here.policy_version < request.version:
+            return
+        request.told = here
+        self.send(
+            request.worker.name,
+            InstallWeights(here, request.rebuild_kv, request.lineage, request.verify),
+        )
+
+    def _ask_for(self, request: _Request, told: WeightManifest) -> None:
+        """A file could not be read: unless another has taken its place, ask the relay for it."""
+        node = request.worker.node
+        relay = None if node is None else self.relays.on(node)
+        if node is None or relay is None or self._routes.manifest_at(node) != told:
+            return
+        request.failures += 1
+        if request.failures > MAX_TRIES:
+            self.cut_off(
+                request.worker.name, f"it cannot read {told.path}, which {relay.name} has written"
+            )
+        self._checked.add(node)
+        self.send(relay.name, to_relay.CheckWeights(told.path))

@@ -1,0 +1,268 @@
+"""Which node fetches new weights from which. Pure: events in, orders out, no clock, no sockets.
+
+    published ──► Serve (the relay of the trainer's node), Fetch, Fetch, ... (the others, a chain)
+    arrived   ──► the version can be installed on that node; if a newer one was published: Fetch
+    failed    ──► Fetch again ──► GiveUp (the relay is to be replaced) ──► Hopeless (the run fails)
+
+The nodes stand in a row, each behind those that it asks: the nearest first, the trainer's last.
+
+- A node that others have left because it was slow or silent stands last in the next row.
+- A node that fetches a version ends that before it begins with a newer one, so that it gets on even
+  if versions come faster than it can fetch them. Versions of a lost trainer are given up.
+- A joiner, or a relay that replaces another one, asks the nearest nodes that have the version.
+- When the source of a version is replaced, what is on its way begins anew: its address changed.
+- A node that is told that nobody has the version any longer waits for the next one, or asks again
+  at `again`: news of a newer one may be on its way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from wire.weights.chunks import name_of, trainer_of
+from wire.weights.layout import WeightManifest
+
+MAX_TRIES = 3
+"""Failures in a row after which a relay is given up; after twice as many the node is."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayPlace:
+    """A relay that is ready."""
+
+    name: str
+    source: str
+    """Where it serves weights of its node's trainer."""
+    node: str
+    """Where it serves weights that its node has received."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """This relay is on the trainer's node: it serves the version."""
+
+    relay: str
+    manifest: WeightManifest
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The trainer of this relay's node is gone."""
+
+    relay: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """This relay fetches the version."""
+
+    relay: str
+    manifest: WeightManifest
+    parents: tuple[tuple[str, str], ...]
+    """Name and address of the relays to ask, the nearest first."""
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """This relay failed too often; another one may do better."""
+
+    relay: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hopeless:
+    """No relay of this node gets the weights."""
+
+    node: str
+    reason: str
+
+
+Order = Serve | Forget | Fetch | GiveUp | Hopeless
+
+
+@dataclass(slots=True)
+class _Node:
+    """A node with a ready relay."""
+
+    relay: RelayPlace
+    here: WeightManifest | None = None
+    """Of the newest whole file on it."""
+    version: str = ""
+    """What nodes call that version (`wire.weights.chunks.name_of`)."""
+    fetching: str = ""
+    """The version that is on its way."""
+    attempt: int = -1
+    """Number of the last order."""
+    waits: bool = False
+    """Nobody had the version that it asked for."""
+
+
+@dataclass(slots=True)
+class WeightRoutes:
+    """The routes of one run."""
+
+    _newest: WeightManifest | None = None
+    _name: str = ""
+    _home: str | None = None
+    """The trainer's node."""
+    _nodes: dict[str, _Node] = field(default_factory=dict)
+    _row: list[str] = field(default_factory=list)
+    """Every node that ever had a relay."""
+    _left: set[str] = field(default_factory=set)
+    """Nodes that were left since the last version was published."""
+    _failures: dict[str, int] = field(default_factory=dict)
+    """Of each node, since a version last arrived there."""
+    _attempts: int = 0
+
+    def manifest_at(self, node: str) -> WeightManifest | None:
+        """The newest weights of the present trainer that processes of a node can read; or None."""
+        if self._newest is None or node == self._home:
+            return self._newest
+        one = self._nodes.get(node)
+        if one is None or one.here is None or not one.version:
+            return None
+        return one.here
+
+    def relay_ready(self, node: str, relay: RelayPlace) -> list[Order]:
+        """A node has a relay, in place of an earlier one or not."""
+        self._nodes[node] = _Node(relay)
+        if node not in self._row:
+            self._row.append(node)
+        if node != self._home:
+            return self._fetch(node)
+        for one in self._nodes.values():
+            one.fetching = ""
+        return self._serve() + self._fetch_all()
+
+    def relay_lost(self, node: str) -> None:
+        """A node has no relay, and no file of it, until `relay_ready`. Its children notice."""
+        self._nodes.pop(node, None)
+
+    def published(self, manifest: WeightManifest, home: str) -> list[Order]:
+        """The trainer on this node has published a version."""
+        if self._newest is None or trainer_of(manifest) != trainer_of(self._newest):
+            self._drop_all()
+        self._newest, self._name, self._home = manifest, name_of(manifest), home
+        self._row.sort(key=lambda node: node in self._left)
+        self._left.clear()
+        return self._serve() + self._fetch_all()
+
+    def trainer_lost(self) -> list[Order]:
+        """The versions of the trainer are gone; another trainer may publish others."""
+        home = self._nodes.get(self._home) if self._home is not None else None
+        self._drop_all()
+        self._newest, self._name, self._home = None, "", None
+        return [] if home is None else [Forget(home.relay.name)]
+
+    def arrived(
+        self, relay: str, attempt: int, manifest: WeightManifest, left: set[str]
+    ) -> list[Order]:
+        """A version is on a node.
+
+        Args:
+            relay: of the node.
+            attempt: number of the order; answers to others than the last one are ignored.
+            manifest: of the file on the node.
+            left: relays that it left on the way.
+        """
+        node = self._asked(relay, attempt)
+        if node is None:
+            return []
+        one = self._nodes[node]
+        one.here, one.version, one.fetching = manifest, one.fetching, ""
+        self._failures.pop(node, None)
+        self._left |= {name for name, other in self._nodes.items() if other.relay.name in left}
+        return self._fetch(node)
+
+    def failed(self, relay: str, attempt: int, reason: str, *, superseded: bool) -> list[Order]:
+        """An order could not be carried out; `superseded`: nobody has the version any longer."""
+        node = self._asked(relay, attempt)
+        if node is None:
+            return []
+        one = self._nodes[node]
+        was_newest = one.fetching in ("", self._name)
+        one.fetching = ""
+        if superseded:
+            one.waits = was_newest
+            return self._fetch(node)
+        failures = self._failures[node] = self._failures.get(node, 0) + 1
+        if failures >= 2 * MAX_TRIES:
+            return [Hopeless(node, reason)]
+        if failures % MAX_TRIES == 0 or node == self._home:
+            return [GiveUp(relay, reason)]
+        return self._fetch(node)
+
+    def again(self) -> list[Order]:
+        """Time has passed: nodes that were told that nobody has the newest version ask again."""
+        orders: list[Order] = []
+        for node in self._row:
+            if node in self._nodes and self._nodes[node].waits:
+                self._nodes[node].waits = False
+                orders += self._serve() if node == self._home else self._fetch(node)
+        return orders
+
+    def _asked(self, relay: str, attempt: int) -> str | None:
+        """The node whose relay was given this order last."""
+        for node, one in self._nodes.items():
+            if (one.relay.name, one.attempt) == (relay, attempt):
+                return node
+        return None
+
+    def _drop_all(self) -> None:
+        """No version of the trainer is used any more, and none that is on its way."""
+        for one in self._nodes.values():
+            one.here, one.version, one.fetching, one.attempt = None, "", "", -1
+
+    def _serve(self) -> list[Order]:
+        home = self._nodes.get(self._home) if self._home is not None else None
+        if home is None or self._newest is None:
+            return []
+        home.attempt = self._number()
+        return [Serve(home.relay.name, self._newest, home.attempt)]
+
+    def _fetch_all(self) -> list[Order]:
+        """Orders for all nodes. The first in the row is asked by the second, and so on."""
+        orders: list[Order] = []
+        for node in self._row:
+            if node in self._nodes:
+                self._nodes[node].waits = False
+                orders += self._fetch(node)
+        return orders
+
+    def _fetch(self, node: str) -> list[Order]:
+        """The order for a node that could begin with the newest version now."""
+        one = self._nodes[node]
+        if self._newest is None or node == self._home or one.fetching or one.waits:
+            return []
+        parents = self._parents(node)
+        if one.version == self._name or not parents:
+            return []
+        one.fetching, one.attempt = self._name, self._number()
+        return [Fetch(one.relay.name, self._newest, parents, one.attempt)]
+
+    def _parents(self, node: str) -> tuple[tuple[str, str], ...]:
+        """Nodes that have the newest version, nearest first; then the source.
+
+        Nodes before this one may also have it on its way: no two nodes wait for each other.
+        """
+        here = self._row.index(node)
+        found = []
+        for place, name in enumerate(self._row):
+            one = self._nodes.get(name)
+            if one is None or name in (node, self._home):
+                continue
+            comes = place < here and one.fetching == self._name
+            if one.version == self._name or comes:
+                found.append((abs(place - here), place > here, one.relay))
+        parents = [(relay.name, relay.node) for *_, relay in sorted(found, key=lambda one: one[:2])]
+        source = self._nodes.get(self._home) if self._home is not None else None
+        if source is not None:
+            parents.append((source.relay.name, source.relay.source))
+        return tuple(parents)
+
+    def _number(self) -> int:
+        self._attempts += 1
+        return self._attempts
