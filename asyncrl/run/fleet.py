@@ -16,7 +16,7 @@ from asyncrl.processes.spec import ChildSpec, Role, keys_of
 from asyncrl.run.ending import attended, end_all
 from asyncrl.run.installations import Installations
 from asyncrl.run.relays import Relays
-from asyncrl.run.worker import Worker, cause_of_death
+from asyncrl.run.worker import Worker, cause_of_death, what_starts
 from wire import Hub, RunKey
 from wire.decoding import FrameRefused, Reason
 from wire.messages import to_generator, to_relay, to_trainer
@@ -162,12 +162,7 @@ class Fleet:
 
     def what_starts(self) -> str:
         """What a start waits for: the processes that are not ready, and what each logged last."""
-        logged = [
-            f"{one.name} (its log ends with: {one.handle.log_tail(1)})"
-            for one in self.alive
-            if not one.is_ready
-        ]
-        return f"{', '.join(logged)} to become ready (launcher.startup_seconds)"
+        return what_starts(self.alive)
 
     def everyone(self) -> Iterable[Worker]:
         """All processes that were ever started, lost ones included."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from asyncrl.launch.config import LauncherConfig
@@ -65,6 +66,16 @@ class Worker:
         self.policy_version = policy_version
         self.slots = slots
         self.metrics_port = metrics_port
+
+
+def what_starts(workers: Iterable[Worker]) -> str:
+    """What a start waits for: those that are not ready, and what each logged last."""
+    logged = [
+        f"{one.name} (its log ends with: {one.handle.log_tail(1)})"
+        for one in workers
+        if not one.is_ready
+    ]
+    return f"{', '.join(logged)} to become ready (launcher.startup_seconds)"
 
 
 def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | None:
