@@ -49,6 +49,8 @@ class ChildSpec(msgspec.Struct, frozen=True):
     """The word of this trainer (`trainer.fence`)."""
     first: bool = True
     """False if it replaces a process that died."""
+    shares_run_directory: bool = True
+    """Whether `run_directory` is the folder that the controller sees."""
     run_id: str = ""
     """In the names of the run's files in memory, so that no two runs share any
     (`asyncrl.processes.shared_memory`)."""
@@ -117,6 +119,8 @@ class RelayKeys(msgspec.Struct, frozen=True, tag=True):
     """For the nodes that ask this one for weights."""
     children: HubKeys
     """For the processes of its node. It has no key of passes: the controller checks these."""
+    files: HubKeys
+    """For the relays that ask this one for files."""
 
 
 ChildKeys = GeneratorKeys | TrainerKeys | RelayKeys
@@ -137,7 +141,9 @@ def keys_of(run_key: RunKey, name: str, role: Role, *, relayed: bool = False) ->
         return TrainerKeys(control, run_key.hub("data"))
     if role == "relay":
         children = HubKeys(run_key.hub(_RELAYS).secret, b"")
-        return RelayKeys(control, run_key.hub(weights_hub(name)), children)
+        return RelayKeys(
+            control, run_key.hub(weights_hub(name)), children, run_key.hub(files_hub(name))
+        )
     return GeneratorKeys(control, run_key.line("data", name))
 
 
@@ -149,3 +155,8 @@ def is_relay(name: str) -> bool:
 def weights_hub(relay: str) -> str:
     """The name, for `RunKey`, of the socket at which a relay is asked for weights."""
     return f"weights {relay}"
+
+
+def files_hub(relay: str) -> str:
+    """The name, for `RunKey`, of the socket at which a relay is asked for files."""
+    return f"files {relay}"

@@ -11,6 +11,8 @@ Data plane (the generators connect to the trainer):
     data            trajectories to the trainer, acknowledgements back
 Weights:
     chain           nodes that ask each other for the weights of a version
+Files:
+    files           relays that ask each other for the files of a node
 User:
     control         CLI -> controller and back
 

@@ -11,6 +11,16 @@ class Message(msgspec.Struct, frozen=True, tag=lambda name: f"relay.{name}"):
     """Base of this direction; the tag names the sender, as the controller's hub receives others."""
 
 
+class FilesReady(msgspec.Struct, frozen=True):
+    """Where a relay serves the files of its node."""
+
+    address: str = ""
+    folder: str = ""
+    """Id of the folder."""
+    shares_run_directory: bool = True
+    """Whether it is the run's folder itself."""
+
+
 class RelayReady(Message, frozen=True):
     """All parts of the relay listen."""
 
@@ -18,6 +28,7 @@ class RelayReady(Message, frozen=True):
     """Where it serves the weights of this node's trainer."""
     node: str
     """Where it serves the weights that this node has received."""
+    files: FilesReady = FilesReady()
 
 
 class WeightsHere(Message, frozen=True):
@@ -53,11 +64,38 @@ class WeightsChecked(Message, frozen=True):
     """Whether the file is there, with whatever version."""
 
 
+class FileHere(Message, frozen=True):
+    """A file that was to be fetched is in this node's folder of the run."""
+
+    attempt: int
+    """As in `FetchFile`."""
+    path: str
+
+
+class FileMissing(Message, frozen=True):
+    """A file could not be fetched."""
+
+    attempt: int
+    path: str
+    reason: str
+
+
+class PullFinished(Message, frozen=True):
+    """The answer to `FinishPull`."""
+
+    left: dict[str, str]
+    """Relays whose files were not all copied, and why."""
+
+
 class RelayReport(Message, frozen=True):
     """Sent once a second, so it also shows that the process is alive."""
 
     sent_bytes: int
     """Of weights, so far."""
+    file_bytes: int = 0
+    """Of files that were sent to other nodes, so far."""
+    pulled_bytes: int = 0
+    """Of files that were copied from other nodes, so far."""
 
 
 class Failure(Message, frozen=True):
@@ -72,5 +110,14 @@ class Goodbye(Message, frozen=True):
 
 
 FromRelay = (
-    RelayReady | WeightsHere | WeightsFailed | WeightsChecked | RelayReport | Failure | Goodbye
+    RelayReady
+    | WeightsHere
+    | WeightsFailed
+    | WeightsChecked
+    | FileHere
+    | FileMissing
+    | PullFinished
+    | RelayReport
+    | Failure
+    | Goodbye
 )

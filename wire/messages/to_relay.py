@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from wire.messages.chain import Parent
+from wire.messages.files import Server
 from wire.weights.layout import WeightManifest
 
 
@@ -41,8 +42,53 @@ class CheckWeights(Message, frozen=True):
     path: str
 
 
+class FileSource(msgspec.Struct, frozen=True):
+    """A node that does not see the run's folder, and has files of it in a folder of its own."""
+
+    server: Server
+    folder: str
+    """Id of that folder."""
+    processes: tuple[str, ...]
+    """That are or were on the node: only their files are copied."""
+
+
+class PullFiles(Message, frozen=True):
+    """Copy what these nodes write into the run's folder, from now on, and of no others."""
+
+    sources: tuple[FileSource, ...]
+
+
+class FinishPull(Message, frozen=True):
+    """All other processes have ended: copy what is left; answer with `PullFinished`."""
+
+    seconds: float
+
+
+class FetchFile(Message, frozen=True):
+    """Bring a file to this relay's node; answer with `FileHere` or `FileMissing`."""
+
+    attempt: int
+    """Number of this order."""
+    path: str
+    """In the folder of the run, here and there."""
+    servers: tuple[Server, ...]
+    """Who may have it, the most likely first."""
+
+
 class Shutdown(Message, frozen=True):
     """End the process; answer with `Goodbye`."""
 
+    remove_files: bool = False
+    """The run's folder has copies of all files of this node: remove them here."""
 
-ToRelay = ServeWeights | ForgetWeights | FetchWeights | CheckWeights | Shutdown
+
+ToRelay = (
+    ServeWeights
+    | ForgetWeights
+    | FetchWeights
+    | CheckWeights
+    | PullFiles
+    | FinishPull
+    | FetchFile
+    | Shutdown
+)

@@ -3,6 +3,7 @@
     process.py   dispatches the controller's commands, and reports
     weights.py   weights of other nodes into this node's memory, and on to others
     control.py   control messages of this node's processes, gathered on their way
+    files.py     files of nodes that do not see the run's folder, copied into it
     setup.py     builds them
 
 Each part has messages of its own (`wire.messages.to_relay`, `from_relay`) and sockets of its own,

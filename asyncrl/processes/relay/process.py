@@ -6,6 +6,8 @@ commands    consumes: commands of the controller. produces: calls of the parts.
             waits for: the controller.
 weights     consumes: orders to serve and to fetch. produces: files in memory, `WeightsHere`.
             (`weights`, in threads of its own)
+files       consumes: orders to copy and to fetch. produces: copies, `FileHere`, `PullFinished`.
+            (`files`)
 report      consumes: counters. produces: `RelayReport`.
             waits for: the clock. bounded by: REPORT_SECONDS.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import asyncio
 
 from asyncrl.processes.relay.control import ControlRelay, RelayLine
+from asyncrl.processes.relay.files import RelayFiles
 from asyncrl.processes.relay.weights import RelayWeights
 from wire.messages import from_relay, to_relay
 
@@ -27,12 +30,14 @@ class RelayProcess:
     Args:
         passing: of the control messages of this node's processes, and its own.
         weights: of this node.
+        files: of this node.
     """
 
-    def __init__(self, passing: ControlRelay, weights: RelayWeights) -> None:
+    def __init__(self, passing: ControlRelay, weights: RelayWeights, files: RelayFiles) -> None:
         self._passing = passing
         self._control: RelayLine[to_relay.ToRelay] = passing.line
         self._weights = weights
+        self._files = files
 
     async def run(self) -> None:
         """Serve until told to shut down.
@@ -41,7 +46,9 @@ class RelayProcess:
             ExceptionGroup: with the error of a loop.
         """
         await self._control.send(
-            from_relay.RelayReady(self._weights.source_address, self._weights.node_address)
+            from_relay.RelayReady(
+                self._weights.source_address, self._weights.node_address, self._files.ready
+            )
         )
         async with asyncio.TaskGroup() as loops:
             running = [
@@ -64,10 +71,23 @@ class RelayProcess:
                     self._weights.fetch(order)
                 case to_relay.CheckWeights() as question:
                     await self._control.send(await self._weights.check(question))
-                case to_relay.Shutdown():
+                case to_relay.PullFiles() as order:
+                    self._files.pull(order)
+                case to_relay.FinishPull() as order:
+                    self._files.finish(order)
+                case to_relay.FetchFile() as order:
+                    self._files.fetch(order)
+                case to_relay.Shutdown() as order:
+                    if order.remove_files:
+                        self._files.remove()
                     return
 
     async def _report(self) -> None:
         while True:
-            await self._control.send(from_relay.RelayReport(self._weights.sent_bytes))
+            files = self._files
+            await self._control.send(
+                from_relay.RelayReport(
+                    self._weights.sent_bytes, files.sent_bytes, files.pulled_bytes
+                )
+            )
             await asyncio.sleep(REPORT_SECONDS)

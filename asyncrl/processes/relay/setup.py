@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.errors import first_error
 from asyncrl.processes.relay.control import ControlRelay, RelayLine
+from asyncrl.processes.relay.files import RelayFiles
 from asyncrl.processes.relay.process import RelayProcess
 from asyncrl.processes.relay.weights import RelayWeights
 from asyncrl.processes.shared_memory import weights_id
@@ -40,7 +41,15 @@ async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
                 say=control.send_soon,
             )
             closing.callback(weights.close)
-            await RelayProcess(passing, weights).run()
+            files = RelayFiles(
+                Path(spec.run_directory),
+                shares=spec.shares_run_directory,
+                address=spec.data_address,
+                keys=keys.files,
+                say=control.send_soon,
+            )
+            closing.callback(files.close)
+            await RelayProcess(passing, weights, files).run()
         except BaseExceptionGroup as group:
             error = first_error(group)
             await _report(control, error)

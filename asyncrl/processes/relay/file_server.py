@@ -1,0 +1,103 @@
+"""Serves the files of a node's folder of the run to other relays.
+
+serve   consumes: requests of relays that hold a key. produces: one answer to each, in order.
+        waits for: a request, then the disk, in a thread. bounded by: PART_BYTES for an answer,
+        QUEUED answers for each peer; what a peer does not read beyond that is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from asyncrl.processes.relay.file_rules import UNFINISHED, PathRefused, files_of, open_below
+from wire import Hub
+from wire.keys import HubKeys
+from wire.messages import files
+from wire.refusals import Refusals
+
+QUEUED = 8
+_REQUEST_BYTES = 4096
+
+
+class FileServer:
+    """One folder. Make it within the event loop.
+
+    Args:
+        root: the folder.
+        address: to bind; port `*`: any that is free.
+        keys: of the socket.
+    """
+
+    def __init__(self, root: Path, address: str, keys: HubKeys) -> None:
+        self._root = root
+        self._hub: Hub[files.ToServer] = Hub(
+            address, keys, files.ToServer, Refusals(), max_bytes=_REQUEST_BYTES, queued=QUEUED
+        )
+        self._disk = ThreadPoolExecutor(1, "file-server")
+        self.sent_bytes = 0
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self._hub.address
+
+    async def serve(self) -> None:
+        """Answer until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            peer, request = await self._hub.receive()
+            answer = await loop.run_in_executor(self._disk, answer_to, self._root, request)
+            if isinstance(answer, files.FilePart):
+                self.sent_bytes += len(answer.data)
+            self._hub.send_soon(peer, answer)
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._disk.shutdown(wait=False, cancel_futures=True)
+        self._hub.close()
+
+
+def answer_to(root: Path, request: files.ToServer) -> files.FromServer:
+    """The answer to a request; reads the disk."""
+    work: Callable[[], files.FromServer]
+    match request:
+        case files.ListFiles(number=number):
+            return files.FileList(
+                number,
+                tuple(
+                    files.FileInfo(path, found.st_size, found.st_mtime_ns)
+                    for path, found in files_of(root)
+                ),
+            )
+        case files.ReadFile():
+            work = lambda: _part(root, request)  # noqa: E731
+        case files.RemoveFile():
+            work = lambda: _removed(root, request)  # noqa: E731
+    try:
+        return work()
+    except PathRefused as error:
+        return files.NotServed(request.number, str(error))
+    except OSError as error:
+        return files.NotServed(request.number, f"{request.path}: {error.strerror or error}")
+
+
+def _part(root: Path, request: files.ReadFile) -> files.FilePart:
+    file = open_below(root, request.path)
+    try:
+        data = os.pread(file, request.size, request.offset)
+        found = os.fstat(file)
+    finally:
+        os.close(file)
+    return files.FilePart(request.number, data, found.st_size, found.st_mtime_ns)
+
+
+def _removed(root: Path, request: files.RemoveFile) -> files.FileRemoved:
+    if not request.path.startswith(UNFINISHED):
+        raise PathRefused(f"{request.path} is not removed")
+    os.close(open_below(root, request.path))  # so it is a file, behind no link
+    (root / request.path).unlink()
+    return files.FileRemoved(request.number)

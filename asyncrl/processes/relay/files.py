@@ -1,0 +1,135 @@
+"""The files part of a relay: serves its node's folder, copies those of others.
+
+file_rules    which files, how they change, whose they are
+file_server   answers other relays
+file_client   asks one of them
+mirror        the copies on the disk
+pull          copies what other nodes have written, round after round
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import shutil
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.processes.relay.file_client import FileClient, FileUnavailable
+from asyncrl.processes.relay.file_rules import PathRefused
+from asyncrl.processes.relay.file_server import FileServer
+from asyncrl.processes.relay.mirror import Mirror
+from asyncrl.processes.relay.pull import BYTES_PER_SECOND, Pace, Puller, fetch_whole
+from wire.keys import HubKeys
+from wire.messages import from_relay, to_relay
+
+logger = logging.getLogger("asyncrl.relay")
+
+FOLDER_FILE = ".folder"
+"""In a node's folder: its id."""
+
+
+class RelayFiles:
+    """Make it within the event loop.
+
+    Args:
+        root: the run's folder of this node.
+        shares: whether that is the run's folder itself, as the controller sees it.
+        address: to bind; port `*`: any that is free.
+        keys: of the socket.
+        say: queues a message for the controller.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        shares: bool,
+        address: str,
+        keys: HubKeys,
+        say: Callable[[msgspec.Struct], None],
+    ) -> None:
+        self._root = root
+        self._shares = shares
+        self._say = say
+        self._server = FileServer(root, address, keys)
+        self._puller = Puller(root)
+        self._pace = Pace(BYTES_PER_SECOND)
+        self._tasks = {asyncio.create_task(self._server.serve())}
+        self.ready = from_relay.FilesReady(self._server.address, _id_of(root), shares)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of files, so far."""
+        return self._server.sent_bytes
+
+    @property
+    def pulled_bytes(self) -> int:
+        """Of other nodes' files, so far."""
+        return self._puller.pulled_bytes
+
+    def pull(self, order: to_relay.PullFiles) -> None:
+        """Copy the files of these nodes into the run's folder."""
+        if self._shares:
+            self._puller.follow(order.sources)
+
+    def finish(self, order: to_relay.FinishPull) -> None:
+        """Copy what is left; answered by `PullFinished`."""
+
+        async def work() -> None:
+            self._say(from_relay.PullFinished(await self._puller.finish(order.seconds)))
+
+        self._start(work())
+
+    def fetch(self, order: to_relay.FetchFile) -> None:
+        """Bring a file here; answered by `FileHere` or `FileMissing`."""
+        self._start(self._fetch(order))
+
+    async def _fetch(self, order: to_relay.FetchFile) -> None:
+        reasons = []
+        for server in order.servers:
+            client = FileClient(server)
+            try:
+                found = [one for one in await client.list() if one.path == order.path]
+                if not found:
+                    raise FileUnavailable(f"{server.name} has no {order.path}")
+                await fetch_whole(client, Mirror(self._root, "fetched"), found[0], self._pace)
+            except (FileUnavailable, PathRefused, OSError) as error:
+                reasons.append(str(error))
+                continue
+            finally:
+                client.close()
+            self._say(from_relay.FileHere(order.attempt, order.path))
+            return
+        self._say(from_relay.FileMissing(order.attempt, order.path, "; ".join(reasons)))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def remove(self) -> None:
+        """The run has ended and has copies of all: remove this node's folder."""
+        if not self._shares:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+    def close(self) -> None:
+        """End all tasks and close the socket."""
+        self._puller.close()
+        for task in self._tasks:
+            task.cancel()
+        self._server.close()
+
+
+def _id_of(root: Path) -> str:
+    """The id of a folder, which it keeps."""
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = root / FOLDER_FILE
+    with contextlib.suppress(FileExistsError), path.open("x", encoding="ascii") as file:
+        file.write(secrets.token_hex(8))
+    return path.read_text(encoding="ascii")
