@@ -1,4 +1,4 @@
-"""Copies the files of other nodes into the run's folder while the run goes on.
+"""Copies the files of other nodes into the run's folder while the run lasts.
 
 one task for each node   consumes: what its relay lists. produces: copies (`mirror`).
                          waits for: PULL_SECONDS, the other relay, the disk (in threads).
