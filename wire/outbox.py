@@ -21,6 +21,8 @@ MAX_MESSAGES = 1024
 """Messages of a body at most."""
 MAX_BYTES = 1 << 20
 """Bytes of the messages in a body of several, at most. A longer message goes alone."""
+MAX_BODY_BYTES = MAX_BYTES + 3
+"""Of a body of several: that, and the length of the array."""
 
 
 class Outbox:

@@ -1,6 +1,6 @@
-"""What the controller costs per sample: CPU time of its process, with two generators of 256 rows.
+"""What the controller costs: CPU time of its process, per sample and per event of a sample.
 
-    python -m benchmarks.controller [--quick] [--json FILE]
+    python -m benchmarks.controller [--part samples|relays] [--quick] [--json FILE]
 
 The controller is the real one (hub, decoding, inbox, scheduler, commands), without the live view.
 Generators and trainer are on real sockets in another process and compute nothing
@@ -8,169 +8,43 @@ Generators and trainer are on real sockets in another process and compute nothin
 finished again, delivered and acknowledged. Measured is the CPU time of all threads of the
 controller's process, ZeroMQ's thread with its encryption included, from the first step to the last.
 
-`ending together` is the number of samples that end at one step of an engine: 1 where answers are
-long, whole groups where many answers are short. `alone`: every message in a frame of its own, as
-before frames could carry several (`wire.outbox`). Both are measured in turns.
+`--part samples`: two generators of 256 rows. `ending together` is the number of samples that end at
+one step of an engine: 1 where answers are long, whole groups where many answers are short. `alone`:
+every message in a frame of its own, as before frames could carry several (`wire.outbox`). Both are
+measured in turns.
+
+`--part relays`: 64 generators of 64 rows, whose samples end one by one, connected over loopback TCP
+themselves or through relays of eight, with CURVE and, in this benchmark only, without. The peers
+share the other core and send as fast as they can. An event is a finished or delivered sample; the
+commands that follow from it are part of its cost. `control_messages_per_s` is how many events one
+core carries, all threads together.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import wire.outbox
-from asyncrl.config import parse_config
-from asyncrl.processes.spec import ChildSpec
-from asyncrl.run.controller import Controller, Message
-from asyncrl.run.directory import RunDirectory
-from asyncrl.run.fleet import Fleet
-from asyncrl.tasks.prompts import LoadedTask, Prompt
+from benchmarks.controller.measured import Cost, Load, measure
 from benchmarks.controller.peers import SLOTS
 from benchmarks.report import write_json
-from wire import Hub, RunKey, RuntimeDirectory
 
 GENERATORS = 2
-GROUP_SIZE = 8
-TICK_SECONDS = 0.004
-"""Between two steps of a fake engine: the controller is not saturated, so it does not gather more
-than its peers send together."""
+TARGET = 25_000
+"""Events a second on one core."""
+
+Measured = tuple[list[Table], list[Cost], dict[str, float]]
 
 
-class Process:
-    """A process that the fleet believes in; the peers share another one."""
-
-    def cause(self) -> str:
-        """Empty: its exit code says it."""
-        return ""
-
-    def exit_code(self) -> int | None:
-        """It never ends."""
-        return None
-
-    def end(self, *, by_force: bool) -> None:
-        """Nothing happens."""
-
-    def log_tail(self, lines: int = 12) -> str:  # noqa: ARG002 - as the protocol has it
-        """It has no log."""
-        return ""
-
-
-class Launcher:
-    """Starts nothing."""
-
-    threads = 1
-
-    def start(self, _spec: ChildSpec, _keys: Any) -> Process:
-        """A process that is started already."""
-        return Process()
-
-
-class Silence:
-    """Takes what the user would be told."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_args, **_named: None
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of one run."""
-
-    together: int
-    batched: bool
-    samples: int
-    cpu_seconds: float
-    seconds: float
-
-    @property
-    def us_per_sample(self) -> float:
-        """Microseconds of CPU per sample that was trained on."""
-        return 1e6 * self.cpu_seconds / self.samples
-
-
-def measure(together: int, *, batched: bool, steps: int) -> Cost:
-    """Train so many steps of as many samples as there are rows."""
-    limit, wire.outbox.MAX_MESSAGES = wire.outbox.MAX_MESSAGES, 1024 if batched else 1
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            return asyncio.run(_measure(Path(folder), together, batched=batched, steps=steps))
-    finally:
-        wire.outbox.MAX_MESSAGES = limit
-
-
-async def _measure(folder: Path, together: int, *, batched: bool, steps: int) -> Cost:
-    groups = GENERATORS * SLOTS // GROUP_SIZE
-    sections = {
-        "run": {"name": "measured", "directory": str(folder), "steps": steps},
-        "scheduler": {"group_size": GROUP_SIZE, "groups_per_step": groups},
-        "evaluation": {"prompts": 1},
-        "launcher": {"generators": GENERATORS},
-    }
-    config = parse_config(sections, source="benchmarks.controller")
-    directory = RunDirectory.create(config, resume=False, clean=False)
-    directory.state.accuracy_before, directory.state.evaluation_samples = 1.0, 1
-    prompts = [Prompt(f"p{i}", np.arange(200, dtype=np.int32), "", {}) for i in range(1024)]
-    runtime, key = RuntimeDirectory(), RunKey.new()
-    key.write(folder / "key")
-    hub: Hub[Message] = Hub(runtime.address("control"), key.hub("control"), Message)
-    spec = ChildSpec("trainer", "trainer", str(folder), "model", "ipc://a", "ipc://b", 1, 1)
-    fleet = Fleet(config.launcher, Launcher(), spec, hub, key)  # type: ignore[arg-type]
-    controller = Controller(
-        config,
-        LoadedTask(prompts, prompts[:1], (0,), None),
-        directory=directory,
-        fleet=fleet,
-        hub=hub,
-        progress=Silence(),  # type: ignore[arg-type]
-    )
-    options = {
-        "key": str(folder / "key"),
-        "address": runtime.address("control"),
-        "generators": GENERATORS,
-        "together": together,
-        "tick": TICK_SECONDS,
-        "max_messages": wire.outbox.MAX_MESSAGES,
-    }
-    command = [sys.executable, "-m", "benchmarks.controller.peers", json.dumps(options)]
-    running = asyncio.create_task(controller.run())
-    await asyncio.sleep(0)
-    peers = subprocess.Popen(command, env=os.environ)  # noqa: ASYNC220 - it starts at once
-    try:
-        while not fleet.all_ready:  # noqa: ASYNC110 - before anything is measured
-            await asyncio.sleep(0.01)
-        began, cpu = time.monotonic(), time.process_time()
-        await running
-        used, seconds = time.process_time() - cpu, time.monotonic() - began
-    finally:
-        peers.kill()
-        peers.wait()
-        hub.close()
-        runtime.close()
-    return Cost(together, batched, steps * groups * GROUP_SIZE, used, seconds)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer steps and repeats")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    args = parser.parse_args()
-    steps, repeats = (4, 1) if args.quick else (10, 3)
+def samples_part(*, quick: bool) -> Measured:
+    """Two generators, in frames of one message and of several."""
+    steps, repeats = (4, 1) if quick else (10, 3)
     costs = [
-        measure(together, batched=batched, steps=steps)
+        measure(Load(GENERATORS, SLOTS, together, batched=batched), steps=steps)
         for _ in range(repeats)
         for together in (1, 8, 32)
         for batched in (False, True)
@@ -182,15 +56,67 @@ def main() -> None:
     for together in (1, 8, 32):
         per, rate = {}, 0.0
         for batched in (False, True):
-            of = [c for c in costs if (c.together, c.batched) == (together, batched)]
+            of = [c for c in costs if (c.load.together, c.load.batched) == (together, batched)]
             per[batched] = statistics.median(c.us_per_sample for c in of)
             rate = statistics.median(c.samples / c.seconds for c in of)
         table.add_row(str(together), f"{per[False]:.0f}", f"{per[True]:.0f}", f"{rate:.0f}")
         ratios[f"controller_us_per_sample_{together}"] = per[True]
         ratios[f"controller_alone_over_together_{together}"] = per[False] / per[True]
-    console = Console()
-    console.print(table)
+    return [table], costs, ratios
+
+
+def relays_part(*, quick: bool) -> Measured:
+    """Many generators, connected themselves and through relays."""
+    steps, repeats = (2, 1) if quick else (4, 3)
+    loads = {
+        (relayed, curve): Load(
+            64, 64, tick=0.004, per_relay=8 if relayed else 0, tcp=True, curve=curve
+        )
+        for relayed in (False, True)
+        for curve in (True, False)
+    }
+    costs = [measure(load, steps=steps) for _ in range(repeats) for load in loads.values()]
+    table = Table(title="controller: 64 generators of 64 rows over TCP, µs of CPU / event")
+    for title in ("connected", "CURVE", "all", "main thread", "scheduler", "events/s on one core",
+                  "events/s measured at"):  # fmt: skip
+        table.add_column(title, justify="right")
+    ratios: dict[str, float] = {}
+    for (relayed, curve), load in loads.items():
+        of = [cost for cost in costs if cost.load == load]
+        rate = statistics.median(cost.events_per_s for cost in of)
+        table.add_row(
+            "relays of 8" if relayed else "themselves",
+            "on" if curve else "off",
+            f"{statistics.median(cost.us_per_event for cost in of):.1f}",
+            f"{statistics.median(1e6 * cost.main_seconds / cost.events for cost in of):.1f}",
+            f"{statistics.median(1e6 * cost.scheduler_seconds / cost.events for cost in of):.1f}",
+            f"{rate:,.0f}",
+            f"{statistics.median(cost.events / cost.seconds for cost in of):,.0f}",
+        )
+        name = ("control_messages_per_s" if relayed else "control_messages_per_s_direct") + (
+            "" if curve else "_plain"
+        )
+        ratios[name] = rate
+    return [table], costs, ratios
+
+
+PARTS = {"samples": samples_part, "relays": relays_part}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer steps and repeats")
+    parser.add_argument("--part", choices=PARTS, help="only this part")
+    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    args = parser.parse_args()
+    console, runs, ratios = Console(), [], {}
+    for part in (args.part,) if args.part else PARTS:
+        tables, costs, found = PARTS[part](quick=args.quick)
+        for table in tables:
+            console.print(table)
+        runs += costs
+        ratios |= found
     console.print({name: round(value, 2) for name, value in ratios.items()})
     if args.json:
-        raw = {"runs": [vars(c) | {"us_per_sample": c.us_per_sample} for c in costs]}
+        raw: dict[str, Any] = {"runs": [cost.record() for cost in runs], "target": TARGET}
         write_json(args.json, "controller", raw, ratios)

@@ -16,6 +16,8 @@ from typing import Any
 
 import wire.outbox
 from asyncrl.processes.generator.controller_line import ControllerLine
+from asyncrl.processes.relay.control import ControlRelay
+from benchmarks.plain_sockets import without_curve
 from rollout.trajectory import SampleId
 from wire import Line, RunKey
 from wire.messages import from_generator, from_trainer, to_generator, to_trainer
@@ -38,12 +40,14 @@ class Generator:
 
     Args:
         controller: the line to the controller.
+        slots: its rows.
         together: samples that end at one tick.
         tick: seconds between two ticks.
     """
 
-    def __init__(self, controller: ControllerLine, together: int, tick: float) -> None:
+    def __init__(self, controller: ControllerLine, slots: int, together: int, tick: float) -> None:
         self._controller = controller
+        self._slots = slots
         self._together = together
         self._tick = tick
         self._version = 0
@@ -53,7 +57,7 @@ class Generator:
     async def run(self) -> None:
         """Serve until cancelled."""
         name, send = self._controller.generator, self._controller.send
-        await send(from_generator.GeneratorReady(name, SLOTS, 0, Fingerprint({}, ""), None))
+        await send(from_generator.GeneratorReady(name, self._slots, 0, Fingerprint({}, ""), None))
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._serve())
             loops.create_task(self._finish())
@@ -106,7 +110,7 @@ class Generator:
 
     async def _report(self) -> None:
         while True:
-            stats = EngineStats(slots=SLOTS, policy_version=self._version)
+            stats = EngineStats(slots=self._slots, policy_version=self._version)
             report = from_generator.GeneratorReport(
                 self._controller.generator, stats, held=0, rewards_waiting=0
             )
@@ -134,25 +138,52 @@ async def report(line: Line[Any]) -> None:
         await line.send(from_trainer.TrainerReport(0, 0, 0.0))
 
 
+def lines_of(options: dict[str, Any], key: RunKey, tasks: asyncio.TaskGroup) -> list[Line[Any]]:
+    """A line for each generator: its own connection, or one of a relay in this process."""
+    names = [f"generator-{index}" for index in range(options["generators"])]
+    commands, address, per_relay = (
+        to_generator.ToGenerator,
+        options["address"],
+        options["per_relay"],
+    )
+    if not per_relay:
+        return [Line(address, key.line("control", name), commands) for name in names]
+    lines: list[Any] = []
+    for number, first in enumerate(range(0, len(names), per_relay)):
+        relay = ControlRelay(
+            f"ipc://{options['folder']}/relay-{number}",
+            key.hub("relays").secret,
+            address,
+            key.line("control", f"relay-{number}"),
+            to_generator.ToGenerator,
+        )
+        tasks.create_task(relay.run())
+        lines += [
+            relay.line_of(key.line("control", name), commands)
+            for name in names[first : first + per_relay]
+        ]
+    return lines
+
+
 async def serve(options: dict[str, Any]) -> None:
     """Run all of them until cancelled."""
     key = RunKey.read(Path(options["key"]))
-
-    def line(name: str, commands: Any) -> Line[Any]:
-        return Line(options["address"], key.line("control", name), commands)
-
     async with asyncio.TaskGroup() as peers:
-        trainer = line("trainer", to_trainer.ToTrainer)
+        trainer: Line[Any] = Line(
+            options["address"], key.line("control", "trainer"), to_trainer.ToTrainer
+        )
         peers.create_task(train(trainer))
         peers.create_task(report(trainer))
-        for index in range(options["generators"]):
-            name = f"generator-{index}"
-            controller = ControllerLine(name, line(name, to_generator.ToGenerator))
-            generator = Generator(controller, options["together"], options["tick"])
+        for index, line in enumerate(lines_of(options, key, peers)):
+            controller = ControllerLine(f"generator-{index}", line)
+            generator = Generator(
+                controller, options["slots"], options["together"], options["tick"]
+            )
             peers.create_task(generator.run())
 
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     wire.outbox.MAX_MESSAGES = given["max_messages"]
-    asyncio.run(serve(given))
+    with without_curve(enabled=not given["curve"]):
+        asyncio.run(serve(given))

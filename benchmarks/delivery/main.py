@@ -17,7 +17,9 @@ decrypt the bytes (libsodium's own speed), to digest them twice, and to copy the
 
 Then another process sends, and this one takes in as a rank of the trainer does: receive, compare,
 queue, acknowledge. ZeroMQ's thread decrypts, the main thread does the rest. With a core for each,
-the busier one limits the rank.
+the busier one limits the rank. `--part intake` does this only, over loopback TCP too: trajectories
+alone and as the groups of eight in which a generator sends them, with CURVE and, in this benchmark
+only, without. `intake_mb_per_s` is what arrives, is compared and is acknowledged in a second.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import asyncio
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -35,7 +37,7 @@ from rich.table import Table
 
 from benchmarks.delivery.ends import GROUP, delivery_of, trajectory_of
 from benchmarks.delivery.paths import PATHS, compare_paths, floor, stages
-from benchmarks.delivery.rank import Rank, take_in
+from benchmarks.delivery.rank import Rank, Way, take_in
 from benchmarks.report import write_json
 
 TOKENS = (64, 1_000, 8_000, 32_000)
@@ -157,19 +159,62 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
     return table
 
 
+WAYS = {
+    "alone": Way(tcp=True),
+    "groups": Way(tcp=True, together=GROUP),
+    "groups, plain": Way(tcp=True, curve=False, together=GROUP),
+}
+"""Over TCP."""
+
+
+def intake(effort: Effort) -> tuple[Table, list[dict[str, float | str]], dict[str, float]]:
+    """What one intake takes in over loopback TCP: a table, the numbers, and ratios."""
+    table = _table(
+        "one intake over loopback TCP, with acknowledgement",
+        ("sent", "wall µs", "main µs", "I/O µs", "MB/s measured", "MB/s with a core each"),
+    )
+    rows: list[dict[str, float | str]] = []
+    ratios: dict[str, float] = {}
+    for tokens in TOKENS:
+        for name, way in WAYS.items():
+            size = 9 * tokens + 1000
+            count = GROUP * max(8, min(500, int(effort.megabytes * effort.rounds * 1e6 / size / 8)))
+            rank = take_in(tokens, count, way)
+            rows.append({"tokens": tokens, "way": name, **asdict(rank)})
+            shown = (rank.wall_us, rank.main_us, rank.io_us, rank.mb_per_s, rank.mb_per_s_of_cores)
+            table.add_row(
+                f"{tokens:,}", f"{rank.bytes_each:,}", name, *(f"{each:.0f}" for each in shown)
+            )
+            key = name.replace(", ", "_")
+            ratios[f"intake_mb_per_s_{key}_{tokens}"] = rank.mb_per_s_of_cores
+    return table, rows, ratios
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write; the command line by default."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    parser.add_argument("--part", choices=("paths", "intake"), help="only this part")
     args = parser.parse_args(arguments)
     effort = QUICK if args.quick else FULL
+    if args.part == "intake":
+        table, rows, found = intake(effort)
+        Console(width=140).print(table)
+        Console().print(found)
+        if args.json:
+            write_json(args.json, "delivery", {"intake": rows}, found)
+        return
     results = [measure(tokens, effort) for tokens in TOKENS]
     ratios = ratios_of(results)
-    console = Console()
+    console = Console(width=160)
     for table in tables(results):
         console.print(table)
+    raw: dict[str, Any] = {"lengths": [asdict(r) for r in results], "needed_per_s": NEEDED_PER_S}
+    if args.part is None:
+        table, raw["intake"], found = intake(effort)
+        console.print(table)
+        ratios |= found
     console.print(ratios)
     if args.json:
-        raw = {"lengths": [asdict(r) for r in results], "needed_per_s": NEEDED_PER_S}
         write_json(args.json, "delivery", raw, ratios)

@@ -7,6 +7,8 @@ import multiprocessing
 import time
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from benchmarks.delivery.ends import (
     MAX_BYTES,
     NAME,
@@ -16,11 +18,23 @@ from benchmarks.delivery.ends import (
     sample_of,
     trajectory_of,
 )
+from benchmarks.plain_sockets import without_curve
 from wire import Hub, Line, RunKey, RuntimeDirectory
 from wire.keys import LineKeys
 from wire.messages.data import Received, TrajectoryDelivery
 
 _SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Way:
+    """How trajectories come."""
+
+    tcp: bool = False
+    """Over loopback TCP; otherwise over ipc."""
+    curve: bool = True
+    together: int = 1
+    """Trajectories that leave in one turn of the generator's event loop."""
 
 
 @dataclass(frozen=True)
@@ -32,29 +46,43 @@ class Rank:
     """CPU time of the main thread, which decodes and compares."""
     io_us: float
     """CPU time of ZeroMQ's thread, which decrypts."""
+    bytes_each: int = 0
+    """Of a trajectory's message."""
 
     @property
     def per_s(self) -> float:
         """Trajectories per second, with a core for each of the two threads."""
         return 1e6 / max(self.main_us, self.io_us)
 
+    @property
+    def mb_per_s(self) -> float:
+        """Megabytes per second, as measured, with what else the machine did."""
+        return self.bytes_each / self.wall_us
 
-def take_in(tokens: int, count: int) -> Rank:
+    @property
+    def mb_per_s_of_cores(self) -> float:
+        """Megabytes per second with a core for each of the two threads."""
+        return self.bytes_each / max(self.main_us, self.io_us)
+
+
+def take_in(tokens: int, count: int, way: Way = Way()) -> Rank:
     """Take in what another process sends as fast as it can."""
-    return asyncio.run(_take_in(tokens, count))
+    with without_curve(enabled=not way.curve):
+        return asyncio.run(_take_in(tokens, count, way))
 
 
-async def _take_in(tokens: int, count: int) -> Rank:
-    end = TrainerEnd(trajectory_of(tokens))
+async def _take_in(tokens: int, count: int, way: Way) -> Rank:
+    trajectory = trajectory_of(tokens)
+    end = TrainerEnd(trajectory)
     for _ in range(count):
         end.order()
     key, folder = RunKey.new(), RuntimeDirectory()
-    address = folder.address("data")
+    address = "tcp://127.0.0.1:*" if way.tcp else folder.address("data")
     hub: Hub[TrajectoryDelivery] = Hub(
         address, key.hub("data"), TrajectoryDelivery, max_bytes=MAX_BYTES
     )
     sender = multiprocessing.get_context("spawn").Process(
-        target=send, args=(address, key.line("data", NAME), tokens, count)
+        target=send, args=(hub.address, key.line("data", NAME), tokens, count, way)
     )
     sender.start()
     try:
@@ -71,20 +99,20 @@ async def _take_in(tokens: int, count: int) -> Rank:
         sender.kill()
         hub.close()
         folder.close()
-    return Rank(wall, main, cpu - main)
+    return Rank(wall, main, cpu - main, len(msgspec.msgpack.encode(delivery_of(trajectory))))
 
 
 async def _receive(hub: Hub[TrajectoryDelivery], end: TrainerEnd) -> None:
     peer, delivery = await hub.receive()
     end.take_in(delivery)
-    await hub.send(peer, Received(delivery.sample))
+    hub.send_soon(peer, Received(delivery.sample))
 
 
 def _clocks() -> tuple[float, float, float]:
     return time.perf_counter(), time.thread_time(), time.process_time()
 
 
-def send(address: str, keys: LineKeys, tokens: int, count: int) -> None:
+def send(address: str, keys: LineKeys, tokens: int, count: int, way: Way) -> None:
     """Deliver `count` trajectories, with WINDOW of them unacknowledged. Runs in its own process."""
 
     async def deliver() -> None:
@@ -94,7 +122,10 @@ def send(address: str, keys: LineKeys, tokens: int, count: int) -> None:
             if index >= WINDOW and index - WINDOW < count:
                 await line.receive_within(_SECONDS, what="an acknowledgement")
             if index < count:
-                await line.send(delivery_of(replace(trajectory, id=sample_of(index))))
+                line.send_soon(delivery_of(replace(trajectory, id=sample_of(index))))
+                if index % way.together == way.together - 1:
+                    await asyncio.sleep(0)
         line.close()
 
-    asyncio.run(deliver())
+    with without_curve(enabled=not way.curve):
+        asyncio.run(deliver())

@@ -1,18 +1,26 @@
-"""The real controller trains a step with peers on real sockets, messages together and alone."""
+"""The real controller trains a step with peers on real sockets, however messages travel."""
 
 from __future__ import annotations
 
 import pytest
 
 import wire.outbox
-from benchmarks.controller.main import GENERATORS, measure
-from benchmarks.controller.peers import SLOTS
+from benchmarks.controller.measured import Load, measure
 
 
-@pytest.mark.parametrize("batched", [True, False])
-def test_a_step_is_trained_whether_messages_travel_together_or_alone(batched: bool) -> None:
+@pytest.mark.parametrize(
+    "load",
+    [
+        Load(together=32),
+        Load(together=32, batched=False),
+        Load(generators=4, slots=64, together=8, per_relay=2, tcp=True, curve=False),
+    ],
+    ids=["together", "alone", "relays"],
+)
+def test_a_step_is_trained_however_messages_travel(load: Load) -> None:
     before = wire.outbox.MAX_MESSAGES
-    cost = measure(32, batched=batched, steps=1)
-    assert cost.samples == GENERATORS * SLOTS
-    assert cost.cpu_seconds > 0
+    cost = measure(load, steps=1)
+    assert cost.samples == load.generators * load.slots
+    assert cost.events >= 2 * cost.samples, "each is finished and delivered"
+    assert cost.cpu_seconds > cost.main_seconds > 0
     assert before == wire.outbox.MAX_MESSAGES

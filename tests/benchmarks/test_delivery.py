@@ -18,7 +18,7 @@ def test_it_measures_every_path_and_writes_the_ratios(
     monkeypatch.setattr(main, "TOKENS", (24_000, 3000))
     monkeypatch.setattr(main, "QUICK", main.Effort(rounds=2, megabytes=0.5))
     file = tmp_path / "delivery.json"
-    main.main(["--quick", "--json", str(file)])
+    main.main(["--quick", "--part", "paths", "--json", str(file)])
     written = json.loads(file.read_text(encoding="utf-8"))
     assert written["name"] == "delivery"
     long, short = written["raw"]["lengths"]
@@ -31,3 +31,15 @@ def test_it_measures_every_path_and_writes_the_ratios(
     assert {"delivery_whole_over_curve_3000", "delivery_ranks_for_1000_gpus_3000"} < set(
         written["ratios"]
     )
+
+
+def test_it_measures_an_intake_over_tcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "TOKENS", (3000,))
+    monkeypatch.setattr(main, "QUICK", main.Effort(rounds=1, megabytes=0.1))
+    monkeypatch.setattr(main, "WAYS", {"groups, plain": main.WAYS["groups, plain"]})
+    file = tmp_path / "delivery.json"
+    main.main(["--quick", "--part", "intake", "--json", str(file)])
+    written = json.loads(file.read_text(encoding="utf-8"))
+    (row,) = written["raw"]["intake"]
+    assert min(row["wall_us"], row["main_us"], row["io_us"]) > 0
+    assert written["ratios"]["intake_mb_per_s_groups_plain_3000"] > 0

@@ -25,8 +25,9 @@ from wire.decoding import FrameRefused, Reason
 from wire.errors import SessionFull
 from wire.sessions.frames import AGAIN, HEADER_BYTES, PROBE, URGENT, Header, encode, header_of
 
-ACK_SECONDS = 0.1
-"""A frame is acknowledged after this time at the latest, with what else is sent or on its own."""
+ACK_SECONDS = 0.5
+"""A frame is acknowledged after this time at the latest, with what else is sent or on its own. All
+processes report twice a second, so acknowledgements hardly ever need frames of their own."""
 ACK_FRAMES = 64
 """So many frames are acknowledged at once."""
 ASK_SECONDS = 0.2

@@ -107,9 +107,10 @@ class Deliveries:
             # A sample may have been discarded during the wait for the rewards.
             if command.lineage >= self._lineage and self._held.get(sample) is held:
                 del self._held[sample]
-                await self._send(held, reward, command)
+                self._send(held, reward, command)
 
-    async def _send(self, held: HeldSample, reward: Reward, command: to_generator.Deliver) -> None:
+    def _send(self, held: HeldSample, reward: Reward, command: to_generator.Deliver) -> None:
+        """Send a sample; those of a group travel together."""
         step = command.step
         if command.data_address:
             self._trainer.move_to(command.data_address)
@@ -127,7 +128,7 @@ class Deliveries:
         if self._recorder is not None:
             self._recorder.consider(held, reward=reward.value, step=step)
         self._metrics.deliveries.inc()
-        await self._trainer.send(delivery)
+        self._trainer.send_soon(delivery)
 
     async def receive_acknowledgements(self) -> None:
         """Report acknowledged samples and resend the others. Runs until it is cancelled."""

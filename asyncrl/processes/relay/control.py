@@ -52,7 +52,7 @@ _TURN = 64
 
 
 class RelayLine(Generic[In]):
-    """The relay's own messages to the controller and back; used like a `wire.Line`."""
+    """Messages of the relay's own process to the controller and back; used like a `wire.Line`."""
 
     def __init__(self, relay: ControlRelay, keys: LineKeys, incoming: Any) -> None:
         self._identity = keys.identity
@@ -133,7 +133,6 @@ class ControlRelay:
         if not secret:
             raise KeyUnusable(f"nothing listens at {address} without a CURVE key")
         context = zmq.asyncio.Context.instance()
-        self._identity = keys.identity
         self._gatherer = Gatherer()
         self._timer: asyncio.TimerHandle | None = None
         self._controller = context.socket(zmq.DEALER)
@@ -159,10 +158,17 @@ class ControlRelay:
         self._children.curve_server = True
         self._children.curve_secretkey = secret
         self._children.bind(address)
-        self.line: RelayLine[Any] = RelayLine(self, keys, incoming)
+        self._lines: dict[bytes, RelayLine[Any]] = {}
+        self.line: RelayLine[Any] = self.line_of(keys, incoming)
+        """The relay's own."""
         self.dropped = 0
         """Bundles and frames that could not be passed on."""
         self._logged = float("-inf")
+
+    def line_of(self, keys: LineKeys, incoming: Any) -> RelayLine[Any]:
+        """A line for somebody in this process, who speaks in a session of his own."""
+        line = self._lines[keys.identity] = RelayLine(self, keys, incoming)
+        return line
 
     async def run(self) -> None:
         """Pass frames on until cancelled."""
@@ -207,8 +213,9 @@ class ControlRelay:
                 self.line.refusals.refuse("the controller", error)
                 continue
             for identity, frame in entries:
-                if identity == self._identity:
-                    self.line.arrived(frame)
+                here = self._lines.get(identity)
+                if here is not None:
+                    here.arrived(frame)
                     continue
                 sending = self._children.send_multipart(
                     [identity, *split(frame)], flags=zmq.NOBLOCK
@@ -234,7 +241,8 @@ class ControlRelay:
 
     def close(self) -> None:
         """Close the sockets; what waits for the controller is still sent for at most a second."""
-        self.line.close()
+        for line in self._lines.values():
+            line.close()
         if self._timer is not None:
             self._timer.cancel()
         for bundle in bundles_of(self._gatherer.leave(float("inf"))):

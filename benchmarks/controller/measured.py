@@ -1,0 +1,202 @@
+"""One run of the real controller with generators and a trainer that compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import wire.outbox
+from asyncrl.config import parse_config
+from asyncrl.processes.spec import ChildSpec, is_relay
+from asyncrl.run.controller import Controller, Message
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.fleet import Fleet
+from asyncrl.tasks.prompts import LoadedTask, Prompt
+from benchmarks.plain_sockets import without_curve
+from wire import Hub, RunKey, RuntimeDirectory
+
+GROUP_SIZE = 8
+
+
+class Process:
+    """A process that the fleet believes in; the peers share another one."""
+
+    node = ""
+
+    def cause(self) -> str:
+        """Empty: its exit code says it."""
+        return ""
+
+    def exit_code(self) -> int | None:
+        """It never ends."""
+        return None
+
+    def end(self, *, by_force: bool) -> None:
+        """Nothing happens."""
+
+    def log_tail(self, lines: int = 12) -> str:  # noqa: ARG002 - as the protocol has it
+        """It has no log."""
+        return ""
+
+
+class Launcher:
+    """Starts nothing."""
+
+    threads = 1
+    uses_relays = False
+
+    def start(self, _spec: ChildSpec, _keys: Any) -> Process:
+        """A process that is started already."""
+        return Process()
+
+
+class Progress:
+    """Counts what the scheduler is told, and takes what the user would be told."""
+
+    def __init__(self) -> None:
+        self.events: Counter[str] = Counter()
+        self.scheduler_seconds = 0.0
+
+    def decided(self, event: str, seconds: float) -> None:
+        """The scheduler handled one event of this type."""
+        self.events[event] += 1
+        self.scheduler_seconds += seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_args, **_named: None
+
+
+@dataclass(frozen=True)
+class Load:
+    """Who speaks to the controller, and how."""
+
+    generators: int = 2
+    slots: int = 256
+    together: int = 1
+    """Samples of a generator that end at one step of its engine."""
+    tick: float = 0.004
+    """Seconds between two steps of a fake engine."""
+    batched: bool = True
+    """False: each message in a frame of its own."""
+    per_relay: int = 0
+    """Generators behind one relay; 0: each is connected itself."""
+    tcp: bool = False
+    """Over loopback TCP; otherwise over ipc."""
+    curve: bool = True
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one run, from the first step to the last."""
+
+    load: Load
+    samples: int
+    events: int
+    """Of samples, that the scheduler was told: finished (again after a verification), delivered."""
+    cpu_seconds: float
+    """Of all threads of the controller's process."""
+    main_seconds: float
+    """Of its main thread; the rest is ZeroMQ's."""
+    scheduler_seconds: float
+    seconds: float
+
+    @property
+    def us_per_sample(self) -> float:
+        """Microseconds of CPU per sample that was trained on."""
+        return 1e6 * self.cpu_seconds / self.samples
+
+    @property
+    def us_per_event(self) -> float:
+        """Microseconds of CPU per event of a sample, with the commands that follow from it."""
+        return 1e6 * self.cpu_seconds / self.events
+
+    @property
+    def events_per_s(self) -> float:
+        """Events of samples that one core carries."""
+        return self.events / self.cpu_seconds
+
+    def record(self) -> dict[str, Any]:
+        """For the JSON."""
+        numbers = {name: value for name, value in asdict(self).items() if name != "load"}
+        return asdict(self.load) | numbers | {
+            "us_per_sample": self.us_per_sample, "us_per_event": self.us_per_event,
+        }  # fmt: skip
+
+
+def measure(load: Load, *, steps: int) -> Cost:
+    """Train so many steps of as many samples as there are rows."""
+    limit, wire.outbox.MAX_MESSAGES = wire.outbox.MAX_MESSAGES, 1024 if load.batched else 1
+    try:
+        with without_curve(enabled=not load.curve), tempfile.TemporaryDirectory() as folder:
+            return asyncio.run(_measure(Path(folder), load, steps=steps))
+    finally:
+        wire.outbox.MAX_MESSAGES = limit
+
+
+async def _measure(folder: Path, load: Load, *, steps: int) -> Cost:
+    groups = load.generators * load.slots // GROUP_SIZE
+    sections = {
+        "run": {"name": "measured", "directory": str(folder), "steps": steps},
+        "scheduler": {"group_size": GROUP_SIZE, "groups_per_step": groups},
+        "evaluation": {"prompts": 1},
+        "launcher": {"generators": load.generators},
+    }
+    config = parse_config(sections, source="benchmarks.controller")
+    directory = RunDirectory.create(config, resume=False, clean=False)
+    directory.state.accuracy_before, directory.state.evaluation_samples = 1.0, 1
+    prompts = [Prompt(f"p{i}", np.arange(200, dtype=np.int32), "", {}) for i in range(1024)]
+    runtime, key = RuntimeDirectory(), RunKey.new()
+    key.write(folder / "key")
+    address = "tcp://127.0.0.1:*" if load.tcp else runtime.address("control")
+    hub: Hub[Message] = Hub(address, key.hub("control"), Message, is_relay=is_relay)
+    spec = ChildSpec("trainer", "trainer", str(folder), "model", "ipc://a", "ipc://b", 1, 1)
+    fleet = Fleet(config.launcher, Launcher(), spec, hub, key)  # type: ignore[arg-type]
+    progress = Progress()
+    controller = Controller(
+        config,
+        LoadedTask(prompts, prompts[:1], (0,), None),
+        directory=directory,
+        fleet=fleet,
+        hub=hub,
+        progress=progress,  # type: ignore[arg-type]
+    )
+    options = asdict(load) | {
+        "key": str(folder / "key"),
+        "address": hub.address,
+        "folder": str(runtime.path),
+        "max_messages": wire.outbox.MAX_MESSAGES,
+    }
+    command = [sys.executable, "-m", "benchmarks.controller.peers", json.dumps(options)]
+    running = asyncio.create_task(controller.run())
+    await asyncio.sleep(0)
+    peers = subprocess.Popen(command, env=os.environ)  # noqa: ASYNC220 - it starts at once
+    try:
+        async with asyncio.timeout(120):
+            while not fleet.all_ready:  # noqa: ASYNC110 - before anything is measured
+                await asyncio.sleep(0.01)
+        gc.collect()
+        began, cpu, main = time.monotonic(), time.process_time(), time.thread_time()
+        await running
+        spent = time.process_time() - cpu, time.thread_time() - main, time.monotonic() - began
+    finally:
+        running.cancel()
+        peers.kill()
+        peers.wait()
+        hub.close()
+        runtime.close()
+    told = progress.events["SampleFinished"] + progress.events["SampleDelivered"]
+    samples = steps * groups * GROUP_SIZE
+    used, main_used, seconds = spent
+    return Cost(load, samples, told, used, main_used, progress.scheduler_seconds, seconds)
