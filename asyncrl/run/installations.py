@@ -3,7 +3,8 @@
     install ──► the generator's node has the weights ──► InstallWeights
                  └─ not yet: the request waits until the node's relay has them (`weight_routes`)
 
-On the trainer's node, and so wherever a run has one node, nothing ever waits.
+On the trainer's node, and so wherever a run has one node, nothing ever waits. Nor does a generator
+that can receive a broadcast (`launcher.weights`), unless it missed it.
 
 A request that waits keeps the verifications that travel with it. It is carried out once its version
 or a newer one of the same trainer is there. It ends without an answer when its generator is lost,
@@ -64,6 +65,8 @@ class _Request:
     """What the generator was told last; None: nothing yet."""
     failures: int = 0
     """Files that the relay had and the generator could not read."""
+    missed: bool = False
+    """It missed the broadcast of its version."""
 
 
 @dataclass(slots=True)
@@ -145,6 +148,7 @@ class Installations:
         logger.info("%s could not install %s", worker.name, request.told.path)
         self._ask_for(request, request.told)
         request.told = None
+        request.missed = True
         self._carry_out(request)
         return False
 
@@ -271,7 +275,9 @@ class Installations:
         node = request.worker.node
         if node is None or node in self._checked:
             return
-        here = self._routes.manifest_at(node)
+        here, trainer = self._routes.manifest_at(node), self._trainer
+        if trainer is not None and trainer.weights.broadcast is not None and not request.missed:
+            here = trainer.weights  # everybody has to take part now; the file is for who misses it
         if here is None or here.policy_version < request.version:
             return
         request.told = here

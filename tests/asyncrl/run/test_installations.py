@@ -14,7 +14,7 @@ from asyncrl.errors import RunFailed
 from asyncrl.run.weight_routes import MAX_TRIES
 from wire.messages import from_relay, to_relay
 from wire.messages import to_generator as tg
-from wire.weights.layout import WeightManifest
+from wire.weights.layout import BroadcastPlace, WeightManifest
 
 CONFIG = run_config(launcher={"kind": "ray", "generators": 2})
 NODES = {"trainer": "a", "generator-0": "a", "generator-1": "b"}
@@ -145,6 +145,19 @@ def test_two_requests_that_wait_are_one(run: Run) -> None:
     run.fleet.install(FAR, 1, rebuild_kv=True, verify=verify(0))
     manifest = run.arrive()
     assert run.told(FAR) == [tg.InstallWeights(manifest, True, 0, verify(1) + verify(0))]
+
+
+def test_a_broadcast_waits_for_no_relay_and_who_missed_it_gets_the_file(run: Run) -> None:
+    run.arrive()
+    broadcast = replace(published(1), broadcast=BroadcastPlace("t", 1, "s"))
+    run.fleet.trainer.weights = broadcast
+    run.fleet.install(FAR, 1, verify=verify(1))
+    assert run.told(FAR) == [tg.InstallWeights(broadcast, False, 0, verify(1))]
+    assert not run.installed(0)
+    assert run.told(FAR) == []
+    manifest = run.arrive()
+    assert run.told(FAR) == [tg.InstallWeights(manifest, False, 0, verify(1))]
+    assert run.installed(1)
 
 
 def test_what_could_not_be_read_is_no_answer_and_is_told_again(run: Run) -> None:
