@@ -56,11 +56,13 @@ def series(process: str, name: str, **labels: str) -> str:
 
 UP = [series(name, "up") for name in ("controller", "trainer", "generator-0")]
 READY = series("controller", "asyncrl_generators", state="ready")
+VERSION = series("controller", "asyncrl_policy_version")
 LAST_STEP = series("controller", "asyncrl_last_step_timestamp_seconds")
 STEPS = series("controller", "asyncrl_steps_total")
 MEDIAN = series("controller", "asyncrl_step_median_seconds")
 DEATHS = series("controller", "asyncrl_process_failures_total", role="generator")
 TRAINING = series("trainer", "asyncrl_phase_seconds", kind="training")
+WAITING_PHASE = series("trainer", "asyncrl_phase_seconds", kind="waiting")
 SAVING = series("trainer", "asyncrl_phase_seconds", kind="saving")
 GENERATOR_IDLE = series("generator-0", "asyncrl_idle_ratio", cause="new weights")
 PAUSED = series("generator-0", "asyncrl_idle_ratio", cause="resume")
@@ -87,12 +89,15 @@ REFUSED = series("trainer", "asyncrl_frames_refused_total", reason="unauthentica
 HEALTHY = {one: steady(1) for one in UP} | {
     READY: steady(1),
     STEPS: growing(1),
+    VERSION: growing(1),
     series("controller", "asyncrl_planned_steps"): steady(10_000),
     LAST_STEP: growing(60),
     MEDIAN: steady(60),
     DEATHS: then(0, 1),
     TRAINING: steady(4),
     SAVING: steady(0),
+    WAITING_PHASE: steady(0),
+    series("trainer", "asyncrl_phase_median_seconds", kind="waiting"): steady(2),
     series("trainer", "asyncrl_phase_median_seconds", kind="training"): steady(5),
     series("trainer", "asyncrl_phase_median_seconds", kind="saving"): steady(20),
     GENERATOR_IDLE: steady(0.4),
@@ -124,8 +129,24 @@ HEALTHY = {one: steady(1) for one in UP} | {
 FAULTS: dict[str, tuple[dict[str, str], set[str]]] = {
     "healthy": ({}, set()),
     "synchronous training": ({GENERATOR_IDLE: steady(0.55)}, set()),
-    "paused by its user": ({PAUSED: then(0, 0.99)}, set()),
-    "run is over": ({STEPS: steady(10_000), LAST_STEP: stopped(60)}, set()),
+    "paused by its user": (
+        {
+            PAUSED: then(0, 0.99),
+            LAST_STEP: stopped(60),
+            WAITING_PHASE: then(2, 0, grows=(0, 60)),
+            TRAINER_IDLE: then(0.7, 1),
+        },
+        set(),
+    ),
+    "final evaluation": (
+        {
+            VERSION: steady(10_000),
+            LAST_STEP: stopped(60),
+            WAITING_PHASE: then(2, 0, grows=(0, 60)),
+            TRAINER_IDLE: then(0.7, 1),
+        },
+        set(),
+    ),
     "no metrics before the first step": (
         {STEPS: steady(0), READY: steady(0), LAST_STEP: steady(0), MEDIAN: steady(0)},
         set(),

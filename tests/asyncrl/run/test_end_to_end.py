@@ -84,6 +84,12 @@ def test_a_killed_trainer_is_replaced_and_continues_from_its_newest_checkpoint(
     until(lambda: command_line.steps() >= 6, seconds=200, what="six steps")
     os.kill(command_line.children("trainer")[0], signal.SIGKILL)
     until(lambda: command_line.steps() >= 14, seconds=200, what="another trainer's steps")
+    listed = json.loads(targets_file(command_line.folder).read_text())
+    assert [one["labels"]["instance"] for one in listed] == [
+        "controller",
+        "generator-0",
+        "trainer.1",
+    ]
     os.kill(command_line.children("trainer")[0], signal.SIGKILL)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
