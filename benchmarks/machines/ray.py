@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.machines.namespaces import Machine, machines, wait_until
@@ -26,7 +26,6 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_BACKEND_LOG_LEVEL": "error",
-    "RAY_raylet_start_wait_time_s": "300",  # on a busy machine
     "RAY_NUM_REDIS_GET_RETRIES": "300",
     "RAY_worker_niceness": "0",  # 15 otherwise, also for what a worker starts
     "PYTHONWARNINGS": "ignore",
@@ -43,6 +42,7 @@ class RayMachines:
     cpus: Mapping[str, int]
     """Of each node."""
     folder: Path
+    _starting: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
     def address(self) -> str:
@@ -61,7 +61,7 @@ class RayMachines:
         if name != self.head:
             place = [f"--address={self.address}"]
         with (self.folder / name / "start.log").open("wb") as log:
-            machine.start(
+            self._starting[name] = machine.start(
                 [
                     str(Path(sys.executable).with_name("ray")),
                     *("start", "--block", "--disable-usage-stats", *place),
@@ -87,6 +87,10 @@ class RayMachines:
             wait_until(lambda name=name: self._is_ready(name), f"Ray on {name}", START_SECONDS)  # type: ignore[misc]
 
     def _is_ready(self, name: str) -> bool:
+        if self._starting[name].poll() is not None:
+            self.stop(name)
+            self.start(name)  # on a busy machine: it gives up after 30 s
+            return False
         log = self.folder / name / "start.log"
         runs = len(self.machines[name].having("raylet/raylet")) > 0
         return runs and log.exists() and b"Ray runtime started" in log.read_bytes()
