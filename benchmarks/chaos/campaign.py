@@ -50,6 +50,8 @@ class Outcome:
     """What came of one run in which processes were killed."""
 
     run: str
+    about: str = ""
+    """The fault, for the table."""
     kills: list[Kill] = field(default_factory=list)
     failure: str | None = None
     """Why a kill was not survived; None if all were."""
@@ -67,6 +69,10 @@ class Outcome:
     def slowest(self) -> float | None:
         """Largest `seconds_to_next_step`."""
         return max((kill.seconds_to_next_step for kill in self.kills), default=None)
+
+    def slowest_end(self) -> float | None:
+        """Largest `end_seconds`; None where no fault ended the run."""
+        return max((one.end_seconds for one in self.kills if one.end_seconds), default=None)
 
     def median(self) -> float | None:
         """Median `seconds_to_next_step`."""
@@ -93,7 +99,7 @@ def kill_one_after_the_other(
     """
     # Enough steps that the run is still training after the last kill.
     run = make(setup, name, 100 * (len(victims) + 1))
-    outcome = Outcome(name)
+    outcome = Outcome(name, victims[0].about if len(set(victims)) == 1 else "")
     moments = random.Random(seed)
     try:
         run.start()

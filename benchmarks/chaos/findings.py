@@ -11,7 +11,6 @@ from rich.table import Table
 
 from benchmarks.chaos.campaign import STEPS_AFTER, Outcome
 from benchmarks.chaos.lengths import FALSE_ALARM, lengths_of, p_value
-from benchmarks.chaos.victims import VICTIMS
 from wire.records import StepMetrics
 
 
@@ -65,6 +64,9 @@ class Findings:
             "groups_failed": sum(len(outcome.account.failed) for outcome in outcomes),
             "seconds_to_next_step_max": max((k.seconds_to_next_step for k in kills), default=0.0),
             "engine_start_seconds_max": max((k.engine_start_seconds for k in kills), default=0.0),
+            "end_seconds_max": max(
+                (outcome.slowest_end() or 0.0 for outcome in outcomes), default=0.0
+            ),
             "seconds_beyond_start_max": max((k.seconds_beyond_start for k in kills), default=0.0),
             "staleness_max": max((outcome.staleness_max for outcome in outcomes), default=0),
             "runs_with_other_groups": sum(one is None or not one.same_groups for one in compared),
@@ -109,10 +111,10 @@ class Findings:
         return any(ratios[name] for name in zeros)
 
     def table(self) -> Table:
-        """One line per type."""
+        """One line per type; "named": from a fault that ends the run to the end of the command."""
         table = Table(title=f"{self.wanted} random SIGKILLs of each type of process")
         for column in (
-            *("killed", "kills", "recovered", "next step, s", "max", "starts, max"),
+            *("killed", "kills", "recovered", "next step, s", "max", "starts, max", "named, max"),
             *("groups lost", "twice", "failed", "same ids", "lengths, p", "staleness", "left over"),
         ):
             table.add_column(column, justify="left" if column == "killed" else "right")
@@ -121,12 +123,13 @@ class Findings:
             account = outcome.account
             starts = max((kill.engine_start_seconds for kill in outcome.kills), default=None)
             table.add_row(
-                VICTIMS[name].about if name in VICTIMS else name,
+                outcome.about or name,
                 str(self.wanted),
                 str(len(outcome.kills)),
                 _seconds(outcome.median()),
                 _seconds(outcome.slowest()),
                 _seconds(starts),
+                _seconds(outcome.slowest_end()),
                 *(str(len(groups)) for groups in (account.lost, account.twice, account.failed)),
                 "-" if comparison is None else ("yes" if comparison.same_groups else "NO"),
                 "-" if comparison is None else f"{comparison.length_p_value:.2f}",
