@@ -33,7 +33,7 @@ class ClusterFault:
     def is_possible(self, run: LiveRun) -> bool:
         """Whether all processes of the run are there."""
         run = _of_cluster(run)
-        wanted = {"trainer": 1, "generator": GENERATORS}
+        wanted = {"trainer": 1, "generator": GENERATORS, "relay": 1}
         return all(len(run.on(role)) >= number for role, number in wanted.items())
 
     def strike(self, run: LiveRun, moments: random.Random) -> None:

@@ -86,7 +86,7 @@ def measure_cluster(setup: Setup, faults: Sequence[str], kills: int, seed: int) 
     outcomes = {}
     two = f"launcher.generators={GENERATORS}"
     of_cluster = Setup(setup.config, setup.folder, (*setup.settings, two), setup.timeout_seconds)
-    with ray_machines(CLUSTER, setup.folder / "machines", shared_memory=True) as cluster:
+    with ray_machines(CLUSTER, setup.folder / "machines") as cluster:
         make = functools.partial(ClusterRun, cluster=cluster, controller_machine="one")
         for number, name in enumerate(faults):
             fault = FAULTS[name]

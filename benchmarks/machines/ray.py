@@ -1,12 +1,15 @@
 """A real Ray cluster: the head on one machine, a node on each of them.
 
 with ray_machines({"head": 0, "one": 1, "two": 1}, folder) as cluster:
-    run = cluster.machines["one"].start(["asyncrl", "run", ..., cluster.setting])
+    run = cluster.machines["one"].start(["asyncrl", "run", ..., "--set", cluster.setting])
+
+Each node has 1,000 of a custom resource with its name, so that processes can be placed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -67,6 +70,7 @@ class RayMachines:
                     *("start", "--block", "--disable-usage-stats", *place),
                     f"--node-ip-address={machine.address}",
                     f"--num-cpus={self.cpus[name]}",
+                    f"--resources={json.dumps({name: 1000})}",
                     f"--object-store-memory={_OBJECT_BYTES}",
                 ],
                 output=log,
