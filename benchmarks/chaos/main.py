@@ -84,8 +84,12 @@ def measure(setup: Setup, victims: Sequence[str], kills: int, seed: int) -> Find
 def measure_cluster(setup: Setup, faults: Sequence[str], kills: int, seed: int) -> Findings:
     """The same on a Ray cluster of machines made of namespaces; the run left alone is local."""
     outcomes = {}
-    two = f"launcher.generators={GENERATORS}"
-    of_cluster = Setup(setup.config, setup.folder, (*setup.settings, two), setup.timeout_seconds)
+    more = (
+        f"launcher.generators={GENERATORS}",
+        "launcher.ray.strategy=spread",
+        "launcher.ray.max_relay_restarts=1000",
+    )
+    of_cluster = Setup(setup.config, setup.folder, (*setup.settings, *more), setup.timeout_seconds)
     with ray_machines(CLUSTER, setup.folder / "machines") as cluster:
         make = functools.partial(ClusterRun, cluster=cluster, controller_machine="one")
         for number, name in enumerate(faults):
