@@ -75,10 +75,9 @@ class ClusterRun(LiveRun):
         """The run's processes of this role (all if empty), by machine."""
         found = []
         for machine in self.nodes.machines.values():
-            for pid in machine.having(CHILD, str(self.path)):
+            for pid in machine.having(CHILD, f'"run_id":"{self.name}-'):
                 line = _command_line(pid)
-                spec = json.loads(line[-1]) if line and line[-1].startswith("{") else {}
-                if CHILD in line and spec.get("role", "").startswith(role):
+                if line and (spec := json.loads(line[-1]))["role"].startswith(role):
                     found.append(Child(machine, pid, spec["role"], spec["name"]))
         return found
 

@@ -208,9 +208,13 @@ class LiveRun:
             raise ChaosError(f"{self.name} was not started")
         return self._process
 
+    def output(self) -> str:
+        """What its controllers have printed."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
     def error(self, what: str) -> ChaosError:
         """An error about this run that quotes the end of its output."""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+        lines = self.output().splitlines()[-15:]
         return ChaosError(f"{self.name} {what}. The end of its output:\n" + "\n".join(lines))
 
 

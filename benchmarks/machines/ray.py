@@ -25,6 +25,7 @@ _PORT = 6379
 _OBJECT_BYTES = 80 << 20
 """Only small messages go through Ray's object store. The least that Ray takes is 75 MB."""
 START_SECONDS = 300.0
+_END_SECONDS = 30.0
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -60,6 +61,8 @@ class RayMachines:
     def start(self, name: str) -> None:
         """Start Ray on one machine; returns before it is ready."""
         machine = self.machines[name]
+        if name in self._starting:
+            self._starting[name].wait(_END_SECONDS)
         place = ["--head", f"--port={_PORT}", "--include-dashboard=false"]
         if name != self.head:
             place = [f"--address={self.address}"]
@@ -118,10 +121,17 @@ class RayMachines:
 
     def stop(self, name: str) -> None:
         """Kill what Ray has on a machine, by SIGKILL; other processes stay."""
-        for _ in range(3):
-            for pid in self.machines[name].having("/ray/"):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        machine = self.machines[name]
+        for _ in range(3):  # some start others
+            for text in ("/bin/ray\0start", "/ray/", "ray::"):
+                for pid in machine.having(text):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Take note of the end of what `start` has started, which was killed."""
+        for process in self._starting.values():
+            process.wait(_END_SECONDS)
 
 
 @contextlib.contextmanager
@@ -154,5 +164,10 @@ def ray_machines(
         for machine in made:
             machine.variables.update(_QUIET | own)
         cluster = RayMachines(by_name, next(iter(cpus)), cpus, folder)
-        cluster.start_all()
-        yield cluster
+        try:
+            cluster.start_all()
+            yield cluster
+        finally:
+            for machine in made:
+                machine.power_off()
+            cluster.reap()
