@@ -98,7 +98,7 @@ def kill_one_after_the_other(
         make: the run, of setup, name and number of steps.
     """
     # Enough steps that the run is still training after the last kill.
-    run = make(setup, name, 100 * (len(victims) + 1))
+    run = make(setup, name, 400 * (len(victims) + 1))
     outcome = Outcome(name, victims[0].about if len(set(victims)) == 1 else "")
     moments = random.Random(seed)
     try:

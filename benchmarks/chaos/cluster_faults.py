@@ -15,6 +15,7 @@ from benchmarks.chaos.live_run import LiveRun
 from benchmarks.machines.ray import RayMachines
 
 _HEAD_LOST = "has not answered for"
+_NODE_LOST = "this machine's node has left the Ray cluster"
 _BROKER_LOST = "the process that speaks to Ray ended"
 
 
@@ -228,7 +229,7 @@ FAULTS = {
         ),
         ClusterFault(
             "own-raylet", "raylet of the controller's node, then --resume", _own_raylet,
-            _restore_nodes, ends_the_run=True, expected_error=_BROKER_LOST,
+            _restore_nodes, ends_the_run=True, expected_error=_NODE_LOST,
         ),
         ClusterFault(
             "head", "head, then --resume", _head, _restore_all, ends_the_run=True,

@@ -5,7 +5,7 @@ commands   consumes: `Start`, `End` from the controller. produces: calls of acto
 answers    consumes: what actors answer. produces: `Status`.
            waits for: actors, TICK_SECONDS at a time. bounded by: one call for each process.
 head       consumes: answers of the head. produces: `HeadLost`, once.
-           waits for: the head. bounded by: HEAD_SECONDS.
+           waits for: the head. bounded by: HEAD_SECONDS. (`head`)
 
 Ray ends a driver whose head is gone, blocks where the head is silent, and takes over signals and
 logging. None of that may happen to the controller. When the controller closes the pipe, or is
@@ -15,7 +15,6 @@ END_SECONDS + CLOSE_SECONDS.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -34,11 +33,12 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")  # the head's loss is handled
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from asyncrl.launch.ray import messages
 from asyncrl.launch.ray.actor import code_version, memory_of
 from asyncrl.launch.ray.cluster import Cluster, ClusterRefused, one_line
+from asyncrl.launch.ray.head import watch
 from asyncrl.launch.ray.nodes import NodeInfo, node_info, refusal
 
 logger = logging.getLogger("asyncrl.ray")
@@ -46,10 +46,10 @@ logger = logging.getLogger("asyncrl.ray")
 TICK_SECONDS = 0.1
 WATCH_SECONDS = 5.0
 """Time that an actor waits for the end of its child before it reports the log all the same."""
+AGAIN_SECONDS = 1.0
+"""Between questions to an actor that is not reached and that Ray does not call dead."""
 KILL_SECONDS = 3.0
 """Time for an actor to kill its child. Then the actor is killed, and the keeper does it."""
-HEAD_SECONDS = 15.0
-"""A head that has been silent for this long is lost."""
 END_SECONDS = 13.0
 """Time for the processes to end after SIGTERM when the controller is gone."""
 CLOSE_SECONDS = 10.0
@@ -71,6 +71,10 @@ class _Process:
     """It was told to end, perhaps before there was anything to end."""
     kill_at: float | None = None
     """When its actor is killed, because the process was to be killed and has not ended."""
+    begin_by: float | None = None
+    """When it is given up, because no node had room for it or its node was silent."""
+    again_at: float | None = None
+    """When its actor is asked again, after a connection to it broke."""
 
 
 class Broker:
@@ -153,7 +157,8 @@ class Broker:
                 self._cluster.create(slot)
             self._used.add(slot)
             made = self._cluster.actors[slot]
-        self._running[order.name] = _Process(order, made)
+        begin_by = time.monotonic() + self._asked.place_seconds
+        self._running[order.name] = _Process(order, made, begin_by=begin_by)
         # A replacement may be on another node.
         self._call(order.name, "describe", made.describe.remote(self._cluster.question))
 
@@ -171,20 +176,39 @@ class Broker:
 
     def _tick(self) -> None:
         """Wait for answers for a moment, and kill actors that are overdue."""
-        if not self._calls:
+        ready: list[Any] = []
+        if pending := list(self._calls):
+            ready, _ = ray.wait(pending, num_returns=1, timeout=TICK_SECONDS)
+        else:
             time.sleep(TICK_SECONDS)
-            return
-        pending = list(self._calls)
-        ready, _ = ray.wait(pending, num_returns=1, timeout=TICK_SECONDS)
         if ready:
             ready, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
         for reference in ready:
             self._answered(*self._calls.pop(reference), reference)
-        now = time.monotonic()
-        for process in self._running.values():
+        self._keep_time(time.monotonic())
+
+    def _keep_time(self, now: float) -> None:
+        """Do what is due."""
+        for name, process in list(self._running.items()):
             if process.kill_at is not None and now > process.kill_at:
                 ray.kill(process.actor)
                 process.kill_at = now + KILL_SECONDS
+            if process.again_at is not None and now > process.again_at:
+                process.again_at = None
+                self._watch(name)
+            if process.begin_by is not None and now > process.begin_by:
+                ray.kill(process.actor)
+                self._calls = {one: call for one, call in self._calls.items() if call[0] != name}
+                self._ended(
+                    name,
+                    _KILLED,
+                    f"was not started within {self._asked.place_seconds:g} s "
+                    "(launcher.ray.place_seconds): no node has room for it, or its node is silent",
+                    "",
+                )
+
+    def _watch(self, name: str) -> None:
+        self._call(name, "watch", self._running[name].actor.watch.remote(WATCH_SECONDS))
 
     def _answered(self, name: str, method: str, reference: Any) -> None:
         process = self._running[name]
@@ -194,6 +218,9 @@ class Broker:
             self._ended(name, 1, f"failed on its node: {one_line(error)}", "")
             return
         except RayError as error:
+            if isinstance(error, ActorUnavailableError) and method == "watch":
+                process.again_at = time.monotonic() + AGAIN_SECONDS  # a connection broke
+                return
             self._ended(name, _KILLED, f"its Ray actor was lost: {one_line(error)}", "")
             return
         order = process.order
@@ -215,7 +242,7 @@ class Broker:
             self._call(name, "start", call)
             return
         if method == "start":
-            process.log = str(answer)
+            process.log, process.begin_by = str(answer), None
             self._report(name, None, "", "")
             if process.is_ending:
                 process.actor.end.remote(False)
@@ -225,7 +252,7 @@ class Broker:
                 self._ended(name, code, "", tail)
                 return
             self._report(name, None, "", tail)
-        self._call(name, "watch", process.actor.watch.remote(WATCH_SECONDS))
+        self._watch(name)
 
     def _report(self, name: str, code: int | None, cause: str, tail: str) -> None:
         process = self._running[name]
@@ -237,27 +264,16 @@ class Broker:
             self._cluster.drop(name)
 
     def _watch_head(self) -> None:
-        """Say once that the head is lost. Asking may block for ever, so another thread asks."""
-        heard = [time.monotonic()]
+        mine = ray.get_runtime_context().get_node_id()
 
-        def ask() -> None:
-            while True:
-                with contextlib.suppress(Exception):  # one failure is no loss
-                    ray.nodes()
-                    heard[0] = time.monotonic()
-                time.sleep(HEAD_SECONDS / 5)
+        def ask() -> bool:
+            return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == mine)
 
-        threading.Thread(target=ask, daemon=True).start()
-        while time.monotonic() - heard[0] < HEAD_SECONDS:
-            time.sleep(0.5)
-        self._head_is_lost = True
-        self._say(
-            messages.HeadLost(
-                f"the Ray head at {self._cluster.address} has not answered for "
-                f"{HEAD_SECONDS:.0f} s. The run's processes end after a checkpoint; start the "
-                "cluster again, and continue with --resume"
-            )
-        )
+        def lost(reason: str) -> None:
+            self._head_is_lost = True
+            self._say(messages.HeadLost(reason))
+
+        watch(ask, self._cluster.address, lost)
 
     def close(self) -> None:
         """End what runs, then give the room back. Bounded, whatever Ray does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,11 @@ import pytest
 from fake_broker import NODE
 
 from asyncrl.launch.ray import messages
+from asyncrl.launch.ray.head import watch
 from asyncrl.launch.ray.nodes import Slot
+
+pytest.importorskip("ray")
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 broker_of_ray = pytest.importorskip("asyncrl.launch.ray.broker")
 cluster_of_ray = pytest.importorskip("asyncrl.launch.ray.cluster")
@@ -69,6 +74,51 @@ def test_a_process_without_a_slot_is_started_on_its_node_and_its_actor_ends_with
     broker._answered("relay-0", "watch", (3, "the end"))
     broker._cluster.drop.assert_called_once_with("relay-0")
     assert said(broker)[-1] == messages.Status("relay-0", 3, "", "the end", "/relay", NODE)
+
+
+def test_a_connection_to_an_actor_that_breaks_is_no_loss(broker: Any) -> None:
+    broken, died = ActorUnavailableError("the connection", None), ActorDiedError()
+
+    def answer(reference: Any) -> Any:
+        if isinstance(reference, Exception):
+            raise reference
+        return reference
+
+    broker_of_ray.ray.get = answer
+    broker._answered("trainer", "start", "/log")
+    broker._cluster.actors[0].watch.remote.reset_mock()
+    broker._answered("trainer", "watch", broken)
+    broker._keep_time(time.monotonic())
+    broker._cluster.actors[0].watch.remote.assert_not_called()
+    broker._keep_time(time.monotonic() + 10)
+    broker._cluster.actors[0].watch.remote.assert_called_once()
+    assert [status.code for status in said(broker)] == [None]
+    broker._answered("trainer", "watch", died)
+    assert [status.code for status in said(broker)] == [None, -9]
+
+
+def test_a_process_that_no_node_has_room_for_is_given_up_with_the_reason(broker: Any) -> None:
+    broker_of_ray.ray.kill = MagicMock()
+    broker._keep_time(time.monotonic())
+    assert said(broker) == []
+    broker._keep_time(time.monotonic() + 2)  # place_seconds are 1
+    assert "was not started within 1 s (launcher.ray.place_seconds)" in said(broker)[0].cause
+    broker_of_ray.ray.kill.assert_called_once_with(broker._cluster.actors[0])
+    assert not broker._calls
+
+
+def test_a_silent_head_and_a_node_that_has_left_are_told_once() -> None:
+    def silent() -> bool:
+        raise ConnectionError
+
+    for ask, said in (
+        (silent, "the Ray head at h:1 has not answered for 0 s"),
+        (lambda: False, "this machine's node has left the Ray cluster at h:1"),
+    ):
+        lost: list[str] = []
+        watch(ask, "h:1", lost.append, seconds=0.3)
+        assert len(lost) == 1
+        assert lost[0].startswith(said)
 
 
 @pytest.mark.parametrize(
