@@ -103,6 +103,15 @@ class Rewound(Message, frozen=True):
     """The version that it samples from; -1 if its weights are gone and it waits for others."""
 
 
+class Released(Message, frozen=True):
+    """The answer to `Release`: it does not have the samples any more."""
+
+    file: str
+    """That was to be written."""
+    reason: str = ""
+    """Why it was not; empty: it is on the disk."""
+
+
 class GeneratorReport(Message, frozen=True):
     """What the generator has done and does now, twice a second; also its sign of life."""
 
@@ -139,6 +148,7 @@ FromGenerator = (
     | WrongPolicyFound
     | Rescored
     | Rewound
+    | Released
     | GeneratorReport
     | Failure
     | Goodbye

@@ -26,7 +26,10 @@ class PromptPayload(msgspec.Struct, frozen=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """Tokens of a sample from before the run was resumed, to be verified first."""
+    """Tokens of a sample from before the run was resumed, or that another generator drew.
+
+    They are verified first.
+    """
 
     file: str
     """Absolute path, readable by every generator; see `wire.unfinished`."""
@@ -124,6 +127,22 @@ class SaveUnfinished(Message, frozen=True):
     """No sample of this group or a later one has been delivered."""
 
 
+class Release(Message, frozen=True):
+    """Write these samples to a file, finished or not, and forget them; answer with `Released`.
+
+    The generator is about to leave.
+    """
+
+    file: str
+    """Absolute path; see `wire.unfinished`."""
+    policy_version: int
+    """For the file's index."""
+    settings: str
+    """As in `SaveUnfinished`."""
+    samples: tuple[SampleId, ...]
+    """None of them was to be delivered."""
+
+
 class Deliver(Message, frozen=True):
     """Send these held samples to the trainer for this step, until it acknowledges each."""
 
@@ -162,6 +181,7 @@ ToGenerator = (
     | Rewind
     | Rescore
     | SaveUnfinished
+    | Release
     | Deliver
     | Discard
     | Pause

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 
 from asyncrl.processes.generator.activity import GeneratorState
 from asyncrl.processes.generator.background import BackgroundTasks
@@ -41,6 +42,7 @@ from asyncrl.processes.generator.unfinished_files import UnfinishedFiles
 from asyncrl.processes.generator.weight_installs import WeightInstalls
 from engine.errors import EngineError
 from engine.protocol import Engine
+from rollout.trajectory import SampleId
 from wire import Line
 from wire.messages import data, from_generator, to_generator
 
@@ -101,7 +103,7 @@ class GeneratorProcess:
             stops_on_wrong_policy=stops_on_wrong_policy,
         )
         self._rescoring = Rescoring(engine, generator.sampling, controller)
-        self._unfinished = UnfinishedFiles(self._installs, self._tasks)
+        self._unfinished = UnfinishedFiles(self._installs, self._tasks, controller, self._discard)
         self._paused_at: float | None = None
 
     async def run(self, *, metrics_port: int | None) -> None:
@@ -151,15 +153,21 @@ class GeneratorProcess:
                 await self._rewind(command)
             case to_generator.SaveUnfinished():
                 await self._unfinished.save(command)
+            case to_generator.Release():
+                self._generator.noise_floor.cancel()
+                await self._unfinished.release(command)
             case to_generator.Discard():
-                self.samples.discard(command.samples)
-                self.deliveries.discard(command.samples)
+                self._discard(command.samples)
             case to_generator.Pause() | to_generator.Resume():
                 await self._pause_or_resume(pause=isinstance(command, to_generator.Pause))
             case to_generator.Shutdown():
                 with contextlib.suppress(EngineError):  # a resumed run only starts without drafts
                     await self._engine.save_cache()
                 self._tasks.end()
+
+    def _discard(self, samples: Sequence[SampleId]) -> None:
+        self.samples.discard(samples)
+        self.deliveries.discard(samples)
 
     def _start(
         self, command: to_generator.InstallWeights | to_generator.Deliver | to_generator.Rescore

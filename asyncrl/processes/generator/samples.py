@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asyncrl.processes.generator.background import BackgroundTasks
 from asyncrl.processes.generator.controller_line import ControllerLine
@@ -119,8 +119,10 @@ class Samples:
             generation.rewind(version, lineage, versions_gone=newest - version)
         self._lineage = lineage
 
-    async def unfinished(self, first_group: int) -> list[tuple[SampleId, str, KeptTokens]]:
-        """Interrupt all samples, and copy the tokens of those from this group on.
+    async def unfinished(
+        self, wanted: Callable[[SampleId], bool]
+    ) -> list[tuple[SampleId, str, KeptTokens]]:
+        """Interrupt all samples, and copy the tokens of those that are wanted.
 
         Tokens are copied after an interruption because an engine reports the end of an answer
         earlier than other tokens: that no end is reported would tell something of the tokens that
@@ -137,10 +139,10 @@ class Samples:
         found = [
             (sample, held.prompt.prompt_id, held.trajectory.kept())
             for sample, held in self.held.items()
-            if sample.group >= first_group
+            if wanted(sample)
         ]
         for one in self.in_generation:
-            if one.sample.group >= first_group and one.sample not in self.held:
+            if wanted(one.sample) and one.sample not in self.held:
                 kept = one.unfinished()
                 if kept is not None:
                     found.append((one.sample, one.prompt.prompt_id, kept))

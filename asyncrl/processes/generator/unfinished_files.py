@@ -1,17 +1,22 @@
-"""Unfinished run-ahead on the disk: written with each checkpoint, read when the run is resumed."""
+"""Unfinished samples on the disk: saved with each checkpoint, or moved by one that leaves."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl.processes.generator.background import BackgroundTasks
+from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.generator.weight_installs import WeightInstalls
 from engine.errors import EngineError
-from rollout.trajectory import KeptTokens
-from wire.messages import to_generator
+from rollout.trajectory import KeptTokens, SampleId
+from wire.messages import from_generator, to_generator
 from wire.unfinished import UnfinishedRefused, UnfinishedSample, read_sample, write_unfinished
+
+_Found = tuple[SampleId, str, KeptTokens]
+"""A sample, the id of its prompt, its tokens."""
 
 logger = logging.getLogger("asyncrl.generator")
 
@@ -19,16 +24,26 @@ logger = logging.getLogger("asyncrl.generator")
 class UnfinishedFiles:
     """Saves and restores the tokens of samples that are not delivered.
 
-    Neither can end the run: without a file, a resumed run generates its samples again.
+    None of this can end the run: without a file, samples are generated again.
 
     Args:
         installs: copies the tokens of all samples, between two installations of weights.
         tasks: write in the background.
+        controller: is told when samples are released.
+        forget: drops samples, finished or not.
     """
 
-    def __init__(self, installs: WeightInstalls, tasks: BackgroundTasks) -> None:
+    def __init__(
+        self,
+        installs: WeightInstalls,
+        tasks: BackgroundTasks,
+        controller: ControllerLine,
+        forget: Callable[[Sequence[SampleId]], None],
+    ) -> None:
         self._installs = installs
         self._tasks = tasks
+        self._controller = controller
+        self._forget = forget
         self._writing: asyncio.Task[None] | None = None
 
     async def save(self, command: to_generator.SaveUnfinished) -> None:
@@ -40,21 +55,35 @@ class UnfinishedFiles:
             logger.warning("%s is not written: an earlier one still is", command.file)
             return
         try:
-            found = await self._installs.unfinished(command.first_group)
+            found = await self._installs.unfinished(lambda one: one.group >= command.first_group)
         except EngineError as error:
             logger.warning("%s is not written: %s", command.file, error)
             return
-        samples = [UnfinishedSample.of(*one) for one in found]
-        self._writing = self._tasks.start(self._write(command, samples))
+        self._writing = self._tasks.start(self._save(command, found))
 
-    async def _write(
-        self, command: to_generator.SaveUnfinished, samples: list[UnfinishedSample]
-    ) -> None:
-        path, version = Path(command.file), command.policy_version
+    async def _save(self, command: to_generator.SaveUnfinished, found: list[_Found]) -> None:
+        await _write(command, found)
+
+    async def release(self, command: to_generator.Release) -> None:
+        """Copy the tokens of these samples and forget the samples now; write and say so later."""
+        samples = frozenset(command.samples)
+        reason, found = "", list[_Found]()
         try:
-            await asyncio.to_thread(write_unfinished, path, version, command.settings, samples)
-        except OSError as error:
-            logger.warning("cannot write %s: %s", path, error.strerror)
+            found = await self._installs.unfinished(samples.__contains__)
+        except EngineError as error:
+            reason = f"{command.file} is not written: {error}"
+            logger.warning("%s", reason)
+        self._forget(command.samples)
+        self._tasks.start(self._released(command, found, reason))
+
+    async def _released(
+        self, command: to_generator.Release, found: list[_Found], reason: str
+    ) -> None:
+        if not reason:
+            reason = await _write(command, found)
+        await self._controller.send(
+            from_generator.Released(self._controller.generator, command.file, reason)
+        )
 
     async def read(self, command: to_generator.Generate) -> KeptTokens | None:
         """The tokens that a sample begins with; None if there are none or they are unusable."""
@@ -70,3 +99,17 @@ class UnfinishedFiles:
         except UnfinishedRefused as error:
             logger.warning("sample %s is generated again: %s", command.sample, error)
             return None
+
+
+async def _write(
+    command: to_generator.SaveUnfinished | to_generator.Release, found: Sequence[_Found]
+) -> str:
+    """Write the file of a command; why not, if it cannot be written."""
+    samples = [UnfinishedSample.of(*one) for one in found]
+    path, version = Path(command.file), command.policy_version
+    try:
+        await asyncio.to_thread(write_unfinished, path, version, command.settings, samples)
+    except OSError as error:
+        logger.warning("cannot write %s: %s", path, error.strerror)
+        return f"cannot write {path}: {error.strerror}"
+    return ""

@@ -175,11 +175,13 @@ class WeightInstalls:
             from_generator.Rewound(self._controller.generator, lineage, installed)
         )
 
-    async def unfinished(self, first_group: int) -> list[tuple[SampleId, str, KeptTokens]]:
+    async def unfinished(
+        self, wanted: Callable[[SampleId], bool]
+    ) -> list[tuple[SampleId, str, KeptTokens]]:
         """As `Samples.unfinished`, between two installations. The samples are resumed."""
         async with self._lock:
             try:
-                return await self._samples.unfinished(first_group)
+                return await self._samples.unfinished(wanted)
             finally:
                 if not self._are_gone:
                     self._samples.resume_all()
