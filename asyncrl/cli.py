@@ -1,4 +1,4 @@
-"""The command line: `asyncrl run|doctor|status|stop|pause|resume|report|eval|simulate`.
+"""The command line: `asyncrl run|doctor|status|stop|pause|resume|scale|report|eval|...`.
 
 Exit codes: 0 done, or stopped by the user; 1 the run failed; 2 the user must change something; 130
 ended at once by a second Ctrl-C.
@@ -102,9 +102,12 @@ def run(
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
     console = _Console(markup=False)
     from asyncrl.run.directory import refuse_unfit
+    from asyncrl.run.orders import with_orders
 
     with contextlib.suppress(OSError):  # `execute` says what cannot be read
         refuse_unfit(config, resume=resume, clean=clean)
+        if resume:
+            config = with_orders(config, overrides or [])
     from asyncrl.run.execute import execute
     from asyncrl.run.prepare import prepare
 
@@ -189,6 +192,23 @@ def resume_run(name: _RunName = None, runs: _Runs = DEFAULT_RUNS) -> None:
     from wire.messages import control
 
     _request(name, runs, control.ResumeRequest())
+
+
+@app.command()
+def scale(
+    name: _RunName = None,
+    generators: Annotated[
+        int, typer.Option("--generators", metavar="N", help="How many the run is to have.")
+    ] = ...,  # type: ignore[assignment]
+    runs: _Runs = DEFAULT_RUNS,
+) -> None:
+    """Change the number of generators of an active run.
+
+    What leaving generators have begun is not lost: see docs/elastic.md.
+    """
+    from wire.messages import control
+
+    _request(name, runs, control.ScaleRequest(generators))
 
 
 @app.command()

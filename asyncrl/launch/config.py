@@ -49,6 +49,9 @@ class LauncherConfig(BaseModel):
     graphs. The limits of vLLM and SGLang follow it (`startup_timeout_seconds`)."""
     silence_seconds: float = Field(default=120.0, gt=0, le=WEEK_SECONDS)
     """A process that reports nothing for this long is killed and counts as dead."""
+    leave_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
+    """Longest time for a generator to leave after `asyncrl scale`. Then it is killed, and what it
+    had is generated again. Without verification it finishes the groups that it has begun."""
     stop_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
     """Longest wait for a process to end after it was asked to. Then it is killed."""
     checkpoint_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)

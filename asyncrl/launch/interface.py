@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from asyncrl.processes.spec import ChildKeys, ChildSpec
@@ -39,6 +40,16 @@ class Launcher(Protocol):
     @property
     def uses_relays(self) -> bool:
         """Whether each node with processes of the run gets a relay. Once true, it stays so."""
+
+    async def make_room(self, generators: Sequence[int]) -> None:
+        """Find room for generators that are added to the run, by their indices; bounded.
+
+        Raises:
+            UserError: there is none; nothing was taken.
+        """
+
+    def give_room_back(self, generator: int) -> None:
+        """A generator has left, and none of its index comes after it until `make_room`."""
 
     def start(self, spec: ChildSpec, keys: ChildKeys, node: str | None = None) -> ProcessHandle:
         """Start a process; returns at once.

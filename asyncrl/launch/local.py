@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from asyncrl.cores import HELPER_CORES, divide_machine, stay_on
+from asyncrl.errors import UserError
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
@@ -116,6 +118,21 @@ class LocalLauncher:
     def uses_relays(self) -> bool:
         """No: everything is on this machine."""
         return False
+
+    async def make_room(self, generators: Sequence[int]) -> None:
+        """Take GPUs that are left over. Raises UserError: there are too few, or no core is left."""
+        count = max(generators) + 1
+        if self._plan is not None and count > len(self._plan.generators):
+            raise UserError(
+                f"generator-{count - 1} would need cores of its own (launcher.pin_cores), and all "
+                f"are given to {len(self._plan.generators)} generator(s), the trainer and the "
+                "reward workers; start the run with launcher.generators as high as it may become"
+            )
+        if self._gpus is not None:
+            self._gpus = self._gpus.with_generators(count)
+
+    def give_room_back(self, _generator: int) -> None:
+        """Nothing: its cores and GPUs stay set aside, for the next one of its index."""
 
     def start(self, spec: ChildSpec, keys: ChildKeys, _node: str | None = None) -> ProcessHandle:
         """Start `python -m CHILD_MODULE`; its output goes to LOGS/NAME.log."""

@@ -71,6 +71,27 @@ class GpuPlan:
             return self.trainer
         return self.generators[int(name.removeprefix("generator-").split(".")[0])]
 
+    def with_generators(self, count: int) -> GpuPlan:
+        """The plan for this many generators, if it is for fewer; others keep their GPUs.
+
+        Raises:
+            UserError: too few GPUs are left over.
+        """
+        size = len(self.generators[0])
+        wanted = (count - len(self.generators)) * size
+        if wanted > len(self.spare):
+            raise UserError(
+                f"generator-{count - 1} would need {size} GPU(s) of its own, and of those that "
+                f"this run may use {len(self.spare)} are left over: {_listed(self.spare)}. "
+                f"{VISIBLE} and launcher.gpus said at the start which GPUs the run may use"
+            )
+        added = tuple(
+            self.spare[index * size : (index + 1) * size]
+            for index in range(count - len(self.generators))
+        )
+        spare = self.spare[max(0, wanted) :]
+        return replace(self, generators=self.generators + added, spare=spare)
+
     def environment(self, name: str) -> dict[str, str]:
         """The environment variables of a process by its name."""
         gpus = self.of(name)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from asyncrl.run.fleet import Fleet
+from asyncrl.run.moves import Moves
 from asyncrl.run.progress import Progress
 from asyncrl.run.sample_reports import SampleReports
 from asyncrl.run.sample_requests import SampleRequests
@@ -23,6 +24,7 @@ class CommandExecutor:
         reports: SampleReports,
         fleet: Fleet,
         progress: Progress,
+        moves: Moves,
         *,
         rebuild_kv: bool,
     ) -> None:
@@ -30,6 +32,7 @@ class CommandExecutor:
         self._reports = reports
         self._fleet = fleet
         self._progress = progress
+        self._moves = moves
         self._rebuild_kv = rebuild_kv
         self.finished: commands.FinishRun | None = None
         """The scheduler's last command, once it has been given."""
@@ -40,6 +43,8 @@ class CommandExecutor:
             commands.VerifySamples: self._verify_samples,
             commands.InstallWeights: self._install_weights,
             commands.RewindGenerator: self._rewind_generator,
+            commands.ReleaseSamples: self._release_samples,
+            commands.EndGenerator: self._end_generator,
             commands.DeliverGroup: self._deliver_group,
             commands.DeclareStep: self._declare_step,
             commands.DiscardSamples: self._discard_samples,
@@ -76,6 +81,13 @@ class CommandExecutor:
         self._fleet.installations.drop(command.generator)  # the answer to this one counts
         message = to_generator.Rewind(command.policy_version, command.lineage)
         await self._fleet.send(command.generator, message)
+
+    async def _release_samples(self, command: commands.ReleaseSamples) -> None:
+        version = self._fleet.trainer.policy_version
+        await self._fleet.send(command.generator, self._moves.request(command, version))
+
+    async def _end_generator(self, command: commands.EndGenerator) -> None:
+        await self._fleet.send(command.generator, to_generator.Shutdown())
 
     async def _deliver_group(self, command: commands.DeliverGroup) -> None:
         by_generator: dict[str, list[SampleId]] = {}

@@ -48,9 +48,12 @@ from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.inbox import Inbox, Message
+from asyncrl.run.moves import Moves
+from asyncrl.run.orders import Orders
 from asyncrl.run.policy_watch import PolicyWatch
 from asyncrl.run.progress import Progress
 from asyncrl.run.sample_requests import SampleRequests
+from asyncrl.run.scaling import Scaling
 from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
 from asyncrl.run.unfinished_work import UnfinishedWork
@@ -89,8 +92,14 @@ class Controller:
         self._evaluation = FleetEvaluation(
             config.evaluation, requests, fleet=fleet, waiter=self._waiter
         )
+        self._moves = Moves(config, directory.path, requests, progress.say)
         self._training = Training(
-            config, requests, fleet=fleet, progress=progress, waiter=self._waiter
+            config,
+            requests,
+            fleet=fleet,
+            progress=progress,
+            waiter=self._waiter,
+            moves=self._moves,
         )
         self._checkpoints = CheckpointRecord(directory.path / "checkpoints", progress.say)
         self._unfinished = UnfinishedWork(config, directory.path, fleet, requests, progress.say)
@@ -118,7 +127,13 @@ class Controller:
             checkpoints=self._checkpoints,
             unfinished=self._unfinished,
             policy_watch=PolicyWatch(config.run.on_wrong_policy, fleet, progress, self._waiter),
+            moves=self._moves,
         )
+        self._orders = Orders(
+            directory.path, lambda: self._training.trained_steps, self._why_no_order
+        )
+        scaling = Scaling(fleet, self._training, self._evaluation)
+        self._orders.add(control.ScaleRequest, scaling.carry_out)
         self._watchdog = Watchdog(
             fleet, restarts, training=self._training, evaluation=self._evaluation, progress=progress
         )
@@ -159,6 +174,7 @@ class Controller:
 
     async def unsaved(self) -> str | None:
         """After all processes have ended: why the last state is not saved; None if it is."""
+        self._moves.remove_files()
         if self._checkpoints.missing(self._training.trained_steps) is None:
             return None
         while (message := await self._message_within(LAST_MESSAGE_SECONDS)) is not None:
@@ -201,6 +217,15 @@ class Controller:
             case control.ResumeRequest():
                 await self._training.apply(events.ResumeRequested())
                 return control.Accepted("the generators continue")
+            case control.ScaleRequest():
+                return await self._orders.answer(request)
+
+    def _why_no_order(self) -> str | None:
+        if self._waiter.stop_requested:
+            return "the run is stopping; nothing of it can be changed any more"
+        if self._training.has_begun and not self._training.has_steps_left:
+            return "the run has trained all its steps and is about to end"
+        return None
 
     async def _evaluate_before(self) -> Accuracy | None:
         """Measure the accuracy before training, unless the run was resumed and knows it."""

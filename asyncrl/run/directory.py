@@ -6,6 +6,7 @@ run.json          the state of the run: process id, addresses, accuracy before, 
 control.key       the key of `asyncrl status|stop|...`, mode 0600
 checkpoints/      step-000010/, ... only whole ones; set-aside/ has those that a resume left behind
 metrics.jsonl     one line per optimizer step
+orders.jsonl      what the user has changed while the run was active (`asyncrl scale`)
 unfinished/       run-ahead that was not delivered, by checkpoint and generator
 logs/             one file per process
 timeline/         what each process did when, one file per process

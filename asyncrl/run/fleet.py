@@ -58,7 +58,7 @@ class Fleet:
         self._trainer = ""
         self.lineage = 0
         """How many trainers the run had before the present one."""
-        self._restarts = 0
+        self._restarts = self._renamed = 0
         self._ending = False
         self._last_check = time.monotonic()
 
@@ -67,6 +67,39 @@ class Fleet:
         self._trainer = self._start("trainer", "trainer").name
         for index in range(self._config.generators):
             self._start(f"generator-{index}", "generator")
+
+    async def make_room(self, generators: list[int]) -> None:
+        """As `Launcher.make_room`."""
+        await self._launcher.make_room(generators)
+
+    def give_room_back(self, worker: Worker) -> None:
+        """As `Launcher.give_room_back`, for a generator that was ordered to leave and has ended."""
+        self._launcher.give_room_back(worker.index)
+
+    def join(self, index: int) -> str:
+        """Start a generator that the user has ordered and return its name, which no other had."""
+        name = f"generator-{index}"
+        if name in self._workers:
+            self._renamed += 1
+            name = f"{name}.{self._restarts + self._renamed}"
+        return self._start(name, "generator", first=False).name
+
+    def leave(self, worker: Worker) -> None:
+        """Give a generator no more work; one that is not ready yet is ended."""
+        worker.leave_by = time.monotonic() + self._config.leave_seconds
+        if not worker.is_ready:
+            worker.handle.end(by_force=False)
+
+    @property
+    def ordered(self) -> list[Worker]:
+        """Living generators that were not ordered to leave, by index."""
+        found = [one for one in self.alive if one.role == "generator" and not one.is_leaving]
+        return sorted(found, key=lambda one: one.index)
+
+    def free_indices(self, count: int) -> list[int]:
+        """The lowest indices that no living generator has."""
+        taken = {one.index for one in self.alive if one.role == "generator"}
+        return [index for index in range(len(taken) + count) if index not in taken][:count]
 
     def _start(self, name: str, role: Role, *, first: bool = True) -> Worker:
         relayed = self._launcher.uses_relays
@@ -138,13 +171,13 @@ class Fleet:
         return [
             worker
             for worker in self._workers.values()
-            if not worker.is_trainer and worker.is_ready and not worker.is_gone
+            if not worker.is_trainer and worker.state == "ready"
         ]
 
     @property
     def has_generators(self) -> bool:
-        """Whether any generator is alive, ready or not."""
-        return any(not worker.is_trainer for worker in self.alive)
+        """Whether any generator is alive, ready or not, that does not leave."""
+        return bool(self.ordered)
 
     @property
     def alive(self) -> list[Worker]:
@@ -204,6 +237,8 @@ class Fleet:
             # anybody; that is not the silence of others.
             for worker in [*self.alive, *self.relays.alive]:
                 worker.heard = min(now, worker.heard + missed)
+                if worker.leave_by is not None:
+                    worker.leave_by += missed
         found: list[tuple[Worker, str]] = []
         if self._ending:
             return found
@@ -224,7 +259,8 @@ class Fleet:
             return None
         self._restarts += 1
         base = lost.name.split(".")[0]
-        return self._start(f"{base}.{self._restarts}", "generator", first=False).name
+        name = f"{base}.{self._restarts + self._renamed}"
+        return self._start(name, "generator", first=False).name
 
     def restart_trainer(self, resume_from: int | None, fence: str = "") -> str | None:
         """Start a trainer in place of a lost one and return its name; None as for `restart`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -13,6 +14,7 @@ from asyncrl.processes.spec import Role
 from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet
+from asyncrl.run.moves import Moves
 from asyncrl.run.policy_watch import PolicyWatch
 from asyncrl.run.progress import Progress
 from asyncrl.run.trainer_restarts import TrainerRestarts
@@ -61,7 +63,10 @@ class Inbox:
         trainer_restarts: TrainerRestarts,
         unfinished: UnfinishedWork,
         policy_watch: PolicyWatch,
+        moves: Moves,
     ) -> None:
+        self._moves = moves
+        self._moving: set[asyncio.Task[None]] = set()
         self._policy_watch = policy_watch
         self._unfinished = unfinished
         self._trainer_restarts = trainer_restarts
@@ -82,6 +87,7 @@ class Inbox:
             from_generator.WrongPolicyFound: self._wrong_policy,
             from_generator.Rescored: self._rescored,
             from_generator.Rewound: self._rewound,
+            from_generator.Released: self._released,
             from_generator.GeneratorReport: self._generator_report,
             from_generator.Failure: self._failure,
             from_generator.Goodbye: self._goodbye,
@@ -148,6 +154,8 @@ class Inbox:
         worker.ready(message.policy_version, message.slots, message.metrics_port)
         self._policy_watch.generator_ready(worker, message.fingerprint)
         self._write_ports()
+        if worker.is_leaving:  # it was told to end before it was ready
+            return
         if self._training.has_begun:  # then the scheduler decides when it gets new weights
             joined = events.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
             await self._training.apply(joined)
@@ -205,6 +213,19 @@ class Inbox:
         await self._training.apply(
             events.GeneratorRewound(worker.name, message.lineage, message.policy_version)
         )
+
+    async def _released(self, worker: Worker, message: from_generator.Released) -> None:
+        """Look at the file meanwhile: others have messages too."""
+        task = asyncio.create_task(self._move(worker.name, message))
+        self._moving.add(task)
+        task.add_done_callback(self._moving.discard)
+
+    async def _move(self, generator: str, message: from_generator.Released) -> None:
+        try:
+            await self._moves.take(generator, message)
+            await self._training.apply(events.SamplesReleased(generator))
+        except Exception as error:  # noqa: BLE001 - raised again in the phase that waits
+            self._waiter.fail(error)
 
     async def _generator_report(
         self, worker: Worker, message: from_generator.GeneratorReport

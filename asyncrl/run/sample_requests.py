@@ -47,8 +47,8 @@ class SampleRequests:
     on what is asked for. So a sample that is requested again from its first token (after a
     generator or the trainer was lost) gets the same seed: no token that was drawn with it is left.
     A verification follows tokens that are left, so its seed must be new: the same version may come
-    again after a rewind, hence `lineage`, and after the run is resumed with tokens of before, hence
-    `start`.
+    again after a rewind, hence `lineage`, after the run is resumed with tokens of before, hence
+    `start`, and at another generator that a sample has moved to, hence the number of moves.
 
     Evaluation is keyed by the seed alone: nothing is trained on what it draws, and models are
     compared best on the same random numbers.
@@ -64,7 +64,10 @@ class SampleRequests:
         self._seed = seed
         self._start = start
         self._streams: RandomStreams | None = None
-        self._unfinished: dict[SampleId, tuple[str, Place]] = {}
+        self._moves = 0
+        """Files of samples that have moved since this start."""
+        self._unfinished: dict[SampleId, tuple[str, Place, tuple[object, ...]]] = {}
+        """File, place in it, and purpose of the seed."""
 
     def starts_from(self, initial_weights: str) -> None:
         """Say which weights the run starts from. Comes before the first training sample.
@@ -94,15 +97,23 @@ class SampleRequests:
 
     def add_unfinished(self, file: str, places: Sequence[Place]) -> None:
         """These samples have tokens from before the run was resumed, in this file."""
-        self._unfinished |= {place.sample: (file, place) for place in places}
+        self._add(file, places, ("restored", self._start))
+
+    def add_moved(self, file: str, places: Sequence[Place]) -> None:
+        """These samples have tokens in this file, of a generator that leaves."""
+        self._moves += 1
+        self._add(file, places, ("moved", self._start, self._moves))
+
+    def _add(self, file: str, places: Sequence[Place], seed: tuple[object, ...]) -> None:
+        self._unfinished |= {place.sample: (file, place, seed) for place in places}
 
     def generate(self, sample: SampleId, priority: int) -> Generate:
         """Generate a training sample; the first time, from its unfinished tokens."""
         prompt = self._task.train[self.prompt_index(sample.group)]
-        found = self._unfinished.pop(sample, None)
         unfinished = None
-        if found is not None:
-            unfinished = Unfinished(*found, self._sample_seed("restored", sample, self._start))
+        if (found := self._unfinished.pop(sample, None)) is not None:
+            file, place, (purpose, *more) = found
+            unfinished = Unfinished(file, place, self._sample_seed(str(purpose), sample, *more))
         seed = self._sample_seed("training", sample)
         return Generate(sample, _payload(prompt), seed, priority, unfinished)
 
@@ -119,6 +130,8 @@ class SampleRequests:
             policy += (f"lineage {lineage}",)
         if self._start:
             policy += (f"start {self._start}",)
+        if self._moves:
+            policy += (f"moves {self._moves}",)
         seeds = tuple(self._sample_seed("verify", sample, *policy) for sample in samples)
         return Verify(tuple(samples), seeds, min_version)
 

@@ -10,6 +10,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import RunFailed
 from asyncrl.run.commands import CommandExecutor
 from asyncrl.run.fleet import Fleet
+from asyncrl.run.moves import Moves
 from asyncrl.run.progress import Progress
 from asyncrl.run.sample_reports import SampleReports
 from asyncrl.run.sample_requests import SampleRequests
@@ -41,6 +42,7 @@ class Training:
         fleet: Fleet,
         progress: Progress,
         waiter: Waiter,
+        moves: Moves,
     ) -> None:
         self._config = config
         self._requests = requests
@@ -59,6 +61,7 @@ class Training:
             self._reports,
             fleet,
             progress,
+            moves,
             rebuild_kv=config.scheduler.on_update == "recompute",
         )
 

@@ -50,7 +50,7 @@ class UnfinishedWork:
         self._fleet = fleet
         self._requests = requests
         self._say = say
-        self._settings = _settings(config)
+        self._settings = settings_digest(config)
 
     async def save(self, version: int, *, published: int) -> None:
         """The checkpoint of this version is written: have the run-ahead saved.
@@ -91,7 +91,7 @@ class UnfinishedWork:
         restored = 0
         for file in files:
             try:
-                index = await asyncio.to_thread(self._read, file, version)
+                index = await asyncio.to_thread(read_unfinished, file, version, self._settings)
             except UnfinishedRefused as error:
                 self._say(f"{error}; its samples are generated again")
                 continue
@@ -100,16 +100,22 @@ class UnfinishedWork:
         if restored:
             self._say(f"unfinished samples to continue: {restored}, from {file.parent}")
 
-    def _read(self, file: Path, version: int) -> Index:
-        index = read_index(file)
-        if index.version != version:
-            raise UnfinishedRefused(f"{file} goes with step {index.version}, not {version}")
-        if index.settings != self._settings:
-            raise UnfinishedRefused(f"{file} was written with other sampling settings")
-        return index
+
+def read_unfinished(file: Path, version: int, settings: str) -> Index:
+    """The index of a file that goes with this version.
+
+    Raises:
+        UnfinishedRefused: it does not, its tokens were drawn in another way, or it is damaged.
+    """
+    index = read_index(file)
+    if index.version != version:
+        raise UnfinishedRefused(f"{file} goes with step {index.version}, not {version}")
+    if index.settings != settings:
+        raise UnfinishedRefused(f"{file} was written with other sampling settings")
+    return index
 
 
-def _settings(config: RunConfig) -> str:
+def settings_digest(config: RunConfig) -> str:
     """Stands for what the tokens of a sample were drawn with, besides the model.
 
     Tokens that lenient reuse has accepted do not follow the distribution that is recorded with

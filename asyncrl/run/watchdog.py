@@ -43,7 +43,8 @@ class Watchdog:
         deaths = self._fleet.deaths()
         for worker, reason in deaths:
             self._progress.say(_what_died(worker, reason))
-            self._progress.died(worker.role, worker.name)
+            if not worker.has_left:
+                self._progress.died(worker.role, worker.name)
             if worker.role == "relay":
                 continue
             if worker.is_trainer:
@@ -52,6 +53,9 @@ class Watchdog:
             self._fleet.installations.drop(worker.name)
             await self._evaluation.lost(worker)
             await self._training.apply(GeneratorLost(worker.name))
+            if worker.is_leaving:
+                self._fleet.give_room_back(worker)
+                continue
             if self._no_generator_starts():
                 raise RunFailed(
                     f"{worker.name} {reason}; no generator has become ready so far, and so none is "
@@ -85,6 +89,8 @@ class Watchdog:
 
 def _what_died(worker: Worker, reason: str) -> str:
     """What died and why, and the end of its log without the lines that the reason quotes."""
+    if worker.has_left:
+        return f"{worker.name} {reason}"
     quoted = set(reason.splitlines())
     lines = [line for line in worker.handle.log_tail().splitlines() if line not in quoted]
     return "\n".join([f"{worker.name} {reason}", *lines])

@@ -25,6 +25,10 @@ class Worker:
     """When its last message came (monotonic seconds)."""
     is_ready: bool = False
     is_gone: bool = False
+    has_left: bool = False
+    """It ended because it was ordered to leave."""
+    leave_by: float | None = None
+    """A generator that was ordered to leave: when it is killed (monotonic seconds)."""
     reason: str = ""
     """Why it ended, in its own words."""
     policy_version: int = -1
@@ -54,10 +58,22 @@ class Worker:
         return self.handle.node
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether it was ordered to leave."""
+        return self.leave_by is not None
+
+    @property
+    def index(self) -> int:
+        """Number of a generator, which its replacements have too."""
+        return self.handle.spec.generator
+
+    @property
     def state(self) -> str:
-        """`starting`, `ready` or `lost`."""
+        """`starting`, `ready`, `leaving`, `left` or `lost`."""
         if self.is_gone:
-            return "lost"
+            return "left" if self.has_left else "lost"
+        if self.is_leaving:
+            return "leaving"
         return "ready" if self.is_ready else "starting"
 
     def ready(self, policy_version: int, slots: int, metrics_port: int | None) -> None:
@@ -82,8 +98,17 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
     """How a process ended; None if it lives. Kills one that was silent for too long."""
     code = worker.handle.exit_code()
     if code is not None:
+        if worker.is_leaving and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
+            worker.has_left = True
+            return "has left"
         how = worker.handle.cause() or _how_it_ended(code)
         return how + (f": {worker.reason}" if worker.reason else "")
+    if worker.leave_by is not None and now > worker.leave_by:
+        worker.handle.end(by_force=True)
+        return (
+            f"did not leave within {limits.leave_seconds:.0f} s (launcher.leave_seconds) and was "
+            "killed; what it had is generated again"
+        )
     limit = limits.silence_seconds if worker.is_ready else limits.startup_seconds
     silent = now - worker.heard
     if silent <= limit:

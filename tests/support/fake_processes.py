@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import RunConfig, parse_config
+from asyncrl.errors import UserError
 from asyncrl.processes.shared_memory import local_run_id
 from asyncrl.processes.spec import ChildKeys, ChildSpec
 from asyncrl.run.fleet import Fleet
@@ -48,8 +49,18 @@ class FakeLauncher:
     handles: dict[str, FakeHandle] = field(default_factory=dict)
     threads: int = 1
     uses_relays: bool = False
+    room: int = 8
+    """Generators that there is room for."""
+    given_back: list[int] = field(default_factory=list)
     nodes: dict[str, str] = field(default_factory=dict)
     """Where processes are, by name; a relay is where it is started."""
+
+    async def make_room(self, generators: Any) -> None:
+        if max(generators) >= self.room:
+            raise UserError(f"there is no room for generator-{max(generators)}")
+
+    def give_room_back(self, generator: int) -> None:
+        self.given_back.append(generator)
 
     def start(self, spec: ChildSpec, _keys: ChildKeys, node: str | None = None) -> FakeHandle:
         place = node if node is not None else self.nodes.get(spec.name, "")

@@ -12,6 +12,7 @@ from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.inbox import Inbox
+from asyncrl.run.moves import Moves
 from asyncrl.run.policy_watch import PolicyWatch
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.trainer_restarts import TrainerRestarts
@@ -67,8 +68,11 @@ class Run:
         if initial_weights is not None:
             requests.starts_from(initial_weights)
         self.evaluation = FleetEvaluation(self.config.evaluation, requests, **parts)
-        self.training = Training(self.config, requests, progress=self.progress, **parts)
         self.directory = RunDirectory.create(self.config, resume=False, clean=False)
+        self.moves = Moves(self.config, self.directory.path, requests, self.progress.say)
+        self.training = Training(
+            self.config, requests, progress=self.progress, moves=self.moves, **parts
+        )
         self.training.trained_steps = version
         controllers: dict[str, Any] = {
             "training": self.training,
@@ -91,6 +95,7 @@ class Run:
             policy_watch=PolicyWatch(
                 self.config.run.on_wrong_policy, self.fleet, self.progress, self.waiter
             ),
+            moves=self.moves,
             **controllers,
         )
 

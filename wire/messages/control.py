@@ -1,4 +1,4 @@
-"""User to controller, and back: what `asyncrl status|stop|pause|resume` send."""
+"""User to controller, and back: what `asyncrl status|stop|pause|resume|scale` send."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ class ResumeRequest(Message, frozen=True):
     """Continue after a pause."""
 
 
+class ScaleRequest(Message, frozen=True):
+    """Change the number of generators."""
+
+    generators: int
+
+
 class StatusReply(Message, frozen=True):
     """A snapshot of the run, for people and scripts."""
 
@@ -38,6 +44,9 @@ class Accepted(Message, frozen=True):
 
     message: str
     """What happens now."""
+    step: int | None = None
+    """For an order that is recorded (`wire.orders.OrderRecord`): the steps that were trained when
+    it took effect."""
 
 
 class Refused(Message, frozen=True):
@@ -46,5 +55,5 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-Request = StatusRequest | StopRequest | PauseRequest | ResumeRequest
+Request = StatusRequest | StopRequest | PauseRequest | ResumeRequest | ScaleRequest
 Reply = StatusReply | Accepted | Refused

@@ -11,7 +11,7 @@ import json
 import queue
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.ray import messages
 from asyncrl.launch.ray.nodes import Machines, Slot
@@ -174,6 +174,14 @@ class RayLauncher:
     def uses_relays(self) -> bool:
         """Whether the run is on several machines, or `launcher.ray.relays` is `always`."""
         return self._machines.are_several
+
+    async def make_room(self, generators: Sequence[int]) -> None:
+        """Reserve a place for each of these generators. Raises UserError: there is none."""
+        if max(generators) + 2 > len(self._nodes):
+            raise UserError("not yet")
+
+    def give_room_back(self, generator: int) -> None:
+        """Give back the place of a generator that has left."""
 
     def start(self, spec: ChildSpec, keys: ChildKeys, node: str | None = None) -> ProcessHandle:
         """Have the broker start `python -m asyncrl.processes.child`; returns at once."""

@@ -1,0 +1,111 @@
+"""Samples of leaving generators, on their way to other generators with their tokens.
+
+    ReleaseSamples ──► Release ──► unfinished/moved/GENERATOR.bin ──► Released
+    index of the file, checked ──► `SampleRequests` ──► Generate names the tokens' place
+
+Tokens do not pass through the controller. A file that cannot be used is named, and its samples are
+generated again. Files stay until the run ends, since a generator may be about to read one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from asyncrl.config import RunConfig
+from asyncrl.run.sample_requests import SampleRequests
+from asyncrl.run.unfinished_work import read_unfinished, settings_digest
+from scheduler.commands import ReleaseSamples
+from wire.messages.from_generator import Released
+from wire.messages.to_generator import Release
+from wire.unfinished import UnfinishedRefused
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = Path("unfinished") / "moved"
+
+
+class FileSharing(Protocol):
+    """Brings a file of one generator to the nodes of the others."""
+
+    async def share(self, file: str, generator: str) -> None:
+        """Return when the file of this generator is there, or cannot be; bounded.
+
+        It keeps its path. The controller reads it at that path too. Where it is missing, samples
+        are generated again.
+        """
+
+
+class SharedFolder:
+    """All processes see the run's folder, so there is nothing to do."""
+
+    async def share(self, file: str, generator: str) -> None:
+        """Return at once."""
+
+
+class Moves:
+    """Asks leaving generators for their samples, and finds these in the files that they write.
+
+    Args:
+        config: of the run.
+        path: the run's folder.
+        requests: are told of the samples that can be continued.
+        say: shows a sentence to the user.
+        sharing: brings files to other nodes.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        path: Path,
+        requests: SampleRequests,
+        say: Callable[[str], None],
+        sharing: FileSharing | None = None,
+    ) -> None:
+        self._folder = path.absolute() / _FOLDER
+        self._requests = requests
+        self._say = say
+        self._sharing = sharing or SharedFolder()
+        self._settings = settings_digest(config)
+        self._asked: dict[str, Release] = {}
+
+    def request(self, command: ReleaseSamples, version: int) -> Release:
+        """The message to a generator that leaves.
+
+        Args:
+            command: of the scheduler.
+            version: newest policy version, which the file names.
+        """
+        path = self._folder / f"{command.generator}.bin"
+        message = Release(str(path), version, self._settings, command.samples)
+        self._asked[command.generator] = message
+        return message
+
+    async def take(self, generator: str, answer: Released) -> None:
+        """The samples can be started elsewhere: with the tokens in the file, if it is good."""
+        asked = self._asked.pop(generator, None)
+        if asked is None or asked.file != answer.file:
+            return
+        try:
+            if answer.reason:
+                raise UnfinishedRefused(answer.reason)
+            await self._sharing.share(answer.file, generator)
+            index = await asyncio.to_thread(
+                read_unfinished, Path(answer.file), asked.policy_version, self._settings
+            )
+            wanted = frozenset(asked.samples)
+            places = [place for place in index.places if place.sample in wanted]
+            self._requests.add_moved(answer.file, places)
+            self._say(f"{generator} leaves; samples that move with their tokens: {len(places)}")
+        except UnfinishedRefused as error:
+            self._say(f"{generator} leaves: {error}; its samples are generated again")
+
+    def remove_files(self) -> None:
+        """Remove the files; nothing reads them any more."""
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self._folder)
