@@ -154,6 +154,8 @@ class Inbox:
         worker.ready(message.policy_version, message.slots, message.metrics_port)
         self._policy_watch.generator_ready(worker, message.fingerprint)
         self._write_ports()
+        if self._training.has_begun and not worker.is_leaving:
+            self._progress.say(f"{worker.name} has joined")
         if worker.is_leaving:  # it was told to end before it was ready
             return
         if self._training.has_begun:  # then the scheduler decides when it gets new weights

@@ -188,16 +188,22 @@ async def run_once(
         for kind in kinds
         if kind != missing(kinds, outcome.resumed)
     }
+    if kinds == ["torch"]:
+        engines |= {
+            f"torch{number}": ENGINES["torch"](str(path), mode)
+            for number in range(1, mode.generators)
+        }
+    own = [engine for name, engine in engines.items() if name not in remote]
     for engine in remote.values():
         await _reset(engine, policies[0])
     try:
-        if "torch" in engines:
-            await engines["torch"].start()
-            slow_down(engines["torch"], 1 if remote else mode.turns_per_step)
+        for engine in own:
+            await engine.start()
+            slow_down(engine, 1 if remote else mode.turns_per_step)
         return await run_on(engines, policies, settings, path, outcome)
     finally:
-        if "torch" in engines:
-            await engines["torch"].close()
+        for engine in own:
+            await engine.close()
 
 
 def missing(kinds: Sequence[str], resumed: int) -> str | None:

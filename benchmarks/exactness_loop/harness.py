@@ -35,6 +35,7 @@ from benchmarks.exactness_loop.generator import EngineClock
 from benchmarks.exactness_loop.member import Member
 from benchmarks.exactness_loop.outcome import Delivered, LoopSettings, Outcome
 from benchmarks.exactness_loop.run_ahead import RunAhead
+from benchmarks.exactness_loop.turnover import Turnover
 from engine.protocol import Engine
 from rollout.trajectory import SampleId
 from scheduler import commands, events
@@ -92,7 +93,10 @@ class Harness:
             for name, engine in engines.items()
         }
         self._run_ahead = RunAhead(
-            list(engines), settings.scheduler, directory, self._requests, self._send
+            self._staying, settings.scheduler, directory, self._requests, self._send
+        )
+        self._turnover = Turnover(
+            settings, directory, self._requests, self._clock, self._rng, self._tell
         )
         self._received: dict[SampleId, Delivered] = {}
         self._work: asyncio.TaskGroup | None = None
@@ -100,6 +104,10 @@ class Harness:
         self._faults = Faults(settings, self._first_step, resumed=start > 0)
         self._saving: asyncio.Task[None] | None = None
         self._killed = asyncio.Event()
+        self._finished = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._serving = 0
+        self._has_begun = self._is_over = False
         self._ready: dict[str, int] = {}
         """Version of each generator that has the weights with which training begins."""
 
@@ -116,19 +124,41 @@ class Harness:
             await self._run_ahead.restore(self._first_step)
             async with asyncio.timeout(DEADLINE_SECONDS), asyncio.TaskGroup() as work:
                 self._work = work
-                members = self._members.values()
-                messages = [work.create_task(one.pass_on_messages()) for one in members]
-                serving = [work.create_task(one.serve()) for one in members]
-                served = work.create_task(asyncio.wait(serving))
-                killed = work.create_task(self._killed.wait())
-                await asyncio.wait([served, killed], return_when=asyncio.FIRST_COMPLETED)
+                for member in self._members.values():
+                    self._begin(member)
+                ends = [work.create_task(one.wait()) for one in (self._finished, self._killed)]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if not self._killed.is_set():
                     self.outcome.next_step = self._settings.steps
-                for task in (*serving, served, killed, *messages):
+                for task in (*ends, *self._tasks):
                     task.cancel()
-        for member in members:
+        for member in self._members.values():
             self.outcome.count(member.tokens)
         return self.outcome
+
+    def _begin(self, member: Member) -> None:
+        """Have a generator serve, until it leaves or the run ends."""
+        assert self._work is not None
+        self._serving += 1
+        self._tasks.append(self._work.create_task(member.pass_on_messages()))
+        self._tasks.append(self._work.create_task(self._serve(member)))
+
+    async def _serve(self, member: Member) -> None:
+        await member.serve()
+        if member.name in self._members:  # the run has ended
+            self._serving -= 1
+            if not self._serving:
+                self._finished.set()
+            return
+        self.outcome.count(member.tokens)
+        name = await self._turnover.next_name(member.name)
+        self._serving -= 1
+        if self._is_over:
+            if not self._serving:
+                self._finished.set()
+            return
+        self._members[name] = joiner = member.successor(name)
+        self._begin(joiner)
 
     # Messages of the generators
 
@@ -149,7 +179,10 @@ class Harness:
                 )
             case fg.SampleDelivered():
                 self._tell(events.SampleDelivered(name, message.sample))
-            case fg.WeightsInstalled() if len(self._ready) < len(self._members):
+            case fg.Released():
+                assert self._work is not None
+                self._work.create_task(self._turnover.take(name, message))
+            case fg.WeightsInstalled() if not self._has_begun:
                 self._join(member, message.policy_version)
             case fg.WeightsInstalled():
                 self._tell(events.WeightsInstalled(name, message.policy_version))
@@ -160,12 +193,17 @@ class Harness:
 
     def _join(self, member: Member, version: int) -> None:
         """Training begins as soon as all generators have the weights that it begins with."""
+        if self._has_begun:
+            assert member.slots is not None
+            self._tell(events.GeneratorJoined(member.name, member.slots, version))
+            return
         if version < self._first_step:
             member.send(self._installation(()))
             return
         self._ready[member.name] = version
         if len(self._ready) < len(self._members):
             return
+        self._has_begun = True
         self._tell(events.TrainerJoined(self._first_step))
         for name, ready in self._ready.items():
             slots = self._members[name].slots
@@ -177,7 +215,14 @@ class Harness:
     def _tell(self, event: events.Event) -> None:
         """Pass an event to the scheduler and carry out its commands, as the controller does."""
         for command in self._scheduler.on_event(event):
-            self._carry_out(command)
+            match command:
+                case commands.ReleaseSamples(generator=name):
+                    self._send(name, self._turnover.request(command))
+                case commands.EndGenerator(generator=name):
+                    self._send(name, tg.Shutdown())
+                    del self._members[name]
+                case _:
+                    self._carry_out(command)
 
     def _carry_out(self, command: commands.Command) -> None:
         match command:
@@ -203,10 +248,16 @@ class Harness:
                 self._work.create_task(self._train(step, groups))
             case commands.FinishRun(outcome=outcome):
                 assert outcome is commands.RunOutcome.DONE, outcome
+                self._is_over = True
                 for name in self._members:
                     self._send(name, tg.Shutdown())
             case _:
                 raise AssertionError(f"unexpected: {command}")
+
+    def _staying(self) -> list[str]:
+        """Generators that have joined and do not leave."""
+        known = self._scheduler.state.generators
+        return [name for name, generator in known.items() if not generator.leaving]
 
     def _send(self, name: str, message: tg.ToGenerator) -> None:
         self._members[name].send(message)
@@ -233,6 +284,7 @@ class Harness:
 
     async def _train(self, step: int, groups: tuple[int, ...]) -> None:
         """Take the trajectories of a step and publish the next version some engine steps later."""
+        assert self._work is not None
         scheduler = self._settings.scheduler
         per_step = scheduler.groups_per_step
         assert groups == tuple(range(step * per_step, (step + 1) * per_step))
@@ -250,11 +302,11 @@ class Harness:
             self.outcome.delivered += taken
         self._publish(step + 1)
         self._tell(events.WeightsPublished(step + 1))
+        self._work.create_task(self._turnover.after(step + 1, self._members))
         self._tell(events.StepFinished(step, groups))
         if self._faults.after == step:
             await self._lose(step)
         elif self._faults.begins(step + 1) and self._faults.kills_run:
-            assert self._work is not None
             self._saving = self._work.create_task(self._save_run_ahead(step + 1))
 
     def _a_delay(self) -> int:

@@ -62,6 +62,10 @@ class Member:
             name, engine, settings.sampling, self._control, self._trainer
         )
 
+    def successor(self, name: str) -> Member:
+        """Another generator on the same engine."""
+        return Member(name, self._engine, self._settings, self._rng, self._loop)
+
     @property
     def running(self) -> int:
         """Requests that the engine generates now."""

@@ -47,6 +47,10 @@ class Mode:
     """See `LoopSettings`."""
     kill_run_every: int = 0
     """See `LoopSettings`."""
+    leave_every: int = 0
+    """See `LoopSettings`."""
+    generators: int = 1
+    """On torch engines, if no other engine is asked for."""
     turns_per_step: int = 4
     """Turns of the event loop that a step of the torch engine takes; see `engines.slow_down`."""
     space: ResponseSpace = SPACE
@@ -65,6 +69,13 @@ MODES: dict[str, Mode] = {
     ),
     "verify, run resumed": Mode(
         _ON_POLICY | {"max_runahead_groups": 18}, drift=1.0, kill_run_every=2, turns_per_step=8
+    ),
+    "verify, generators leave": Mode(
+        _ON_POLICY | {"max_runahead_groups": 18},
+        drift=1.0,
+        leave_every=1,
+        generators=2,
+        turns_per_step=8,
     ),
     # Few slots, so that samples are in generation whenever new weights arrive.
     "verify, stop strings": Mode(
@@ -125,5 +136,6 @@ def settings_of(mode: Mode, samples: int, seed: int) -> LoopSettings:
         install_delay=mode.install_delay,
         lose_trainer_every=mode.lose_trainer_every,
         kill_run_every=mode.kill_run_every,
+        leave_every=mode.leave_every,
         seed=seed,
     )

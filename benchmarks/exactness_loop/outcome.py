@@ -34,6 +34,9 @@ class LoopSettings:
     kill_run_every: int = 0
     """The same, but the whole run is killed. Another run continues from the checkpoint of the
     version before, with the run-ahead that was saved with it. 0: never."""
+    leave_every: int = 0
+    """After each so many versions one of several generators is ordered to leave, and another one
+    joins on its engine later. 0: never."""
     install_delay: int = 0
     """Additional engine steps of the message that new weights are installed. So many steps samples
     continue under the new weights before their verification is requested."""
@@ -85,6 +88,8 @@ class Outcome:
     """How often the run was killed and another one continued it."""
     restored: set[SampleId] = field(default_factory=set)
     """Samples that a run continued from the tokens of the one before."""
+    handed_over: set[SampleId] = field(default_factory=set)
+    """Samples that a generator continued from the tokens of one that left."""
     cut: int = 0
     """Requests that were running when the installation of new weights was commanded, summed."""
     written_elsewhere: dict[SampleId, IntArray] = field(default_factory=dict)
@@ -101,11 +106,12 @@ class Outcome:
         """A generator begins a sample, or continues one from before the run was resumed."""
         sample, unfinished = request.sample, request.unfinished
         self.restored.discard(sample)
+        self.handed_over.discard(sample)
         self.written_elsewhere.pop(sample, None)
         if unfinished is None:
             return
-        self.restored.add(sample)
         file = Path(unfinished.file)
+        (self.handed_over if file.parent.name == "moved" else self.restored).add(sample)
         if file.stem != generator:
             kept = read_sample(file, unfinished.place, prompt_id=request.prompt.prompt_id)
             self.written_elsewhere[sample] = kept.tokens

@@ -22,7 +22,7 @@ class RunAhead:
     """The real `UnfinishedWork` of a run.
 
     Args:
-        generators: their names.
+        generators: names of those that do not leave.
         scheduler: the run's settings.
         directory: the run's folder.
         requests: of the run.
@@ -31,7 +31,7 @@ class RunAhead:
 
     def __init__(
         self,
-        generators: Sequence[str],
+        generators: Callable[[], Sequence[str]],
         scheduler: SchedulerConfig,
         directory: Path,
         requests: SampleRequests,
@@ -42,7 +42,7 @@ class RunAhead:
         self._send = send
         config = parse_config({"scheduler": scheduler.model_dump()}, source="the loop")
         fleet: Any = SimpleNamespace(
-            generators=lambda: [SimpleNamespace(name=name) for name in generators],
+            generators=lambda: [SimpleNamespace(name=name) for name in generators()],
             send=self._send_to,
         )
         self._work = UnfinishedWork(config, directory, fleet, requests, print)
@@ -54,8 +54,13 @@ class RunAhead:
         """The checkpoint of this version is written; returns when the run-ahead is on the disk."""
         await self._work.save(version, published=published)
         folder = unfinished_folder(self._directory, version)
-        files = [folder / f"{name}.bin" for name in self._generators]
-        while not all(file.exists() for file in files):  # noqa: ASYNC110 - threads write them
+        asked = set(self._generators())
+
+        def missing() -> bool:
+            asked.intersection_update(self._generators())  # one that leaves may not write it
+            return not all((folder / f"{name}.bin").exists() for name in asked)
+
+        while missing():  # noqa: ASYNC110 - threads write them
             await asyncio.sleep(_POLL_SECONDS)
 
     async def restore(self, version: int) -> None:

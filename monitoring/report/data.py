@@ -13,11 +13,13 @@ import yaml
 
 from monitoring.config import MonitoringConfig
 from monitoring.errors import RecordError, ReportError
+from monitoring.jsonl import read_jsonl
 from monitoring.metrics_log import read_metrics
 from monitoring.occupancy import SlotPiece, read_slots
 from monitoring.report.series import finite
 from monitoring.samples import SampleRecord, read_samples
 from monitoring.spans import Span, read_spans
+from wire.orders import OrderRecord
 from wire.records import Measured, RunResult, StepMetrics, TokenCounts
 
 T = TypeVar("T")
@@ -36,6 +38,8 @@ class RunData:
     """Generator to the use of its slots. Processes without such a record are left out."""
     samples: list[SampleRecord] = field(default_factory=list)
     """The records of samples.jsonl, in order."""
+    orders: list[OrderRecord] = field(default_factory=list)
+    """The records of orders.jsonl, in order."""
     result: RunResult | None = None
     """result.json; None while the run is not finished."""
     config_text: str = ""
@@ -112,6 +116,10 @@ def load_run(run_dir: Path) -> RunData:
     data.result = _load_or_note(data, lambda: _load_result(run_dir / "result.json"), None)
     data.steps = _load_or_note(data, lambda: read_metrics(run_dir / "metrics.jsonl"), [])
     data.samples = _load_or_note(data, lambda: read_samples(run_dir / "samples.jsonl"), [])
+    if (run_dir / "orders.jsonl").exists():
+        data.orders = _load_or_note(
+            data, lambda: read_jsonl(run_dir / "orders.jsonl", OrderRecord), []
+        )
     for path in sorted((run_dir / "timeline").glob("*.jsonl"), key=lambda path: _rank(path.stem)):
         spans: list[Span] = _load_or_note(data, partial(read_spans, path), [])
         if spans:

@@ -38,6 +38,22 @@ def samples(data: RunData) -> Markup | None:
     )
 
 
+def orders(data: RunData) -> Markup | None:
+    """What the user changed while the run was active."""
+    if not data.orders:
+        return None
+    lines = [
+        element(
+            "li",
+            f"from step {one.step} on: ",
+            element("b", " ".join([one.order, *(f"{k}={v}" for k, v in one.arguments.items())])),
+            f" ({one.effect})",
+        )
+        for one in data.orders
+    ]
+    return section("Orders", "Given while the run was active.", element("ul", lines))
+
+
 def settings(data: RunData) -> Markup | None:
     """The run's configuration, defaults included."""
     if not data.config_text:

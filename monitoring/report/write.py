@@ -17,7 +17,7 @@ from monitoring.report.health import health
 from monitoring.report.learning import learning
 from monitoring.report.markup import element
 from monitoring.report.page import page
-from monitoring.report.sections import samples, settings
+from monitoring.report.sections import orders, samples, settings
 from monitoring.report.time_line import time_line
 from monitoring.report.work import work
 from wire.atomic_files import write_atomically
@@ -47,6 +47,7 @@ def render(data: RunData, written: datetime) -> str:
         work(data),
         samples(data),
         health(data),
+        orders(data),
         settings(data),
         element("footer", f"Written {written:%d %B %Y, %H:%M} UTC by asyncrl."),
     ]

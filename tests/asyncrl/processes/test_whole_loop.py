@@ -124,6 +124,17 @@ def test_tokens_of_policies_that_are_gone_are_never_trained_on_unverified(
     assert wrong.p_value < ALARM
 
 
+def mix_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of a file gets the probabilities of others."""
+    kept = UnfinishedSample.kept
+
+    def mixed_up(self: UnfinishedSample) -> KeptTokens:
+        tokens = kept(self)
+        return replace(tokens, topk_logprobs=np.roll(tokens.topk_logprobs, 1, axis=1))
+
+    monkeypatch.setattr(UnfinishedSample, "kept", mixed_up)
+
+
 def test_run_ahead_that_a_resumed_run_continues_is_exactly_on_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -148,16 +159,37 @@ def test_run_ahead_that_a_resumed_run_continues_is_exactly_on_policy(
         assert finding.staleness == 0
         assert finding.worst_logprob < TOLERANCE["torch"]
         assert statements.rewards_match(some)
-    kept = UnfinishedSample.kept
-
-    def mixed_up(self: UnfinishedSample) -> KeptTokens:
-        tokens = kept(self)
-        return replace(tokens, topk_logprobs=np.roll(tokens.topk_logprobs, 1, axis=1))
-
-    monkeypatch.setattr(UnfinishedSample, "kept", mixed_up)
+    mix_up(monkeypatch)
     wrong = play(name, 2 * samples)
     restored = [one for one in wrong.delivered if one.trajectory.id in wrong.restored]
     assert check(name, restored).p_value < ALARM
+
+
+def test_samples_that_move_from_one_generator_to_another_are_exactly_on_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After each version one of two generators leaves, and another one joins.
+
+    Samples that have moved are judged by themselves too: which ones move does not depend on their
+    tokens. If the probabilities that moved tokens were drawn with are mixed up, that is detected.
+    """
+    name, samples = "verify, generators leave", 1440
+    outcome = play(name, samples)
+    moved = [one for one in outcome.delivered if one.trajectory.id in outcome.handed_over]
+    assert len(moved) > samples / 4
+    assert outcome.rejected > samples
+    ids = [one.trajectory.id for one in outcome.delivered]
+    assert len(set(ids)) == len(ids) == samples, "each sample once"
+    for some in (outcome.delivered, moved):
+        finding = check(name, some)
+        assert finding.p_value > ALARM
+        assert finding.staleness == 0
+        assert finding.worst_logprob < TOLERANCE["torch"]
+        assert statements.rewards_match(some)
+    mix_up(monkeypatch)
+    wrong = play(name, samples)
+    moved = [one for one in wrong.delivered if one.trajectory.id in wrong.handed_over]
+    assert check(name, moved).p_value < ALARM
 
 
 @pytest.mark.parametrize("name", ["verify, k = 1", "keep, k = 1", "recompute, k = 1"])

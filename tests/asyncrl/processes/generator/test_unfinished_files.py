@@ -9,6 +9,7 @@ from pathlib import Path
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
 from rollout.trajectory import SampleId
+from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
 from wire.unfinished import Index, read_index, read_sample
 
@@ -124,5 +125,46 @@ def test_a_disk_that_takes_no_file_ends_nothing(tmp_path: Path) -> None:
         harness.engine.feed("train-5.1+1", [5], 0, end="stop")
         await settle()
         assert len(harness.finished()) == 1
+
+    play(scenario)
+
+
+def test_released_samples_are_written_and_forgotten_and_the_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "moved" / "g0.bin"
+
+    async def scenario(harness: GeneratorHarness) -> None:
+        for sample in (SAMPLE, HELD, EMPTY, DUE):
+            await harness.send(tg.Generate(sample, PROMPT, 7))
+        harness.engine.feed("train-5.1", [3], 0)
+        harness.engine.unreported["train-5.1"] = ([4], 0)
+        harness.engine.feed("train-6.0", [5, 6, 7], 0, end="stop")
+        await settle()
+        requests = len(harness.engine.requests)
+        harness.control.inbox.put_nowait(tg.Release(str(path), 2, "s", (SAMPLE, HELD, EMPTY)))
+        await until(lambda: any(isinstance(one, fg.Released) for one in harness.control.sent))
+        (answer,) = [one for one in harness.control.sent if isinstance(one, fg.Released)]
+        assert answer == fg.Released("g0", str(path))
+        assert {one.sample for one in read_index(path).places} == {SAMPLE, HELD}
+        assert not harness.process.samples.held
+        assert [one.sample for one in harness.process.samples.in_generation] == [DUE]
+        await settle()
+        assert len(harness.engine.requests) == requests + 1, "only this one is resumed"
+
+    play(scenario)
+
+
+def test_what_cannot_be_written_is_forgotten_too(tmp_path: Path) -> None:
+    (tmp_path / "not-a-folder").write_text("")
+
+    async def scenario(harness: GeneratorHarness) -> None:
+        await harness.send(tg.Generate(HELD, PROMPT, 7))
+        harness.engine.feed("train-6.0", [5], 0, end="stop")
+        await settle()
+        file = str(tmp_path / "not-a-folder" / "g0.bin")
+        harness.control.inbox.put_nowait(tg.Release(file, 2, "s", (HELD,)))
+        await until(lambda: any(isinstance(one, fg.Released) for one in harness.control.sent))
+        (answer,) = [one for one in harness.control.sent if isinstance(one, fg.Released)]
+        assert answer.reason.startswith("cannot write")
+        assert not harness.process.samples.held
 
     play(scenario)
