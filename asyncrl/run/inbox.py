@@ -48,7 +48,10 @@ _Handlers = dict[type, Callable[[Worker, Any], Awaitable[None]]]
 
 
 class Inbox:
-    """Updates the sender's `Worker` and passes the message on to scheduler and evaluation."""
+    """Updates the sender's `Worker` and passes the message on to scheduler and evaluation.
+
+    Long because there is a method for each message.
+    """
 
     def __init__(
         self,
