@@ -138,6 +138,13 @@ def test_a_superseded_version_keeps_its_verifications(run: Run) -> None:
     assert manifest.policy_version == 2
 
 
+def test_a_version_that_only_a_lost_trainer_had_is_not_waited_for(run: Run) -> None:
+    """The evaluation still wants version 5; the new trainer has published version 0."""
+    run.fleet.install(FAR, 5)
+    manifest = run.arrive()
+    assert run.told(FAR) == [tg.InstallWeights(manifest)]
+
+
 def test_two_requests_that_wait_are_one(run: Run) -> None:
     run.publish(1)
     run.arrive()
