@@ -187,6 +187,9 @@ class Installations:
 
     def failed(self, relay: Worker, message: from_relay.WeightsFailed) -> None:
         """A relay cannot serve or fetch a version. Raises RunFailed as `look`."""
+        trainer = self._trainer
+        if message.superseded and trainer is not None and relay.node == trainer.worker.node:
+            self.check(trainer.worker)  # a newer version is on its way, or the file is gone
         level = logging.INFO if message.superseded else logging.WARNING
         logger.log(level, "%s: %s", relay.name, message.reason)
         self._obey(

@@ -84,6 +84,7 @@ class RelayProcess:
 
     async def _report(self) -> None:
         while True:
+            self._weights.check_threads()
             files = self._files
             await self._control.send(
                 from_relay.RelayReport(

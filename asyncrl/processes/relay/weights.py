@@ -17,9 +17,13 @@ from wire.errors import WeightsSupersededError, WireError
 from wire.keys import HubKeys
 from wire.messages import from_relay, to_relay
 from wire.weights.chain.node import Received, WeightNode
+from wire.weights.chain.receiving import Timing
 from wire.weights.chain.source import WeightSource
 
 logger = logging.getLogger("asyncrl.relay")
+
+_TIMING = Timing(limit_seconds=6 * 3600.0)
+"""However long a version takes, as long as chunks of it come."""
 
 
 class RelayWeights:
@@ -48,7 +52,9 @@ class RelayWeights:
         self._loop = asyncio.get_running_loop()
         self._source = WeightSource(name, address, keys)
         try:
-            self._node = WeightNode(name, address, keys, directory=directory, files_id=files_id)
+            self._node = WeightNode(
+                name, address, keys, directory=directory, files_id=files_id, timing=_TIMING
+            )
         except BaseException:
             self._source.close()
             raise
@@ -62,6 +68,12 @@ class RelayWeights:
     def node_address(self) -> str:
         """Where the weights that this node has received are served."""
         return self._node.address
+
+    def check_threads(self) -> None:
+        """Raise WireError if one of the threads has ended, which is a defect."""
+        for one in (self._source, self._node):
+            if not one.is_serving:
+                raise WireError(f"a thread that serves weights at {one.address} has ended")
 
     @property
     def sent_bytes(self) -> int:

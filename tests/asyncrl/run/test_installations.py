@@ -209,6 +209,17 @@ def test_who_has_lost_a_file_is_replaced(run: Run) -> None:
     assert run.launcher.handles["relay-0"].ended == []
 
 
+def test_a_trainer_whose_file_is_gone_before_anybody_has_read_it_is_replaced(run: Run) -> None:
+    orders = [one for one in run.told("relay-0") if isinstance(one, to_relay.ServeWeights)]
+    relay = run.fleet.relays.get("relay-0")
+    assert relay is not None
+    failed = from_relay.WeightsFailed(orders[-1].attempt, "it was removed", True)
+    run.fleet.installations.failed(relay, failed)
+    assert run.told("relay-0") == [to_relay.CheckWeights(published(0).path)]
+    run.check(published(0).path, exists=False, relay="relay-0")
+    assert run.launcher.handles["trainer"].ended == ["kill"]
+
+
 def test_a_generator_that_cannot_read_what_is_there_is_replaced(run: Run) -> None:
     manifest = run.arrive()
     run.fleet.install(FAR, 0)

@@ -86,6 +86,11 @@ class ServingThread(Generic[V]):
         """Of chunks, so far."""
         return self._outlet.sent_bytes
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether the thread runs: nobody has closed it, and it has not failed."""
+        return self._thread.is_alive() and not self._closing
+
     def _start(self) -> None:
         """The last thing that a constructor does."""
         self._thread.start()
