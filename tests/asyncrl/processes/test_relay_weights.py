@@ -113,7 +113,7 @@ def test_a_thread_that_has_ended_ends_the_relay(tmp_path: Path) -> None:
         source.weights.check_threads()
         node.weights._node._call(lambda: None).result(SECONDS)
         node.weights._node.close()
-        with pytest.raises(WireError, match="thread that serves weights at tcp://.* has ended"):
+        with pytest.raises(WireError, match=r"thread that serves weights at tcp://.* has ended"):
             node.weights.check_threads()
 
     with_relays(tmp_path, scenario)
