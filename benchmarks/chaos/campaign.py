@@ -52,6 +52,8 @@ class Outcome:
     run: str
     about: str = ""
     """The fault, for the table."""
+    wanted: int = 0
+    """Kills that were to be made; 0: as many as `Findings` says."""
     kills: list[Kill] = field(default_factory=list)
     failure: str | None = None
     """Why a kill was not survived; None if all were."""
@@ -99,7 +101,7 @@ def kill_one_after_the_other(
     """
     # Enough steps that the run is still training after the last kill.
     run = make(setup, name, 400 * (len(victims) + 1))
-    outcome = Outcome(name, victims[0].about if len(set(victims)) == 1 else "")
+    outcome = Outcome(name, victims[0].about if len(set(victims)) == 1 else "", len(victims))
     moments = random.Random(seed)
     try:
         run.start()

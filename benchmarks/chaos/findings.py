@@ -58,7 +58,7 @@ class Findings:
         compared = [compare(outcome, self.alone) for outcome in outcomes]
         return {
             "kills": len(kills),
-            "not_recovered": self.wanted * len(outcomes) - len(kills),
+            "not_recovered": sum(one.wanted or self.wanted for one in outcomes) - len(kills),
             "groups_lost": sum(len(outcome.account.lost) for outcome in outcomes),
             "groups_twice": sum(len(outcome.account.twice) for outcome in outcomes),
             "groups_failed": sum(len(outcome.account.failed) for outcome in outcomes),
@@ -86,6 +86,7 @@ class Findings:
     def _raw_of(self, outcome: Outcome) -> dict[str, Any]:
         comparison = compare(outcome, self.alone)
         return {
+            "wanted": outcome.wanted or self.wanted,
             "kills": [dataclasses.asdict(kill) for kill in outcome.kills],
             "failure": outcome.failure,
             "exit_code": outcome.exit_code,
@@ -124,7 +125,7 @@ class Findings:
             starts = max((kill.engine_start_seconds for kill in outcome.kills), default=None)
             table.add_row(
                 outcome.about or name,
-                str(self.wanted),
+                str(outcome.wanted or self.wanted),
                 str(len(outcome.kills)),
                 _seconds(outcome.median()),
                 _seconds(outcome.slowest()),

@@ -32,24 +32,22 @@ core where vLLM is installed.
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.chaos.campaign import Outcome, kill_one_after_the_other
-from benchmarks.chaos.cluster_faults import FAULTS, GENERATORS, restore_nodes
-from benchmarks.chaos.cluster_run import ClusterRun
+from benchmarks.chaos.campaign import kill_one_after_the_other
+from benchmarks.chaos.cluster_faults import FAULTS
 from benchmarks.chaos.findings import Findings
 from benchmarks.chaos.live_run import Setup, carry_out
+from benchmarks.chaos.on_cluster import measure_cluster
 from benchmarks.chaos.victims import CONTROLLER, ENGINE_CORE, GENERATOR, REWARD, TRAINER, VICTIMS
 from benchmarks.machines.namespaces import why_not
-from benchmarks.machines.ray import ray_machines
 from benchmarks.report import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,53 +57,27 @@ SETTINGS = (
     *("trainer.learning_rate=2e-5", "trainer.checkpoint_every=5", "evaluation.prompts=4"),
     *("launcher.max_restarts=1000", "monitoring.live=plain"),
 )
-CLUSTER = {"head": 0, "one": 2, "two": 1, "three": 1}
-"""Cores of each machine: room for three processes and one to spare."""
 PRINTED_WIDTH = 150
 """Characters per line if the output goes to a file."""
 MAX_STEPS_ALONE = 400
 """The run left alone has at most this many steps."""
 
 
-def measure(setup: Setup, victims: Sequence[str], kills: int, seed: int) -> Findings:
+def measure(setup: Setup, victims: Mapping[str, int], wanted: int, seed: int) -> Findings:
     """All runs with kills, then one left alone. Raises ChaosError if that one fails."""
     outcomes = {}
-    for number, name in enumerate(victims):
+    for number, (name, kills) in enumerate(victims.items()):
         victim = VICTIMS[name]
         engine = f"engine.kind={victim.engine}"
         own = Setup(setup.config, setup.folder, (*setup.settings, engine), setup.timeout_seconds)
-        outcomes[name] = kill_one_after_the_other(own, name, [victim] * kills, seed=seed + number)
-        _say(name, outcomes[name], kills)
+        outcome = kill_one_after_the_other(own, name, [victim] * kills, seed=seed + number)
+        outcomes[name] = outcome
+        print(
+            f"{name}: {len(outcome.kills)} of {kills} recovered", outcome.failure or "", flush=True
+        )
     most = max((len(outcome.steps) for outcome in outcomes.values()), default=0)
     alone = carry_out(setup, "left-alone", min(MAX_STEPS_ALONE, max(1, most)))
-    return Findings(kills, outcomes, alone.records())
-
-
-def measure_cluster(setup: Setup, faults: Sequence[str], kills: int, seed: int) -> Findings:
-    """The same on a Ray cluster of machines made of namespaces; the run left alone is local."""
-    outcomes = {}
-    more = (
-        f"launcher.generators={GENERATORS}",
-        "launcher.ray.strategy=spread",
-        "launcher.ray.max_relay_restarts=1000",
-    )
-    of_cluster = Setup(setup.config, setup.folder, (*setup.settings, *more), setup.timeout_seconds)
-    with ray_machines(CLUSTER, setup.folder / "machines") as cluster:
-        make = functools.partial(ClusterRun, cluster=cluster, controller_machine="one")
-        for number, name in enumerate(faults):
-            fault = FAULTS[name]
-            outcomes[name] = kill_one_after_the_other(
-                of_cluster, name, [fault] * kills, seed=seed + number, make=make
-            )
-            restore_nodes(cluster)
-            _say(name, outcomes[name], kills)
-    most = max((len(outcome.steps) for outcome in outcomes.values()), default=0)
-    alone = carry_out(setup, "left-alone", min(MAX_STEPS_ALONE, max(1, most)))
-    return Findings(kills, outcomes, alone.records())
-
-
-def _say(name: str, outcome: Outcome, kills: int) -> None:
-    print(f"{name}: {len(outcome.kills)} of {kills} recovered", outcome.failure or "", flush=True)
+    return Findings(wanted, outcomes, alone.records())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,13 +89,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(options.keep or made)
         folder.mkdir(parents=True, exist_ok=True)
         setup = Setup(CONFIG, folder, SETTINGS)
-        measured = measure_cluster if options.cluster else measure
-        findings = measured(setup, options.types, options.kills, options.seed)
+        if options.cluster:
+            for findings in measure_cluster(setup, options.types, options.kills, options.seed):
+                _write(options.json, findings, load)  # it takes long: what is known is kept
+        else:
+            findings = measure(setup, options.types, options.kills, options.seed)
     console.print(findings.table())
-    if options.json:
-        raw = {"load_before": load, "load_after": os.getloadavg()[0], **findings.raw()}
-        write_json(options.json, "chaos", raw, findings.ratios())
+    _write(options.json, findings, load)
     return 1 if findings.failed else 0
+
+
+def _write(path: str | None, findings: Findings, load: float) -> None:
+    if path:
+        raw = {"load_before": load, "load_after": os.getloadavg()[0], **findings.raw()}
+        write_json(path, "chaos", raw, findings.ratios())
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -146,7 +125,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.kills = options.kills or (20 if options.quick else 60)
     known: Collection[str] = FAULTS if options.cluster else VICTIMS
     types = list(FAULTS) if options.cluster else _types(quick=options.quick)
-    options.types = options.types.split(",") if options.types else types
+    asked = options.types.split(",") if options.types else types
+    pairs = [one.partition(":")[::2] for one in asked]
+    options.types = {name: int(number or options.kills) for name, number in pairs}
     unknown = [name for name in options.types if name not in known]
     if unknown:
         parser.error(f"no type {unknown[0]!r}; the types are {', '.join(known)}")

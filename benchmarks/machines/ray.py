@@ -88,6 +88,13 @@ class RayMachines:
                 self.start(name)
         self.wait_for(self.machines)
 
+    def begin_anew(self) -> None:
+        """Switch all machines off and on again, and start Ray on them."""
+        for machine in self.machines.values():
+            machine.power_off()
+            machine.power_on()
+        self.start_all()
+
     def wait_for(self, names: Sequence[str] | Mapping[str, Machine]) -> None:
         """Wait until each of these machines is a node of the cluster."""
         for name in names:
