@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -212,6 +212,10 @@ class Hub(Generic[In]):
                     continue
                 return peer, message
             await self._receive_frame()
+
+    def put_back(self, messages: Sequence[tuple[str, In]]) -> None:
+        """Messages that were received and are for somebody else: `receive` gives them again."""
+        self._ready.extendleft(reversed(messages))
 
     async def attend(self) -> None:
         """Receive until cancelled, while nobody calls `receive`; what comes waits for it.

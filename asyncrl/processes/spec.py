@@ -51,6 +51,8 @@ class ChildSpec(msgspec.Struct, frozen=True):
     """False if it replaces a process that died."""
     shares_run_directory: bool = True
     """Whether `run_directory` is the folder that the controller sees."""
+    home_directory: str = ""
+    """The run's folder as the controller names it; empty: `run_directory`."""
     run_id: str = ""
     """In the names of the run's files in memory, so that no two runs share any
     (`asyncrl.processes.shared_memory`)."""
@@ -68,6 +70,13 @@ class ChildSpec(msgspec.Struct, frozen=True):
     def generator(self) -> int:
         """Number of a generator, which its replacements have too."""
         return int(self.name.removeprefix("generator-").split(".")[0])
+
+    def here(self, path: str) -> Path:
+        """Where a file is on this node whose path on its own node the controller names."""
+        home = self.home_directory
+        if home and path.startswith(f"{home}/"):
+            return Path(self.run_directory) / path.removeprefix(f"{home}/")
+        return Path(path)
 
     def config(self) -> RunConfig:
         """The run's resolved configuration."""

@@ -92,7 +92,7 @@ class Controller:
         self._evaluation = FleetEvaluation(
             config.evaluation, requests, fleet=fleet, waiter=self._waiter
         )
-        self._moves = Moves(config, directory.path, requests, progress.say)
+        self._moves = Moves(config, directory.path, requests, progress.say, fleet.files)
         self._training = Training(
             config,
             requests,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from msgspec import Struct
 
-from asyncrl.errors import RunFailed
+from asyncrl.errors import RunFailed, WaitTimeout
 from asyncrl.launch.config import LauncherConfig
 from asyncrl.processes.spec import Role
 from asyncrl.run.relays import Relays
@@ -69,6 +69,19 @@ def wait_for_end(workers: Sequence[Worker], limits: LauncherConfig) -> dict[str,
             break
         time.sleep(_POLL_SECONDS)
     return killed
+
+
+def raise_if_late(killed: Mapping[str, float], left: str) -> None:
+    """Raise WaitTimeout if processes had to be killed, or files were left on other nodes."""
+    said = [left] if left else []
+    if killed:
+        said.insert(
+            0,
+            f"{', '.join(killed)} did not end within {max(killed.values()):.0f} s and were "
+            "killed; see launcher.stop_seconds and launcher.checkpoint_seconds",
+        )
+    if said:
+        raise WaitTimeout(". ".join(said))
 
 
 @asynccontextmanager

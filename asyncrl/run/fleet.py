@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from asyncrl.errors import WaitTimeout
 from asyncrl.launch.config import LauncherConfig
 from asyncrl.launch.interface import Launcher
 from asyncrl.processes.spec import ChildSpec, Role, keys_of
-from asyncrl.run.ending import attended, end_all
+from asyncrl.run.ending import attended, end_all, raise_if_late
 from asyncrl.run.installations import Installations
+from asyncrl.run.node_files import NodeFiles
 from asyncrl.run.relays import Relays
 from asyncrl.run.worker import Worker, cause_of_death, what_starts
 from wire import Hub, RunKey
@@ -57,6 +58,8 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
         self.relays = Relays(config, launcher, trainer_spec, run_key)
         self.installations = Installations(self.relays, run_key, hub.send_soon, self.cut_off)
+        run = Path(trainer_spec.run_directory)
+        self.files = NodeFiles(self.relays, run_key, hub.send_soon, run)
         self._trainer = ""
         self.lineage = 0
         """How many trainers the run had before the present one."""
@@ -302,13 +305,11 @@ class Fleet:
         The relays end last: the others may speak through them.
 
         Raises:
-            WaitTimeout: some did not end in time and were killed.
+            WaitTimeout: some did not end in time and were killed, or files were not copied in time.
         """
         async with attended(self._hub, self.relays, lambda: self._ending, self.alive):
             killed = await end_all(self.alive, self._hub, self._config, told=self._ending)
+        seconds = 0.0 if self._ending else self._config.stop_seconds
+        left = await self.files.finish(self._hub, seconds)
         killed |= await end_all(self.relays.alive, self._hub, self._config, told=self._ending)
-        if killed:
-            raise WaitTimeout(
-                f"{', '.join(killed)} did not end within {max(killed.values()):.0f} s and were "
-                "killed; see launcher.stop_seconds and launcher.checkpoint_seconds"
-            )
+        raise_if_late(killed, left)

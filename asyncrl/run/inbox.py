@@ -113,6 +113,8 @@ class Inbox:
             from_relay.WeightsFailed: self._weights_failed,
             from_relay.WeightsChecked: self._weights_checked,
             from_relay.RelayReport: self._relay_report,
+            from_relay.FileHere: self._file_answered,
+            from_relay.FileMissing: self._file_answered,
             from_relay.Failure: self._failure,
             from_relay.Goodbye: self._goodbye,
         }
@@ -296,6 +298,11 @@ class Inbox:
 
     async def _weights_checked(self, worker: Worker, message: from_relay.WeightsChecked) -> None:
         self._fleet.installations.checked(worker, message)
+
+    async def _file_answered(
+        self, _worker: Worker, message: from_relay.FileHere | from_relay.FileMissing
+    ) -> None:
+        self._fleet.files.answered(message)
 
     async def _relay_report(self, worker: Worker, message: from_relay.RelayReport) -> None:
         logger.debug("%s has sent %d bytes of weights", worker.name, message.sent_bytes)

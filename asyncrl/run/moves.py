@@ -67,7 +67,7 @@ class Moves:
         say: Callable[[str], None],
         sharing: FileSharing | None = None,
     ) -> None:
-        self._folder = path.absolute() / _FOLDER
+        self._folder = path.resolve() / _FOLDER
         self._requests = requests
         self._say = say
         self._sharing = sharing or SharedFolder()

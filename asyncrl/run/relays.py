@@ -65,6 +65,10 @@ class Relays:
         workers = self._of_nodes.get(node)
         return workers[-1] if workers and not workers[-1].is_gone else None
 
+    def names_on(self, node: str) -> list[str]:
+        """Of all relays that a node ever had."""
+        return [worker.name for worker in self._of_nodes.get(node, ())]
+
     def by_node(self) -> dict[str, Worker]:
         """The relay of each node that has a ready one."""
         found = {node: workers[-1] for node, workers in self._of_nodes.items()}

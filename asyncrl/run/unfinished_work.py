@@ -46,7 +46,7 @@ class UnfinishedWork:
         say: Callable[[str], None],
     ) -> None:
         self._scheduler = config.scheduler
-        self._path = path.absolute()
+        self._path = path.resolve()
         self._fleet = fleet
         self._requests = requests
         self._say = say
@@ -97,6 +97,9 @@ class UnfinishedWork:
                 continue
             self._requests.add_unfinished(str(file), index.places)
             restored += len(index.places)
+        paths = [file.relative_to(self._path).as_posix() for file in files]
+        for reason in await self._fleet.files.bring_to_all(paths):
+            self._say(f"{reason}; its samples are generated again")
         if restored:
             self._say(f"unfinished samples to continue: {restored}, from {file.parent}")
 

@@ -65,6 +65,7 @@ class Watchdog:
         for sentence in self._fleet.start_relays():
             self._progress.say(sentence)
         self._fleet.look_after_weights()
+        self._fleet.files.update(self._fleet.everyone())
         return bool(deaths)
 
     def _no_generator_starts(self) -> bool:

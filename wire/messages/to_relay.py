@@ -75,11 +75,12 @@ class FetchFile(Message, frozen=True):
     """Who may have it, the most likely first."""
 
 
+class RemoveFiles(Message, frozen=True):
+    """The run has ended, and its folder has copies of all files of this node: remove them here."""
+
+
 class Shutdown(Message, frozen=True):
     """End the process; answer with `Goodbye`."""
-
-    remove_files: bool = False
-    """The run's folder has copies of all files of this node: remove them here."""
 
 
 ToRelay = (
@@ -90,5 +91,6 @@ ToRelay = (
     | PullFiles
     | FinishPull
     | FetchFile
+    | RemoveFiles
     | Shutdown
 )

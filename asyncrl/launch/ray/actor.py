@@ -118,6 +118,7 @@ class ProcessActor:
         """
         asked = json.loads(order)
         spec: dict[str, Any] = asked["spec"]
+        spec["home_directory"] = spec["run_directory"]
         if not asked["shares_run_directory"]:
             spec["run_directory"] = str(Path(tempfile.gettempdir()) / f"asyncrl-{asked['run_id']}")
         run = Path(spec["run_directory"])

@@ -118,7 +118,6 @@ class RayLauncher:
         self._orders: queue.SimpleQueue[messages.ToBroker | None] = queue.SimpleQueue()
         self._lost: AsyncrlError | None = None
         self._on_lost: Callable[[AsyncrlError], None] | None = None
-        self._noted: set[str] = set()
         for work in (self._read, self._write):
             threading.Thread(target=work, name="ray-launcher", daemon=True).start()
 
@@ -236,7 +235,6 @@ class RayLauncher:
                 if message.node is not None:
                     self._machines.note(message.node)
                 self._processes[message.name].update(message)
-                self._note_log(message)
             elif isinstance(message, messages.HeadLost):
                 self._lose(message.reason)
         cause = f"the process that speaks to Ray ended: {self._broker.last_words()}"
@@ -249,15 +247,6 @@ class RayLauncher:
             self._lost = AsyncrlError(reason)
             if self._on_lost is not None:
                 self._on_lost(self._lost)
-
-    def _note_log(self, status: messages.Status) -> None:
-        """Where a log is not in the run's folder, say there where it is."""
-        here = self._run / "logs" / f"{status.name}.log"
-        if status.log and Path(status.log) != here and status.name not in self._noted:
-            self._noted.add(status.name)
-            with contextlib.suppress(OSError):
-                place = "" if status.node is None else status.node.ip
-                here.write_text(f"on node {place}: {status.log}\n", encoding="utf-8")
 
     async def close(self) -> None:
         """End the broker and what it started; waits, but not for ever."""

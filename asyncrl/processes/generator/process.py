@@ -24,7 +24,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from asyncrl.processes.generator.activity import GeneratorState
 from asyncrl.processes.generator.background import BackgroundTasks
@@ -64,6 +65,7 @@ class GeneratorProcess:
         deadline_seconds: see `deadlines`.
         kv_limit: see `preemption`.
         stops_on_wrong_policy: see `weight_installs`.
+        here: see `unfinished_files`.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class GeneratorProcess:
         deadline_seconds: float | None = None,
         kv_limit: float = 1.0,
         stops_on_wrong_policy: bool = True,
+        here: Callable[[str], Path] = Path,
     ) -> None:
         metrics = records.metrics
         self._engine = engine
@@ -103,7 +106,9 @@ class GeneratorProcess:
             stops_on_wrong_policy=stops_on_wrong_policy,
         )
         self._rescoring = Rescoring(engine, generator.sampling, controller)
-        self._unfinished = UnfinishedFiles(self._installs, self._tasks, controller, self._discard)
+        self._unfinished = UnfinishedFiles(
+            self._installs, self._tasks, controller, self._discard, here
+        )
         self._paused_at: float | None = None
 
     async def run(self, *, metrics_port: int | None) -> None:

@@ -105,6 +105,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
             deadline_seconds=config.scheduler.sample_deadline_seconds,
             kv_limit=config.scheduler.runahead_kv_limit,
             stops_on_wrong_policy=config.run.on_wrong_policy == "stop",
+            here=spec.here,
         )
         with without_collecting_the_start():
             await process.run(metrics_port=child.metrics_port)

@@ -31,6 +31,7 @@ class UnfinishedFiles:
         tasks: write in the background.
         controller: is told when samples are released.
         forget: drops samples, finished or not.
+        here: where a file is on this node that the controller names (`ChildSpec.here`).
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class UnfinishedFiles:
         tasks: BackgroundTasks,
         controller: ControllerLine,
         forget: Callable[[Sequence[SampleId]], None],
+        here: Callable[[str], Path] = Path,
     ) -> None:
+        self._here = here
         self._installs = installs
         self._tasks = tasks
         self._controller = controller
@@ -62,7 +65,7 @@ class UnfinishedFiles:
         self._writing = self._tasks.start(self._save(command, found))
 
     async def _save(self, command: to_generator.SaveUnfinished, found: list[_Found]) -> None:
-        await _write(command, found)
+        await self._write(command, found)
 
     async def release(self, command: to_generator.Release) -> None:
         """Copy the tokens of these samples and forget the samples now; write and say so later."""
@@ -80,7 +83,7 @@ class UnfinishedFiles:
         self, command: to_generator.Release, found: list[_Found], reason: str
     ) -> None:
         if not reason:
-            reason = await _write(command, found)
+            reason = await self._write(command, found)
         await self._controller.send(
             from_generator.Released(self._controller.generator, command.file, reason)
         )
@@ -92,7 +95,7 @@ class UnfinishedFiles:
         try:
             return await asyncio.to_thread(
                 read_sample,
-                Path(command.unfinished.file),
+                self._here(command.unfinished.file),
                 command.unfinished.place,
                 prompt_id=command.prompt.prompt_id,
             )
@@ -100,16 +103,15 @@ class UnfinishedFiles:
             logger.warning("sample %s is generated again: %s", command.sample, error)
             return None
 
-
-async def _write(
-    command: to_generator.SaveUnfinished | to_generator.Release, found: Sequence[_Found]
-) -> str:
-    """Write the file of a command; why not, if it cannot be written."""
-    samples = [UnfinishedSample.of(*one) for one in found]
-    path, version = Path(command.file), command.policy_version
-    try:
-        await asyncio.to_thread(write_unfinished, path, version, command.settings, samples)
-    except OSError as error:
-        logger.warning("cannot write %s: %s", path, error.strerror)
-        return f"cannot write {path}: {error.strerror}"
-    return ""
+    async def _write(
+        self, command: to_generator.SaveUnfinished | to_generator.Release, found: Sequence[_Found]
+    ) -> str:
+        """Write the file of a command; why not, if it cannot be written."""
+        samples = [UnfinishedSample.of(*one) for one in found]
+        path, version = self._here(command.file), command.policy_version
+        try:
+            await asyncio.to_thread(write_unfinished, path, version, command.settings, samples)
+        except OSError as error:
+            logger.warning("cannot write %s: %s", path, error.strerror)
+            return f"cannot write {path}: {error.strerror}"
+        return ""

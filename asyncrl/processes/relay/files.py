@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Coroutine
@@ -21,7 +22,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.processes.relay.file_client import FileClient, FileUnavailable
-from asyncrl.processes.relay.file_rules import PathRefused
+from asyncrl.processes.relay.file_rules import PathRefused, open_below
 from asyncrl.processes.relay.file_server import FileServer
 from asyncrl.processes.relay.mirror import Mirror
 from asyncrl.processes.relay.pull import BYTES_PER_SECOND, Pace, Puller, fetch_whole
@@ -104,6 +105,10 @@ class RelayFiles:
                 continue
             finally:
                 client.close()
+            self._say(from_relay.FileHere(order.attempt, order.path))
+            return
+        with contextlib.suppress(OSError, PathRefused):
+            os.close(open_below(self._root, order.path))  # it was copied here before
             self._say(from_relay.FileHere(order.attempt, order.path))
             return
         self._say(from_relay.FileMissing(order.attempt, order.path, "; ".join(reasons)))

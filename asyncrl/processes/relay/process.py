@@ -77,9 +77,9 @@ class RelayProcess:
                     self._files.finish(order)
                 case to_relay.FetchFile() as order:
                     self._files.fetch(order)
-                case to_relay.Shutdown() as order:
-                    if order.remove_files:
-                        self._files.remove()
+                case to_relay.RemoveFiles():
+                    self._files.remove()
+                case to_relay.Shutdown():
                     return
 
     async def _report(self) -> None:

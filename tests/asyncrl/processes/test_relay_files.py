@@ -190,6 +190,9 @@ def test_a_named_file_is_fetched_from_whoever_has_it(tmp_path: Path) -> None:
         relays.other.fetch(to_relay.FetchFile(7, path, (nobody, home)))
         assert await relays.hear(from_relay.FileHere) == from_relay.FileHere(7, path)
         assert (relays.node / path).read_bytes() == b"tokens" * 300_000
+        (relays.run / path).unlink()
+        relays.other.fetch(to_relay.FetchFile(7, path, (home,)))
+        await until(lambda: relays.said[1:] == [from_relay.FileHere(7, path)])  # it has it already
         relays.other.fetch(to_relay.FetchFile(8, "unfinished/leaving/none.bin", (home,)))
         missing = await relays.hear(from_relay.FileMissing)
         assert missing.reason == "relay-0 has no unfinished/leaving/none.bin"
