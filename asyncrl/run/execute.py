@@ -109,7 +109,6 @@ def execute(
         if exporter is not None:
             path, host = targets_file(directory.path), config.monitoring.host
             targets = Targets(path, config.run.name, host=host, port=exporter.port)
-            closing.callback(targets.remove)
         wants_report = True
         try:
             key = RunKey.new() if run_key is None else run_key
@@ -158,7 +157,7 @@ async def _run(
             runtime = RuntimeDirectory()
         except AddressTooLong as error:
             raise UserError(str(error)) from error
-        closing.callback(_clean_up, runtime)
+        closing.callback(_clean_up, runtime, targets)
         records = ProcessRecords(directory.path)
         launching = await open_launcher(
             prepared,
@@ -196,7 +195,7 @@ async def _run(
         interrupts = Interrupts(
             controller,
             kill=partial(_kill, fleet, records),
-            clean_up=partial(_clean_up, runtime),
+            clean_up=partial(_clean_up, runtime, targets),
             say=progress.say,
         )
         closing.enter_context(interrupts.handled())
@@ -223,7 +222,7 @@ async def _run(
                 console.print(str(error), style="yellow", soft_wrap=True)
             _end_escaped(records, console)
             unsaved = await controller.unsaved()
-            _clean_up(runtime)
+            _clean_up(runtime, targets)
             state.ended = "failed" if unsaved and ended == "done" else ended
             directory.write_state()
     result = progress.result(before, after, total_seconds=time.monotonic() - began)
@@ -245,9 +244,14 @@ def _kill(fleet: Fleet, records: ProcessRecords) -> None:
     records.kill_all()
 
 
-def _clean_up(runtime: RuntimeDirectory) -> None:
-    """Remove the run's sockets and files in shared memory; its processes have ended."""
+def _clean_up(runtime: RuntimeDirectory, targets: Targets | None) -> None:
+    """Remove what is left of the run's processes, which have ended.
+
+    Their sockets, their files in shared memory, and what Prometheus is told of them.
+    """
     runtime.close()
+    if targets is not None:
+        targets.remove()
     remove_stale_files()
 
 

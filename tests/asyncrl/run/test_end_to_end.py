@@ -278,6 +278,7 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_nothing_but_a_run_to_resume(
     assert not Path(state["control_address"].removeprefix("ipc://")).parent.exists()
     left = Path("/dev/shm").glob(f"asyncrl-your-own-{terminal.process.pid}-*")  # noqa: S108
     assert not list(left)
+    assert not targets_file(command_line.folder).exists()
     ended = read_state(command_line.folder)
     assert ended is not None
     assert ended.ended == "stopped"
