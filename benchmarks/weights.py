@@ -16,7 +16,8 @@ The same for a real vLLM (`benchmarks.weights_remote`), in float32: `vllm_instal
 `vllm_before_pause_vs_memcpy` and `vllm_stage_vs_memcpy`. `--engine` chooses one of the engines;
 `--engine sglang` measures a real SGLang, which has no way before.
 
-Weights between nodes are measured by `benchmarks.weights_chain`; `--part` chooses one of the two.
+Weights between nodes are measured by `benchmarks.weights_chain`, broadcasts by
+`benchmarks.weights_broadcast`; `--part` chooses one of the three.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import weights_chain
+from benchmarks import weights_broadcast, weights_chain
 from benchmarks.report import write_json
 from benchmarks.weights_remote import measure_remote
 from engine.protocol import GenerateRequest, SamplingParams
@@ -304,12 +305,12 @@ def main() -> None:
     parser.add_argument(
         "--engine", choices=("torch", "vllm", "sglang"), help="only this one; default: torch, vllm"
     )
-    parser.add_argument("--part", choices=("engines", "chain"), help="only this one")
+    parser.add_argument("--part", choices=("engines", "chain", "broadcast"), help="only this one")
     arguments = parser.parse_args()
     repeats = 7 if arguments.quick else 25
     raw: dict[str, Any] = {}
     ratios: dict[str, float] = {}
-    if arguments.part != "engines" and arguments.engine is None:
+    if arguments.part in (None, "chain") and arguments.engine is None:
         raw["chain"] = weights_chain.measure(
             weights_chain.NBYTES,
             3 if arguments.quick else 9,
@@ -318,7 +319,14 @@ def main() -> None:
         )
         ratios |= weights_chain.ratios_of(raw["chain"])
         weights_chain.print_table(raw["chain"], ratios)
-    if arguments.part != "chain":
+    if arguments.part in (None, "broadcast") and arguments.engine is None:
+        raw["broadcast"] = weights_broadcast.measure(
+            weights_chain.NBYTES, 5 if arguments.quick else 15
+        )
+        of_broadcasts = weights_broadcast.ratios_of(raw["broadcast"])
+        ratios |= of_broadcasts
+        weights_broadcast.print_table(raw["broadcast"], of_broadcasts)
+    if arguments.part in (None, "engines"):
         _measure_engines(arguments.engine, repeats, raw, ratios)
     if arguments.json:
         write_json(arguments.json, "weights", raw, ratios)

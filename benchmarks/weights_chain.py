@@ -38,13 +38,14 @@ _GIGABITS = (10, 25, 100)
 _NODES = 16
 
 
-def _versions(nbytes: int) -> list[tuple[str, torch.Tensor]]:
+def versions(nbytes: int) -> list[tuple[str, torch.Tensor]]:
     """A tensor of noise, and what makes a next version of it."""
     noise = np.random.default_rng(0).integers(0, 1 << 15, nbytes // 2, dtype=np.int16)
     return [("weights", torch.from_numpy(noise).view(torch.bfloat16))]
 
 
-def _memcpy(nbytes: int, repeats: int) -> float:
+def memcpy_seconds(nbytes: int, repeats: int) -> float:
+    """Of one copy in memory; median."""
     source, target = (np.ones(nbytes, np.uint8) for _ in range(2))
     seconds = []
     for _ in range(repeats):
@@ -56,7 +57,7 @@ def _memcpy(nbytes: int, repeats: int) -> float:
 
 class _Measurement:
     def __init__(self, nbytes: int, repeats: int) -> None:
-        self._tensors = _versions(nbytes)
+        self._tensors = versions(nbytes)
         self._repeats = repeats
         self._publisher = WeightPublisher(SHARED_MEMORY, f"bench-chain-{id(self)}")
         self._version = 0
@@ -117,7 +118,7 @@ def measure(
     pace = PACE * nbytes / NBYTES
     raw: dict[str, Any] = {
         "nbytes": nbytes,
-        "memcpy_seconds": _memcpy(nbytes, 5),
+        "memcpy_seconds": memcpy_seconds(nbytes, 5),
         "paced_bytes_per_second": pace,
     }
     try:
