@@ -12,6 +12,10 @@ is told to rewind, or when the trainer is lost: then whoever asked asks again.
 
 A generator that could not read a file of its node's relay (the relay was killed, or had put a newer
 version in its place) reports its old version. That is no answer: the request waits again.
+
+Weights that the trainer broadcasts are told of at once, on every node, and no relay fetches them. A
+generator that did not receive them and has no file to read reports its old version, too: only then
+relays fetch the version, and the request waits for that.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from asyncrl.errors import RunFailed
 from asyncrl.processes.spec import weights_hub
@@ -74,7 +79,10 @@ class _Trainer:
     """The weights that can be installed now."""
 
     worker: Worker
+    offered: WeightManifest
+    """As it was published."""
     weights: WeightManifest
+    """Its file alone, without a broadcast."""
     lineage: int
 
 
@@ -122,7 +130,7 @@ class Installations:
         if trainer is None:
             return
         if not self.relays.are_used or worker.node == trainer.worker.node:
-            message = InstallWeights(trainer.weights, rebuild_kv, trainer.lineage, verify)
+            message = InstallWeights(trainer.offered, rebuild_kv, trainer.lineage, verify)
             self.send(worker.name, message)
             return
         before = self._requests.get(worker.name)
@@ -133,7 +141,8 @@ class Installations:
         version = min(version, trainer.weights.policy_version)
         request = _Request(worker, version, trainer.lineage, rebuild_kv, verify)
         self._requests[worker.name] = request
-        self._carry_out(request)
+        if not self._offer(request):
+            self._carry_out(request)
 
     def drop(self, generator: str) -> None:
         """A generator is lost, or answers for all requests otherwise."""
@@ -145,7 +154,16 @@ class Installations:
         if request is None or request.told is None or version >= request.told.policy_version:
             self._requests.pop(worker.name, None)
             return True
-        logger.info("%s could not install %s", worker.name, request.told.path)
+        if request.told.broadcast is None:
+            logger.info("%s could not install %s", worker.name, request.told.path)
+        elif self._offer(request):  # a newer one has taken its place
+            return False
+        else:
+            logger.warning(
+                "version %d did not reach %s by broadcast: relays fetch it",
+                request.told.policy_version,
+                worker.name,
+            )
         self._ask_for(request, request.told)
         request.told = None
         request.missed = True
@@ -162,16 +180,23 @@ class Installations:
         Raises:
             RunFailed: a node cannot get the weights.
         """
-        weights = None if worker.is_gone else worker.weights
+        offered = None if worker.is_gone else worker.weights
+        weights = None if offered is None else replace(offered, broadcast=None)
         if self._trainer is not None and (weights is None or lineage != self._trainer.lineage):
             self._requests.clear()
-        self._trainer = None if weights is None else _Trainer(worker, weights, lineage)
+        self._trainer = (
+            None
+            if offered is None or weights is None
+            else _Trainer(worker, offered, weights, lineage)
+        )
         if not self.relays.are_used:
             return
-        self._obey(self._note_trainer(weights, worker.node))
+        needed = self._files_are_needed()
+        if needed:
+            self._obey(self._note_trainer(weights, worker.node))
         self._obey(self._note_relays())
         now = time.monotonic()
-        if now - self._looked >= _AGAIN_SECONDS:
+        if needed and now - self._looked >= _AGAIN_SECONDS:
             self._looked = now
             self._obey(self._routes.again())
         self._carry_out_all()
@@ -268,6 +293,23 @@ class Installations:
                         f"{reason}"
                     )
 
+    def _files_are_needed(self) -> bool:
+        """Whether relays must fetch the newest version, or forget those of a lost trainer."""
+        trainer = self._trainer
+        if trainer is None or trainer.offered.broadcast is None:
+            return True
+        return any(one.told is None for one in self._requests.values())
+
+    def _offer(self, request: _Request) -> bool:
+        """Tell the generator of the newest version, if it is broadcast and was not told before."""
+        trainer, told = self._trainer, request.told
+        if trainer is None or trainer.offered.broadcast is None:
+            return False
+        if told is not None and told.policy_version >= trainer.offered.policy_version:
+            return False
+        self._tell(request, trainer.offered)
+        return True
+
     def _carry_out_all(self) -> None:
         for request in self._requests.values():
             if request.told is None:
@@ -283,10 +325,13 @@ class Installations:
             here = trainer.weights  # everybody has to take part now; the file is for who misses it
         if here is None or here.policy_version < request.version:
             return
-        request.told = here
+        self._tell(request, here)
+
+    def _tell(self, request: _Request, weights: WeightManifest) -> None:
+        request.told = weights
         self.send(
             request.worker.name,
-            InstallWeights(here, request.rebuild_kv, request.lineage, request.verify),
+            InstallWeights(weights, request.rebuild_kv, request.lineage, request.verify),
         )
 
     def _ask_for(self, request: _Request, told: WeightManifest) -> None:

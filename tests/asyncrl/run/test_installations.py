@@ -49,7 +49,10 @@ class Run:
         self.fleet.look_after_weights()
 
     def publish(self, version: int, trainer: str = "trainer") -> None:
-        self.fleet.trainer.weights = published(version, trainer)
+        self.offer(published(version, trainer))
+
+    def offer(self, weights: WeightManifest) -> None:
+        self.fleet.trainer.weights = weights
         self.fleet.look_after_weights()
 
     def told(self, name: str) -> list[Any]:
@@ -192,6 +195,43 @@ def test_what_could_not_be_read_is_no_answer_and_is_told_again(run: Run) -> None
     assert run.told(FAR) == [tg.InstallWeights(new, False, 0, verify(1))]
     assert run.installed(1)
     assert run.installed(1), "a repeated answer is the scheduler's"
+
+
+def test_a_broadcast_is_told_of_at_once_and_fetched_only_if_it_did_not_arrive(run: Run) -> None:
+    run.arrive()
+    offered = replace(published(1), broadcast=BroadcastPlace("a", 1, "s"))
+    run.offer(offered)
+    run.told("relay-0")
+    for name in (NEAR, FAR):
+        run.fleet.install(name, 1, rebuild_kv=True, verify=verify(1))
+        assert run.told(name) == [tg.InstallWeights(offered, True, 0, verify(1))]
+    run.fleet.look_after_weights()
+    assert run.told("relay-0") == run.told("relay-1") == []
+    assert run.installed(1)
+
+    newer = replace(published(2), broadcast=offered.broadcast)
+    run.offer(newer)
+    run.fleet.install(FAR, 2, verify=verify(2))
+    assert not run.installed(1)
+    assert len(run.told(FAR)) == 1
+    run.fleet.look_after_weights()
+    assert run.told("relay-0")[-1].manifest == published(2)
+    manifest = run.arrive()
+    assert manifest.broadcast is None
+    assert run.told(FAR) == [tg.InstallWeights(manifest, False, 0, verify(2))]
+    assert run.installed(2)
+
+
+def test_a_generator_that_missed_a_broadcast_is_told_of_a_newer_one(run: Run) -> None:
+    run.arrive()
+    place = BroadcastPlace("a", 1, "s")
+    older, newer = (replace(published(version), broadcast=place) for version in (1, 2))
+    run.offer(older)
+    run.fleet.install(FAR, 1, verify=verify(1))
+    run.offer(newer)
+    assert not run.installed(0)
+    assert run.told(FAR) == [tg.InstallWeights(one, False, 0, verify(1)) for one in (older, newer)]
+    assert run.installed(2)
 
 
 def test_who_has_lost_a_file_is_replaced(run: Run) -> None:
