@@ -133,6 +133,7 @@ def test_a_killed_controller_and_a_dead_head_leave_nothing(
     killed.kill()
     killed.communicate(timeout=30)
     ends_with_nothing_left(command_line)
+    settings |= {"launcher__weights": "broadcast", "launcher__trusted_network": True}
     process = command_line.start("--resume", **settings)
     before = command_line.steps()
     until(lambda: command_line.steps() > before, seconds=PATIENCE, what="another step")
@@ -142,3 +143,5 @@ def test_a_killed_controller_and_a_dead_head_leave_nothing(
     assert "has not answered for" in " ".join(output.split())
     ends_with_nothing_left(command_line)
     assert list((command_line.folder / "checkpoints").glob("step-*")), "it can be resumed"
+    log = (command_line.folder / "logs" / "trainer.log").read_text()
+    assert re.search(r"broadcast to 1 engine processes in [\d.]+ s: whole", log)
