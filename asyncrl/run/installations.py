@@ -81,9 +81,17 @@ class _Trainer:
     worker: Worker
     offered: WeightManifest
     """As it was published."""
-    weights: WeightManifest
-    """Its file alone, without a broadcast."""
     lineage: int
+
+    @property
+    def weights(self) -> WeightManifest:
+        """Its file alone, without a broadcast."""
+        return replace(self.offered, broadcast=None)
+
+    def broadcasts_newer_than(self, told: WeightManifest | None) -> bool:
+        """Whether a generator that was told of this may receive a newer version."""
+        is_newer = told is None or told.policy_version < self.offered.policy_version
+        return self.offered.broadcast is not None and is_newer
 
 
 @dataclass(slots=True)
@@ -141,7 +149,9 @@ class Installations:
         version = min(version, trainer.weights.policy_version)
         request = _Request(worker, version, trainer.lineage, rebuild_kv, verify)
         self._requests[worker.name] = request
-        if not self._offer(request):
+        if trainer.broadcasts_newer_than(None):
+            self._tell(request, trainer.offered)
+        else:
             self._carry_out(request)
 
     def drop(self, generator: str) -> None:
@@ -156,7 +166,8 @@ class Installations:
             return True
         if request.told.broadcast is None:
             logger.info("%s could not install %s", worker.name, request.told.path)
-        elif self._offer(request):  # a newer one has taken its place
+        elif self._trainer is not None and self._trainer.broadcasts_newer_than(request.told):
+            self._tell(request, self._trainer.offered)
             return False
         else:
             logger.warning(
@@ -181,18 +192,16 @@ class Installations:
             RunFailed: a node cannot get the weights.
         """
         offered = None if worker.is_gone else worker.weights
-        weights = None if offered is None else replace(offered, broadcast=None)
-        if self._trainer is not None and (weights is None or lineage != self._trainer.lineage):
+        if self._trainer is not None and (offered is None or lineage != self._trainer.lineage):
             self._requests.clear()
-        self._trainer = (
-            None
-            if offered is None or weights is None
-            else _Trainer(worker, offered, weights, lineage)
-        )
+        trainer = self._trainer = None if offered is None else _Trainer(worker, offered, lineage)
         if not self.relays.are_used:
             return
-        needed = self._files_are_needed()
+        # Relays fetch what is broadcast only for those whom it did not reach.
+        waits = any(one.told is None for one in self._requests.values())
+        needed = trainer is None or trainer.offered.broadcast is None or waits
         if needed:
+            weights = None if trainer is None else trainer.weights
             self._obey(self._note_trainer(weights, worker.node))
         self._obey(self._note_relays())
         now = time.monotonic()
@@ -292,23 +301,6 @@ class Installations:
                         f"weights do not reach a node of the run, after {2 * MAX_TRIES} tries: "
                         f"{reason}"
                     )
-
-    def _files_are_needed(self) -> bool:
-        """Whether relays must fetch the newest version, or forget those of a lost trainer."""
-        trainer = self._trainer
-        if trainer is None or trainer.offered.broadcast is None:
-            return True
-        return any(one.told is None for one in self._requests.values())
-
-    def _offer(self, request: _Request) -> bool:
-        """Tell the generator of the newest version, if it is broadcast and was not told before."""
-        trainer, told = self._trainer, request.told
-        if trainer is None or trainer.offered.broadcast is None:
-            return False
-        if told is not None and told.policy_version >= trainer.offered.policy_version:
-            return False
-        self._tell(request, trainer.offered)
-        return True
 
     def _carry_out_all(self) -> None:
         for request in self._requests.values():
