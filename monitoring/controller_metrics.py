@@ -25,6 +25,8 @@ from wire.wrong_policy import Cause
 
 # ruff: noqa: RUF009 - the calls below make dataclass fields; ruff cannot see that through a helper
 
+GENERATOR_STATES = ("starting", "ready", "leaving", "left", "lost")
+"""`left`: it left because the run was told to have fewer."""
 _STEPS = 51
 """Steps that `asyncrl_step_median_seconds` is the median of."""
 
@@ -129,7 +131,7 @@ class ControllerMetrics(ProcessMetrics):
         "asyncrl_generators",
         "Generator processes, by state.",
         label="state",
-        values=("starting", "ready", "lost"),
+        values=GENERATOR_STATES,
     )
     events: By[Total] = counter(
         "asyncrl_scheduler_events_total", "Events given to the scheduler, by type.", label="event"

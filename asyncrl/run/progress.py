@@ -18,6 +18,7 @@ from asyncrl.run.generation_totals import GenerationTotals
 from asyncrl.run.group_totals import RunGroups, in_flight
 from asyncrl.run.reward_totals import RewardTotals
 from asyncrl.run.staleness_totals import StalenessTotals
+from monitoring.controller_metrics import GENERATOR_STATES
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics
 from monitoring.metrics_log import MetricsLog
@@ -283,7 +284,7 @@ class Progress:
         metrics.samples.of("held").set(view.samples_held or 0)
         metrics.samples.of("queued").set(view.samples_queued or 0)
         states = Counter(worker.state for worker in fleet.everyone() if not worker.is_trainer)
-        for state in ("starting", "ready", "lost"):
+        for state in GENERATOR_STATES:
             metrics.generators.of(state).set(states[state])
 
     def _phase_text(self, fleet: Fleet, evaluation: EvaluationRound | None) -> str:
