@@ -70,8 +70,6 @@ class _Request:
     """What the generator was told last; None: nothing yet."""
     failures: int = 0
     """Files that the relay had and the generator could not read."""
-    missed: bool = False
-    """It missed the broadcast of its version."""
 
 
 @dataclass(slots=True)
@@ -177,7 +175,6 @@ class Installations:
             )
         self._ask_for(request, request.told)
         request.told = None
-        request.missed = True
         self._carry_out(request)
         return False
 
@@ -312,9 +309,7 @@ class Installations:
         node = request.worker.node
         if node is None or node in self._checked:
             return
-        here, trainer = self._routes.manifest_at(node), self._trainer
-        if trainer is not None and trainer.weights.broadcast is not None and not request.missed:
-            here = trainer.weights  # everybody has to take part now; the file is for who misses it
+        here = self._routes.manifest_at(node)
         if here is None or here.policy_version < request.version:
             return
         self._tell(request, here)

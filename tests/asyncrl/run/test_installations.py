@@ -157,19 +157,6 @@ def test_two_requests_that_wait_are_one(run: Run) -> None:
     assert run.told(FAR) == [tg.InstallWeights(manifest, True, 0, verify(1) + verify(0))]
 
 
-def test_a_broadcast_waits_for_no_relay_and_who_missed_it_gets_the_file(run: Run) -> None:
-    run.arrive()
-    broadcast = replace(published(1), broadcast=BroadcastPlace("t", 1, "s"))
-    run.fleet.trainer.weights = broadcast
-    run.fleet.install(FAR, 1, verify=verify(1))
-    assert run.told(FAR) == [tg.InstallWeights(broadcast, False, 0, verify(1))]
-    assert not run.installed(0)
-    assert run.told(FAR) == []
-    manifest = run.arrive()
-    assert run.told(FAR) == [tg.InstallWeights(manifest, False, 0, verify(1))]
-    assert run.installed(1)
-
-
 def test_what_could_not_be_read_is_no_answer_and_is_told_again(run: Run) -> None:
     """The relay was killed between its word and the generator's look at the file."""
     run.publish(1)
