@@ -25,6 +25,8 @@ from wire.weights.layout import WeightManifest
 
 logger = logging.getLogger(__name__)
 
+_ROOM_SECONDS = 10.0
+"""A generator that was not placed for this long is said to wait for room."""
 _LATE_SECONDS = 1.0
 """If `deaths` is called this late, the controller itself was suspended or blocked in between."""
 
@@ -247,12 +249,28 @@ class Fleet:
         found: list[tuple[Worker, str]] = []
         if self._ending:
             return found
+        if any(one.node is not None for one in self.ordered):
+            for worker in self.ordered:
+                if worker.waits_for_room:  # as long as there are others
+                    worker.heard = now
         for worker in [*self.alive, *self.relays.alive]:
             reason = cause_of_death(worker, now, self._config)
             if reason is not None:
                 worker.is_gone = True
                 self._hub.abandon(worker.name)
                 found.append((worker, reason))
+        return found
+
+    def without_room(self) -> list[Worker]:
+        """Generators for which there has been no room for a while, each once."""
+        late = time.monotonic() - _ROOM_SECONDS
+        found = [
+            one
+            for one in self.ordered
+            if one.waits_for_room and one.started < late and not one.is_said_to_wait
+        ]
+        for worker in found:
+            worker.is_said_to_wait = True
         return found
 
     def restart(self, lost: Worker) -> str | None:

@@ -62,6 +62,12 @@ class Watchdog:
                     f"restarted; its last words:\n{worker.handle.log_tail()}"
                 )
             self._replace(worker, reason)
+        for worker in self._fleet.without_room():
+            others = len(self._fleet.generators())
+            self._progress.say(
+                f"{worker.name} waits for room on the cluster; the run continues with {others} "
+                "generator(s), and it joins when a node has room"
+            )
         for sentence in self._fleet.start_relays():
             self._progress.say(sentence)
         self._fleet.look_after_weights()
@@ -77,6 +83,8 @@ class Watchdog:
         return not was_ready and failed >= self._fleet.config.generators
 
     def _replace(self, worker: Worker, reason: str) -> None:
+        if worker.waits_for_room and not self._fleet.has_generators:
+            raise RunFailed(f"{worker.name} {reason}, and no other generator is left")
         name = self._fleet.restart(worker)
         if name is not None:
             self._progress.say(f"started {name} in place of {worker.name}")

@@ -23,6 +23,10 @@ class Worker:
     handle: ProcessHandle
     heard: float = field(default_factory=time.monotonic)
     """When its last message came (monotonic seconds)."""
+    started: float = field(default_factory=time.monotonic)
+    """When it was ordered (monotonic seconds)."""
+    is_said_to_wait: bool = False
+    """The user was told that there is no room for it yet."""
     is_ready: bool = False
     is_gone: bool = False
     has_left: bool = False
@@ -56,6 +60,11 @@ class Worker:
     def node(self) -> str | None:
         """The node that it is on; None while it is not placed."""
         return self.handle.node
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether it was ordered, and the launcher has no node for it yet."""
+        return self.role == "generator" and not self.is_ready and self.node is None
 
     @property
     def is_leaving(self) -> bool:
@@ -109,6 +118,8 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
             f"did not leave within {limits.leave_seconds:.0f} s (launcher.leave_seconds) and was "
             "killed; what it had is generated again"
         )
+    if worker.waits_for_room:
+        return _without_room(worker, now, limits)
     limit = limits.silence_seconds if worker.is_ready else limits.startup_seconds
     silent = now - worker.heard
     if silent <= limit:
@@ -120,6 +131,15 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
         f"was not ready after {silent:.0f} s (launcher.startup_seconds) and was killed; its log "
         f"ends with: {worker.handle.log_tail(1)}"
     )
+
+
+def _without_room(worker: Worker, now: float, limits: LauncherConfig) -> str | None:
+    """Why a generator that no node has room for is given up; `Fleet.deaths` lets it wait."""
+    waited = now - worker.heard
+    if waited <= limits.ray.place_seconds:
+        return None
+    worker.handle.end(by_force=True)
+    return f"found no room on the cluster for {waited:.0f} s (launcher.ray.place_seconds)"
 
 
 def _how_it_ended(code: int) -> str:

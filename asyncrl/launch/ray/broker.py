@@ -92,7 +92,8 @@ class Broker:
         self._question = json.loads(asked.question)
         self._code = code_version()
         self._cluster = Cluster(asked, self._stage)
-        self._nodes: list[NodeInfo] = []
+        self._nodes: dict[int, NodeInfo] = {}
+        """By slot."""
         self._head_is_lost = False
         self._used: set[int] = set()
         self._running: dict[str, _Process] = {}
@@ -102,7 +103,7 @@ class Broker:
     def open(self) -> None:
         """Reserve room and look at the nodes. Raises ClusterRefused."""
         try:
-            self._nodes = list(self._cluster.open())
+            self._nodes = dict(enumerate(self._cluster.open()))
             reason = self._refusal(self._nodes)
             if reason is not None:
                 raise ClusterRefused(reason)
@@ -111,13 +112,15 @@ class Broker:
             raise
         node_ip = str(ray.util.get_node_ip_address())
         memory = memory_of(Path(self._question["weights_directory"]))
-        self._say(messages.Opened(self._cluster.address, node_ip, tuple(self._nodes), memory))
+        self._say(
+            messages.Opened(self._cluster.address, node_ip, tuple(self._nodes.values()), memory)
+        )
         threading.Thread(target=self._watch_head, daemon=True).start()
 
-    def _refusal(self, nodes: list[NodeInfo]) -> str | None:
+    def _refusal(self, nodes: dict[int, NodeInfo]) -> str | None:
         return refusal(
-            self._cluster.slots,
-            nodes,
+            [self._cluster.slot(index) for index in sorted(nodes)],
+            [nodes[index] for index in sorted(nodes)],
             python=f"{sys.version_info.major}.{sys.version_info.minor}",
             asyncrl=self._code,
             run_directory=self._question["run_directory"],
@@ -146,14 +149,27 @@ class Broker:
                     self._start(order)
                 elif isinstance(order, messages.End):
                     self._end(order)
+                elif isinstance(order, messages.Reserve):
+                    reason = self._cluster.rooms.ask(order.slot, order.what, order.seconds)
+                    if reason is not None:
+                        self._say(messages.Reserved(order.slot, reason))
+                elif isinstance(order, messages.GiveBack):
+                    self._give_back(order.slot)
+            for slot, reason in self._cluster.rooms.settled():
+                self._say(messages.Reserved(slot, reason))
             self._tick()
+
+    def _give_back(self, slot: int) -> None:
+        if self._cluster.give_back(slot):
+            self._used.discard(slot)
+            self._nodes.pop(slot, None)
 
     def _start(self, order: messages.Start) -> None:
         slot = order.slot
         if slot is None:
             made = self._cluster.create_on(order.node, order.name)
         else:
-            if slot in self._used:
+            if slot in self._used or slot not in self._cluster.actors:
                 self._cluster.create(slot)
             self._used.add(slot)
             made = self._cluster.actors[slot]

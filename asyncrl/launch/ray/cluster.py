@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import (
 
 from asyncrl.launch.ray import actor, messages
 from asyncrl.launch.ray.nodes import NodeInfo, Slot, node_info, shortage, without_missing_gpus
+from asyncrl.launch.ray.rooms import Rooms
 
 _PORT_SECONDS = 5.0
 _OBJECT_BYTES = 100 << 20
@@ -51,6 +52,8 @@ class Cluster:
         self._runtime_env = json.loads(asked.runtime_env)
         check_runtime_env(self._runtime_env)
         self.slots: tuple[Slot, ...] = asked.slots
+        self.rooms = Rooms()
+        """Of generators that join."""
         self.actors: dict[int, Any] = {}
         """By slot."""
         self._others: dict[str, Any] = {}
@@ -138,11 +141,27 @@ class Cluster:
             # First its child: two must never share a GPU or a folder of checkpoints.
             ray.wait([earlier.end.remote(True)], timeout=_END_SECONDS)
             ray.kill(earlier)
-        place = PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=index
-        )
-        self.actors[index] = made = self._make(self.slots[index], place)
+        if index in self.rooms:
+            place = self.rooms.place(index)
+        else:
+            place = PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=index
+            )
+        self.actors[index] = made = self._make(self.slot(index), place)
         return made
+
+    def slot(self, index: int) -> Slot:
+        """The slot of this index."""
+        return self.rooms.slot(index) if index in self.rooms else self.slots[index]
+
+    def give_back(self, index: int) -> bool:
+        """A generator has left: give its room back, if it has one of its own."""
+        if index not in self.rooms:
+            return False
+        if (one := self.actors.pop(index, None)) is not None:
+            ray.kill(one)
+        self.rooms.give_back(index)
+        return True
 
     def create_on(self, node: str, name: str) -> Any:
         """Make the actor of a process that takes nothing of its node."""
@@ -203,6 +222,7 @@ class Cluster:
         """Give the room back and disconnect; ends a cluster of this machine alone."""
         for one in self.everyone():
             ray.kill(one)
+        self.rooms.close()
         remove_placement_group(self._group)
         ray.shutdown()
 

@@ -6,6 +6,7 @@ when its pipe is closed, which the kernel does if the controller is killed.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import queue
@@ -27,6 +28,10 @@ from asyncrl.launch.ray.opening import NODES_FILE, BrokerProcess, open_cluster
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
 from asyncrl.processes.spec import ChildKeys, ChildSpec
 
+ROOM_SECONDS = 6.0
+"""Longest wait for room for a joiner. The user waits for the answer, for 10 s."""
+_ANSWER_SECONDS = 2.0
+"""Longest wait for the broker's answer, in addition."""
 _BROKER_LOST = -9
 """Exit code of all processes when the broker is gone: its end is theirs."""
 
@@ -90,6 +95,7 @@ class RayLauncher:
         records: holds the mark of the run's processes.
         broker: has room for them.
         opened: what it said.
+        slots: that it has room for: the trainer's, then the generators'.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class RayLauncher:
         records: ProcessRecords,
         broker: BrokerProcess,
         opened: messages.Opened,
+        slots: tuple[Slot, ...],
     ) -> None:
         self._config = config
         self._run = run_directory
@@ -118,6 +125,14 @@ class RayLauncher:
         self._orders: queue.SimpleQueue[messages.ToBroker | None] = queue.SimpleQueue()
         self._lost: AsyncrlError | None = None
         self._on_lost: Callable[[AsyncrlError], None] | None = None
+<<<<<<< HEAD
+=======
+        self._noted: set[str] = set()
+        self._generator_slot = slots[1]
+        self._joiners: set[int] = set()
+        """Slots of generators that have joined."""
+        self._reserving: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[str]]] = {}
+>>>>>>> 3304219 (Ray: joiners get placement groups of their own; what finds no room waits for a node)
         for work in (self._read, self._write):
             threading.Thread(target=work, name="ray-launcher", daemon=True).start()
 
@@ -136,7 +151,7 @@ class RayLauncher:
             UserError: there is no such cluster, or it cannot carry the run.
         """
         broker, opened = await open_cluster(config, slots, run_directory, model_path)
-        return cls(config, run_directory, records, broker, opened)
+        return cls(config, run_directory, records, broker, opened, slots)
 
     @property
     def threads(self) -> int:
@@ -175,12 +190,51 @@ class RayLauncher:
         return self._machines.are_several
 
     async def make_room(self, generators: Sequence[int]) -> None:
-        """Reserve a place for each of these generators. Raises UserError: there is none."""
-        if max(generators) + 2 > len(self._nodes):
-            raise UserError("not yet")
+        """Reserve a slot for each that has none. Raises UserError: Ray does not give them."""
+        slots = [_slot_of(one) for one in generators]
+        missing = [slot for slot in slots if slot >= len(self._nodes) and slot not in self._joiners]
+        reasons = await asyncio.gather(*(self._reserve(slot) for slot in missing))
+        refused = [reason for reason in reasons if reason]
+        if refused:
+            for slot, reason in zip(missing, reasons, strict=True):
+                if not reason:
+                    self._orders.put(messages.GiveBack(slot))
+            raise UserError(refused[0])
+        self._joiners |= set(missing)
+
+    async def _reserve(self, slot: int) -> str:
+        """Ask for a slot; why it is not given, empty if it is."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[str] = loop.create_future()
+        self._reserving[slot] = loop, answer
+        what = replace(self._generator_slot, name=f"generator-{slot - 1}")
+        self._orders.put(messages.Reserve(slot, what, ROOM_SECONDS))
+        try:
+            async with asyncio.timeout(ROOM_SECONDS + _ANSWER_SECONDS):
+                return await answer
+        except TimeoutError:
+            self._orders.put(messages.GiveBack(slot))
+            return (
+                f"the process that speaks to Ray did not answer within "
+                f"{ROOM_SECONDS + _ANSWER_SECONDS:g} s; see {self._run / 'logs' / 'ray.log'}"
+            )
+        finally:
+            del self._reserving[slot]
+
+    def _reserved(self, message: messages.Reserved) -> None:
+        """Pass an answer on, from the thread that reads."""
+        asked = self._reserving.get(message.slot)
+        if asked is not None:
+            loop, answer = asked
+            with contextlib.suppress(RuntimeError):  # the run has ended
+                loop.call_soon_threadsafe(_set, answer, message.reason)
 
     def give_room_back(self, generator: int) -> None:
-        """Give back the place of a generator that has left."""
+        """Give back the slot of a joiner; those of the start are one group that stays."""
+        slot = _slot_of(generator)
+        if slot in self._joiners:
+            self._joiners.discard(slot)
+            self._orders.put(messages.GiveBack(slot))
 
     def start(self, spec: ChildSpec, keys: ChildKeys, node: str | None = None) -> ProcessHandle:
         """Have the broker start `python -m asyncrl.processes.child`; returns at once."""
@@ -214,7 +268,7 @@ class RayLauncher:
         if node is not None:
             self._orders.put(messages.Start(None, spec.name, *told, self._node_id(node)))
         else:
-            slot = 0 if spec.role == "trainer" else 1 + spec.generator
+            slot = 0 if spec.role == "trainer" else _slot_of(spec.generator)
             self._orders.put(messages.Start(slot, spec.name, *told))
         return handle
 
@@ -235,6 +289,12 @@ class RayLauncher:
                 if message.node is not None:
                     self._machines.note(message.node)
                 self._processes[message.name].update(message)
+<<<<<<< HEAD
+=======
+                self._note_log(message)
+            elif isinstance(message, messages.Reserved):
+                self._reserved(message)
+>>>>>>> 3304219 (Ray: joiners get placement groups of their own; what finds no room waits for a node)
             elif isinstance(message, messages.HeadLost):
                 self._lose(message.reason)
         cause = f"the process that speaks to Ray ended: {self._broker.last_words()}"
@@ -255,6 +315,15 @@ class RayLauncher:
         await self._broker.close()
         with contextlib.suppress(OSError):
             (self._run / NODES_FILE).unlink()
+
+
+def _slot_of(generator: int) -> int:
+    return 1 + generator
+
+
+def _set(answer: asyncio.Future[str], reason: str) -> None:
+    if not answer.done():
+        answer.set_result(reason)
 
 
 def _for_children(config: RunConfig) -> str:

@@ -51,7 +51,23 @@ class End(msgspec.Struct, frozen=True, tag=True):
     by_force: bool
 
 
-ToBroker = Open | Start | End
+class Reserve(msgspec.Struct, frozen=True, tag=True):
+    """Find room for a generator that joins; answered by `Reserved`."""
+
+    slot: int
+    """Which no process of the run has."""
+    what: Slot
+    seconds: float
+    """Longest wait for it."""
+
+
+class GiveBack(msgspec.Struct, frozen=True, tag=True):
+    """The room of a joiner is not needed any more. Other slots stay reserved."""
+
+    slot: int
+
+
+ToBroker = Open | Start | End | Reserve | GiveBack
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
@@ -96,13 +112,21 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """Where it is; None: not known yet."""
 
 
+class Reserved(msgspec.Struct, frozen=True, tag=True):
+    """There is room for a joiner, or not."""
+
+    slot: int
+    reason: str
+    """Why not; empty: there is."""
+
+
 class HeadLost(msgspec.Struct, frozen=True, tag=True):
     """The head does not answer any more. The processes still run."""
 
     reason: str
 
 
-FromBroker = Stage | Opened | Refused | Status | HeadLost
+FromBroker = Stage | Opened | Refused | Status | Reserved | HeadLost
 TO_BROKER: Any = ToBroker
 FROM_BROKER: Any = FromBroker
 """For `read_all`: a union is no type to a type checker."""

@@ -31,7 +31,7 @@ def broker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     question = json.dumps({"run_directory": str(tmp_path), "model": str(tmp_path)})
     asked = messages.Open(None, (Slot("trainer", 1),), "pack", "{}", question, 1, 1)
     made = broker_of_ray.Broker(asked, io.BytesIO())
-    made._nodes = [NODE]
+    made._nodes = {0: NODE}
     made._cluster.actors = {0: MagicMock()}
     monkeypatch.setattr(made, "_refusal", lambda _nodes: None)
     monkeypatch.setattr(broker_of_ray, "ray", SimpleNamespace(get=lambda answer: answer))
