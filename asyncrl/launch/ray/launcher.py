@@ -125,14 +125,10 @@ class RayLauncher:
         self._orders: queue.SimpleQueue[messages.ToBroker | None] = queue.SimpleQueue()
         self._lost: AsyncrlError | None = None
         self._on_lost: Callable[[AsyncrlError], None] | None = None
-<<<<<<< HEAD
-=======
-        self._noted: set[str] = set()
         self._generator_slot = slots[1]
         self._joiners: set[int] = set()
         """Slots of generators that have joined."""
         self._reserving: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[str]]] = {}
->>>>>>> 3304219 (Ray: joiners get placement groups of their own; what finds no room waits for a node)
         for work in (self._read, self._write):
             threading.Thread(target=work, name="ray-launcher", daemon=True).start()
 
@@ -289,12 +285,8 @@ class RayLauncher:
                 if message.node is not None:
                     self._machines.note(message.node)
                 self._processes[message.name].update(message)
-<<<<<<< HEAD
-=======
-                self._note_log(message)
             elif isinstance(message, messages.Reserved):
                 self._reserved(message)
->>>>>>> 3304219 (Ray: joiners get placement groups of their own; what finds no room waits for a node)
             elif isinstance(message, messages.HeadLost):
                 self._lose(message.reason)
         cause = f"the process that speaks to Ray ended: {self._broker.last_words()}"
