@@ -20,7 +20,8 @@ from wire.sessions.line import SessionLine
 from wire.sessions.session import Limits
 
 CHILDREN = 3
-MESSAGES = 1500
+MESSAGES = 3000
+WINDOW = 100
 SECONDS = 120
 KEY = RunKey.new()
 PROGRAM = Path(__file__).parents[2] / "support" / "control_relay_process.py"
@@ -103,18 +104,23 @@ class Child:
         keys = KEY.relayed_line("control", "relays", self.name)
         self.line: SessionLine[Any] = SessionLine(address, keys, to_generator.ToGenerator)
         self.got: list[int] = []
+        self.changed = asyncio.Event()
         self.has_all = asyncio.Event()
 
     async def send(self, count: int) -> None:
         for number in range(count):
             message = from_generator.SampleDelivered(self.name, SampleId(number, 0))
+            while number - len(self.got) >= WINDOW:  # so relays are killed in mid-traffic
+                self.changed.clear()
+                await self.changed.wait()
             self.line.send_soon(message, urgent=number % 10 == 0)
             if number % 3 == 0:
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0)
 
     async def serve(self) -> None:
         while True:
             self.got.append((await self.line.receive()).samples[0].group)
+            self.changed.set()
             if len(self.got) == MESSAGES:
                 self.has_all.set()
 
@@ -145,13 +151,15 @@ def test_a_killed_relay_loses_and_doubles_nothing(runtime: RuntimeDirectory) -> 
         sending = [asyncio.create_task(one.send(MESSAGES)) for one in children]
         try:
             for share in (0.2, 0.6):
-                relays.start()
+                name = relays.start()
                 await controller.until(
-                    lambda share=share: all(
-                        len(one) >= share * MESSAGES for one in controller.got.values()
+                    lambda share=share, name=name: (
+                        name in controller.relays
+                        and all(len(one) >= share * MESSAGES for one in controller.got.values())
                     )
                 )
                 relays.kill()
+                assert any(len(one) < MESSAGES for one in controller.got.values())
             name = relays.start()
             await controller.until(lambda: name in controller.relays)
             await asyncio.gather(*sending)
