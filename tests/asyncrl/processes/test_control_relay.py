@@ -20,7 +20,7 @@ from wire.sessions.line import SessionLine
 from wire.sessions.session import Limits
 
 CHILDREN = 3
-MESSAGES = 3000
+MESSAGES = 2000
 WINDOW = 100
 SECONDS = 120
 KEY = RunKey.new()
