@@ -17,12 +17,16 @@ from collections.abc import Callable
 
 import msgspec
 
+from wire.parts import PART_BYTES
+
 MAX_MESSAGES = 1024
 """Messages of a body at most."""
 MAX_BYTES = 1 << 20
 """Bytes of the messages in a body of several, at most. A longer message goes alone."""
-MAX_BODY_BYTES = MAX_BYTES + 3
-"""Of a body of several: that, and the length of the array."""
+_ARRAY_BYTES = 3
+ONE_PART = PART_BYTES - _ARRAY_BYTES
+"""As `max_bytes`: a body of several is never split. A long body that is put together from parts
+needs new memory, which costs its receiver more than a few frames."""
 
 
 class Outbox:
@@ -30,10 +34,12 @@ class Outbox:
 
     Args:
         send: sends a body to a peer; called in the order of the peers' first messages.
+        max_bytes: of the messages in a body of several. A longer message goes alone.
     """
 
-    def __init__(self, send: Callable[[str, bytes], None]) -> None:
+    def __init__(self, send: Callable[[str, bytes], None], *, max_bytes: int = MAX_BYTES) -> None:
         self._send = send
+        self._max_bytes = max_bytes
         self._encoder = msgspec.msgpack.Encoder()
         self._waiting: dict[str, list[bytes]] = {}
         self._bytes: dict[str, int] = {}
@@ -43,7 +49,7 @@ class Outbox:
         encoded = self._encoder.encode(message)
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self.flush)
-        elif self._bytes.get(peer, 0) + len(encoded) > MAX_BYTES:
+        elif self._bytes.get(peer, 0) + len(encoded) > self._max_bytes:
             self.flush_peer(peer)
         waiting = self._waiting.setdefault(peer, [])
         waiting.append(encoded)

@@ -26,7 +26,7 @@ from wire.decoding import FrameDecoder, FrameRefused, Reason
 from wire.errors import KeyUnusable, NoReply, SessionFull, Unreachable
 from wire.handshakes import HandshakeWatch
 from wire.keys import HubKeys, LineKeys
-from wire.outbox import Outbox
+from wire.outbox import MAX_BYTES, Outbox
 from wire.parts import join, split
 from wire.refusals import Refusals
 from wire.sessions.bundles import EXTRA_BYTES, is_bundle
@@ -281,10 +281,17 @@ class Line(Generic[In]):
         keys: of this end; they contain the name under which the hub knows it.
         incoming: union of the message types that the hub may send.
         refusals: of this socket. The hub itself is never cut off.
+        together_bytes: of messages that travel together (`wire.outbox`).
     """
 
     def __init__(
-        self, address: str, keys: LineKeys, incoming: Any, refusals: Refusals | None = None
+        self,
+        address: str,
+        keys: LineKeys,
+        incoming: Any,
+        refusals: Refusals | None = None,
+        *,
+        together_bytes: int = MAX_BYTES,
     ) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         identify(self._socket, keys)
@@ -298,7 +305,7 @@ class Line(Generic[In]):
         self._encoder = msgspec.msgpack.Encoder()
         self._address = address
         self._ready: deque[In] = deque()
-        self._outbox = Outbox(self._send_body)
+        self._outbox = Outbox(self._send_body, max_bytes=together_bytes)
         self._full: Unreachable | None = None
 
     def move_to(self, address: str) -> None:

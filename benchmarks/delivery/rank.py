@@ -22,6 +22,7 @@ from benchmarks.plain_sockets import without_curve
 from wire import Hub, Line, RunKey, RuntimeDirectory
 from wire.keys import LineKeys
 from wire.messages.data import Received, TrajectoryDelivery
+from wire.outbox import ONE_PART
 
 _SECONDS = 300
 
@@ -116,7 +117,7 @@ def send(address: str, keys: LineKeys, tokens: int, count: int, way: Way) -> Non
     """Deliver `count` trajectories, with WINDOW of them unacknowledged. Runs in its own process."""
 
     async def deliver() -> None:
-        line: Line[Received] = Line(address, keys, Received)
+        line: Line[Received] = Line(address, keys, Received, together_bytes=ONE_PART)
         trajectory = trajectory_of(tokens)
         for index in range(count + WINDOW):
             if index >= WINDOW and index - WINDOW < count:

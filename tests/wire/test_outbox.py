@@ -13,7 +13,8 @@ from rollout.trajectory import SampleId
 from wire import Hub, Line, RunKey, RuntimeDirectory
 from wire.decoding import FrameDecoder, FrameRefused, Reason
 from wire.messages import from_generator, to_generator
-from wire.outbox import MAX_BYTES, MAX_MESSAGES, Outbox, body_of
+from wire.outbox import MAX_BYTES, MAX_MESSAGES, ONE_PART, Outbox, body_of
+from wire.parts import split
 from wire.refusals import Refusals
 
 KEY = RunKey.new()
@@ -194,3 +195,18 @@ def test_a_caller_whose_time_is_up_loses_no_message(address: str) -> None:
         assert received == [("g", delivered(number)) for number in range(200)]
 
     between(address, talk)
+
+
+def test_a_body_that_is_not_to_be_split_is_one_part() -> None:
+    frames: list[bytes] = []
+
+    async def main() -> None:
+        outbox = Outbox(lambda _peer, body: frames.append(body), max_bytes=ONE_PART)
+        for _ in range(100):
+            outbox.add("a", to_generator.Discard(tuple(SampleId(n, 0) for n in range(500))))
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert len(frames) > 1
+    assert all(len(split(body)) == 1 for body in frames)
+    assert sum(len(DECODER.decode_all(body)) for body in frames) == 100

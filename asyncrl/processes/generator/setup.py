@@ -38,6 +38,7 @@ from monitoring.spans import SpanKind
 from wire import Line
 from wire.errors import WireError
 from wire.messages import data, from_generator, to_generator
+from wire.outbox import ONE_PART
 from wire.refusals import Refusals
 
 
@@ -77,6 +78,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
             keys.data,
             data.ToGeneratorData,
             Refusals(child.metrics.count_refused),
+            together_bytes=ONE_PART,
         )
         closing.callback(trainer_line.close)
         sampling = config.sampling.params(

@@ -33,7 +33,7 @@ from wire import Hub
 from wire.errors import PublishError, WireError
 from wire.frames import max_delivery_bytes
 from wire.messages import data, from_trainer, to_trainer
-from wire.outbox import MAX_BODY_BYTES
+from wire.parts import PART_BYTES
 from wire.refusals import Limit, Refusals
 from wire.weights.broadcast.sending import WeightSender
 from wire.weights.writer import WeightPublisher
@@ -52,7 +52,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             keys.data,
             data.FromGeneratorData,
             Refusals(child.metrics.count_refused, limit=_LIMIT),
-            max_bytes=max(max_delivery_bytes(config.engine.max_model_len), MAX_BODY_BYTES),
+            max_bytes=max(max_delivery_bytes(config.engine.max_model_len), PART_BYTES),
         )
         child.closing.callback(generators.close)
         fence = Fence(child.directory, spec.fence)
