@@ -10,10 +10,10 @@ ahead. Then 256 GPUs of 7B with slower links, deltas, losses and slow generators
 with the batch of 256.
 
 From the counts of the scheduler's events and commands it derives the messages per second, with
-and without relays that gather what a node sends for 5 ms, and the share of its capacity that each
-part uses. The capacities of the controller and of a trainer's intake are those that
-`benchmarks.controller` and `benchmarks.delivery` measured (`benchmarks/results`), on one core of
-this project's machine. `--quick` stops at 64 GPUs.
+and without relays (what is urgent leaves at once, the rest within 50 ms: `wire.sessions`), and the
+share of its capacity that each part uses. The capacities of the controller and of a trainer's
+intake are those that `benchmarks.controller` and `benchmarks.delivery` measured
+(`benchmarks/results`), on one core of this project's machine. `--quick` stops at 64 GPUs.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from asyncrl.simulation.network import Network
 from asyncrl.simulation.outcome import Outcome
 from asyncrl.simulation.study import Cluster
 from benchmarks.report import write_json
+from wire.sessions.bundles import GATHER_SECONDS
+from wire.sessions.session import ACK_SECONDS
 
 GPUS = (8, 64, 256, 1024)
 MODES = ("sync", "verify", "verify, k=1")
@@ -44,8 +46,6 @@ MIN_TRAINER_GPUS = {"7b": 1, "32b": 4}
 LINK = Network(bandwidth_gbit=100, latency_ms=0.1, chunk_mib=8)
 REPORTS_PER_SECOND = 2.0
 """Of each generator, next to its samples: what it does now."""
-WINDOW_SECONDS = 5e-3
-"""How long a relay gathers messages before it sends them in one frame."""
 FRAMES_PER_SAMPLE = 4
 """With a frame for each message: finished, start, deliver, delivered."""
 MESSAGES_PER_SAMPLE = 4
@@ -77,7 +77,7 @@ class Capacity:
         (intake,) = (
             row["rank"]["wall_us"]
             for row in delivery["raw"]["lengths"]
-            if row["tokens"] == 1000 and row["top_k"] == 0
+            if row["tokens"] == 1000 and row.get("top_k", 0) == 0
         )
         return cls(
             float(messages) / MESSAGES_PER_SAMPLE, float(frames) / FRAMES_PER_SAMPLE, 1e-6 * intake
@@ -158,7 +158,7 @@ def point(size: Cluster, gpus: int, mode: str, capacity: Capacity, note: str = "
         if kind not in ("DeclareStep", "FinishRun", "ReportGroupFailed")
     )
     nodes = -(-size.generators // size.generators_per_node)
-    frames = gathered(into, nodes) + gathered(out, nodes)
+    frames = relayed_frames(outcome, into, out, nodes)
     trainer = round(size.roofline()[1])
     samples = outcome.told["SampleDelivered"]
     sent = size.network.link_seconds(size.weights_bytes * size.network.delta_share)
@@ -176,10 +176,18 @@ def point(size: Cluster, gpus: int, mode: str, capacity: Capacity, note: str = "
     )  # fmt: skip
 
 
-def gathered(messages: float, nodes: int) -> float:
-    """Frames per second if the relay of each node waits `WINDOW_SECONDS` from a first message."""
-    rate = messages / nodes
-    return nodes * rate / (1 + rate * WINDOW_SECONDS)
+def relayed_frames(outcome: Outcome, into: float, out: float, nodes: int) -> float:
+    """Frames per second between the controller and the relays of so many nodes, both ways.
+
+    Urgent is the report that ends a sample, and an installation. What waits for up to
+    `GATHER_SECONDS`: reports of samples that are verified later, deliveries, counts. Commands leave
+    at once, and mostly follow from a report of the same node: in one frame.
+    """
+    ends = outcome.told.get("SampleDelivered", 0.0)
+    urgent = (ends + outcome.told["WeightsInstalled"]) / nodes
+    waiting = into / nodes - urgent
+    from_relays = urgent + waiting / (1 + (urgent + waiting) * GATHER_SECONDS)
+    return nodes * (from_relays + min(out / nodes, from_relays) + 1 / ACK_SECONDS)
 
 
 def variants(capacity: Capacity) -> list[Point]:

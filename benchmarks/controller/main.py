@@ -17,13 +17,15 @@ measured in turns.
 themselves or through relays of eight, with CURVE and, in this benchmark only, without. The peers
 share the other core and send as fast as they can. An event is a finished or delivered sample; the
 commands that follow from it are part of its cost. `control_messages_per_s` is how many events one
-core carries, all threads together.
+core carries, all threads together. `_paced`: the same at some 1,200 events a second, when the
+process wakes up for each frame.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -36,6 +38,8 @@ from benchmarks.report import write_json
 GENERATORS = 2
 TARGET = 25_000
 """Events a second on one core."""
+PACED_TICK = 0.1
+"""Seconds between two samples of a generator, where the controller has little to do."""
 
 Measured = tuple[list[Table], list[Cost], dict[str, float]]
 
@@ -68,34 +72,32 @@ def samples_part(*, quick: bool) -> Measured:
 def relays_part(*, quick: bool) -> Measured:
     """Many generators, connected themselves and through relays."""
     steps, repeats = (2, 1) if quick else (4, 3)
-    loads = {
-        (relayed, curve): Load(
-            64, 64, tick=0.004, per_relay=8 if relayed else 0, tcp=True, curve=curve
-        )
+    fast = {
+        (relayed, curve): Load(64, 64, per_relay=8 if relayed else 0, tcp=True, curve=curve)
         for relayed in (False, True)
         for curve in (True, False)
     }
-    costs = [measure(load, steps=steps) for _ in range(repeats) for load in loads.values()]
+    paced = [replace(fast[relayed, True], tick=PACED_TICK) for relayed in (False, True)]
+    costs = [measure(load, steps=steps) for _ in range(repeats) for load in fast.values()]
+    costs += [measure(load, steps=1) for load in paced]
     table = Table(title="controller: 64 generators of 64 rows over TCP, µs of CPU / event")
-    for title in ("connected", "CURVE", "all", "main thread", "scheduler", "events/s on one core",
+    for title in ("connected", "CURVE", "all", "main thread", "events/s on one core",
                   "events/s measured at"):  # fmt: skip
         table.add_column(title, justify="right")
     ratios: dict[str, float] = {}
-    for (relayed, curve), load in loads.items():
+    for load in (*fast.values(), *paced):
         of = [cost for cost in costs if cost.load == load]
         rate = statistics.median(cost.events_per_s for cost in of)
         table.add_row(
-            "relays of 8" if relayed else "themselves",
-            "on" if curve else "off",
+            "through relays of 8" if load.per_relay else "themselves",
+            "on" if load.curve else "off",
             f"{statistics.median(cost.us_per_event for cost in of):.1f}",
             f"{statistics.median(1e6 * cost.main_seconds / cost.events for cost in of):.1f}",
-            f"{statistics.median(1e6 * cost.scheduler_seconds / cost.events for cost in of):.1f}",
             f"{rate:,.0f}",
             f"{statistics.median(cost.events / cost.seconds for cost in of):,.0f}",
         )
-        name = ("control_messages_per_s" if relayed else "control_messages_per_s_direct") + (
-            "" if curve else "_plain"
-        )
+        name = "control_messages_per_s" + ("" if load.per_relay else "_direct")
+        name += ("" if load.curve else "_plain") + ("_paced" if load in paced else "")
         ratios[name] = rate
     return [table], costs, ratios
 

@@ -198,6 +198,18 @@ def test_frames_are_acknowledged_in_time_and_together() -> None:
     assert theirs.next_due is None
 
 
+def test_what_came_through_a_relay_is_acknowledged_in_one_bundle() -> None:
+    world = World()
+    for child in range(CHILDREN):
+        world.child_sends(child)
+        world.hand_up(0, 1)
+        world.now += ACK_SECONDS / 2
+    world.wait(ACK_SECONDS / 2)  # due for the first child only
+    assert len(world.down[0]) == 1
+    world.hand_down(0)
+    assert not any(session.unacknowledged for session in world.children)
+
+
 def test_an_acknowledgement_travels_with_what_is_sent() -> None:
     ours, theirs = Session(b"s" * 8), Session(b"s" * 8)
     theirs.take(ours.send(b"x", 0.0), 0.0)

@@ -126,13 +126,20 @@ class SessionPeers:
         self._active[peer] = known
 
     def tick(self, now: float) -> None:
-        """Acknowledge, ask and send again where it is time."""
+        """Acknowledge, ask and send again where it is time.
+
+        If it is for one peer of a relay, all of its peers hear what came of theirs: in one bundle.
+        """
+        relays: set[str] = set()
         for name, peer in list(self._active.items()):
             due = peer.session.next_due
             if due is None:
                 del self._active[name]
             elif now >= due:
-                self._leave(peer, peer.session.due(now))
+                relays.add(peer.relay)
+        for peer in self._active.values() if relays else ():
+            if peer.relay in relays:
+                self._leave(peer, peer.session.due(now, leaves=True))
 
     def abandon(self, peer: str) -> None:
         """A peer is gone: forget what it did not acknowledge. What it has sent may still come."""

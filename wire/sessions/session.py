@@ -165,14 +165,15 @@ class Session:
             times.append(self._owed_since + ACK_SECONDS)
         return min((one for one in times if one is not None), default=None)
 
-    def due(self, now: float) -> list[bytes]:
-        """Frames whose time has come."""
+    def due(self, now: float, *, leaves: bool = False) -> list[bytes]:
+        """Frames whose time has come; if something leaves anyway, acknowledgements too."""
         frames: list[bytes] = []
         if self._answer_at is not None and now >= self._answer_at:
             frames += self._again(now)
         if self._probe_at is not None and now >= self._probe_at:
             frames += self.probe(now)
-        if self._owed_since is not None and now >= self._owed_since + ACK_SECONDS:
+        since = self._owed_since
+        if since is not None and (leaves or now >= since + ACK_SECONDS):
             frames.append(self._frame(0, b"", 0))
         return frames
 
