@@ -96,7 +96,7 @@ def open_below(root: Path, path: str, flags: int = os.O_RDONLY, mode: int = 0o60
         for folder in folders:
             if flags & os.O_CREAT:
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(folder, 0o700, dir_fd=at)
+                    os.mkdir(folder, dir_fd=at)
             below = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
             os.close(at)
             at = below
