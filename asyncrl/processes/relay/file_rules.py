@@ -80,29 +80,44 @@ def files_of(root: Path) -> Iterator[tuple[str, os.stat_result]]:
                 yield relative, found
 
 
-def open_below(root: Path, path: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """A descriptor of a file below a folder; no link is followed on the way.
+@contextlib.contextmanager
+def folder_below(root: Path, path: str, *, make: bool) -> Iterator[int]:
+    """A descriptor of the folder of a file below a folder; no link is followed on the way.
 
-    Folders are made if the file is to be created.
+    Args:
+        root: the folder.
+        path: of the file.
+        make: folders that are missing.
 
     Raises:
         PathRefused: relays do not copy such a file.
-        OSError: it cannot be opened, or is none.
+        OSError: there is no such folder.
     """
     rule_of(path)
-    *folders, name = path.split("/")
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        for folder in folders:
-            if flags & os.O_CREAT:
+        for folder in path.split("/")[:-1]:
+            if make:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(folder, dir_fd=at)
             below = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
             os.close(at)
             at = below
-        found = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=at)
+        yield at
     finally:
         os.close(at)
+
+
+def open_below(root: Path, path: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+    """A descriptor of a file below a folder, found as `folder_below` finds its folder.
+
+    Raises:
+        PathRefused: relays do not copy such a file.
+        OSError: it cannot be opened, or is none.
+    """
+    with folder_below(root, path, make=bool(flags & os.O_CREAT)) as folder:
+        name = path.rpartition("/")[2]
+        found = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(found).st_mode):
         os.close(found)
         raise OSError(f"{path} is no file")

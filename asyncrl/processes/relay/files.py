@@ -61,6 +61,8 @@ class RelayFiles:
         self._server = FileServer(root, address, keys)
         self._puller = Puller(root)
         self._pace = Pace(BYTES_PER_SECOND)
+        with contextlib.suppress(OSError):
+            Mirror(root, "fetched").remove_remains()
         self._tasks = {asyncio.create_task(self._server.serve())}
         self.ready = from_relay.FilesReady(self._server.address, _id_of(root), shares)
 

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
 
 import msgspec
 
-from asyncrl.processes.relay.file_rules import SAMPLES, open_below, rule_of
+from asyncrl.processes.relay.file_rules import SAMPLES, folder_below, open_below, rule_of
 from wire.atomic_files import write_atomically
 from wire.messages.files import FileInfo
 
 PULLED = ".pulled"
 _TAIL_BYTES = 1 << 20
 _FILE_MODE = 0o644
+_PART = ".part"
 
 
 class _Base(msgspec.Struct, frozen=True):
@@ -47,6 +49,7 @@ class Mirror:
         self._notes = root / PULLED
         self._folder = folder
         self._bases: dict[str, int] | None = None
+        self._replaced: dict[str, FileInfo] = {}
 
     def held(self, path: str) -> int:
         """How many bytes of a file that grows are here. Raises OSError."""
@@ -78,21 +81,27 @@ class Mirror:
             found = (self._root / info.path).lstat()
         except OSError:
             return False
+        if self._replaced.get(info.path) == info:
+            return True  # a disk may keep no nanoseconds
         return (found.st_size, found.st_mtime_ns) == (info.size, info.changed)
 
     def replace(self, info: FileInfo, copy: Path) -> None:
         """A copy is whole: it takes its name. Raises OSError."""
-        path = self._root / info.path
-        os.close(open_below(self._root, info.path, os.O_WRONLY | os.O_CREAT))
         os.utime(copy, ns=(info.changed, info.changed))
-        copy.replace(path)
+        with folder_below(self._root, info.path, make=True) as folder:
+            os.replace(copy, info.path.rpartition("/")[2], dst_dir_fd=folder)
+        self._replaced[info.path] = info
+
+    def remove_remains(self) -> None:
+        """Remove what a killed relay has left. Raises OSError."""
+        for copy in self._notes.glob(f"*{_PART}"):
+            copy.unlink(missing_ok=True)
 
     def copy_for(self, path: str) -> Path:
         """An empty file of the disk, in which a copy is made. Raises OSError."""
         rule_of(path)
         self._notes.mkdir(mode=0o700, exist_ok=True)
-        copy = self._notes / f"{self._folder}-{path.replace('/', '-')}.part"
-        copy.unlink(missing_ok=True)
+        copy = self._notes / f"{self._folder}-{secrets.token_hex(8)}{_PART}"
         os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
         return copy
 
