@@ -164,14 +164,15 @@ class Fleet:
 
         It is told as soon as the weights are on its node.
         """
-        self.look_after_weights()
+        self.installations.note(self.trainer, self.lineage)
         self.installations.install(
             self._workers[generator], version, rebuild_kv=rebuild_kv, verify=verify
         )
 
     def look_after_weights(self) -> None:
         """Send on what the trainer has published since. Raises RunFailed where that cannot be."""
-        self.installations.look(self.trainer, self.lineage)
+        nodes = (worker.node for worker in self.alive)
+        self.installations.look(self.trainer, self.lineage, nodes)
 
     def generators(self) -> list[Worker]:
         """Generators that can take work now."""

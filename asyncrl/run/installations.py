@@ -3,8 +3,7 @@
     install ──► the generator's node has the weights ──► InstallWeights
                  └─ not yet: the request waits until the node's relay has them (`weight_routes`)
 
-On the trainer's node, and so wherever a run has one node, nothing ever waits. Nor does a generator
-that can receive a broadcast (`launcher.weights`), unless it missed it.
+On the trainer's node, and so wherever a run has one node, nothing ever waits.
 
 A request that waits keeps the verifications that travel with it. It is carried out once its version
 or a newer one of the same trainer is there. It ends without an answer when its generator is lost,
@@ -22,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -175,15 +174,13 @@ class Installations:
             )
         self._ask_for(request, request.told)
         request.told = None
+        if self._trainer is not None:
+            self.note(self._trainer.worker, self._trainer.lineage)
         self._carry_out(request)
         return False
 
-    def look(self, worker: Worker, lineage: int) -> None:
-        """Take note of the trainer and the relays, and carry out what has become possible.
-
-        Args:
-            worker: the trainer, ready or not, alive or not.
-            lineage: the trainer's.
+    def note(self, worker: Worker, lineage: int) -> None:
+        """Take note of the trainer, whether it is ready, alive, has published, or not.
 
         Raises:
             RunFailed: a node cannot get the weights.
@@ -191,18 +188,34 @@ class Installations:
         offered = None if worker.is_gone else worker.weights
         if self._trainer is not None and (offered is None or lineage != self._trainer.lineage):
             self._requests.clear()
-        trainer = self._trainer = None if offered is None else _Trainer(worker, offered, lineage)
-        if not self.relays.are_used:
-            return
-        # Relays fetch what is broadcast only for those whom it did not reach.
-        waits = any(one.told is None for one in self._requests.values())
-        needed = trainer is None or trainer.offered.broadcast is None or waits
-        if needed:
-            weights = None if trainer is None else trainer.weights
+        self._trainer = None if offered is None else _Trainer(worker, offered, lineage)
+        if self.relays.are_used and self._relays_fetch:
+            weights = None if self._trainer is None else self._trainer.weights
             self._obey(self._note_trainer(weights, worker.node))
-        self._obey(self._note_relays())
+
+    @property
+    def _relays_fetch(self) -> bool:
+        """What is broadcast they fetch only for those whom it did not reach."""
+        if self._trainer is None or self._trainer.offered.broadcast is None:
+            return True
+        return any(one.told is None for one in self._requests.values())
+
+    def look(self, worker: Worker, lineage: int, nodes: Iterable[str | None]) -> None:
+        """Also take note of the relays, and carry out what has become possible.
+
+        Args:
+            worker: as in `note`.
+            lineage: as in `note`.
+            nodes: those of living processes; only they need weights. None: not placed yet.
+
+        Raises:
+            RunFailed: as `note`.
+        """
+        if self.relays.are_used:
+            self._obey(self._note_relays(set(nodes)))
+        self.note(worker, lineage)
         now = time.monotonic()
-        if needed and now - self._looked >= _AGAIN_SECONDS:
+        if now - self._looked >= _AGAIN_SECONDS and self._relays_fetch:
             self._looked = now
             self._obey(self._routes.again())
         self._carry_out_all()
@@ -263,9 +276,9 @@ class Installations:
         self._published = now
         return self._routes.trainer_lost() if now is None else self._routes.published(*now)
 
-    def _note_relays(self) -> list[Order]:
+    def _note_relays(self, nodes: set[str | None]) -> list[Order]:
         orders: list[Order] = []
-        ready = self.relays.by_node()
+        ready = {node: one for node, one in self.relays.by_node().items() if node in nodes}
         for node, name in list(self._ready.items()):
             if node not in ready or ready[node].name != name:
                 del self._ready[node]

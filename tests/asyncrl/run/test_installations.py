@@ -278,6 +278,19 @@ def test_requests_end_with_their_trainer_and_their_generator(run: Run) -> None:
     assert run.told(FAR) == []
 
 
+def test_a_node_without_processes_gets_no_weights_until_it_has_one_again(run: Run) -> None:
+    run.arrive()
+    [far] = [one for one in run.fleet.generators() if one.name == FAR]
+    run.launcher.handles[FAR].code = 0
+    run.fleet.deaths()
+    run.publish(1)
+    assert run.told("relay-1") == []
+    run.launcher.nodes["generator-1.1"] = "b"
+    run.fleet.restart(far)
+    run.fleet.look_after_weights()
+    assert run.fetched().manifest == published(1)
+
+
 def test_a_node_that_gets_no_weights_ends_the_run_and_is_named(run: Run) -> None:
     for _ in range(MAX_TRIES):
         run.fail(superseded=False)
