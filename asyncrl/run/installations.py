@@ -28,24 +28,12 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from asyncrl.errors import RunFailed
-from asyncrl.processes.spec import weights_hub
 from asyncrl.run.relays import Relays
-from asyncrl.run.weight_routes import (
-    MAX_TRIES,
-    Fetch,
-    Forget,
-    GiveUp,
-    Hopeless,
-    Order,
-    RelayPlace,
-    Serve,
-    WeightRoutes,
-)
+from asyncrl.run.weight_fetching import WeightFetching
+from asyncrl.run.weight_routes import MAX_TRIES
 from asyncrl.run.worker import Worker
 from wire import RunKey
 from wire.messages import from_relay, to_relay
-from wire.messages.chain import Parent
 from wire.messages.to_generator import InstallWeights, Verify
 from wire.weights.layout import WeightManifest
 
@@ -106,18 +94,17 @@ class Installations:
     run_key: RunKey
     send: Callable[[str, Struct], None]
     cut_off: Callable[[str, str], None]
-    _routes: WeightRoutes = field(default_factory=WeightRoutes)
+    _fetching: WeightFetching = field(init=False)
     _trainer: _Trainer | None = None
-    _published: tuple[WeightManifest, str] | None = None
-    """What the routes were told, and the trainer's node."""
-    _ready: dict[str, str] = field(default_factory=dict)
-    """The relay of each node that the routes were told of."""
     _requests: dict[str, _Request] = field(default_factory=dict)
     """Of generators on other nodes than the trainer's, by name: those that wait, and those that
     were sent and are not answered."""
     _checked: set[str] = field(default_factory=set)
     """Nodes whose relay was asked whether its file is there."""
     _looked: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._fetching = WeightFetching(self.relays, self.run_key, self.send, self.cut_off)
 
     def install(
         self,
@@ -191,7 +178,7 @@ class Installations:
         self._trainer = None if offered is None else _Trainer(worker, offered, lineage)
         if self.relays.are_used and self._relays_fetch:
             weights = None if self._trainer is None else self._trainer.weights
-            self._obey(self._note_trainer(weights, worker.node))
+            self._fetching.note_trainer(weights, worker.node)
 
     @property
     def _relays_fetch(self) -> bool:
@@ -212,21 +199,17 @@ class Installations:
             RunFailed: as `note`.
         """
         if self.relays.are_used:
-            self._obey(self._note_relays(set(nodes)))
+            self._checked -= self._fetching.note_relays(set(nodes))
         self.note(worker, lineage)
         now = time.monotonic()
         if now - self._looked >= _AGAIN_SECONDS and self._relays_fetch:
             self._looked = now
-            self._obey(self._routes.again())
+            self._fetching.again()
         self._carry_out_all()
 
     def arrived(self, relay: Worker, message: from_relay.WeightsHere) -> None:
         """A version is on a node."""
-        for name, why in message.left.items():
-            logger.info("%s left %s: %s", relay.name, name, why)
-        self._obey(
-            self._routes.arrived(relay.name, message.attempt, message.manifest, set(message.left))
-        )
+        self._fetching.arrived(relay, message)
         self._carry_out_all()
 
     def failed(self, relay: Worker, message: from_relay.WeightsFailed) -> None:
@@ -234,13 +217,7 @@ class Installations:
         trainer = self._trainer
         if message.superseded and trainer is not None and relay.node == trainer.worker.node:
             self.check(trainer.worker)  # a newer version is on its way, or the file is gone
-        level = logging.INFO if message.superseded else logging.WARNING
-        logger.log(level, "%s: %s", relay.name, message.reason)
-        self._obey(
-            self._routes.failed(
-                relay.name, message.attempt, message.reason, superseded=message.superseded
-            )
-        )
+        self._fetching.failed(relay, message)
 
     def check(self, trainer: Worker) -> None:
         """A generator could not install these weights: if their file is gone, end the trainer."""
@@ -261,56 +238,13 @@ class Installations:
         if node is not None:
             self._checked.discard(node)
         if not message.exists and node is not None:
-            here, trainer = self._routes.manifest_at(node), self._trainer
+            here, trainer = self._fetching.manifest_at(node), self._trainer
             if here is not None and here.path == message.path:
                 is_its_own = trainer is not None and trainer.weights == here
                 name = trainer.worker.name if trainer is not None and is_its_own else relay.name
                 self.cut_off(name, f"its published weights {message.path} were removed")
                 return
         self._carry_out_all()
-
-    def _note_trainer(self, weights: WeightManifest | None, node: str | None) -> list[Order]:
-        now = None if weights is None or node is None else (weights, node)
-        if now == self._published:
-            return []
-        self._published = now
-        return self._routes.trainer_lost() if now is None else self._routes.published(*now)
-
-    def _note_relays(self, nodes: set[str | None]) -> list[Order]:
-        orders: list[Order] = []
-        ready = {node: one for node, one in self.relays.by_node().items() if node in nodes}
-        for node, name in list(self._ready.items()):
-            if node not in ready or ready[node].name != name:
-                del self._ready[node]
-                self._checked.discard(node)
-                self._routes.relay_lost(node)
-        for node, worker in ready.items():
-            if node not in self._ready and worker.relay is not None:
-                self._ready[node] = worker.name
-                place = RelayPlace(worker.name, worker.relay.source, worker.relay.node)
-                orders += self._routes.relay_ready(node, place)
-        return orders
-
-    def _obey(self, orders: list[Order]) -> None:
-        for order in orders:
-            match order:
-                case Serve(relay, manifest, attempt):
-                    self.send(relay, to_relay.ServeWeights(manifest, attempt))
-                case Forget(relay):
-                    self.send(relay, to_relay.ForgetWeights())
-                case Fetch(relay, manifest, parents, attempt):
-                    asked = tuple(
-                        Parent(name, address, self.run_key.line(weights_hub(name), relay))
-                        for name, address in parents
-                    )
-                    self.send(relay, to_relay.FetchWeights(manifest, asked, attempt))
-                case GiveUp(relay, reason):
-                    self.cut_off(relay, f"it does not get the weights: {reason}")
-                case Hopeless(_, reason):
-                    raise RunFailed(
-                        f"weights do not reach a node of the run, after {2 * MAX_TRIES} tries: "
-                        f"{reason}"
-                    )
 
     def _carry_out_all(self) -> None:
         for request in self._requests.values():
@@ -322,7 +256,7 @@ class Installations:
         node = request.worker.node
         if node is None or node in self._checked:
             return
-        here = self._routes.manifest_at(node)
+        here = self._fetching.manifest_at(node)
         if here is None or here.policy_version < request.version:
             return
         self._tell(request, here)
@@ -338,7 +272,7 @@ class Installations:
         """A file could not be read: unless another has taken its place, ask the relay for it."""
         node = request.worker.node
         relay = None if node is None else self.relays.on(node)
-        if node is None or relay is None or self._routes.manifest_at(node) != told:
+        if node is None or relay is None or self._fetching.manifest_at(node) != told:
             return
         request.failures += 1
         if request.failures > MAX_TRIES:
