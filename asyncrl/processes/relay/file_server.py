@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,6 +39,8 @@ class FileServer:
         )
         self._disk = ThreadPoolExecutor(1, "file-server")
         self.sent_bytes = 0
+        self.fetched: dict[str, int] = {}
+        """Files that came from other nodes, by the time of their last change: not listed."""
 
     @property
     def address(self) -> str:
@@ -50,7 +52,9 @@ class FileServer:
         loop = asyncio.get_running_loop()
         while True:
             peer, request = await self._hub.receive()
-            answer = await loop.run_in_executor(self._disk, answer_to, self._root, request)
+            answer = await loop.run_in_executor(
+                self._disk, answer_to, self._root, request, dict(self.fetched)
+            )
             if isinstance(answer, files.FilePart):
                 self.sent_bytes += len(answer.data)
             self._hub.send_soon(peer, answer)
@@ -61,8 +65,11 @@ class FileServer:
         self._hub.close()
 
 
-def answer_to(root: Path, request: files.ToServer) -> files.FromServer:
-    """The answer to a request; reads the disk."""
+def answer_to(
+    root: Path, request: files.ToServer, fetched: Mapping[str, int] | None = None
+) -> files.FromServer:
+    """The answer to a request; reads the disk. `fetched` as in `FileServer`."""
+    others = fetched or {}
     work: Callable[[], files.FromServer]
     match request:
         case files.ListFiles(number=number):
@@ -71,6 +78,7 @@ def answer_to(root: Path, request: files.ToServer) -> files.FromServer:
                 tuple(
                     files.FileInfo(path, found.st_size, found.st_mtime_ns)
                     for path, found in files_of(root)
+                    if others.get(path) != found.st_mtime_ns
                 ),
             )
         case files.ReadFile():

@@ -101,6 +101,8 @@ class RelayFiles:
                 found = [one for one in await client.list() if one.path == order.path]
                 if not found:
                     raise FileUnavailable(f"{server.name} has no {order.path}")
+                if not self._shares:
+                    self._server.fetched[order.path] = found[0].changed
                 await fetch_whole(client, Mirror(self._root, "fetched"), found[0], self._pace)
             except (FileUnavailable, PathRefused, OSError) as error:
                 reasons.append(str(error))

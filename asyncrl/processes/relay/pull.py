@@ -127,8 +127,7 @@ class Copying:
 
     async def _replace(self, file: files.FileInfo) -> int:
         if await asyncio.to_thread(self._mirror.has, file):
-            await self._moved(file)
-            return 0
+            return 0  # it may have come from here
         copied = await fetch_whole(self._client, self._mirror, file, self._pace)
         await self._moved(file)
         return copied

@@ -203,6 +203,30 @@ def test_a_named_file_is_fetched_from_whoever_has_it(tmp_path: Path) -> None:
     with_relays(tmp_path, work)
 
 
+def test_what_was_brought_to_a_node_stays_there(tmp_path: Path) -> None:
+    async def work(relays: Relays) -> None:
+        path = "unfinished/step-000004/generator-0.bin"
+        write(relays.run, path, b"tokens")
+        home = files.Server(
+            "relay-0", relays.home.ready.address, KEY.line(files_hub("relay-0"), "relay-1")
+        )
+        relays.other.fetch(to_relay.FetchFile(1, path, (home,)))
+        await relays.hear(from_relay.FileHere)
+        relays.said.clear()
+        relays.follow("generator-0")
+        assert await relays.finish() == {}
+        assert (relays.node / path).read_bytes() == b"tokens", "its generator reads it"
+        (relays.run / path).unlink()  # it is not needed any more
+        assert await relays.finish() == {}
+        assert not (relays.run / path).exists()
+        write(relays.node, path, b"and more, by the generator")
+        assert await relays.finish() == {}
+        assert (relays.run / path).read_bytes() == b"tokensand more, by the generator"
+        assert not (relays.node / path).exists()
+
+    with_relays(tmp_path, work)
+
+
 def test_a_node_without_a_relay_is_named_and_delays_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
