@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
+from file_relays import KEY, Relays, server, source, until, with_relays, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,86 +18,10 @@ from asyncrl.processes.relay import file_client, pull
 from asyncrl.processes.relay.file_client import FileClient, FileUnavailable
 from asyncrl.processes.relay.file_rules import Kind, PathRefused, files_of, rule_of
 from asyncrl.processes.relay.file_server import answer_to
-from asyncrl.processes.relay.files import RelayFiles
 from asyncrl.processes.relay.mirror import Mirror
 from asyncrl.processes.spec import files_hub
 from wire import RunKey
 from wire.messages import files, from_relay, to_relay
-
-KEY = RunKey.new()
-PATIENCE = 60
-
-
-def source(name: str, ready: from_relay.FilesReady, *processes: str) -> to_relay.FileSource:
-    return to_relay.FileSource(server(name, ready), ready.folder, processes)
-
-
-def server(name: str, ready: from_relay.FilesReady) -> files.Server:
-    return files.Server(name, ready.address, KEY.line(files_hub(name), "relay-0"))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        if condition():
-            return
-        assert time.monotonic() < deadline, "it did not come"
-        await asyncio.sleep(0.001)
-
-
-class Relays:
-    """A relay that sees the run's folder, and one that does not."""
-
-    def __init__(self, path: Path) -> None:
-        self.said: list[Any] = []
-        self.run, self.node = path / "run", path / "node"
-        for folder in (self.run, self.node):
-            folder.mkdir(exist_ok=True)
-        self.home = self._relay("relay-0", self.run, shares=True)
-        self.other = self._relay("relay-1", self.node, shares=False)
-
-    def _relay(self, name: str, root: Path, *, shares: bool) -> RelayFiles:
-        return RelayFiles(
-            root,
-            shares=shares,
-            address="tcp://127.0.0.1:*",
-            keys=KEY.hub(files_hub(name)),
-            say=self.said.append,
-        )
-
-    def follow(self, *processes: str) -> None:
-        theirs = source("relay-1", self.other.ready, *processes)
-        self.home.pull(to_relay.PullFiles((theirs,)))
-
-    async def finish(self, seconds: float = PATIENCE) -> dict[str, str]:
-        self.home.finish(to_relay.FinishPull(seconds))
-        await self.hear(from_relay.PullFinished)
-        return dict(self.said.pop().left)
-
-    async def hear(self, kind: type) -> Any:
-        await until(lambda: any(isinstance(one, kind) for one in self.said))
-        return self.said[-1]
-
-    def close(self) -> None:
-        self.home.close()
-        self.other.close()
-
-
-def with_relays(path: Path, work: Callable[[Relays], Awaitable[None]]) -> None:
-    async def run() -> None:
-        relays = Relays(path)
-        try:
-            await work(relays)
-        finally:
-            relays.close()
-
-    asyncio.run(run())
-
-
-def write(root: Path, path: str, data: bytes) -> None:
-    (root / path).parent.mkdir(parents=True, exist_ok=True)
-    with (root / path).open("ab") as file:
-        file.write(data)
 
 
 def test_what_grows_is_copied_and_continued(tmp_path: Path) -> None:
@@ -374,14 +295,12 @@ def test_copies_are_exact_however_often_they_are_interrupted(
 CHILD = """
 import asyncio, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from test_relay_files import Relays, source
-import test_relay_files, msgspec
-from wire.messages import to_relay, files
+import msgspec
+from wire.messages import to_relay
 from asyncrl.processes.relay.pull import Puller
 
 async def main():
-    puller = Puller(Path(sys.argv[2]))
+    puller = Puller(Path(sys.argv[1]))
     puller.follow((msgspec.json.decode(sys.stdin.buffer.read(), type=to_relay.FileSource),))
     print("follows", flush=True)
     await asyncio.sleep(600)
@@ -391,9 +310,7 @@ asyncio.run(main())
 
 
 def puller(run: Path, followed: bytes) -> subprocess.Popen[bytes]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(Path(__file__).parent), str(run)], stdin=subprocess.PIPE
-    )
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(run)], stdin=subprocess.PIPE)
     assert child.stdin is not None
     child.stdin.write(followed)
     child.stdin.close()
