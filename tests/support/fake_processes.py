@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,10 @@ class FakeHub:
     def send_soon(self, peer: str, message: Any) -> None:
         if self.launcher.handles[peer].code is None:
             self.sent.append((peer, message))
+
+    async def attend(self) -> None:
+        """Nobody says anything."""
+        await asyncio.Event().wait()
 
     def abandon(self, peer: str) -> None:
         self.abandoned.append(peer)

@@ -18,7 +18,7 @@ import bare_actor
 import pytest
 from msgspec import json as msgspec_json
 
-from asyncrl.launch.ray.actor import KEEPER_MODULE, ProcessActor, code_version
+from asyncrl.launch.ray.actor import KEEPER_MODULE, ProcessActor, _relay_address, code_version
 from asyncrl.launch.ray.keeper import is_last, share
 from asyncrl.processes.spec import ChildSpec
 
@@ -137,6 +137,14 @@ def test_a_child_that_ends_leaves_its_exit_code_and_nothing_else(tmp_path: Path)
     assert code == "7"
     assert json.loads(tail) == child
     wait_for(lambda: not any(map(is_alive, child["pids"])))
+
+
+def test_the_processes_of_a_node_meet_at_one_address() -> None:
+    addresses = {
+        _relay_address(run, place) for run in ("a", "b") for place in ("m", "n") for _ in range(2)
+    }
+    assert len(addresses) == 4
+    assert all(address.startswith("ipc:///") and len(address) < 107 for address in addresses)
 
 
 def test_a_node_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,11 @@ import pytest
 from fake_processes import FakeLauncher, run_config, started_fleet
 
 from asyncrl.errors import RunFailed
+from asyncrl.processes.spec import RelayKeys, keys_of
 from asyncrl.run import relays
+from asyncrl.run.ending import attended
 from asyncrl.run.fleet import Fleet
+from wire import RunKey
 from wire.messages import to_generator, to_relay, to_trainer
 
 CONFIG = run_config(launcher={"kind": "ray", "generators": 2, "ray": {"max_relay_restarts": 1}})
@@ -80,3 +83,55 @@ def test_relays_end_last() -> None:
         *(to_relay.Shutdown, to_relay.Shutdown),
     ]
     assert all(handle.code == 0 for handle in launcher.handles.values())
+
+
+def test_a_relay_that_is_lost_while_the_run_ends_is_replaced() -> None:
+    """The trainer's last checkpoint may be reported through it."""
+    fleet, launcher = relayed_fleet()
+    fleet.start_relays()
+
+    async def main(is_over: bool) -> None:
+        async with attended(fleet._hub, fleet.relays, lambda: is_over, fleet.alive):
+            async with asyncio.timeout(60):
+                while launcher.handles["relay-1"].code is None or not (
+                    is_over or "relay-1.1" in launcher.handles
+                ):
+                    launcher.handles["relay-1"].code = -9
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.5 * is_over)
+
+    asyncio.run(main(is_over=True))
+    assert "relay-1.1" not in launcher.handles, "all were killed: nothing is started any more"
+    asyncio.run(main(is_over=False))
+    assert launcher.handles["relay-1.1"].spec.relayed
+
+
+def test_processes_are_told_of_relays_where_there_are_any() -> None:
+    fleet, launcher = relayed_fleet()
+    fleet.start_relays()
+    assert all(handle.spec.relayed for handle in launcher.handles.values())
+    alone = FakeLauncher()
+    started_fleet(CONFIG, launcher=alone)
+    assert not any(handle.spec.relayed for handle in alone.handles.values())
+
+
+def test_what_is_kept_for_a_lost_process_is_given_up() -> None:
+    fleet, launcher = relayed_fleet()
+    launcher.handles["generator-0"].code = -9
+    fleet.deaths()
+    assert fleet._hub.abandoned == ["generator-0"]  # type: ignore[attr-defined]
+
+
+def test_a_relay_has_no_key_to_speak_for_others() -> None:
+    """A child shows the controller's pass to a hub that cannot make any."""
+    key = RunKey.new()
+    child, direct = (
+        keys_of(key, "generator-0", "generator", relayed=relayed).control
+        for relayed in (True, False)
+    )
+    relay = keys_of(key, "relay-0", "relay", relayed=True)
+    assert isinstance(relay, RelayKeys)
+    assert child.hub == relay.children.public != direct.hub
+    assert child.identity == direct.identity
+    assert relay.children.passes == b""
+    assert relay.control == key.line("control", "relay-0")
