@@ -48,7 +48,8 @@ class LauncherConfig(BaseModel):
     """Longest wait for a process to become ready: imports, loading the model, compilation, CUDA
     graphs. The limits of vLLM and SGLang follow it (`startup_timeout_seconds`)."""
     silence_seconds: float = Field(default=120.0, gt=0, le=WEEK_SECONDS)
-    """A process that reports nothing for this long is killed and counts as dead."""
+    """A process that reports nothing for this long is killed and counts as dead; a relay after a
+    quarter of it, so that those who speak through it can be heard again in time."""
     leave_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
     """Longest time for a generator to leave after `asyncrl scale`. Then it is killed, and what it
     had is generated again. Without verification it finishes the groups that it has begun."""

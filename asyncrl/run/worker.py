@@ -13,6 +13,10 @@ from asyncrl.processes.spec import Role
 from wire.messages import from_generator, from_relay, from_trainer
 from wire.weights.layout import WeightManifest
 
+_RELAY_SHARE, _RELAY_SECONDS = 0.25, 10.0
+"""Of `launcher.silence_seconds`, and at least, for a relay. Who speaks through a silent relay is
+silent too, and must be heard through its replacement before its own limit."""
+
 
 @dataclass(slots=True)
 class Worker:
@@ -121,12 +125,16 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
     if worker.waits_for_room:
         return _without_room(worker, now, limits)
     limit = limits.silence_seconds if worker.is_ready else limits.startup_seconds
+    if worker.role == "relay" and worker.is_ready:
+        limit = min(limit, max(_RELAY_SHARE * limit, _RELAY_SECONDS))
     silent = now - worker.heard
     if silent <= limit:
         return None
     worker.handle.end(by_force=True)
     if worker.is_ready:
-        return f"sent nothing for {silent:.0f} s (launcher.silence_seconds) and was killed"
+        of_relay = ", a quarter of it for a relay" if worker.role == "relay" else ""
+        what = f"launcher.silence_seconds{of_relay}"
+        return f"sent nothing for {silent:.0f} s ({what}) and was killed"
     return (
         f"was not ready after {silent:.0f} s (launcher.startup_seconds) and was killed; its log "
         f"ends with: {worker.handle.log_tail(1)}"

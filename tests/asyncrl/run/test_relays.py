@@ -135,3 +135,20 @@ def test_a_relay_has_no_key_to_speak_for_others() -> None:
     assert child.identity == direct.identity
     assert relay.children.passes == b""
     assert relay.control == key.line("control", "relay-0")
+
+
+def test_a_silent_relay_is_replaced_before_those_who_speak_through_it_are_silent() -> None:
+    fleet, launcher = relayed_fleet()
+    fleet.start_relays()
+    everyone = [*fleet.alive, *fleet.relays.alive]
+    for worker in everyone:
+        worker.is_ready = True
+        worker.heard -= 0.3 * CONFIG.launcher.silence_seconds
+    found = fleet.deaths()
+    assert [worker.name for worker, _ in found] == ["relay-0", "relay-1"]
+    assert (
+        "sent nothing for 36 s (launcher.silence_seconds, a quarter of it for a relay)"
+        in found[0][1]
+    )
+    assert [worker.name for worker in fleet.alive] == [*NODES]
+    assert launcher.handles["relay-0"].ended == ["kill"]
