@@ -47,6 +47,8 @@ class ChildSpec(msgspec.Struct, frozen=True):
     in any process."""
     fence: str = ""
     """The word of this trainer (`trainer.fence`)."""
+    gpus: int = 0
+    """That Ray gave it."""
     first: bool = True
     """False if it replaces a process that died."""
     shares_run_directory: bool = True

@@ -126,6 +126,7 @@ class ProcessActor:
         for folder in _FOLDERS if not asked["shares_run_directory"] else ():
             (run / folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         spec["parent"] = os.getpid()
+        spec["gpus"] = len(gpus)
         spec["shares_run_directory"] = asked["shares_run_directory"]
         spec["data_address"] = "" if spec["role"] == "generator" else f"tcp://{ip}:*"
         if spec.get("relayed"):

@@ -150,7 +150,10 @@ def _unit(key: str) -> str:
 def _remedy(key: str) -> str:
     ways = {
         "CPU": "Lower launcher.generators or launcher.ray.generator.cpus, or add nodes",
-        "GPU": "Lower launcher.generators or tensor_parallel_size of the engine, or add nodes",
+        "GPU": (
+            "Lower launcher.generators or tensor_parallel_size of the engine, add nodes, or set "
+            "engine.device and trainer.device to cpu"
+        ),
     }
     return ways.get(key, "Start a node with `ray start --resources`, or ask for another")
 

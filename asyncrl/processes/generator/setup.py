@@ -25,6 +25,7 @@ from asyncrl.processes.generator.process import GeneratorProcess
 from asyncrl.processes.generator.reports import GeneratorRecords
 from asyncrl.processes.generator.sample_recorder import SampleRecorder
 from asyncrl.processes.generator.sample_rewards import SampleRewards
+from asyncrl.processes.given_gpus import check_given_gpus
 from asyncrl.processes.shared_memory import exchange_directory
 from asyncrl.processes.spec import ChildSpec, GeneratorKeys
 from asyncrl.rewards.pool import RewardPool
@@ -45,6 +46,7 @@ from wire.refusals import Refusals
 async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
     """Start the configured engine and reward workers, and generate until told to shut down."""
     async with bring_up(spec, keys, to_generator.ToGenerator, GeneratorMetrics, _failure) as child:
+        check_given_gpus(spec)
         config, closing = child.config, child.closing
         with child.timeline.span(SpanKind.STARTING):
             tokenizer = await load_checked_tokenizer(

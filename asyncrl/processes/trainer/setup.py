@@ -11,6 +11,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.bring_up import Child, bring_up, without_collecting_the_start
 from asyncrl.processes.checked_tokenizer import load_checked_tokenizer
+from asyncrl.processes.given_gpus import check_given_gpus
 from asyncrl.processes.shared_memory import weights_id
 from asyncrl.processes.spec import ChildSpec, TrainerKeys
 from asyncrl.processes.trainer.checkpoints import Checkpoints
@@ -46,6 +47,7 @@ sending what is refused must be replaced, or the run would wait for its sample f
 async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
     """Load or resume the learner, publish its weights, and train until told to shut down."""
     async with bring_up(spec, keys, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
+        check_given_gpus(spec)
         config = child.config
         generators: Hub[data.FromGeneratorData] = Hub(
             spec.data_address,
