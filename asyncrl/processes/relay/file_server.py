@@ -89,8 +89,9 @@ def answer_to(
         return work()
     except PathRefused as error:
         return files.NotServed(request.number, str(error))
-    except OSError as error:
-        return files.NotServed(request.number, f"{request.path}: {error.strerror or error}")
+    except (OSError, OverflowError) as error:  # no file has an offset beyond 2**63
+        why = getattr(error, "strerror", None) or error
+        return files.NotServed(request.number, f"{request.path}: {why}")
 
 
 def _part(root: Path, request: files.ReadFile) -> files.FilePart:

@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from asyncrl.processes.relay.file_rules import PathRefused, open_below
 from asyncrl.processes.relay.file_server import FileServer
 from asyncrl.processes.relay.mirror import Mirror
 from asyncrl.processes.relay.pull import BYTES_PER_SECOND, Pace, Puller, fetch_whole
+from wire.atomic_files import write_atomically
+from wire.errors import WireError
 from wire.keys import HubKeys
 from wire.messages import from_relay, to_relay
 
@@ -33,6 +36,8 @@ logger = logging.getLogger("asyncrl.relay")
 
 FOLDER_FILE = ".folder"
 """In a node's folder: its id."""
+_NAMING_SECONDS = 1.0
+"""Another relay that sees the folder has written the id in it by then, or was killed."""
 
 
 class RelayFiles:
@@ -63,8 +68,14 @@ class RelayFiles:
         self._pace = Pace(BYTES_PER_SECOND)
         with contextlib.suppress(OSError):
             Mirror(root, "fetched").remove_remains()
-        self._tasks = {asyncio.create_task(self._server.serve())}
+        self._serving = asyncio.create_task(self._server.serve())
+        self._tasks: set[asyncio.Task[None]] = set()
         self.ready = from_relay.FilesReady(self._server.address, _id_of(root), shares)
+
+    def check(self) -> None:
+        """Raise WireError if the files are not served any more, which is a defect."""
+        if self._serving.done():
+            raise WireError("the task that serves files has ended")
 
     @property
     def sent_bytes(self) -> int:
@@ -130,7 +141,7 @@ class RelayFiles:
     def close(self) -> None:
         """End all tasks and close the socket."""
         self._puller.close()
-        for task in self._tasks:
+        for task in [self._serving, *self._tasks]:
             task.cancel()
         self._server.close()
 
@@ -141,4 +152,9 @@ def _id_of(root: Path) -> str:
     path = root / FOLDER_FILE
     with contextlib.suppress(FileExistsError), path.open("x", encoding="ascii") as file:
         file.write(secrets.token_hex(8))
-    return path.read_text(encoding="ascii")
+    until = time.monotonic() + _NAMING_SECONDS
+    while not (name := path.read_text(encoding="ascii")):
+        if time.monotonic() > until:  # the relay that made the file was killed
+            write_atomically(path, secrets.token_hex(8))
+        time.sleep(0.01)
+    return name

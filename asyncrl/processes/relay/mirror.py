@@ -12,6 +12,7 @@ has those of all nodes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from pathlib import Path
@@ -54,7 +55,10 @@ class Mirror:
     def held(self, path: str) -> int:
         """How many bytes of a file that grows are here. Raises OSError."""
         if path == SAMPLES:
-            return self._size(self._notes / f"{self._folder}.samples")
+            size = self._size(self._notes / f"{self._folder}.samples")
+            if size:
+                self._merge_samples()  # an earlier copy may have ended before it was
+            return size
         base = self._all_bases().get(path)
         return 0 if base is None else max(0, self._size(self._root / path) - base)
 
@@ -157,10 +161,12 @@ class Mirror:
         try:
             size = os.fstat(target).st_size
             tail = os.pread(target, _TAIL_BYTES + len(new), max(0, size - _TAIL_BYTES - len(new)))
-            known = set(
-                tail.splitlines(keepends=True)
-            )  # of a relay that was killed before the mark
-            os.write(target, b"".join(x for x in new.splitlines(keepends=True) if x not in known))
+            known = set(tail.splitlines(keepends=True))  # of a relay that ended before the mark
+            lines = b"".join(x for x in new.splitlines(keepends=True) if x not in known)
+            if tail and not tail.endswith(b"\n"):
+                lines = b"\n" + lines  # a writer was cut off by a full disk
+            if os.write(target, lines) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(target)
         write_atomically(mark, str(merged + len(new)))

@@ -84,8 +84,9 @@ class RelayProcess:
 
     async def _report(self) -> None:
         while True:
-            self._weights.check_threads()
             files = self._files
+            self._weights.check_threads()
+            files.check()
             await self._control.send(
                 from_relay.RelayReport(
                     self._weights.sent_bytes, files.sent_bytes, files.pulled_bytes

@@ -29,6 +29,8 @@ PULL_SECONDS = 1.0
 """Pause between two rounds."""
 RETRY_SECONDS = 5.0
 """Pause after a round that failed."""
+_BREATH_SECONDS = 0.2
+"""The same at the end of a run, when somebody waits for it."""
 BYTES_PER_SECOND = 100e6
 _ORDER = {Kind.GROWS: 0, Kind.SAMPLES: 1, Kind.WHOLE: 2}
 
@@ -240,6 +242,8 @@ class _Node:
                 pause = await self._round()
                 async with self._rounded:
                     self._rounded.notify_all()
+                if self.trouble:
+                    await asyncio.sleep(_BREATH_SECONDS)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await self._wake.wait()
