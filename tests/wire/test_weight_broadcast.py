@@ -5,6 +5,8 @@ The members are threads of the test and, in one test, processes. They use gloo o
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import itertools
 import subprocess
 import sys
@@ -132,6 +134,7 @@ def test_all_members_receive_each_version_in_one_broadcast_of_one_group(
             assert torch.equal(tensor, want.to(tensor.dtype))
     assert of.outcomes_are("whole", "whole", "whole")
     assert of.sender._generation == 1
+    assert listening_addresses() == {"127.0.0.1"}, "sockets without keys, on loopback only"
 
 
 def test_a_joiner_gets_a_broadcast_of_its_own_and_then_takes_part(
@@ -350,6 +353,21 @@ def test_nccl(closing: ExitStack, pool: ThreadPoolExecutor, tmp_path: Path) -> N
         want = dict(weights(version))
         assert all(torch.equal(tensor.cpu(), want[name]) for name, tensor in buffer.tensors())
     assert outcomes == ["whole", "whole"]
+
+
+def listening_addresses() -> set[str]:
+    """Of this process's TCP sockets."""
+    mine, found = set(), set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            mine.add(str(descriptor.readlink()))
+    for family in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{family}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in mine:
+                host = bytes.fromhex(local.partition(":")[0])
+                found.add(str(ipaddress.ip_address(host[::-1])) if family == "tcp" else local)
+    return found
 
 
 def on_each_chunk(monkeypatch: pytest.MonkeyPatch, after: Callable[[int], None]) -> None:
