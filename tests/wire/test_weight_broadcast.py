@@ -25,13 +25,11 @@ from broadcast_member import Command, Report
 
 from wire.errors import WeightsReadError, WeightsSupersededError
 from wire.weights import reader
-from wire.weights.broadcast import checksum as checksum_module
 from wire.weights.broadcast import sending
-from wire.weights.broadcast.checksum import checksum
 from wire.weights.broadcast.groups import GlooGroup, Limits, backend_of
 from wire.weights.broadcast.sending import WeightSender
 from wire.weights.broadcast.words import Outcome
-from wire.weights.fingerprint import fingerprint, pseudo_random
+from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import WeightManifest
 from wire.weights.reader import WeightBuffer
 from wire.weights.writer import WeightPublisher
@@ -257,23 +255,6 @@ def test_a_chunk_that_is_damaged_on_its_way_is_found(
     assert read_all(pool, buffers, of.publish(1)) == [None, None]
     assert all(holds(buffer, 1) for buffer in buffers)
     assert of.outcomes_are("broken")
-
-
-def test_the_checksum_is_the_same_by_each_way_and_shows_one_bit() -> None:
-    words = torch.randint(-(2**62), 2**62, (3 * checksum_module._BLOCK + 8,))
-    part = words.view(torch.uint8)
-    numbers = pseudo_random(0, checksum_module._BLOCK, torch.device("cpu")) | 1
-    assert torch.equal(
-        checksum_module._by_dot(words, numbers), checksum_module._by_product(words, numbers)
-    )
-    before = checksum(part)
-    for place in (0, 12345, len(part) - 1):
-        part[place] ^= 1
-        assert not torch.equal(checksum(part), before)
-        part[place] ^= 1
-    swapped = torch.cat([part[64:128], part[:64], part[128:]])
-    assert not torch.equal(checksum(swapped), before)
-    assert torch.equal(checksum(part), before)
 
 
 def test_weights_that_are_damaged_before_they_are_sent_have_another_fingerprint(
