@@ -188,7 +188,7 @@ async def _run(
             config, prepared.task, directory=directory, fleet=fleet, hub=hub, progress=progress
         )
         loop = asyncio.get_running_loop()
-        launching.on_lost(lambda error: _tell(loop, controller, error))
+        launching.on_lost(lambda error: _tell(loop, controller, progress, error))
         user_socket = user_hub(state.control_address, control_key, Refusals(metrics.count_refused))
         user = asyncio.create_task(_serve_user(user_socket, controller))
         listing = asyncio.create_task(_list_processes(fleet, targets))
@@ -232,10 +232,20 @@ async def _run(
     return result
 
 
-def _tell(loop: asyncio.AbstractEventLoop, controller: Controller, error: AsyncrlError) -> None:
-    """End the run with this error, from another thread."""
+def _tell(
+    loop: asyncio.AbstractEventLoop,
+    controller: Controller,
+    progress: Progress,
+    error: AsyncrlError,
+) -> None:
+    """End the run with this error, from another thread. It is said before, as ending takes time."""
+
+    def end() -> None:
+        progress.say(f"the run ends: {error}")
+        controller.fail(error)
+
     with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
-        loop.call_soon_threadsafe(controller.fail, error)
+        loop.call_soon_threadsafe(end)
 
 
 def _kill(fleet: Fleet, records: ProcessRecords) -> None:

@@ -95,6 +95,8 @@ class Broker:
         self._nodes: dict[int, NodeInfo] = {}
         """By slot."""
         self._head_is_lost = False
+        self._gone = ""
+        """Why Ray has ended all processes and starts no others; empty: it has not."""
         self._used: set[int] = set()
         self._running: dict[str, _Process] = {}
         self._calls: dict[Any, tuple[str, str]] = {}
@@ -205,6 +207,10 @@ class Broker:
 
     def _keep_time(self, now: float) -> None:
         """Do what is due."""
+        if self._gone:
+            self._calls.clear()
+            for name in list(self._running):
+                self._ended(name, _KILLED, self._gone, "")
         for name, process in list(self._running.items()):
             if process.kill_at is not None and now > process.kill_at:
                 ray.kill(process.actor)
@@ -285,9 +291,11 @@ class Broker:
         def ask() -> bool:
             return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == mine)
 
-        def lost(reason: str) -> None:
+        def lost(reason: str, processes_too: bool) -> None:
             self._head_is_lost = True
             self._say(messages.HeadLost(reason))
+            if processes_too:
+                self._gone = reason
 
         watch(ask, self._cluster.address, lost)
 

@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.5
 def watch(
     ask: Callable[[], bool],
     address: str,
-    lost: Callable[[str], None],
+    lost: Callable[[str, bool], None],
     *,
     seconds: float = HEAD_SECONDS,
 ) -> None:
@@ -27,7 +27,7 @@ def watch(
     Args:
         ask: the head, whether this machine is one of its nodes; raises if there is no answer.
         address: of the head.
-        lost: told the reason.
+        lost: told the reason, and whether Ray has ended the run's processes.
         seconds: without an answer until the head is lost.
     """
     heard = [time.monotonic()]
@@ -47,10 +47,12 @@ def watch(
             lost(
                 f"this machine's node has left the Ray cluster at {address}: its raylet ended, or "
                 "the head took it for dead, and Ray ended the run's processes. Start Ray on this "
-                f"machine again (`ray start --address={address}`), and continue with --resume"
+                f"machine again (`ray start --address={address}`), and continue with --resume",
+                True,
             )
             return
     lost(
         f"the Ray head at {address} has not answered for {seconds:.0f} s. The run's processes end "
-        "after a checkpoint; start the cluster again, and continue with --resume"
+        "after a checkpoint; start the cluster again, and continue with --resume",
+        False,
     )

@@ -6,6 +6,7 @@ import io
 import json
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,18 +108,35 @@ def test_a_process_that_no_node_has_room_for_is_given_up_with_the_reason(broker:
     assert not broker._calls
 
 
-def test_a_silent_head_and_a_node_that_has_left_are_told_once() -> None:
-    def silent() -> bool:
-        raise ConnectionError
+def _silent() -> bool:
+    raise ConnectionError
 
-    for ask, said in (
-        (silent, "the Ray head at h:1 has not answered for 0 s"),
-        (lambda: False, "this machine's node has left the Ray cluster at h:1"),
-    ):
-        lost: list[str] = []
-        watch(ask, "h:1", lost.append, seconds=0.3)
-        assert len(lost) == 1
-        assert lost[0].startswith(said)
+
+@pytest.mark.parametrize(
+    ("ask", "said", "all_too"),
+    [
+        (_silent, "the Ray head at h:1 has not answered for 0 s", False),
+        (lambda: False, "this machine's node has left the Ray cluster at h:1", True),
+    ],
+)
+def test_a_silent_head_and_a_node_that_has_left_are_told(
+    ask: Callable[[], bool], said: str, *, all_too: bool
+) -> None:
+    lost: list[tuple[str, bool]] = []
+    watch(ask, "h:1", lambda why, processes: lost.append((why, processes)), seconds=0.3)
+    assert len(lost) == 1
+    assert lost[0][0].startswith(said)
+    assert lost[0][1] == all_too
+
+
+def test_processes_have_ended_where_the_node_has_left(broker: Any) -> None:
+    broker._keep_time(time.monotonic())
+    assert said(broker) == []
+    broker._gone = "the node has left"
+    broker._keep_time(time.monotonic())
+    [status] = said(broker)
+    assert (status.name, status.code, status.cause) == ("trainer", -9, "the node has left")
+    assert not broker._calls
 
 
 @pytest.mark.parametrize(
