@@ -1,6 +1,6 @@
 """A broker without Ray: `FAKE_BROKER=how python -m fake_broker`. It starts no process.
 
-open: gives room, and says what happens to a process that is started. refuse, silent, die: does not.
+open: gives room, and says what happens to a process that is started. refuse, silent, token, die: does not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def main() -> None:
         messages.write(out, messages.Refused("the cluster is too small"))
         return
     messages.write(out, messages.Stage("an answer of the Ray head", 0.5))
-    if how == "silent":
+    if how == "token":
+        print("RPC error: InvalidAuthToken: missing or incorrect", file=sys.stderr, flush=True)
+    if how in ("silent", "token"):
         time.sleep(600)
     if how == "die":
         sys.exit("GCS is not there")

@@ -206,6 +206,7 @@ def test_a_broker_that_reads_nothing_is_killed_and_blocks_no_event_loop(
     [
         ("refuse", "the cluster is too small"),
         ("silent", "waited for an answer of the Ray head, and it did not come in time"),
+        ("token", "the Ray head asks for a token"),
         ("die", "its last words: GCS is not there"),
     ],
 )
