@@ -1,6 +1,7 @@
 """A broker without Ray: `FAKE_BROKER=how python -m fake_broker`. It starts no process.
 
-open: gives room, and says what happens to a process that is started. refuse, silent, token, die: does not.
+open: gives room, and says what happens to a process that is started. refuse, silent, token, die:
+does not.
 """
 
 from __future__ import annotations

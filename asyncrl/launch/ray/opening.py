@@ -31,7 +31,7 @@ _FIRST_SECONDS = 30.0
 NODES_FILE = ".nodes"
 """In the run's folder."""
 _POLL_SECONDS = 0.02
-_NO_TOKEN = "InvalidAuthToken"
+_UNAUTHENTICATED = "InvalidAuthToken"
 """Ray says so in its log and tries again, as long as it is let."""
 
 
@@ -173,7 +173,7 @@ async def _opened(broker: BrokerProcess) -> messages.Opened:
             if time.monotonic() < until:
                 await asyncio.sleep(_POLL_SECONDS)
                 continue
-            if _NO_TOKEN in broker.last_words():
+            if _UNAUTHENTICATED in broker.last_words():
                 raise UserError(
                     "the Ray head asks for a token, and there is none here or another one: set "
                     "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (or RAY_AUTH_TOKEN) for asyncrl "
