@@ -156,6 +156,7 @@ def _heal_controller(run: ClusterRun) -> None:
     """What is elsewhere is to end by itself, before the controller's machine is back."""
     _see_that_all_ends(run)
     run.here.heal()
+    run.nodes.stop(run.controller_machine)  # the head has called this node dead
     restore_nodes(run.nodes)
 
 

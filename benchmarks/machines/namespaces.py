@@ -111,6 +111,8 @@ class Machine:
         """Kill every process on it at once, as a power cut does."""
         if self._holder is None:
             return
+        if self.switch:  # the kernel removes networks some time after their last process
+            _inside(self.switch, f"ip link delete {self.port}")
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.first, signal.SIGKILL)
         self._holder.kill()
