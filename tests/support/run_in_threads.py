@@ -45,6 +45,8 @@ class ThreadHandle:
         except BaseException as error:  # noqa: BLE001 - kept for the controller
             self._error = error
 
+    node = ""
+
     def cause(self) -> str:
         return ""
 
@@ -64,6 +66,7 @@ class ThreadLauncher:
     """Takes the place of `LocalLauncher`."""
 
     threads = 1
+    uses_relays = False
 
     def __init__(self, *_: object, **__: object) -> None:
         """Takes the arguments of `LocalLauncher`."""
