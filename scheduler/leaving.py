@@ -38,6 +38,10 @@ class Leaving:
         """Withdraw what is not begun; have the rest written, where tokens can be verified."""
         state = self._state
         generator = state.generators.get(event.generator)
+        if generator is None and event.generator not in state.lost:
+            # It has not joined yet, and so it has nothing. Its join, if it still comes, is late.
+            state.lost.add(event.generator)
+            state.commands.append(commands.EndGenerator(event.generator))
         if generator is None or generator.leaving:
             return
         generator.leaving = True

@@ -138,6 +138,15 @@ FAULTS: dict[str, tuple[dict[str, str], set[str]]] = {
         },
         set(),
     ),
+    "resumed after a pause": (  # steps take six minutes, and the pause took 36
+        {
+            PAUSED: f"0+0x{BEFORE} 0.99+0x35 0+0x{AFTER - 37}",
+            MEDIAN: steady(360),
+            LAST_STEP: stopped(60),
+            WAITING_PHASE: then(2, 0, grows=(0, 60)),
+        },
+        set(),
+    ),
     "final evaluation": (
         {
             VERSION: steady(10_000),

@@ -82,3 +82,12 @@ def test_a_move_is_no_attempt():
         s.check()
         assert starts(other, (0, 0))[0] in moved
     assert s.state.ledger.counts().failed == 0
+
+
+def test_one_that_leaves_before_it_joined_ends_and_gets_no_work():
+    s, _ = scheduler_of("a", slots=2, steps=2, **VERIFY)
+    assert s.on_event(GeneratorLeaves("b")) == [EndGenerator("b")]
+    assert s.on_event(GeneratorJoined("b", 8, 0)) == s.on_event(GeneratorLeaves("b")) == []
+    assert s.on_event(GeneratorLost("b")) == []
+    assert list(s.state.generators) == ["a"]
+    s.check()

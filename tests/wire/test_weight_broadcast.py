@@ -40,7 +40,7 @@ SECONDS = 60
 LIMITS = Limits(window=20.0)
 """A loaded machine may take long until all are there."""
 PATIENCE = 0.3
-"""Of senders that give up on somebody: what they wait for never comes."""
+"""Of a sender that waits for somebody who never comes."""
 
 
 def weights(version: int) -> list[tuple[str, torch.Tensor]]:
@@ -198,7 +198,7 @@ def test_a_member_that_stops_is_left_behind_and_holds_up_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others read the file; the next broadcast is without it, and it reads the file too."""
-    of = trainer(closing, tmp_path, members=2, limits=Limits(window=PATIENCE, chunk=1.0))
+    of = trainer(closing, tmp_path, members=2, limits=Limits(window=SECONDS, chunk=1.0))
     healthy, stopped = WeightBuffer(), WeightBuffer()
     manifest = of.publish(1)
     go_on = threading.Event()
@@ -215,6 +215,7 @@ def test_a_member_that_stops_is_left_behind_and_holds_up_nobody(
     assert read_all(pool, [healthy], manifest) == [None]
     assert holds(healthy, 1)
     assert of.outcomes_are("broken")
+    of.sender._meeting._window, of.sender._limits = PATIENCE, LIMITS
     assert read_all(pool, [healthy], of.publish(2, readable=False)) == [None]
     assert holds(healthy, 2)
     assert of.outcomes_are("broken", "whole")
