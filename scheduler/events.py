@@ -92,6 +92,14 @@ class KvUsed(msgspec.Struct, frozen=True, gc=False):
     """The share in use, 0 to 1."""
 
 
+class SpeedMeasured(msgspec.Struct, frozen=True, gc=False):
+    """How fast a generator is, averaged over some time in which it was busy; told now and then."""
+
+    generator: str
+    tokens_per_row_second: float
+    """Tokens that it generates for each running sample per second."""
+
+
 class WeightsPublished(msgspec.Struct, frozen=True, gc=False):
     """The trainer published the weights of this version; generators can install them."""
 
@@ -158,6 +166,7 @@ Event = (
     | SampleDelivered
     | WeightsInstalled
     | KvUsed
+    | SpeedMeasured
     | WeightsPublished
     | StepFinished
     | TrainerJoined

@@ -5,7 +5,8 @@ is placed when the admission rule opens its step:
 
 1. on the generator that its prompt went to last time, unless that generator has clearly more to do
    than the least loaded one, or would queue the group while another has idle slots (`_choose`);
-2. otherwise on the generator with the lowest load relative to its slots.
+2. otherwise on the generator that would be done with it first: the one with the lowest load
+   relative to its slots, if none is known to be slower than others (`_until_done`).
 
 Only generators that have the latest published version, or were told to install it, are candidates.
 A generator that lags catches up first. Generators that are still installing are candidates too, so
@@ -14,7 +15,12 @@ that the first one to be ready does not take everything.
 A generator starts its groups in data order, and a new sample whenever one finishes. When it runs
 out of work and has idle slots, it takes over the next untouched group of the generator with the
 longest queue, provided that all slots of that generator are busy. So a group is taken over at most
-once per placement, and a straggler or a slow generator delays no other work.
+once per placement, and a straggler or a slow generator delays no other work. A slower generator
+takes the last group instead, and only if it would be done with it before the owner
+(`scheduler.speeds`).
+
+Which generator draws a sample is decided before it is drawn, by loads, speeds and prompts. So it
+favours no text.
 
 Memory: O(groups in flight), and four bytes per prompt for the affinity.
 """
@@ -27,6 +33,7 @@ from array import array
 from scheduler.errors import SchedulerError
 from scheduler.min_index import MinIndex
 from scheduler.records import Generator, Group
+from scheduler.speeds import Speeds
 
 _LOAD_UNITS = 32
 """Units per slot count in which relative loads are compared."""
@@ -44,6 +51,7 @@ class Placement:
         self._group_size = group_size
         self._by_number: dict[int, Generator] = {}
         self._joined = 0
+        self._speeds = Speeds()
         self._candidates = MinIndex()
         """Generators that groups may be placed on, by relative load."""
         self._backlogs = MinIndex()
@@ -71,6 +79,7 @@ class Placement:
     def remove(self, generator: Generator) -> list[Group]:
         """Remove a generator; returns its groups in data order, which have no owner any more."""
         del self.generators[generator.name]
+        self._speeds.forget(generator)
         self.withdraw(generator)
         groups = [generator.groups[index] for index in sorted(generator.groups)]
         for group in groups:
@@ -86,7 +95,7 @@ class Placement:
     def offer(self, generator: Generator, latest_version: int) -> None:
         """Make a generator a candidate if it has, or is installing, the latest version."""
         if generator.target >= latest_version and not generator.leaving:
-            self._candidates.set(generator.name, generator.load * _LOAD_UNITS // generator.slots)
+            self._candidates.set(generator.name, _until_done(generator))
         else:
             self._candidates.discard(generator.name)
 
@@ -101,6 +110,11 @@ class Placement:
         heapq.heappush(generator.queue, (group.index, group))
         self.update(generator)
         return generator
+
+    def measured(self, generator: Generator, tokens_per_row_second: float) -> None:
+        """A generator's speed was measured (`Speeds.measured`)."""
+        if self._speeds.measured(generator, tokens_per_row_second):
+            self.update(generator)
 
     def next_unplaced(self) -> Group | None:
         """Take the earliest group that waits for a generator."""
@@ -136,7 +150,7 @@ class Placement:
         """Update the indices after a generator's load or queue changed."""
         name = generator.name
         if name in self._candidates:
-            self._candidates.set(name, generator.load * _LOAD_UNITS // generator.slots)
+            self._candidates.set(name, _until_done(generator))
         if generator.queue and generator.load > generator.width and not generator.leaving:
             self._backlogs.set(name, -len(generator.queue))
         else:
@@ -150,6 +164,8 @@ class Placement:
         if previous.name not in self._candidates:
             return least_loaded
         if previous.load >= previous.width and least_loaded.load < least_loaded.width:
+            return least_loaded
+        if previous.speed < least_loaded.speed:
             return least_loaded
         slack = max(2 * self._group_size, previous.slots // 4)
         scaled_load = least_loaded.load * previous.slots // least_loaded.slots
@@ -199,13 +215,42 @@ class Placement:
                 continue  # all entries of its queue were outdated, so it left the index
             if owner.load <= owner.width or group.index > last_group:
                 return None
+            if taker.speed < owner.speed:
+                if not _is_sooner_done(taker, owner):
+                    return None
+                group = _last(owner, last_group)
             del owner.groups[group.index]
             owner.load -= group.queued
-            self._pop(owner)
+            self._head(owner)
+            self.update(owner)
             self._own(group, taker)
             self.update(taker)
             return group
         return None
+
+
+def _until_done(generator: Generator) -> int:
+    """Time until it would be done with a sample that is placed on it now, in units.
+
+    The unit is 1/`_LOAD_UNITS` of the time that a generator of speed 1 needs for as many samples as
+    it has slots. Without measured speeds the order is that of the load relative to the slots.
+    """
+    units = _LOAD_UNITS + generator.load * _LOAD_UNITS // generator.slots
+    return units if generator.speed == 1.0 else int(units / generator.speed)
+
+
+def _is_sooner_done(taker: Generator, owner: Generator) -> bool:
+    """Whether a slower generator with idle slots would be done with a group before its owner."""
+    return (1 + taker.load / taker.slots) / taker.speed < owner.load / owner.slots / owner.speed
+
+
+def _last(owner: Generator, last_group: int) -> Group:
+    """The last group in its queue that may be started: a slow generator has most time for it."""
+    return max(
+        group
+        for index, group in owner.queue
+        if index <= last_group and group.owner is owner and group.queued
+    )
 
 
 def _begun(generator: Generator) -> Group | None:

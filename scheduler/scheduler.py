@@ -111,6 +111,7 @@ class Scheduler:
             events.GeneratorLeaves: self._leaving.on_leaves,
             events.SamplesReleased: self._leaving.on_released,
             events.KvUsed: self._on_kv_used,
+            events.SpeedMeasured: self._on_speed_measured,
             events.SampleFinished: samples.on_finished,
             events.SampleFailed: samples.on_failed,
             events.SampleDelivered: samples.on_delivered,
@@ -203,6 +204,11 @@ class Scheduler:
             return
         generator.kv_used = event.share
         self._work.start(generator)
+
+    def _on_speed_measured(self, event: events.SpeedMeasured) -> None:
+        generator = self.state.generators.get(event.generator)
+        if generator is not None:
+            self.state.placement.measured(generator, event.tokens_per_row_second)
 
     def _on_weights_published(self, event: events.WeightsPublished) -> None:
         if event.policy_version > self.state.published:

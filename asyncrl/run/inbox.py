@@ -17,6 +17,7 @@ from asyncrl.run.fleet import Fleet
 from asyncrl.run.moves import Moves
 from asyncrl.run.policy_watch import PolicyWatch
 from asyncrl.run.progress import Progress
+from asyncrl.run.speeds import SpeedMeter
 from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
 from asyncrl.run.unfinished_work import UnfinishedWork
@@ -69,6 +70,7 @@ class Inbox:
         moves: Moves,
     ) -> None:
         self._moves = moves
+        self._speeds = SpeedMeter()
         self._moving: set[asyncio.Task[None]] = set()
         self._policy_watch = policy_watch
         self._unfinished = unfinished
@@ -239,6 +241,9 @@ class Inbox:
     ) -> None:
         worker.generator_report, worker.reported = message, time.monotonic()
         await self._training.apply(events.KvUsed(worker.name, message.engine.kv_used))
+        speed = self._speeds.reported(worker.name, message.engine, worker.reported)
+        if speed is not None:
+            await self._training.apply(events.SpeedMeasured(worker.name, speed))
 
     async def _trainer_ready(self, worker: Worker, message: from_trainer.TrainerReady) -> None:
         worker.ready(message.policy_version, 0, message.metrics_port)

@@ -22,6 +22,10 @@ _AT_ONCE = 1e-12
 """Seconds; what is due within them is due now."""
 
 
+MEASURED_SECONDS = 5.0
+"""A speed is measured over so many busy seconds at least, as in a run (`asyncrl.run.speeds`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What a simulated run is given."""
@@ -233,6 +237,11 @@ class Fleet:
             self.verify(generator, due)
         self.plan(generator)
         return True
+
+    def speed(self, name: str) -> events.SpeedMeasured | None:
+        """How fast a generator was since it was measured last; None if it was hardly busy."""
+        measured = self._generators[name].speed(MEASURED_SECONDS)
+        return None if measured is None else events.SpeedMeasured(name, measured)
 
     def rewind(
         self, command: commands.RewindGenerator, touched: dict[str, SimGenerator]

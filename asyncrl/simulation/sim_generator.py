@@ -98,6 +98,8 @@ class SimGenerator:
         """Tokens attended to, all active requests together."""
         self._progress = 0.0
         """Tokens that an active request has generated since the generator began."""
+        self._measured = 0.0, 0.0
+        """Busy seconds and progress when its speed was measured last."""
         self._clock = 0.0
         self._pace: float | None = None
         """Seconds in which each active request generates one token; None if that has changed."""
@@ -117,6 +119,18 @@ class SimGenerator:
                 self._pace = None
         if now > clock:
             self._clock = now
+
+    def speed(self, seconds: float) -> float | None:
+        """Tokens for each active request per second since the last call that gave a number.
+
+        Args:
+            seconds: None if it was busy for less than this.
+        """
+        busy, progress = self._measured
+        if self.tally.busy - busy < seconds:
+            return None
+        self._measured = self.tally.busy, self._progress
+        return (self._progress - progress) / (self.tally.busy - busy)
 
     def next_end(self) -> float | None:
         """Time at which the next request is done if nothing changes; None if none decodes."""

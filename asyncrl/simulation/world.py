@@ -110,6 +110,8 @@ class World:
         elif isinstance(due, events.WeightsInstalled):
             if self._fleet.swap(due):
                 self._tell(due)
+                if (speed := self._fleet.speed(due.generator)) is not None:
+                    self._tell(speed)
         elif callable(due):
             due()
         else:

@@ -94,3 +94,55 @@ def test_a_generator_with_an_older_version_gets_no_groups_until_it_installs_the_
     g0.installing = 1
     placement.offer(g0, 1)
     assert placement.place(group(3)) is g0
+
+
+def measure(placement, fast, slow):
+    """One is four times as fast as the other."""
+    for generator, speed in ((fast, 40.0), (slow, 10.0), (fast, 40.0)):
+        placement.measured(generator, speed)
+
+
+def test_slow_generators_get_groups_when_the_others_would_be_done_later():
+    placement, (fast, slow) = placement_of(8, 8)
+    measure(placement, fast, slow)
+    assert (fast.speed, slow.speed) == (pytest.approx(2.0), pytest.approx(0.5))
+    owners = [placement.place(group(i)).name for i in range(12)]
+    assert owners[:6] == ["g0"] * 6, "24 samples on 8 slots take as long as one on the slow one"
+    assert 7 <= owners.count("g0") <= 11
+
+
+def test_speeds_that_are_alike_and_speeds_of_the_lost_change_nothing():
+    placement, (g0, g1) = placement_of(8, 8)
+    for generator, speed in ((g0, 13.0), (g1, 10.0), (g0, 0.0), (g1, float("inf"))):
+        placement.measured(generator, speed)
+    assert (g0.speed, g1.speed) == (1.0, 1.0)
+    placement.measured(g0, 1000.0)
+    placement.remove(g0)
+    placement.measured(g1, 10.0)
+    assert g1.speed == 1.0, "there is nothing to compare it with"
+
+
+def test_a_measured_speed_that_hardly_changes_is_kept():
+    placement, (g0, g1) = placement_of(8, 8)
+    placement.measured(g0, 40.0)
+    placement.measured(g1, 10.0)
+    placement.measured(g1, 11.0)
+    assert g1.speed == pytest.approx(0.5)
+    placement.measured(g1, 16.0)
+    assert g1.speed == pytest.approx(16 / (40 * 16) ** 0.5)
+
+
+def test_a_slow_generator_takes_over_the_last_group_and_only_if_it_is_done_with_it_sooner():
+    placement, (fast, slow) = placement_of(4, 4)
+    measure(placement, fast, slow)
+    slow.load = 99  # it has no room yet
+    placement.update(slow)
+    for i in range(3):
+        placement.place(group(i))
+    slow.load = 0
+    assert placement.next_group(slow, 99) is None, "its owner would be done with it in the time"
+    for i in range(3, 6):
+        placement._own(group(i), fast)
+        heapq.heappush(fast.queue, (i, fast.groups[i]))
+    assert placement.next_group(slow, 4).index == 4, "the last one that may be started"
+    assert fast.load == 20

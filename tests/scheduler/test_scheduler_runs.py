@@ -263,6 +263,12 @@ class AnyOrder(RuleBasedStateMachine):
     def kv_space_is_used(self, data, share):
         self.world.fill(data.draw(st.sampled_from(sorted(self.world.generators))), share)
 
+    @precondition(lambda self: self.world.generators)
+    @rule(data=st.data(), speed=st.sampled_from([0.0, 1.0, 4.0, 1000.0]))
+    def speed_is_measured(self, data, speed):
+        name = data.draw(st.sampled_from(sorted(self.world.generators)))
+        self.world.tell(events.SpeedMeasured(name, speed))
+
     @precondition(lambda self: self.world.enabled())
     @rule(data=st.data(), times=st.integers(1, 12))
     def things_happen(self, data, times):
