@@ -35,6 +35,9 @@ from scheduler.min_index import MinIndex
 from scheduler.records import Generator, Group
 from scheduler.speeds import Speeds
 
+_OWN = 4
+"""Time of a group itself, in times that a generator needs for as many samples as it has slots: its
+longest sample is several times as long as their mean."""
 _LOAD_UNITS = 32
 """Units per slot count in which relative loads are compared."""
 _MAX_PROMPTS = 1 << 31
@@ -218,10 +221,11 @@ class Placement:
             if taker.speed < owner.speed:
                 if not _is_sooner_done(taker, owner):
                     return None
-                group = _last(owner, last_group)
+                group = _last(owner, last_group)  # its entry in the queue becomes outdated
+            else:
+                heapq.heappop(owner.queue)
             del owner.groups[group.index]
             owner.load -= group.queued
-            self._head(owner)
             self.update(owner)
             self._own(group, taker)
             self.update(taker)
@@ -230,18 +234,21 @@ class Placement:
 
 
 def _until_done(generator: Generator) -> int:
-    """Time until it would be done with a sample that is placed on it now, in units.
+    """Time until it would be done with a group that is placed on it now, in units.
 
     The unit is 1/`_LOAD_UNITS` of the time that a generator of speed 1 needs for as many samples as
     it has slots. Without measured speeds the order is that of the load relative to the slots.
     """
-    units = _LOAD_UNITS + generator.load * _LOAD_UNITS // generator.slots
-    return units if generator.speed == 1.0 else int(units / generator.speed)
+    if generator.speed == 1.0:
+        return _OWN * _LOAD_UNITS + generator.load * _LOAD_UNITS // generator.slots
+    units = (_OWN + generator.load / generator.slots) * _LOAD_UNITS
+    return int(units / generator.speed)
 
 
 def _is_sooner_done(taker: Generator, owner: Generator) -> bool:
     """Whether a slower generator with idle slots would be done with a group before its owner."""
-    return (1 + taker.load / taker.slots) / taker.speed < owner.load / owner.slots / owner.speed
+    waits = owner.load / owner.slots - 1
+    return (_OWN + taker.load / taker.slots) / taker.speed < (_OWN + waits) / owner.speed
 
 
 def _last(owner: Generator, last_group: int) -> Group:

@@ -13,8 +13,10 @@ import math
 
 from scheduler.records import Generator
 
-ALIKE = 1.4
+ALIKE = 1.35
 """Up to this factor from the mean, speeds count as equal."""
+_WEIGHT = 0.3
+"""Of a new measurement against the earlier ones: few running samples are faster than many."""
 _STEP = 1.15
 """A relative speed changes only if it is off by more than this factor."""
 
@@ -36,7 +38,10 @@ class Speeds:
         if not 0.0 < tokens_per_row_second < math.inf:
             return False
         log = math.log(tokens_per_row_second)
-        self._sum += log - self._logs.get(generator.name, 0.0)
+        if (before := self._logs.get(generator.name)) is not None:
+            log = before + _WEIGHT * (log - before)
+            self._sum -= before
+        self._sum += log
         self._logs[generator.name] = log
         relative = math.exp(log - self._sum / len(self._logs))
         if 1 / ALIKE <= relative <= ALIKE:

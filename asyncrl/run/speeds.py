@@ -9,8 +9,6 @@ from wire.records import EngineStats
 ROW_SECONDS = 40.0
 """Row-seconds over which a speed is averaged: 5 s of 8 running samples (of as many as there are
 slots, if these are fewer)."""
-_WEIGHT = 0.5
-"""Of a new average against the earlier ones."""
 
 
 @dataclass(slots=True)
@@ -19,15 +17,15 @@ class _Generator:
     reported: float
     tokens: int = 0
     row_seconds: float = 0.0
-    averages: int = 0
-    speed: float = 0.0
+    is_warm: bool = False
 
 
 class SpeedMeter:
     """Tokens per second for each running sample, by generator.
 
-    Time in which a generator generates nothing does not count: it is idle, paused or installs
-    weights. Its first average is dropped, because engines compile and fill caches then.
+    The scheduler smooths them (`scheduler.speeds`). Time in which a generator generates nothing
+    does not count: it is idle, paused or installs weights. Its first average is dropped, because
+    engines compile and fill caches then.
     """
 
     def __init__(self) -> None:
@@ -55,9 +53,5 @@ class SpeedMeter:
             return None
         average = known.tokens / known.row_seconds
         known.tokens, known.row_seconds = 0, 0.0
-        known.averages += 1
-        if known.averages == 1:
-            return None
-        earlier = known.speed if known.averages > 2 else average
-        known.speed = (1 - _WEIGHT) * earlier + _WEIGHT * average
-        return known.speed
+        was_warm, known.is_warm = known.is_warm, True
+        return average if was_warm else None

@@ -24,13 +24,3 @@ def test_time_without_a_token_does_not_count() -> None:
         speed = meter.reported("g", stats(tokens), second)
         assert speed is None or speed == 10.0
     assert speed is None or speed == 10.0
-
-
-def test_a_speed_follows_a_change_and_smooths_noise() -> None:
-    meter, tokens, speeds = SpeedMeter(), 0, []
-    for second in range(41):
-        tokens += 80 if second <= 20 else 20
-        speed = meter.reported("g", stats(tokens), second)
-        if speed is not None:
-            speeds.append(speed)
-    assert speeds == [10.0, 10.0, 10.0, 6.25, 4.375, 3.4375, 2.96875]
