@@ -11,13 +11,19 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 from control_relay_process import Options
 
 from rollout.trajectory import SampleId
 from wire import Hub, RunKey, RuntimeDirectory
+from wire.decoding import Reason
 from wire.messages import from_generator, to_generator
+from wire.sessions.bundles import bundles_of
+from wire.sessions.frames import new_session
 from wire.sessions.line import SessionLine
-from wire.sessions.session import Limits
+from wire.sessions.session import Limits, Session
+from wire.sockets import identify
 
 CHILDREN = 3
 MESSAGES = 2000
@@ -210,4 +216,51 @@ def test_a_child_that_acknowledges_nothing_is_cut_off(
         assert "does not take what it is sent: 3 frames" in cut_off[child.name]
 
     monkeypatch.setattr("wire.sessions.peers.LIMITS", Limits(frames=3))
+    asyncio.run(main())
+
+
+def test_only_relays_may_send_bundles_and_only_of_peers_whose_passes_they_know(
+    runtime: RuntimeDirectory,
+) -> None:
+    """A generator sends one; then a relay, with a forged frame and a true one."""
+
+    def bundle(identity: bytes) -> bytes:
+        message = from_generator.Goodbye("generator-1")
+        frame = Session(new_session()).send(msgspec.msgpack.encode(message), 0.0)
+        (made,) = bundles_of([(identity, frame)])
+        return made
+
+    async def main() -> None:
+        controller = Controller()
+        refused: list[Reason] = []
+        controller.hub.refusals.count = refused.append
+        true = KEY.hub("control").identity_of("generator-1")
+        forged = b"generator-1" + KEY.hub("control").identity_of("generator-2")[-16:]
+        context = zmq.asyncio.Context.instance()
+        try:
+            for name, identity in (
+                ("generator-2", true),
+                ("relay-0", forged),
+                ("relay-0.1", b"generator-1"),
+                ("relay-0.2", true),
+            ):
+                socket = context.socket(zmq.DEALER)
+                identify(socket, KEY.line("control", name))
+                socket.connect(controller.hub.address)
+                await socket.send(bundle(identity))
+                if name == "relay-0.2":
+                    async with asyncio.timeout(SECONDS):
+                        assert (await controller.hub.receive())[0] == "generator-1"
+                else:
+                    before = len(refused)
+                    attending = asyncio.create_task(controller.hub.attend())
+                    async with asyncio.timeout(SECONDS):
+                        while len(refused) == before:  # noqa: ASYNC110 - a callback says it
+                            await asyncio.sleep(0.01)
+                    attending.cancel()
+                socket.close(0)
+        finally:
+            controller.hub.close()
+        assert refused == [Reason.MALFORMED, Reason.UNKNOWN_PEER, Reason.UNKNOWN_PEER]
+
     asyncio.run(main())
