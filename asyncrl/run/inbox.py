@@ -15,6 +15,7 @@ from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.moves import Moves
+from asyncrl.run.paced_writes import PacedWrites
 from asyncrl.run.policy_watch import PolicyWatch
 from asyncrl.run.progress import Progress
 from asyncrl.run.speeds import SpeedMeter
@@ -76,6 +77,7 @@ class Inbox:
         self._unfinished = unfinished
         self._trainer_restarts = trainer_restarts
         self._directory = directory
+        self._write_state = PacedWrites(directory.write_state)
         self._fleet = fleet
         self._training = training
         self._evaluation = evaluation
@@ -174,7 +176,7 @@ class Inbox:
 
     def _write_ports(self) -> None:
         self._directory.state.metrics_ports = self._fleet.metrics_ports()
-        self._directory.write_state()
+        self._write_state()
 
     async def _sample_finished(
         self, worker: Worker, message: from_generator.SampleFinished

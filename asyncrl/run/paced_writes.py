@@ -1,0 +1,42 @@
+"""A file that many events change is not written for each of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+BURST = 8
+"""Writes of a second that happen at once."""
+SECONDS = 1.0
+
+
+class PacedWrites:
+    """Writes at once, or a second later with what else came until then.
+
+    A write waits for the disk, and the event loop with it. A thousand generators become ready
+    within seconds.
+
+    Args:
+        write: writes the file.
+    """
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+        self._written = 0
+        self._is_due = False
+
+    def __call__(self) -> None:
+        """Write what there is now, soon. Called in an event loop."""
+        if self._written == BURST:
+            self._is_due = True
+            return
+        if self._written == 0:
+            asyncio.get_running_loop().call_later(SECONDS, self._begin_again)
+        self._written += 1
+        self._write()
+
+    def _begin_again(self) -> None:
+        self._written = 0
+        if self._is_due:
+            self._is_due = False
+            self()
