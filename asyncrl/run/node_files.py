@@ -134,7 +134,9 @@ class NodeFiles:
         attempt = self._attempt
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._attempts[attempt] = answer
-        servers = tuple(self._server(one, target.name) for one in having)
+        # A name of its own: a second connection of one name would end the first, which copies.
+        client = f"{target.name} fetch {attempt}"
+        servers = tuple(self._server(one, client) for one in having)
         self._send(target.name, to_relay.FetchFile(attempt, path, servers))
         try:
             async with asyncio.timeout(BRING_SECONDS):

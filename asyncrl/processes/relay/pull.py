@@ -139,6 +139,11 @@ class Copying:
         if file.path.startswith(UNFINISHED):
             await self._client.remove(file.path)
 
+    def connect_again(self) -> None:
+        """A connection that gets no answers may be broken in a way that nobody sees."""
+        self._client.close()
+        self._client = FileClient(self.source.server)
+
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
@@ -260,6 +265,7 @@ class _Node:
             if not self.trouble:
                 logger.warning("files of %s are not copied now: %s", name, error)
             self.trouble = str(error)
+            self.copying.connect_again()
             return RETRY_SECONDS
         self.rounds += 1
         if self.trouble:

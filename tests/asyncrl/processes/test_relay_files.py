@@ -167,6 +167,25 @@ def test_a_node_without_a_relay_is_named_and_delays_no_other(
     with_relays(tmp_path, work)
 
 
+def test_a_connection_that_was_replaced_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_client, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(pull, "RETRY_SECONDS", 0.05)
+
+    async def work(relays: Relays) -> None:
+        relays.follow("generator-0")
+        assert await relays.finish() == {}
+        other = FileClient(server("relay-1", relays.other.ready))
+        assert await other.list() == ()  # the hub knows one connection of a name, the newest
+        write(relays.node, "logs/generator-0.log", b"later")
+        assert await relays.finish() == {}
+        assert (relays.run / "logs/generator-0.log").read_bytes() == b"later"
+        other.close()
+
+    with_relays(tmp_path, work)
+
+
 def test_a_file_of_another_nodes_process_is_not_taken(tmp_path: Path) -> None:
     async def work(relays: Relays) -> None:
         for name in ("generator-0", "trainer"):

@@ -146,7 +146,9 @@ def test_a_file_is_brought_from_its_node_or_from_the_runs_folder() -> None:
         ((name, order),) = nodes.sent
         assert (name, order.path) == ("relay-2", path)
         assert [one.name for one in order.servers] == ["relay-1", "relay-0"]
-        assert order.servers[0].keys == KEY.line(files_hub("relay-1"), "relay-2")
+        names = [one.keys.name for one in order.servers]
+        assert names == ["relay-2 fetch 1"] * 2, "not that of a relay that copies"
+        assert order.servers[0].keys == KEY.line(files_hub("relay-1"), names[0])
         nodes.files.answered(from_relay.FileHere(order.attempt, path))
         assert await bringing == ""
         nodes.sent.clear()
