@@ -73,8 +73,8 @@ class _Process:
     """When its actor is killed, because the process was to be killed and has not ended."""
     begin_by: float | None = None
     """When it is given up, because no node had room for it or its node was silent."""
-    again_at: float | None = None
-    """When its actor is asked again, after a connection to it broke."""
+    again: tuple[float, str] | None = None
+    """When its actor is asked again, after a connection to it broke, and what."""
 
 
 class Broker:
@@ -178,7 +178,7 @@ class Broker:
         begin_by = time.monotonic() + self._asked.place_seconds
         self._running[order.name] = _Process(order, made, begin_by=begin_by)
         # A replacement may be on another node.
-        self._call(order.name, "describe", made.describe.remote(self._cluster.question))
+        self._ask(order.name, "describe")
 
     def _call(self, name: str, method: str, reference: Any) -> None:
         self._calls[reference] = name, method
@@ -215,9 +215,9 @@ class Broker:
             if process.kill_at is not None and now > process.kill_at:
                 ray.kill(process.actor)
                 process.kill_at = now + KILL_SECONDS
-            if process.again_at is not None and now > process.again_at:
-                process.again_at = None
-                self._watch(name)
+            if process.again is not None and now > process.again[0]:
+                self._ask(name, process.again[1])
+                process.again = None
             if process.begin_by is not None and now > process.begin_by:
                 ray.kill(process.actor)
                 self._calls = {one: call for one, call in self._calls.items() if call[0] != name}
@@ -229,8 +229,13 @@ class Broker:
                     "",
                 )
 
-    def _watch(self, name: str) -> None:
-        self._call(name, "watch", self._running[name].actor.watch.remote(WATCH_SECONDS))
+    def _ask(self, name: str, method: str) -> None:
+        """A question that can be asked again."""
+        actor = self._running[name].actor
+        if method == "describe":
+            self._call(name, method, actor.describe.remote(self._cluster.question))
+        else:
+            self._call(name, method, actor.watch.remote(WATCH_SECONDS))
 
     def _answered(self, name: str, method: str, reference: Any) -> None:
         process = self._running[name]
@@ -240,8 +245,8 @@ class Broker:
             self._ended(name, 1, f"failed on its node: {one_line(error)}", "")
             return
         except RayError as error:
-            if isinstance(error, ActorUnavailableError) and method == "watch":
-                process.again_at = time.monotonic() + AGAIN_SECONDS  # a connection broke
+            if isinstance(error, ActorUnavailableError) and method != "start":
+                process.again = time.monotonic() + AGAIN_SECONDS, method  # a connection broke
                 return
             self._ended(name, _KILLED, f"its Ray actor was lost: {one_line(error)}", "")
             return
@@ -274,7 +279,7 @@ class Broker:
                 self._ended(name, code, "", tail)
                 return
             self._report(name, None, "", tail)
-        self._watch(name)
+        self._ask(name, "watch")
 
     def _report(self, name: str, code: int | None, cause: str, tail: str) -> None:
         process = self._running[name]

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.runtime_env import RuntimeEnv
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
@@ -28,6 +28,7 @@ _OBJECT_BYTES = 100 << 20
 """Object store of a cluster of this machine alone: only small messages go through it."""
 _THREADS = 4
 """Of an actor: one call waits, others end it meanwhile."""
+_AGAIN_SECONDS = 1.0
 _END_SECONDS = 3.0
 """Longest wait for an actor to kill its child before another one takes its place."""
 
@@ -206,9 +207,9 @@ class Cluster:
             ) from error
         asked = [one.describe.remote(self.question) for one in made]
         answers = []
-        for slot, one in zip(self.slots, asked, strict=True):
+        for slot, one, answering in zip(self.slots, made, asked, strict=True):
             try:
-                answer = ray.get(one, timeout=max(0.1, until - time.monotonic()))
+                answer = self._answer(one, answering, until)
             except (RayError, TimeoutError) as error:
                 raise ClusterRefused(
                     f"the Ray actor of {slot.name} did not start: {one_line(error)}. Its node "
@@ -217,6 +218,17 @@ class Cluster:
                 ) from error
             answers.append(node_info(str(answer)))
         return tuple(answers)
+
+    def _answer(self, one: Any, asked: Any, until: float) -> Any:
+        """What an actor says of its node. It is asked again if the connection to it breaks."""
+        while True:
+            try:
+                return ray.get(asked, timeout=max(0.1, until - time.monotonic()))
+            except ActorUnavailableError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_AGAIN_SECONDS)
+                asked = one.describe.remote(self.question)
 
     def close(self) -> None:
         """Give the room back and disconnect; ends a cluster of this machine alone."""

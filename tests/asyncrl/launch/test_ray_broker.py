@@ -86,6 +86,12 @@ def test_a_connection_to_an_actor_that_breaks_is_no_loss(broker: Any) -> None:
         return reference
 
     broker_of_ray.ray.get = answer
+    asked = broker._cluster.actors[0].describe.remote
+    asked.reset_mock()
+    broker._answered("trainer", "describe", broken)
+    broker._running["trainer"].begin_by = None
+    broker._keep_time(time.monotonic() + 10)
+    asked.assert_called_once()
     broker._answered("trainer", "start", "/log")
     broker._cluster.actors[0].watch.remote.reset_mock()
     broker._answered("trainer", "watch", broken)
@@ -137,6 +143,22 @@ def test_processes_have_ended_where_the_node_has_left(broker: Any) -> None:
     [status] = said(broker)
     assert (status.name, status.code, status.cause) == ("trainer", -9, "the node has left")
     assert not broker._calls
+
+
+def test_a_node_that_is_not_reached_at_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [ActorUnavailableError("reset by peer", None), "the node"]
+
+    def get(_asked: Any, timeout: float) -> Any:
+        assert timeout > 0
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(cluster_of_ray, "ray", SimpleNamespace(get=get))
+    monkeypatch.setattr(cluster_of_ray, "_AGAIN_SECONDS", 0.0)
+    cluster = MagicMock()
+    until = time.monotonic() + 60
+    assert cluster_of_ray.Cluster._answer(cluster, MagicMock(), None, until) == "the node"
 
 
 @pytest.mark.parametrize(
