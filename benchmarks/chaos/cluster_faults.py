@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.chaos.cluster_run import Child, ClusterRun
@@ -25,7 +25,8 @@ class ClusterFault:
 
     name: str
     about: str
-    happens: Callable[[ClusterRun, random.Random], None]
+    happens: Callable[[ClusterRun, random.Random], Sequence[Child] | None]
+    """Returns the processes of the run that have to end in consequence."""
     repaired_by: Callable[[ClusterRun], None] | None = None
     ends_the_run: bool = False
     expected_error: str | None = None
@@ -38,8 +39,10 @@ class ClusterFault:
         return all(len(run.on(role)) >= number for role, number in wanted.items())
 
     def strike(self, run: LiveRun, moments: random.Random) -> None:
-        """Have it happen."""
-        self.happens(_of_cluster(run), moments)
+        """Have it happen, and wait for the end of what it ends: until then nothing is late."""
+        run = _of_cluster(run)
+        ending = {one.pid for one in self.happens(run, moments) or ()}
+        run.until(lambda: not ending & {one.pid for one in run.on()}, "the end of what was killed")
 
     def repair(self, run: LiveRun) -> None:
         """Give the cluster back what the fault has taken."""
@@ -68,12 +71,19 @@ def _elsewhere(run: ClusterRun) -> list[Child]:
     return [one for one in run.on() if one.machine.name not in kept]
 
 
-def _child(role: str) -> Callable[[ClusterRun, random.Random], None]:
-    return lambda run, moments: _kill(moments.choice(run.on(role)).pid)
+def _child(role: str) -> Callable[[ClusterRun, random.Random], Sequence[Child]]:
+    def happens(run: ClusterRun, moments: random.Random) -> Sequence[Child]:
+        child = moments.choice(run.on(role))
+        _kill(child.pid)
+        return [child]
+
+    return happens
 
 
-def _worker(run: ClusterRun, moments: random.Random) -> None:
-    _kill(moments.choice(run.on()).worker)
+def _worker(run: ClusterRun, moments: random.Random) -> Sequence[Child]:
+    child = moments.choice(run.on())
+    _kill(child.worker)
+    return [child]
 
 
 def _keeper(run: ClusterRun, moments: random.Random) -> None:
@@ -87,9 +97,10 @@ def _keeper(run: ClusterRun, moments: random.Random) -> None:
     )
 
 
-def _raylet(run: ClusterRun, moments: random.Random) -> None:
+def _raylet(run: ClusterRun, moments: random.Random) -> Sequence[Child]:
     machine = moments.choice(_elsewhere(run)).machine
     _kill(run.nodes.raylet(machine.name))
+    return [one for one in run.on() if one.machine is machine]
 
 
 def _machine(run: ClusterRun, moments: random.Random) -> None:
