@@ -49,9 +49,13 @@ class ReadFile(Message, frozen=True):
 
 
 class RemoveFile(Message, frozen=True):
-    """A file was copied and is not needed here any more."""
+    """A file was copied and is not needed here any more, unless it was replaced since."""
 
     path: FilePath
+    size: Count
+    """As in the `FileInfo` of what was copied."""
+    changed: Count
+    """The same."""
 
 
 ToServer = ListFiles | ReadFile | RemoveFile

@@ -39,9 +39,10 @@ class FileClient:
         """A part of a file. Raises FileUnavailable."""
         return await self._ask(files.ReadFile(self._next(), path, offset, size), files.FilePart)
 
-    async def remove(self, path: str) -> None:
+    async def remove(self, file: files.FileInfo) -> None:
         """Have a file that was copied removed there. Raises FileUnavailable."""
-        await self._ask(files.RemoveFile(self._next(), path), files.FileRemoved)
+        request = files.RemoveFile(self._next(), file.path, file.size, file.changed)
+        await self._ask(request, files.FileRemoved)
 
     def _next(self) -> int:
         self._number += 1

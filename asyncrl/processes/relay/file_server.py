@@ -30,10 +30,14 @@ class FileServer:
         root: the folder.
         address: to bind; port `*`: any that is free.
         keys: of the socket.
+        may_remove: whether others may have unfinished samples removed that they have copied.
     """
 
-    def __init__(self, root: Path, address: str, keys: HubKeys) -> None:
+    def __init__(
+        self, root: Path, address: str, keys: HubKeys, *, may_remove: bool = False
+    ) -> None:
         self._root = root
+        self._may_remove = may_remove
         self._hub: Hub[files.ToServer] = Hub(
             address, keys, files.ToServer, Refusals(), max_bytes=_REQUEST_BYTES, queued=QUEUED
         )
@@ -52,9 +56,13 @@ class FileServer:
         loop = asyncio.get_running_loop()
         while True:
             peer, request = await self._hub.receive()
-            answer = await loop.run_in_executor(
-                self._disk, answer_to, self._root, request, dict(self.fetched)
-            )
+            answer: files.FromServer
+            if isinstance(request, files.RemoveFile) and not self._may_remove:
+                answer = files.NotServed(request.number, f"{request.path} is not removed")
+            else:
+                answer = await loop.run_in_executor(
+                    self._disk, answer_to, self._root, request, dict(self.fetched)
+                )
             if isinstance(answer, files.FilePart):
                 self.sent_bytes += len(answer.data)
             self._hub.send_soon(peer, answer)
@@ -107,6 +115,12 @@ def _part(root: Path, request: files.ReadFile) -> files.FilePart:
 def _removed(root: Path, request: files.RemoveFile) -> files.FileRemoved:
     if not request.path.startswith(UNFINISHED):
         raise PathRefused(f"{request.path} is not removed")
-    os.close(open_below(root, request.path))  # so it is a file, behind no link
+    file = open_below(root, request.path)  # so it is a file, behind no link
+    try:
+        found = os.fstat(file)
+    finally:
+        os.close(file)
+    if (found.st_size, found.st_mtime_ns) != (request.size, request.changed):
+        raise PathRefused(f"{request.path} was replaced since it was copied")
     (root / request.path).unlink()
     return files.FileRemoved(request.number)

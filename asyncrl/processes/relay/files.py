@@ -63,7 +63,7 @@ class RelayFiles:
         self._root = root
         self._shares = shares
         self._say = say
-        self._server = FileServer(root, address, keys)
+        self._server = FileServer(root, address, keys, may_remove=not shares)
         self._puller = Puller(root)
         self._pace = Pace(BYTES_PER_SECOND)
         with contextlib.suppress(OSError):

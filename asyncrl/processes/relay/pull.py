@@ -137,7 +137,7 @@ class Copying:
     async def _moved(self, file: files.FileInfo) -> None:
         """Unfinished samples are kept by the run's folder alone, which forgets them in time."""
         if file.path.startswith(UNFINISHED):
-            await self._client.remove(file.path)
+            await self._client.remove(file)
 
     def connect_again(self) -> None:
         """A connection that gets no answers may be broken in a way that nobody sees."""

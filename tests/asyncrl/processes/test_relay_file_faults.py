@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_relays import Relays, until, with_relays
+from file_relays import Relays, server, until, with_relays, write
 
 from asyncrl.processes.relay import file_server
+from asyncrl.processes.relay.file_client import FileClient, FileUnavailable
 from asyncrl.processes.relay.file_server import answer_to
 from asyncrl.processes.relay.mirror import Mirror
 from wire.errors import WireError
@@ -77,3 +78,40 @@ def test_samples_that_a_full_disk_did_not_take_come_later(
     assert [line for line in lines if line in data.splitlines(keepends=True)] == data.splitlines(
         keepends=True
     )
+
+
+def test_only_what_was_copied_is_removed_and_never_from_the_runs_folder(tmp_path: Path) -> None:
+    path = "unfinished/step-1/generator-0.bin"
+
+    async def removed(name: str, relays: Relays, file: files.FileInfo) -> bool:
+        ready = relays.home.ready if name == "relay-0" else relays.other.ready
+        client = FileClient(server(name, ready))
+        try:
+            await client.remove(file)
+        except FileUnavailable as error:
+            why = str(error)
+        else:
+            why = ""
+        finally:
+            client.close()
+        assert "has not answered" not in why
+        return not why
+
+    async def work(relays: Relays) -> None:
+        for folder in (relays.run, relays.node):
+            write(folder, path, b"tokens")
+        found = (relays.node / path).stat()
+        copied = files.FileInfo(path, found.st_size, found.st_mtime_ns)
+        write(relays.node, path, b" and more")
+        assert not await removed("relay-1", relays, copied)
+        assert (relays.node / path).read_bytes() == b"tokens and more"
+        found = (relays.node / path).stat()
+        copied = files.FileInfo(path, found.st_size, found.st_mtime_ns)
+        assert await removed("relay-1", relays, copied)
+        assert not (relays.node / path).exists()
+        found = (relays.run / path).stat()
+        copied = files.FileInfo(path, found.st_size, found.st_mtime_ns)
+        assert not await removed("relay-0", relays, copied)
+        assert (relays.run / path).exists()
+
+    with_relays(tmp_path, work)

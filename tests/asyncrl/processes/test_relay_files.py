@@ -266,7 +266,7 @@ def test_links_and_other_files_are_not_served(tmp_path: Path) -> None:
         answer = answer_to(root, files.ReadFile(1, path, 0, 9))
         assert isinstance(answer, files.NotServed), path
     for path in ("logs/a.log", "logs/b.log", "unfinished/a/b.bin"):
-        assert isinstance(answer_to(root, files.RemoveFile(1, path)), files.NotServed)
+        assert isinstance(answer_to(root, files.RemoveFile(1, path, 0, 0)), files.NotServed)
     part = answer_to(root, files.ReadFile(1, "logs/a.log", 3, 9))
     assert isinstance(part, files.FilePart)
     assert (part.data, part.size) == (b"ret", 6)
