@@ -64,6 +64,7 @@ DEATHS = series("controller", "asyncrl_process_failures_total", role="generator"
 TRAINING = series("trainer", "asyncrl_phase_seconds", kind="training")
 WAITING_PHASE = series("trainer", "asyncrl_phase_seconds", kind="waiting")
 SAVING = series("trainer", "asyncrl_phase_seconds", kind="saving")
+SAVING_MEDIAN = series("trainer", "asyncrl_phase_median_seconds", kind="saving")
 GENERATOR_IDLE = series("generator-0", "asyncrl_idle_ratio", cause="new weights")
 PAUSED = series("generator-0", "asyncrl_idle_ratio", cause="resume")
 TRAINER_IDLE = series("trainer", "asyncrl_idle_ratio", cause="last group")
@@ -99,7 +100,7 @@ HEALTHY = {one: steady(1) for one in UP} | {
     WAITING_PHASE: steady(0),
     series("trainer", "asyncrl_phase_median_seconds", kind="waiting"): steady(2),
     series("trainer", "asyncrl_phase_median_seconds", kind="training"): steady(5),
-    series("trainer", "asyncrl_phase_median_seconds", kind="saving"): steady(20),
+    SAVING_MEDIAN: steady(20),
     GENERATOR_IDLE: steady(0.4),
     PAUSED: steady(0),
     TRAINER_IDLE: steady(0.7),
@@ -142,6 +143,15 @@ FAULTS: dict[str, tuple[dict[str, str], set[str]]] = {
         {
             PAUSED: f"0+0x{BEFORE} 0.99+0x35 0+0x{AFTER - 37}",
             MEDIAN: steady(360),
+            LAST_STEP: stopped(60),
+            WAITING_PHASE: then(2, 0, grows=(0, 60)),
+        },
+        set(),
+    ),
+    "a checkpoint that takes long, as it always does": (
+        {
+            SAVING: then(0, 0, grows=(0, 60)),
+            SAVING_MEDIAN: steady(1000),
             LAST_STEP: stopped(60),
             WAITING_PHASE: then(2, 0, grows=(0, 60)),
         },
