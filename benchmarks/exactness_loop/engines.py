@@ -188,7 +188,7 @@ async def run_once(
         for kind in kinds
         if kind != missing(kinds, outcome.resumed)
     }
-    if kinds == ["torch"]:
+    if list(kinds) == ["torch"]:
         engines |= {
             f"torch{number}": ENGINES["torch"](str(path), mode)
             for number in range(1, mode.generators)
