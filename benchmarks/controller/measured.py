@@ -35,6 +35,9 @@ class Process:
 
     node = ""
 
+    def __init__(self, spec: ChildSpec) -> None:
+        self.spec = spec
+
     def cause(self) -> str:
         """Empty: its exit code says it."""
         return ""
@@ -57,9 +60,9 @@ class Launcher:
     threads = 1
     uses_relays = False
 
-    def start(self, _spec: ChildSpec, _keys: Any) -> Process:
+    def start(self, spec: ChildSpec, _keys: Any) -> Process:
         """A process that is started already."""
-        return Process()
+        return Process(spec)
 
 
 class Progress:
@@ -184,7 +187,9 @@ async def _measure(folder: Path, load: Load, *, steps: int) -> Cost:
     peers = subprocess.Popen(command, env=os.environ)  # noqa: ASYNC220 - it starts at once
     try:
         async with asyncio.timeout(120):
-            while not fleet.all_ready:  # noqa: ASYNC110 - before anything is measured
+            while not fleet.all_ready:
+                if running.done():
+                    running.result()
                 await asyncio.sleep(0.01)
         gc.collect()
         began, cpu, main = time.monotonic(), time.process_time(), time.thread_time()
