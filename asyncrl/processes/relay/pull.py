@@ -110,7 +110,7 @@ class Copying:
             return True
         if path not in self._refused:
             self._refused.add(path)
-            logger.warning("%s lists %s, which is not of its node", self.source.server.name, path)
+            logger.info("%s lists %s, which is not of its node", self.source.server.name, path)
         return False
 
     async def _grow(self, file: files.FileInfo) -> int:
