@@ -92,7 +92,9 @@ def write(
         CheckpointUnwritable: the disk does not take it, or it was given up; nothing of it is left,
             and no other is removed.
     """
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.writing")
+    # Two containers may have trainers with one process id.
+    word = f"{os.getpid()}-{os.urandom(4).hex()}"
+    temporary = directory.with_name(f".{directory.name}.{word}.writing")
     needed = _bytes_of(contents)
     fence.check()
     with unwritable(directory, needed):

@@ -73,8 +73,10 @@ class NodeFiles:
             if relay.relay is None or _sees_the_run(relay):
                 continue
             names = {one.name for one in everyone if one.node == node}
-            theirs = tuple(sorted(names | set(self._relays.names_on(node))))
             folder = relay.relay.files.folder
+            if (same := sources.get(folder)) is not None:  # two of Ray's nodes on one machine
+                names |= set(same.processes)
+            theirs = tuple(sorted(names | set(self._relays.names_on(node))))
             sources[folder] = to_relay.FileSource(self._server(relay, copier), folder, theirs)
         self._seen |= sources
         told = copier, tuple(sources[folder] for folder in sorted(sources))

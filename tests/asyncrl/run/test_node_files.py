@@ -65,6 +65,14 @@ def three_nodes() -> Nodes:
     return nodes
 
 
+def test_two_nodes_of_one_machine_share_a_folder() -> None:
+    nodes = three_nodes()
+    nodes.ready["node-1"].relay = nodes.ready["node-0"].relay
+    ((_, order),) = nodes.update()
+    (source,) = order.sources
+    assert source.processes == ("generator-0", "generator-1", "relay-1", "relay-2")
+
+
 def test_a_relay_that_sees_the_run_copies_the_files_of_those_that_do_not() -> None:
     nodes = three_nodes()
     ((copier, order),) = nodes.update()

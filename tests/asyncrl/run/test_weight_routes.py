@@ -208,6 +208,16 @@ def test_an_arrival_ends_the_count_of_failures() -> None:
     assert not any(isinstance(order, GiveUp | Hopeless) for order in run.done)
 
 
+def test_the_source_may_fail_now_and_then() -> None:
+    run = Routes("ab")
+    for version in range(3 * MAX_TRIES):
+        run.publish(version)
+        assert run.fail("A") == [GiveUp("A", "A is sad")]
+        run.lose("a", "A")
+        run.ready("a", "A")
+    assert not any(isinstance(order, Hopeless) for order in run.done)
+
+
 def test_a_source_that_cannot_serve_is_given_up_unless_it_was_too_late() -> None:
     run = Routes("ab")
     run.publish(1)
