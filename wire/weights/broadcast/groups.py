@@ -34,8 +34,8 @@ _POLL_SECONDS = 0.0005
 class Limits:
     """Longest waits, in seconds.
 
-    A version must be staged within `engine.vllm.call_timeout_seconds`, or SGLang's. All of these
-    together leave time to read the file in the end.
+    A version must be staged within `engine.vllm.call_timeout_seconds`, or SGLang's (120 s by
+    default). All of these together, 107 s, leave time to read the file in the end.
     """
 
     window: float = 2.0
@@ -46,6 +46,28 @@ class Limits:
     """For all members to be connected."""
     chunk: float = 10.0
     """For one chunk to reach all members."""
+    whole: float = 45.0
+    """For all chunks together, so that a member that takes each of them slowly holds up nobody for
+    longer. It is checked after each chunk."""
+
+
+class Deadline:
+    """The end of the time that a broadcast may take, from now on.
+
+    Args:
+        limits: `whole` of these.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._seconds = limits.whole
+        self._at = time.monotonic() + limits.whole
+
+    def check(self, index: int, count: int) -> None:
+        """Raise GroupBroken if it has passed, when `index` of `count` chunks were sent."""
+        if time.monotonic() > self._at:
+            raise GroupBroken(
+                f"a member is slow: {index} of {count} chunks took more than {self._seconds:g} s"
+            )
 
 
 class Group(Protocol):

@@ -11,7 +11,14 @@ from torch import Tensor
 from wire.errors import GroupBroken, WeightsNotReceivedError, WeightsSupersededError
 from wire.weights.broadcast.checksum import checksum
 from wire.weights.broadcast.desk import Invitation, Refusal, Visitor
-from wire.weights.broadcast.groups import GlooGroup, Group, Limits, NcclGroup, name_of_device
+from wire.weights.broadcast.groups import (
+    Deadline,
+    GlooGroup,
+    Group,
+    Limits,
+    NcclGroup,
+    name_of_device,
+)
 from wire.weights.broadcast.meeting import CheckIn
 from wire.weights.broadcast.words import Word
 from wire.weights.chunks import Grid
@@ -49,13 +56,17 @@ class BroadcastReceiver:
     def receive(self, manifest: WeightManifest, place: BroadcastPlace, landing: Landing) -> None:
         """Take part in a broadcast of a version. If it raises, some chunks may have landed.
 
+        An error of `landing` is raised as it is. A member that breaks off for any reason but an
+        overwritten version leaves its group, whose next word it would take for another one.
+
         Raises:
             WeightsSupersededError: it was overwritten during the broadcast.
             WeightsNotReceivedError: there is no broadcast of it, or it broke off.
         """
         try:
             group, chunk_bytes = self._join(manifest.policy_version, place)
-            self._receive(group, Grid(manifest.nbytes, chunk_bytes), landing)
+            grid = Grid(manifest.nbytes, chunk_bytes)
+            self._receive(group, manifest.policy_version, grid, landing)
         except GroupBroken as error:
             self.leave()
             raise WeightsNotReceivedError(
@@ -65,6 +76,9 @@ class BroadcastReceiver:
             raise WeightsSupersededError(
                 f"weights of version {manifest.policy_version} {error}"
             ) from error
+        except BaseException:
+            self.leave()
+            raise
 
     def leave(self) -> None:
         """Leave the group, if it is in one. Idempotent."""
@@ -97,29 +111,34 @@ class BroadcastReceiver:
             return NcclGroup(store, answer.rank, answer.size, self._device, self._limits)
         return GlooGroup(store, answer.rank, answer.size, visitor.host, self._limits)
 
-    def _receive(self, group: Group, grid: Grid, landing: Landing) -> None:
-        said = torch.empty(2, dtype=torch.int64, device=group.device)
+    def _receive(self, group: Group, version: int, grid: Grid, landing: Landing) -> None:
+        said = torch.empty(4, dtype=torch.int64, device=group.device)
+        deadline = Deadline(self._limits)
         for index in range(grid.count):
-            self._expect(group, said, Word.CHUNK)
+            deadline.check(index, grid.count)
+            self._expect(group, said, (Word.CHUNK, version, index))
             span = grid.span(index)
             room = landing.room(span, group.device)
             part = self._step_for(span, group.device) if room is None else room
             group.begin(part)
             group.wait()
-            if not torch.equal(checksum(part), said[1:]):
+            if not torch.equal(checksum(part), said[3:]):
                 raise GroupBroken(f"chunk {index} has another checksum than it was sent with")
             if room is None:
                 landing.put(span, part)
-        self._expect(group, said, Word.WHOLE)
+        self._expect(group, said, (Word.WHOLE, version, grid.count))
 
-    def _expect(self, group: Group, said: Tensor, expected: Word) -> None:
+    def _expect(self, group: Group, said: Tensor, expected: tuple[Word, int, int]) -> None:
         group.begin(said)
         group.wait()
-        found = int(said[0])
-        if found == Word.OVERWRITTEN:
+        word, version, index = map(int, said[:3].tolist())
+        if (version, index) == expected[1:] and word == Word.OVERWRITTEN:
             raise WeightsSupersededError("were overwritten while they were broadcast")
-        if found != expected:
-            raise GroupBroken(f"the sender said {found} where {expected} was due")
+        if (word, version, index) != expected:
+            raise GroupBroken(
+                f"the sender said word {word} of version {version} before chunk {index}, where "
+                f"word {expected[0]} of version {expected[1]} before chunk {expected[2]} was due"
+            )
 
     def _step_for(self, span: slice, device: torch.device) -> Tensor:
         """Memory for one chunk."""

@@ -15,6 +15,7 @@ from wire.weights.broadcast.checksum import checksum
 from wire.weights.broadcast.desk import Desk, Invitation, Refusal
 from wire.weights.broadcast.groups import (
     Backend,
+    Deadline,
     GlooGroup,
     Group,
     Limits,
@@ -193,22 +194,26 @@ class WeightSender:
     def _send(self, group: Group, manifest: WeightManifest) -> bool:
         """Send a version; False if it was overwritten meanwhile. Raises GroupBroken."""
         grid = Grid(manifest.nbytes, self._chunk_bytes)
-        last = Word.WHOLE
+        version, deadline = manifest.policy_version, Deadline(self._limits)
+        last, index = Word.WHOLE, 0
         try:
             with held_version(manifest) as descriptor:
                 for index in range(grid.count):
                     group.wait(left=2)  # the last chunk and its word; the memory before is free
+                    deadline.check(index, grid.count)
                     span = grid.span(index)
                     part = self._step(index % 2)[: span.stop - span.start]
                     fill(part.numpy().data, descriptor, span.start)
                     check_version(descriptor, manifest)
                     own = part.to(group.device)
-                    group.begin(_said(Word.CHUNK, checksum(own)))
+                    group.begin(_said(Word.CHUNK, version, index, checksum(own)))
                     group.begin(own)
+                index = grid.count
         except WeightsReadError as error:
             logger.info("version %d is broadcast no further: %s", manifest.policy_version, error)
             last = Word.OVERWRITTEN
-        group.begin(_said(last, torch.zeros(1, dtype=torch.int64, device=group.device)))
+        nothing = torch.zeros(1, dtype=torch.int64, device=group.device)
+        group.begin(_said(last, version, index, nothing))
         group.wait()
         return last is Word.WHOLE
 
@@ -229,5 +234,6 @@ class WeightSender:
         self._ranks = {}
 
 
-def _said(word: Word, checksum_of_chunk: Tensor) -> Tensor:
-    return torch.cat([torch.full_like(checksum_of_chunk, word), checksum_of_chunk])
+def _said(word: Word, policy_version: int, index: int, checksum_of_chunk: Tensor) -> Tensor:
+    said = torch.tensor([word, policy_version, index], device=checksum_of_chunk.device)
+    return torch.cat([said, checksum_of_chunk])

@@ -11,7 +11,8 @@ member was lost or too slow, and all of them read the file."""
 
 
 class Word(IntEnum):
-    """What follows; broadcast before each chunk as `[2]` int64, with the chunk's checksum."""
+    """What follows; broadcast before each chunk as `[4]` int64, with the policy version, the chunk's
+    index and its checksum. Members that are out of step find that out by the first three."""
 
     CHUNK = 1
     """The next chunk."""
