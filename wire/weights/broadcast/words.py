@@ -11,8 +11,11 @@ member was lost or too slow, and all of them read the file."""
 
 
 class Word(IntEnum):
-    """What follows; broadcast before each chunk as `[4]` int64, with the policy version, the chunk's
-    index and its checksum. Members that are out of step find that out by the first three."""
+    """What follows.
+
+    It is broadcast before each chunk as `[4]` int64, with the policy version, the chunk's index and
+    its checksum. A member that is out of step finds that out by the first three.
+    """
 
     CHUNK = 1
     """The next chunk."""
