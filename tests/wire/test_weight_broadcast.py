@@ -11,80 +11,31 @@ import itertools
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 from broadcast_member import Command, Report
+from broadcast_trainer import CHUNK, LIMITS, SECONDS, holds, read_all, trainer, weights
 
 from wire.errors import WeightsReadError, WeightsSupersededError
 from wire.weights import reader
 from wire.weights.broadcast import sending
 from wire.weights.broadcast.groups import GlooGroup, Limits, backend_of
 from wire.weights.broadcast.sending import WeightSender
-from wire.weights.broadcast.words import Outcome, Word
+from wire.weights.broadcast.words import Outcome
 from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import WeightManifest
 from wire.weights.reader import WeightBuffer
 from wire.weights.writer import WeightPublisher
 from wire.wrong_policy import compare_weights
 
-CHUNK = 1 << 16
-SECONDS = 60
-LIMITS = Limits(window=20.0)
-"""A loaded machine may take long until all are there."""
 PATIENCE = 0.3
 """Of a sender that waits for somebody who never comes."""
-
-
-def weights(version: int) -> list[tuple[str, torch.Tensor]]:
-    """2 MB; tensors end within chunks, and chunks within tensors."""
-    generator = torch.Generator().manual_seed(version)
-    return [
-        ("big", torch.randn(700, 701, generator=generator)),
-        ("empty", torch.empty(0, 4)),
-        ("half", torch.randn(33, generator=generator).bfloat16()),
-        ("number", torch.tensor(version)),
-    ]
-
-
-class Trainer:
-    """Publishes and broadcasts. `outcomes` are of its broadcasts."""
-
-    def __init__(self, folder: Path, *, members: int, limits: Limits = LIMITS) -> None:
-        self.outcomes: list[Outcome] = []
-        self.publisher = WeightPublisher(folder, "trainer")
-        self.sender = WeightSender(
-            "127.0.0.1",
-            members=members,
-            limits=limits,
-            note=self.outcomes.append,
-            chunk_bytes=CHUNK,
-        )
-
-    def publish(self, version: int, *, readable: bool = True) -> WeightManifest:
-        """The manifest; if it is not readable, it names no file, so only a broadcast helps."""
-        tensors = weights(version)
-        manifest = self.publisher.publish(tensors, version, fingerprint(tensors))
-        manifest = self.sender.publish(manifest)
-        return manifest if readable else msgspec.structs.replace(manifest, path="/nowhere")
-
-    def outcomes_are(self, *expected: Outcome) -> bool:
-        """Once the thread has noted as many; a member may return a little earlier."""
-        deadline = time.monotonic() + SECONDS
-        while len(self.outcomes) < len(expected) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        return self.outcomes == list(expected)
-
-    def close(self) -> None:
-        self.sender.close()
-        self.publisher.close()
 
 
 @pytest.fixture
@@ -97,25 +48,6 @@ def closing() -> Iterator[ExitStack]:
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as pool:
         yield pool
-
-
-def trainer(closing: ExitStack, folder: Path, **options: Any) -> Trainer:
-    made = Trainer(folder, **options)
-    closing.callback(made.close)
-    return made
-
-
-def holds(buffer: WeightBuffer, version: int) -> bool:
-    want = dict(weights(version))
-    return all(torch.equal(tensor, want[name]) for name, tensor in buffer.tensors())
-
-
-def read_all(
-    pool: ThreadPoolExecutor, buffers: list[WeightBuffer], manifest: WeightManifest
-) -> list[BaseException | None]:
-    """What each raises."""
-    begun = [pool.submit(buffer.read, manifest) for buffer in buffers]
-    return [one.exception(SECONDS) for one in begun]
 
 
 def test_all_members_receive_each_version_in_one_broadcast_of_one_group(
@@ -222,83 +154,6 @@ def test_a_member_that_stops_is_left_behind_and_holds_up_nobody(
     go_on.set()
     assert stuck.exception(SECONDS) is None
     assert holds(stopped, 1)
-
-
-def test_a_member_that_takes_each_chunk_slowly_holds_up_nobody_for_long(
-    closing: ExitStack,
-    pool: ThreadPoolExecutor,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """30 chunks, each far within its own limit, and together beyond that of the whole."""
-    limits = Limits(window=SECONDS, chunk=SECONDS, whole=0.5)
-    of = trainer(closing, tmp_path, members=2, limits=limits)
-    healthy, slow = WeightBuffer(), WeightBuffer()
-    room, hurry = reader._Landing.room, threading.Event()
-    closing.callback(hurry.set)
-
-    def slowly(self: reader._Landing, span: slice, device: torch.device) -> torch.Tensor | None:
-        if self._memory is slow._memory:
-            hurry.wait(0.1)
-        return room(self, span, device)
-
-    monkeypatch.setattr(reader._Landing, "room", slowly)
-    assert read_all(pool, [healthy, slow], of.publish(1)) == [None, None]
-    assert holds(healthy, 1)
-    assert holds(slow, 1)
-    assert of.outcomes_are("broken")
-    assert "of 30 chunks took more than 0.5 s" in caplog.text
-
-
-def test_an_error_of_the_receiver_leaves_the_group(
-    closing: ExitStack, pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise its next broadcast would begin in the middle of this one."""
-    of = trainer(closing, tmp_path, members=2)
-    healthy, full = WeightBuffer(), WeightBuffer()
-    room = reader._Landing.room
-
-    def failing(self: reader._Landing, span: slice, device: torch.device) -> torch.Tensor | None:
-        if self._memory is full._memory and span.start >= 3 * CHUNK:
-            raise MemoryError("there is no room")
-        return room(self, span, device)
-
-    monkeypatch.setattr(reader._Landing, "room", failing)
-    nothing, error = read_all(pool, [healthy, full], of.publish(1))
-    assert nothing is None
-    assert holds(healthy, 1)
-    assert isinstance(error, MemoryError)
-    assert full._receiver._group is None
-    monkeypatch.setattr(reader._Landing, "room", room)
-    manifest = of.publish(2, readable=False)
-    assert read_all(pool, [healthy, full], manifest) == [None, None]
-    assert holds(healthy, 2)
-    assert holds(full, 2)
-    assert of.outcomes_are("broken", "whole")
-
-
-@pytest.mark.parametrize(("version", "index"), [(2, 3), (1, 4)])
-def test_a_word_of_another_version_or_chunk_breaks_the_broadcast(
-    closing: ExitStack,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    version: int,
-    index: int,
-) -> None:
-    of = trainer(closing, tmp_path, members=1)
-    said = sending._said
-
-    def wrong(word: Word, _version: int, chunk: int, checksum: torch.Tensor) -> torch.Tensor:
-        return said(word, *((version, index) if chunk == 3 else (1, chunk)), checksum)
-
-    monkeypatch.setattr(sending, "_said", wrong)
-    buffer = WeightBuffer()
-    buffer.read(of.publish(1))
-    assert holds(buffer, 1)
-    assert of.outcomes_are("broken")
-    assert f"said word 1 of version {version} before chunk {index}, where word 1" in caplog.text
 
 
 def test_no_sender_listens_any_longer(
