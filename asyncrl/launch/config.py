@@ -51,8 +51,9 @@ class LauncherConfig(BaseModel):
     """A process that reports nothing for this long is killed and counts as dead; a relay after a
     quarter of it, so that those who speak through it can be heard again in time."""
     leave_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
-    """Longest time for a generator to leave after `asyncrl scale`. Then it is killed, and what it
-    had is generated again. Without verification it finishes the groups that it has begun."""
+    """Longest time for a generator to leave after `asyncrl scale`, in which the run is not paused
+    and has a trainer. Then it is killed, and what it had is generated again. Without verification
+    it finishes the groups that it has begun."""
     stop_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
     """Longest wait for a process to end after it was asked to. Then it is killed."""
     checkpoint_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)

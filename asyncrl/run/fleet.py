@@ -233,10 +233,14 @@ class Fleet:
             return []
         return self.relays.start_missing(worker.node for worker in self.alive)
 
-    def deaths(self) -> list[tuple[Worker, str]]:
+    def deaths(self, *, is_held: bool = False) -> list[tuple[Worker, str]]:
         """Processes that died since the last call, each once, and how. Kills silent ones.
 
         Time in which this was not called does not count as silence. None after `kill_all`.
+
+        Args:
+            is_held: the run is paused or has no trainer, so leaving generators cannot finish or
+                deliver what they have; the time since the last call is no delay of theirs.
         """
         now = time.monotonic()
         missed, self._last_check = now - self._last_check, now
@@ -245,6 +249,8 @@ class Fleet:
             # anybody; that is not the silence of others.
             for worker in [*self.alive, *self.relays.alive]:
                 worker.heard = min(now, worker.heard + missed)
+        if is_held or missed > _LATE_SECONDS:
+            for worker in self.alive:
                 if worker.leave_by is not None:
                     worker.leave_by += missed
         found: list[tuple[Worker, str]] = []

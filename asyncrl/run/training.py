@@ -76,6 +76,19 @@ class Training:
         return self._scheduler is not None and self._executor.finished is None
 
     @property
+    def is_held(self) -> bool:
+        """Whether nothing can be finished: the run is paused, or no trainer takes samples."""
+        scheduler = self._scheduler
+        return scheduler is not None and (
+            scheduler.state.paused or not scheduler.state.trainer_joined
+        )
+
+    @property
+    def verifies(self) -> bool:
+        """Whether tokens that were drawn elsewhere can be judged (`on_update: verify`)."""
+        return self._config.scheduler.on_update == "verify"
+
+    @property
     def has_steps_left(self) -> bool:
         """Whether there are steps that `run` would train."""
         if self._scheduler is not None:

@@ -40,9 +40,15 @@ class Watchdog:
                 generator that may be replaced died, or none can start; no relay may be replaced
                 any more.
         """
-        deaths = self._fleet.deaths()
+        deaths = self._fleet.deaths(is_held=self._training.is_held)
         for worker, reason in deaths:
             self._progress.say(_what_died(worker, reason))
+            if worker.was_overdue and not self._training.verifies:
+                self._progress.say(
+                    f"of what {worker.name} had begun, short responses are trained on rather than "
+                    "long ones, which it could not finish; a longer launcher.leave_seconds would "
+                    "have avoided this bias (docs/elastic.md)"
+                )
             if not worker.has_left:
                 self._progress.died(worker.role, worker.name)
             if worker.role == "relay":

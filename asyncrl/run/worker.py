@@ -35,8 +35,11 @@ class Worker:
     is_gone: bool = False
     has_left: bool = False
     """It ended because it was ordered to leave."""
+    was_overdue: bool = False
+    """It was killed because it did not leave in time."""
     leave_by: float | None = None
-    """A generator that was ordered to leave: when it is killed (monotonic seconds)."""
+    """A generator that was ordered to leave: when it is killed (monotonic seconds). Later where the
+    run was paused or had no trainer meanwhile."""
     reason: str = ""
     """Why it ended, in its own words."""
     policy_version: int = -1
@@ -118,6 +121,7 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
         return how + (f": {worker.reason}" if worker.reason else "")
     if worker.leave_by is not None and now > worker.leave_by:
         worker.handle.end(by_force=True)
+        worker.was_overdue = True
         return (
             f"did not leave within {limits.leave_seconds:.0f} s (launcher.leave_seconds) and was "
             "killed; what it had is generated again"

@@ -116,6 +116,8 @@ class Deaths:
         parts: dict[str, Any] = {"training": self, "evaluation": evaluation, "progress": self}
         self.watchdog = Watchdog(self.fleet, None, **parts)  # type: ignore[arg-type]
 
+    is_held, verifies = False, True
+
     async def apply(self, event: object) -> None:
         self.events.append(event)
 

@@ -18,6 +18,7 @@ from asyncrl.run.scaling import Scaling
 from monitoring.report.data import load_run
 from monitoring.report.sections import orders
 from rollout.trajectory import KeptTokens, SampleId
+from scheduler import events
 from scheduler.commands import ReleaseSamples
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
@@ -115,6 +116,44 @@ def test_orders_that_cannot_be_are_refused_and_leave_no_trace(tmp_path: Path) ->
         assert await run.scale(1) == Refused("the run is stopping")
         assert run.states() == {G: "ready"}
         assert read_orders(run.directory.path) == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("held_by", ["pause", "trainer"])
+def test_a_leaver_has_its_time_again_after_a_pause_and_without_a_trainer(
+    tmp_path: Path, held_by: str
+) -> None:
+    async def scenario() -> None:
+        run = Scaled(tmp_path, on_update="keep")
+        training = await run.begin()
+        await run.scale(2)
+        await run.hear("generator-1", ready("generator-1"))
+        await run.scale(1)
+        leaver = run.fleet.heard_from("generator-1")
+        assert leaver is not None
+        assert leaver.leave_by is not None
+        if held_by == "pause":
+            await run.training.apply(events.PauseRequested())
+        else:
+            await run.training.trainer_lost()
+        leaver.leave_by -= run.config.launcher.leave_seconds - 5
+        for _ in range(10):  # nine seconds pass; the watchdog comes as often as usual
+            leaver.leave_by -= 0.9
+            run.fleet._last_check -= 0.9
+            await run.watchdog.check()
+        assert leaver.state == "leaving"
+        if held_by == "pause":
+            await run.training.apply(events.ResumeRequested())
+        else:
+            await run.training.trainer_ready(0, "")
+        leaver.leave_by -= 100
+        await run.watchdog.check()
+        assert leaver.state == "lost"
+        said = " ".join(run.progress.said)
+        assert "did not leave within 600 s (launcher.leave_seconds)" in said
+        assert "short responses are trained on rather than long ones" in said
+        training.cancel()
 
     asyncio.run(scenario())
 
