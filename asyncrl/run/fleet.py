@@ -244,15 +244,7 @@ class Fleet:
         """
         now = time.monotonic()
         missed, self._last_check = now - self._last_check, now
-        if missed > _LATE_SECONDS:
-            # The controller was suspended (Ctrl-Z) or blocked (a slow disk), so it could not hear
-            # anybody; that is not the silence of others.
-            for worker in [*self.alive, *self.relays.alive]:
-                worker.heard = min(now, worker.heard + missed)
-        if is_held or missed > _LATE_SECONDS:
-            for worker in self.alive:
-                if worker.leave_by is not None:
-                    worker.leave_by += missed
+        self._forgive(now, missed, is_held=is_held)
         found: list[tuple[Worker, str]] = []
         if self._ending:
             return found
@@ -267,6 +259,18 @@ class Fleet:
                 self._hub.abandon(worker.name)
                 found.append((worker, reason))
         return found
+
+    def _forgive(self, now: float, missed: float, *, is_held: bool) -> None:
+        """The time since the last call may be nobody's silence and no delay."""
+        if missed > _LATE_SECONDS:
+            # The controller was suspended (Ctrl-Z) or blocked (a slow disk), so it could not hear
+            # anybody; that is not the silence of others.
+            for worker in [*self.alive, *self.relays.alive]:
+                worker.heard = min(now, worker.heard + missed)
+        if is_held or missed > _LATE_SECONDS:
+            for worker in self.alive:
+                if worker.leave_by is not None:
+                    worker.leave_by += missed
 
     def without_room(self) -> list[Worker]:
         """Generators for which there has been no room for a while, each once."""
