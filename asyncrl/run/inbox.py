@@ -227,14 +227,14 @@ class Inbox:
 
     async def _released(self, worker: Worker, message: from_generator.Released) -> None:
         """Look at the file meanwhile: others have messages too."""
-        task = asyncio.create_task(self._move(worker.name, message))
+        task = asyncio.create_task(self._move(worker, message))
         self._moving.add(task)
         task.add_done_callback(self._moving.discard)
 
-    async def _move(self, generator: str, message: from_generator.Released) -> None:
+    async def _move(self, worker: Worker, message: from_generator.Released) -> None:
         try:
-            await self._moves.take(generator, message)
-            await self._training.apply(events.SamplesReleased(generator))
+            await self._moves.take(worker.name, message, is_lost=lambda: worker.is_gone)
+            await self._training.apply(events.SamplesReleased(worker.name))
         except Exception as error:  # noqa: BLE001 - raised again in the phase that waits
             self._waiter.fail(error)
 

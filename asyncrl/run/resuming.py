@@ -17,7 +17,7 @@ import msgspec
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.run.lost_records import add_lost
-from asyncrl.run.unfinished_folders import remove_unfinished
+from asyncrl.run.unfinished_folders import remove_moved, remove_unfinished
 from monitoring.errors import RecordError
 from monitoring.jsonl import read_undamaged
 from monitoring.metrics_log import drop_superseded
@@ -62,7 +62,8 @@ def rewind(path: Path, point: ResumePoint, *, groups_per_step: int) -> list[str]
 
     Newer checkpoints are moved aside, with a copy of the records that go with them, which is made
     first. Step records that a killed controller did not write are taken from the checkpoints.
-    Unfinished run-ahead that was saved with newer checkpoints is removed.
+    Unfinished run-ahead that was saved with newer checkpoints is removed, and so is what generators
+    wrote that were leaving: their samples are generated again, or go with a checkpoint.
 
     Returns:
         What the user should know, a sentence each.
@@ -74,6 +75,7 @@ def rewind(path: Path, point: ResumePoint, *, groups_per_step: int) -> list[str]
     said = [f"{fault}; resuming from {start} instead" for fault in point.faults]
     metrics, samples = path / "metrics.jsonl", path / "samples.jsonl"
     remove_unfinished(path, unless=lambda step: step <= point.step)
+    remove_moved(path)
     aside = set_aside(
         path / "checkpoints",
         newer_than=point.step,

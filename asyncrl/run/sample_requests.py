@@ -104,6 +104,12 @@ class SampleRequests:
         self._moves += 1
         self._add(file, places, ("moved", self._start, self._moves))
 
+    def forget_before(self, group: int) -> None:
+        """Groups before this one are settled: what is not continued by now never is."""
+        settled = [sample for sample in self._unfinished if sample.group < group]
+        for sample in settled:
+            del self._unfinished[sample]
+
     def _add(self, file: str, places: Sequence[Place], seed: tuple[object, ...]) -> None:
         self._unfinished |= {place.sample: (file, place, seed) for place in places}
 

@@ -55,6 +55,7 @@ class Training:
         self._tells_of_trainers = False
         """Whether the scheduler is told of trainers as they become ready and are lost."""
         self._deciding = asyncio.Lock()
+        self._moves = moves
         self._reports = SampleReports()
         self._executor = CommandExecutor(
             requests,
@@ -221,7 +222,9 @@ class Training:
     async def step_finished(self, report: StepFinished) -> None:
         """The trainer took a step. Raises as `apply`."""
         await self.apply(events.StepFinished(report.step, report.groups))
-        self._reports.forget_before((report.step + 1) * self._config.scheduler.groups_per_step)
+        settled = (report.step + 1) * self._config.scheduler.groups_per_step
+        self._reports.forget_before(settled)
+        await self._moves.forget_before(settled)
 
     async def apply(self, event: events.Event) -> None:
         """Give the scheduler an event and carry out what it decides.

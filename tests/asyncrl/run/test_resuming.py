@@ -90,6 +90,17 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
+def test_what_leaving_generators_wrote_before_a_kill_is_removed(tmp_path: Path) -> None:
+    path = ended_run(tmp_path, 2, 4)
+    moved, saved = path / "unfinished/moved/g.bin", path / "unfinished/step-000004/g.bin"
+    for file in (moved, saved):
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"tokens")
+    resume(tmp_path)
+    assert not moved.exists()
+    assert saved.exists()
+
+
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_is_taken(
     tmp_path: Path,
 ) -> None:

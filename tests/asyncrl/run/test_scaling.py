@@ -6,10 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from fake_processes import run_config
-from running_training import DIGEST, G, Run
+from running_training import DIGEST, G, Run, step_finished
 
 from asyncrl.config import dump_config
 from asyncrl.run.moves import Moves
@@ -200,6 +201,71 @@ def test_a_file_that_cannot_be_used_is_named_and_its_samples_come_again(
     asyncio.run(moves.take("generator-1", answer))
     assert run.progress.said[-1].endswith("; its samples are generated again")
     assert run.requests.generate(SampleId(0, 0), 0).unfinished is None
+
+
+def test_a_file_goes_when_its_last_group_is_settled(tmp_path: Path) -> None:
+    run = Scaled(tmp_path)
+    run.requests.starts_from("")
+    samples = SampleId(0, 1), SampleId(2, 0)
+    release = run.moves.request(ReleaseSamples("generator-1", samples), 4)
+    file = Path(release.file)
+    written = [UnfinishedSample.of(one, "p", KEPT) for one in samples]
+    write_unfinished(file, 4, release.settings, written)
+    asyncio.run(run.moves.take("generator-1", fg.Released("generator-1", release.file)))
+    asyncio.run(run.moves.forget_before(2))
+    assert file.exists()
+    assert run.requests.generate(samples[0], 0).unfinished is None
+    assert run.requests.generate(samples[1], 0).unfinished is not None
+    lost = run.moves.request(ReleaseSamples("generator-2", samples), 4)
+    write_unfinished(Path(lost.file), 4, lost.settings, written)  # and it died before it said so
+    asyncio.run(run.moves.forget_before(3))
+    assert list(file.parent.iterdir()) == []
+
+
+def test_files_go_with_the_step_that_trains_on_them(tmp_path: Path) -> None:
+    run = Scaled(tmp_path)
+    release = run.moves.request(ReleaseSamples("generator-1", (SampleId(1, 0),)), 0)
+    write_unfinished(Path(release.file), 0, release.settings, [])
+    for step in (0, 1):
+        assert Path(release.file).exists()
+        report = msgspec.structs.replace(step_finished(step + 1), step=step, groups=(step,))
+        asyncio.run(run.training.step_finished(report))
+    assert not Path(release.file).exists()
+
+
+def test_a_leaver_that_dies_while_its_file_is_read_has_moved_nothing(tmp_path: Path) -> None:
+    """Its samples have been started elsewhere: stale tokens would continue them later."""
+
+    class Death:
+        """While the file is shared."""
+
+        async def share(self, _file: str, generator: str) -> None:
+            await run.ends(generator, -9)
+
+    run = Scaled(tmp_path)
+
+    async def scenario() -> None:
+        training = await run.begin()
+        run.moves._sharing = Death()
+        await run.scale(2)
+        await run.hear("generator-1", ready("generator-1"))
+        await run.scale(1)
+        (release,) = [one for _, one in run.hub.take() if isinstance(one, tg.Release)]
+        written = [UnfinishedSample.of(one, "train-0", KEPT) for one in release.samples]
+        write_unfinished(Path(release.file), release.policy_version, release.settings, written)
+        await run.hear("generator-1", fg.Released("generator-1", release.file))
+        async with asyncio.timeout(60):
+            await asyncio.gather(*run.inbox._moving)
+        assert run.states()["generator-1"] == "lost"
+        assert run.progress.said[-1] == (
+            "generator-1 leaves: it was lost before its samples could move; its samples are "
+            "generated again"
+        )
+        again = [run.requests.generate(sample, 0) for sample in release.samples]
+        assert all(one.unfinished is None for one in again)
+        training.cancel()
+
+    asyncio.run(scenario())
 
 
 def test_a_resumed_run_has_the_number_last_ordered(tmp_path: Path) -> None:
