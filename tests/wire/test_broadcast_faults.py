@@ -14,7 +14,9 @@ from broadcast_trainer import CHUNK, SECONDS, holds, read_all, trainer
 
 from wire.weights import reader
 from wire.weights.broadcast import sending
+from wire.weights.broadcast.desk import Refusal
 from wire.weights.broadcast.groups import Limits
+from wire.weights.broadcast.meeting import CheckIn
 from wire.weights.broadcast.words import Word
 from wire.weights.reader import WeightBuffer
 
@@ -106,3 +108,19 @@ def test_a_word_of_another_version_or_chunk_breaks_the_broadcast(
     assert holds(buffer, 1)
     assert of.outcomes_are("broken")
     assert f"said word 1 of version {version} before chunk {index}, where word 1" in caplog.text
+
+
+def test_what_dead_members_left_at_the_desk_is_deleted(
+    closing: ExitStack, pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    of = trainer(closing, tmp_path, members=1)
+    desk = of.sender._desk
+    dead = CheckIn("dead", 1, 1, 0, "cpu")
+    desk.answer(dead, Refusal("it does not read this"))
+    desk._answered[0] = -SECONDS, desk._answered[0][1]  # long ago
+    first, joiner = WeightBuffer(), WeightBuffer()
+    manifest = of.publish(1, readable=False)
+    assert read_all(pool, [first], manifest) == [None]
+    assert read_all(pool, [joiner], manifest) == [None]
+    assert of.outcomes_are("whole", "whole")
+    assert {key.partition("/")[0] for key in desk._store.list_keys()} == {"group-2"}

@@ -1,7 +1,8 @@
 """Where members check in and are answered: keys in a TCPStore, which the sender's process serves.
 
 A member pushes a `CheckIn` to a queue, which is one operation, so a member that dies leaves it
-whole or not at all. The answer is a key of the member's own. Both are JSON.
+whole or not at all. The answer is a key of the member's own, which it deletes when it has read it.
+Both are JSON. What dead members left is deleted by the sender.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -57,12 +59,16 @@ class Desk:
 
     Args:
         host: address of this machine to listen at; the port is any that is free.
+        patience: seconds after which nobody waits for an answer any more.
 
     Raises:
         OSError: the address cannot be bound.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, patience: float) -> None:
+        self._patience = patience
+        self._answered: deque[tuple[float, str]] = deque()
+        """When each answer was given, oldest first, and its key."""
         family = socket.getaddrinfo(host, None)[0][0]
         with socket.socket(family) as listening:
             listening.bind((host, 0))
@@ -91,12 +97,24 @@ class Desk:
 
     def answer(self, check_in: CheckIn, answer: Answer) -> None:
         """Tell a member what follows. Raises GroupBroken."""
+        now = time.monotonic()
         with _store_works():
+            while self._answered and self._answered[0][0] < now - self._patience:
+                self._store.delete_key(self._answered.popleft()[1])
             self._store.set(_key(check_in), msgspec.json.encode(answer))
+        self._answered.append((now, _key(check_in)))
 
     def group_store(self, generation: int) -> Any:
         """Where the members of a group find each other."""
         return PrefixStore(f"group-{generation}", self._store)
+
+    def forget_groups_before(self, generation: int) -> None:
+        """Nobody joins earlier groups than this one any more. Raises GroupBroken."""
+        with _store_works():
+            for key in self._store.list_keys():
+                name, _, number = key.partition("/")[0].partition("-")
+                if name == "group" and int(number) < generation:
+                    self._store.delete_key(key)
 
     def close(self) -> None:
         """Stop listening. Idempotent."""

@@ -66,7 +66,7 @@ class WeightSender:
         self._device = device
         self._note = note
         self._chunk_bytes = chunk_bytes
-        self._desk = Desk(host)
+        self._desk = Desk(host, 2 * self._limits.answer)
         self._meeting = Meeting(self._limits.window, members)
         self._newest: WeightManifest | None = None
         self._group: Group | None = None
@@ -183,6 +183,7 @@ class WeightSender:
             self._desk.answer(one, invitation)
         if self._group is None:
             self._group = self._formed(size, backend)
+            self._desk.forget_groups_before(self._generation)
         return self._group
 
     def _formed(self, size: int, backend: Backend) -> Group:
