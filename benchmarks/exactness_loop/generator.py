@@ -62,7 +62,7 @@ class FakeLine:
         """Pass a message to the other side."""
         self._on_send(message)
 
-    def send_soon(self, message: Any) -> None:
+    def send_soon(self, message: Any, *, urgent: bool | None = None) -> None:  # noqa: ARG002
         """Pass a message to the other side."""
         self._on_send(message)
 

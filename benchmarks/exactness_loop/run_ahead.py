@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +44,7 @@ class RunAhead:
         fleet: Any = SimpleNamespace(
             generators=lambda: [SimpleNamespace(name=name) for name in generators()],
             send=self._send_to,
+            files=SimpleNamespace(bring_to_all=_bring),
         )
         self._work = UnfinishedWork(config, directory, fleet, requests, print)
 
@@ -66,3 +67,8 @@ class RunAhead:
     async def restore(self, version: int) -> None:
         """The run continues from this checkpoint."""
         await self._work.restore(version)
+
+
+async def _bring(_paths: Iterable[str]) -> list[str]:
+    """All generators see the run's folder."""
+    return []
