@@ -45,6 +45,7 @@ class Turnover:
         tell: Callable[[events.Event], None],
     ) -> None:
         self._every = settings.leave_every
+        self._groups_per_step = settings.scheduler.groups_per_step
         self._clock = clock
         self._rng = rng
         self._tell = tell
@@ -54,6 +55,7 @@ class Turnover:
 
     async def after(self, version: int, members: dict[str, Member]) -> None:
         """A version was published; perhaps a generator leaves some engine steps later."""
+        await self._moves.forget_before(version * self._groups_per_step)
         if not self._every or version % self._every:
             return
         await self._clock.until(self._clock.now + int(self._rng.integers(0, 30)))
