@@ -86,7 +86,8 @@ def test_a_run_on_three_nodes_loses_a_child_an_actor_and_a_relay(
     until(lambda: command_line.steps() >= 2, seconds=PATIENCE, what="two steps")
     first, second = sorted(command_line.children("generator"))
     files = {one: files_in_memory(one) for one in ("trainer", "relay-0", "relay-1", "relay-2")}
-    assert sorted(map(len, files.values())) == [0, 2, 2, 2], "two relays have weights of their own"
+    assert files["trainer"]
+    assert sum(map(bool, files.values())) == 3, "two relays have weights of their own"
     raylets = set()
     for pid in (*command_line.children("trainer"), first, second):
         worker = status_of(pid)
