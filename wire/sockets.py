@@ -117,7 +117,7 @@ class Hub(Generic[In]):
         self._ready: deque[tuple[str, In]] = deque()
         self._outbox = Outbox(self._send_body)
         self._is_relay = is_relay
-        self._sessions = SessionPeers(keys, self.refusals, self._send_now)
+        self._sessions = SessionPeers(keys, self.refusals, self._try_to_send)
         self._timer: asyncio.TimerHandle | None = None
         self._unsent: dict[str, float] = {}
         """When it was last logged, by peer, that a message could not be sent."""
@@ -163,11 +163,15 @@ class Hub(Generic[In]):
         """A peer is gone for good: keep nothing for it."""
         self._sessions.abandon(peer)
 
-    def _send_now(self, peer: str, body: bytes) -> None:
+    def _try_to_send(self, peer: str, body: bytes) -> BaseException | None:
+        """Send a frame; the error if it did not go. A session sends it again."""
         sending = self._socket.send_multipart(
             [self._keys.identity_of(peer), *split(body)], flags=zmq.NOBLOCK
         )
-        error = error_of(sending)
+        return error_of(sending)
+
+    def _send_now(self, peer: str, body: bytes) -> None:
+        error = self._try_to_send(peer, body)
         if error is None:
             return
         now = time.monotonic()

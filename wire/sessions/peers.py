@@ -47,11 +47,11 @@ class SessionPeers:
     Args:
         keys: of the hub.
         refusals: of the hub.
-        send: hands a bundle for a relay to the hub's socket.
+        send: hands a bundle for a relay to the socket; a later tick sends again what does not go.
     """
 
     def __init__(
-        self, keys: HubKeys, refusals: Refusals, send: Callable[[str, bytes], None]
+        self, keys: HubKeys, refusals: Refusals, send: Callable[[str, bytes], object]
     ) -> None:
         self._keys = keys
         self._refusals = refusals
