@@ -17,7 +17,7 @@ PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run test check lint types format docs bench prometheus grafana-schema clean
+.PHONY: help setup setup-sglang run test check lint types format docs site bench prometheus grafana-schema clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,10 @@ docs: $(VENV)/.dev ## make what is generated again: configuration reference, pic
 	$(VENV)/bin/python -m asyncrl.config_reference > docs/configuration.md
 	$(VENV)/bin/python docs/structure.py
 	$(VENV)/bin/python -m monitoring.dashboards
+
+site: $(VENV)/.dev ## the pages of docs/ as a site that needs no network: site/index.html
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "open site/index.html; the search needs: python3 -m http.server --bind 127.0.0.1 --directory site"
 
 grafana-schema: ## check the dashboard against the types that Grafana publishes (npm)
 	bash monitoring/dashboards/check_schema.sh
