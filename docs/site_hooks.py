@@ -30,9 +30,7 @@ def on_files(files: Files, config: Any) -> Files:
     for name, place in AT_ROOT.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         files.append(File.generated(config, place, content=for_site(text, name)))
-    decisions = sorted(
-        file.src_uri for file in files if re.match(r"decisions/\d", file.src_uri)
-    )
+    decisions = sorted(file.src_uri for file in files if re.match(r"decisions/\d", file.src_uri))
     section = next(entry["Decisions"] for entry in config["nav"] if "Decisions" in entry)
     section += [page for page in decisions if page not in section]
     return files
