@@ -18,7 +18,7 @@ from benchmarks.machines.ray import RayMachines
 from monitoring.jsonl import read_jsonl
 
 CHILD = "asyncrl.processes.child"
-KEEPER = "asyncrl.launch.ray.keeper"
+KEEPER = "asyncrl.launch.keeper"
 BROKER = "asyncrl.launch.ray.broker"
 _FILES = "dev/shm"
 """Where a machine has files in memory."""

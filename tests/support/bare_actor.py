@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 
+from asyncrl.launch import node_child
 from asyncrl.launch.ray import actor
 
 
 def main() -> None:
-    actor.CHILD_MODULE = "stubborn_child"
-    actor.GRACE_SECONDS = 0.5
+    node_child.CHILD_MODULE = "stubborn_child"
+    node_child.GRACE_SECONDS = 0.5
     actor._place = lambda: ("n", "10.1.2.3", ["4", "6"])
     made = actor.ProcessActor()
     print(made.start(sys.argv[1], sys.argv[2].encode()), flush=True)

@@ -11,8 +11,8 @@ import os
 import sys
 import time
 
+from asyncrl.launch.nodes import NodeInfo
 from asyncrl.launch.ray import messages
-from asyncrl.launch.ray.nodes import NodeInfo
 
 NODE = NodeInfo(
     "b2", "10.0.0.2", "two", "m", "3.11", "1", shares_run_directory=True, has_model=True

@@ -1,83 +1,23 @@
 """The actor of one process of a run: starts it on its node, and watches it.
 
-The class is sent to the workers by value, so it says what is wrong even on a node that has another
-asyncrl or none. Therefore this module imports the standard library only.
-
-The child is started as locally: the same entry point, in a session of its own, keys on its
-standard input, output in a file. The kernel tells a child of the death of the *thread* that
-started it, so that thread waits for it. What the actor leaves behind when it is killed itself is
-ended by its keeper (`asyncrl.launch.ray.keeper`). A keeper that is killed is replaced.
+The class is sent to the workers by value, with `asyncrl.launch.node_child`, so it says what is
+wrong even on a node that has another asyncrl or none. Therefore these two modules import the
+standard library only.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import os
-import secrets
-import select
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
-from pathlib import Path
-from typing import Any
 
-PACKAGES = (
-    "asyncrl", "cache", "engine", "monitoring", "rollout", "scheduler", "trainer", "wire",
-)  # fmt: skip
-MARK_VARIABLE = "ASYNCRL_PROCESS_MARK"
-"""In the environment of a child and of all that it starts; its keeper finds them by it."""
-RUN_MARK = "ASYNCRL_CONTROLLER_MARK"
-"""`asyncrl.launch.records.MARK_VARIABLE`, which this module must not import."""
-CONFIG_VARIABLE = "ASYNCRL_RUN_CONFIG"
-"""`asyncrl.processes.spec.CONFIG_VARIABLE`, which this module must not import."""
-CHILD_MODULE = "asyncrl.processes.child"
-KEEPER_MODULE = "asyncrl.launch.ray.keeper"
-
-GRACE_SECONDS = 12.0
-"""Time that the child of a lost actor has to end by itself. It cleans up for at most 10 s after
-SIGTERM (`asyncrl.processes.child`)."""
-_START_SECONDS = 30.0
-_PROBE_SECONDS = 5.0
-_KEEPER_SECONDS = 1.0
-"""Between a keeper's end and the start of another, unless the child ends meanwhile."""
-_TAIL_BYTES = 16_384
-_TAIL_LINES = 40
-_FOLDERS = ("logs", "timeline", "engine", "slots", "samples", "cache", "unfinished", "checkpoints")
-
-
-def code_version() -> str:
-    """Version of asyncrl here and a digest of its sources; empty if it cannot be imported."""
-    digest = hashlib.blake2b(digest_size=4)
-    for package in PACKAGES:
-        spec = importlib.util.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            return ""
-        root = Path(spec.submodule_search_locations[0])
-        for path in sorted(root.rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    try:
-        version = importlib.metadata.version("asyncrl")
-    except importlib.metadata.PackageNotFoundError:
-        version = "(not installed)"
-    return f"{version} ({digest.hexdigest()})"
+from asyncrl.launch.node_child import NodeChild, Place, cannot_reach, node_facts
 
 
 class ProcessActor:
     """Runs in a Ray worker, with several threads: a call that waits does not delay the others."""
 
     def __init__(self) -> None:
-        self._child: subprocess.Popen[bytes] | None = None
-        self._ended = threading.Event()
-        self._started = threading.Event()
-        self._failure = ""
-        self._log = Path(os.devnull)
+        self._child = NodeChild()
 
     def describe(self, question: str) -> str:
         """About this node: a `NodeInfo` as JSON.
@@ -88,162 +28,30 @@ class ProcessActor:
         """
         asked = json.loads(question)
         node, ip, gpus = _place()
-        try:
-            shares = Path(asked["token_file"]).read_text(encoding="utf-8") == asked["token"]
-        except OSError:
-            shares = False
-        return json.dumps(
-            {
-                "id": node,
-                "ip": ip,
-                "hostname": socket.gethostname(),
-                "memory": memory_of(Path(asked["weights_directory"])),
-                "python": f"{sys.version_info.major}.{sys.version_info.minor}",
-                "asyncrl": code_version(),
-                "shares_run_directory": shares,
-                "has_model": Path(asked["model"]).is_dir(),
-                "gpus": len(gpus),
-                "unreachable": _cannot_reach(asked["probe"]),
-                "disk": _disk(Path(tempfile.gettempdir())),
-            }
-        )
+        facts = node_facts(asked) | {
+            "id": node,
+            "ip": ip,
+            "gpus": len(gpus),
+            "unreachable": cannot_reach(asked["probe"]),
+        }
+        return json.dumps(facts)
 
     def start(self, order: str, keys: bytes) -> str:
-        """Start the child; the path of its log.
-
-        Args:
-            order: JSON: name, spec (of the child, an object), shares_run_directory, run_id,
-                relay_per_node, environment, cwd.
-            keys: for its standard input.
-        """
-        asked = json.loads(order)
-        spec: dict[str, Any] = asked["spec"]
-        spec["home_directory"] = spec["run_directory"]
-        if not asked["shares_run_directory"]:
-            spec["run_directory"] = str(Path(tempfile.gettempdir()) / f"asyncrl-{asked['run_id']}")
-        run = Path(spec["run_directory"])
+        """As `NodeChild.start`."""
         node, ip, gpus = _place()
-        for folder in _FOLDERS if not asked["shares_run_directory"] else ():
-            (run / folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-        spec["parent"] = os.getpid()
-        spec["gpus"] = len(gpus)
-        spec["shares_run_directory"] = asked["shares_run_directory"]
-        spec["data_address"] = "" if spec["role"] == "generator" else f"tcp://{ip}:*"
-        if spec.get("relayed"):
-            memory = memory_of(Path(spec["weights_directory"]))
-            place = node if asked["relay_per_node"] else memory
-            spec["relay_address"] = _relay_address(asked["run_id"], place)
-        self._log = run / "logs" / f"{asked['name']}.log"
-        mark = secrets.token_hex(16)
-        environment = os.environ | asked["environment"] | {MARK_VARIABLE: mark}
-        environment[CONFIG_VARIABLE] = spec.pop("config_json")  # no command line for secrets
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        cwd = asked["cwd"] if Path(asked["cwd"]).is_dir() else None
-        threading.Thread(
-            target=self._run, args=(spec, keys, environment, cwd, mark), daemon=True
-        ).start()
-        if not self._started.wait(_START_SECONDS):
-            raise TimeoutError(f"{asked['name']} was not started within {_START_SECONDS:.0f} s")
-        if self._failure:
-            raise OSError(self._failure)
-        return str(self._log)
-
-    def _run(
-        self, spec: dict[str, Any], keys: bytes, environment: dict[str, str], cwd: str | None,
-        mark: str,
-    ) -> None:  # fmt: skip
-        """Start the child and wait for its end: the kernel must find this thread alive."""
-        try:
-            with _opened(self._log) as output:
-                self._child = subprocess.Popen(
-                    [sys.executable, "-m", CHILD_MODULE, json.dumps(spec, separators=(",", ":"))],
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    cwd=cwd,
-                    start_new_session=True,
-                )
-            command = [
-                sys.executable, "-m", KEEPER_MODULE, str(os.getpid()), str(self._child.pid),
-                mark, environment[RUN_MARK], spec["weights_directory"], spec["run_id"],
-                spec["name"], str(GRACE_SECONDS),
-            ]  # fmt: skip
-            keeper = _started_keeper(command)
-            threading.Thread(target=self._keep_one, args=(command, keeper), daemon=True).start()
-            assert self._child.stdin is not None  # noqa: S101
-            with contextlib.suppress(BrokenPipeError), self._child.stdin:
-                self._child.stdin.write(keys)
-        except (OSError, subprocess.SubprocessError, ValueError) as error:
-            self._failure = str(error)
-            if self._child is not None:
-                self._child.kill()
-        finally:
-            self._started.set()
-        if self._child is not None:
-            self._child.wait()
-            self._ended.set()
-
-    def _keep_one(self, command: list[str], keeper: int) -> None:
-        """Start another keeper whenever one ends before the child, however that happens."""
-        while True:
-            _wait_for_end(keeper)
-            if self._ended.wait(_KEEPER_SECONDS):
-                return
-            with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-                keeper = _started_keeper(command)
+        return self._child.start(order, keys, Place(node, ip, gpus))
 
     def watch(self, seconds: float) -> tuple[int | None, str]:
-        """Wait for the child's end, at most this long; its exit code and the end of its log."""
-        self._ended.wait(seconds)
-        child = self._child
-        return None if child is None else child.poll(), _tail(self._log)
+        """As `NodeChild.watch`."""
+        return self._child.watch(seconds)
 
     def leave(self) -> None:
         """End this worker, also where no head is left that could."""
         os._exit(0)
 
     def end(self, by_force: bool) -> None:
-        """Send SIGTERM to the child, or SIGKILL to it and its children."""
-        child = self._child
-        if child is None or self._ended.is_set():
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if by_force:
-                os.killpg(child.pid, signal.SIGKILL)
-            else:
-                child.terminate()
-
-
-def _started_keeper(command: list[str]) -> int:
-    """Start a keeper; its process id.
-
-    It writes that id and leaves the process that was started, so that it is no child of the worker.
-
-    Raises:
-        OSError, subprocess.SubprocessError, ValueError: it was not started.
-    """
-    done = subprocess.run(
-        command,
-        check=True,
-        timeout=_START_SECONDS,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    return int(done.stdout)
-
-
-def _wait_for_end(process: int) -> None:
-    try:
-        end = os.pidfd_open(process)
-    except ProcessLookupError:
-        return
-    try:
-        select.select([end], [], [])
-    finally:
-        os.close(end)
+        """As `NodeChild.end`."""
+        self._child.end(by_force)
 
 
 def _place() -> tuple[str, str, list[str]]:
@@ -253,57 +61,3 @@ def _place() -> tuple[str, str, list[str]]:
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
     return context.get_node_id(), str(ray.util.get_node_ip_address()), [str(gpu) for gpu in gpus]
-
-
-def _relay_address(run_id: str, place: str) -> str:
-    """Where the processes of a node meet their relay; the same for all of them.
-
-    Args:
-        run_id: of the run.
-        place: names the node.
-    """
-    name = hashlib.blake2b(f"{run_id} {place}".encode(), digest_size=10).hexdigest()
-    return f"ipc://{Path(tempfile.gettempdir()) / f'asyncrl-{name}' / 'control'}"
-
-
-def memory_of(folder: Path) -> str:
-    """Names a folder in memory: the boot of the machine and the file system in it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot} {folder.stat().st_dev}"
-    except OSError as error:
-        return f"{socket.gethostname()}: {error.strerror}"
-
-
-def _disk(folder: Path) -> str:
-    """Names a folder, also among mount namespaces."""
-    found = folder.stat()
-    return f"{found.st_dev} {found.st_ino}"
-
-
-def _cannot_reach(address: str) -> str:
-    """Why no connection to this address can be made; empty: it can."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-def _opened(log: Path) -> Any:
-    """The log file; where the disk does not take one, the output is dropped."""
-    try:
-        return log.open("ab")
-    except OSError:
-        return Path(os.devnull).open("ab")
-
-
-def _tail(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError as error:
-        return f"(no log: {error})"
-    return "\n".join(text.splitlines()[-_TAIL_LINES:])

@@ -35,11 +35,12 @@ os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")  # the he
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
+from asyncrl.launch.node_child import code_version, memory_of
+from asyncrl.launch.nodes import NodeInfo
 from asyncrl.launch.ray import messages
-from asyncrl.launch.ray.actor import code_version, memory_of
 from asyncrl.launch.ray.cluster import Cluster, ClusterRefused, one_line
 from asyncrl.launch.ray.head import watch
-from asyncrl.launch.ray.nodes import NodeInfo, node_info, refusal
+from asyncrl.launch.ray.nodes import node_info, refusal
 
 logger = logging.getLogger("asyncrl.ray")
 

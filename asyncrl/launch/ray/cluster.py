@@ -19,8 +19,10 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from asyncrl.launch import node_child
+from asyncrl.launch.nodes import NodeInfo
 from asyncrl.launch.ray import actor, messages
-from asyncrl.launch.ray.nodes import NodeInfo, Slot, node_info, shortage, without_missing_gpus
+from asyncrl.launch.ray.nodes import Slot, node_info, shortage, without_missing_gpus
 from asyncrl.launch.ray.rooms import Rooms
 
 _PORT_SECONDS = 5.0
@@ -195,7 +197,8 @@ class Cluster:
 
     def open(self) -> tuple[NodeInfo, ...]:
         """Make every actor and ask it about its node."""
-        cloudpickle.register_pickle_by_value(actor)
+        for module in (actor, node_child):
+            cloudpickle.register_pickle_by_value(module)
         limit = self._asked.place_seconds
         self._say("an answer of each node (launcher.ray.place_seconds)", limit + 5)
         until = time.monotonic() + limit

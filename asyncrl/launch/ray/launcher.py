@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import queue
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -22,10 +19,12 @@ from msgspec.structs import replace
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.launch.interface import ProcessHandle
+from asyncrl.launch.nodes import Machines
 from asyncrl.launch.ray import messages
-from asyncrl.launch.ray.nodes import Machines, Slot
+from asyncrl.launch.ray.nodes import Slot
 from asyncrl.launch.ray.opening import NODES_FILE, BrokerProcess, open_cluster
-from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
+from asyncrl.launch.records import ProcessRecords
+from asyncrl.launch.start_order import inline_config, random_letters, start_order
 from asyncrl.processes.spec import ChildKeys, ChildSpec
 
 ROOM_SECONDS = 6.0
@@ -118,7 +117,7 @@ class RayLauncher:
         self.node_ip = config.launcher.ray.bind_address or opened.node_ip
         """Of this machine, as the other nodes know it."""
         self.address = opened.address
-        self.run_id = f"{config.run.name}-{_letters()}"
+        self.run_id = f"{config.run.name}-{random_letters()}"
         """Ends with letters: no process id belongs to it, so nobody takes its files for a dead
         process's."""
         self._processes: dict[str, RayProcess] = {}
@@ -240,27 +239,15 @@ class RayLauncher:
             threads=threads,
             run_id=self.run_id,
             weights_directory=self._config.launcher.ray.weights_directory,
-            config_json=_for_children(self._config),
+            config_json=inline_config(self._config),
         )
-        order: dict[str, Any] = {
-            "name": spec.name,
-            "run_id": self.run_id,
-            "relay_per_node": self._config.launcher.ray.relays == "always",
-            "spec": json.loads(msgspec.json.encode(spec)),
-            "cwd": str(Path.cwd()),
-            "environment": {
-                "OMP_NUM_THREADS": str(threads),
-                "MKL_NUM_THREADS": str(threads),
-                "TOKENIZERS_PARALLELISM": "false",
-                "PYTHONUNBUFFERED": "1",
-                "TQDM_DISABLE": "1",
-                MARK_VARIABLE: self._mark,
-            },
-        }
+        order = start_order(
+            spec, mark=self._mark, relay_per_node=self._config.launcher.ray.relays == "always"
+        )
         handle = self._processes[spec.name] = RayProcess(spec, self._orders.put, self._machines)
         if self._lost is not None:
             handle.lose(str(self._lost))
-        told = json.dumps(order), msgspec.msgpack.encode(keys)
+        told = order, msgspec.msgpack.encode(keys)
         if node is not None:
             self._orders.put(messages.Start(None, spec.name, *told, self._node_id(node)))
         else:
@@ -316,18 +303,3 @@ def _slot_of(generator: int) -> int:
 def _set(answer: asyncio.Future[str], reason: str) -> None:
     if not answer.done():
         answer.set_result(reason)
-
-
-def _for_children(config: RunConfig) -> str:
-    """The configuration as JSON, for a command line that every user of a node can read.
-
-    `launcher.ray.runtime_env` stays out: it may hold passwords, and Ray has applied it.
-    """
-    ray = config.launcher.ray.model_copy(update={"runtime_env": {}})
-    launcher = config.launcher.model_copy(update={"ray": ray})
-    return config.model_copy(update={"launcher": launcher}).model_dump_json()
-
-
-def _letters() -> str:
-    """Eight random letters."""
-    return "".join(chr(ord("a") + byte % 26) for byte in secrets.token_bytes(8))

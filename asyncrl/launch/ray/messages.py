@@ -7,7 +7,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from asyncrl.launch.ray.nodes import NodeInfo, Slot
+from asyncrl.launch.nodes import NodeInfo
+from asyncrl.launch.ray.nodes import Slot
 
 _LENGTH_BYTES = 4
 

@@ -1,4 +1,4 @@
-"""What a run needs of the nodes, what each node has, and why a cluster is refused. Pure."""
+"""What a run needs of the nodes of a Ray cluster, and why a cluster is refused. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 
 import msgspec
+
+from asyncrl.launch.nodes import NodeInfo, unfit
 
 
 class Slot(msgspec.Struct, frozen=True):
@@ -23,68 +25,6 @@ class Slot(msgspec.Struct, frozen=True):
         """As Ray has it."""
         gpus = {"GPU": float(self.gpus)} if self.gpus else {}
         return {"CPU": self.cpus} | gpus | self.resources
-
-
-class NodeInfo(msgspec.Struct, frozen=True):
-    """What the actor in a slot found on its node."""
-
-    id: str
-    """Ray's."""
-    ip: str
-    hostname: str
-    memory: str
-    """Names the memory that the processes of a machine share; equal on two nodes if they share
-    it."""
-    python: str
-    """Major and minor version."""
-    asyncrl: str
-    """Version and digest of the code; empty: it cannot be imported."""
-    shares_run_directory: bool
-    has_model: bool
-    gpus: int = 0
-    unreachable: str = ""
-    """Why the controller's machine cannot be reached from there; empty: it can."""
-    disk: str = ""
-    """Names its folder of temporary files, where those of a run are that it does not share."""
-
-    def __str__(self) -> str:
-        return f"{self.ip} ({self.hostname})"
-
-    @property
-    def shared(self) -> tuple[str, str]:
-        """Its memory, and where the run's files are; equal on two nodes that share both."""
-        return self.memory, "" if self.shares_run_directory else self.disk
-
-
-class Machines:
-    """Which nodes are one machine, and so one node to a run: they share memory and the run's files.
-
-    Args:
-        home: the memory of the controller's machine.
-        nodes: that the run begins on.
-        always: every node of Ray is a machine of its own.
-    """
-
-    def __init__(self, home: str, nodes: Sequence[NodeInfo], *, always: bool) -> None:
-        self._always = always
-        self._names: dict[tuple[str, str], str] = {}
-        """The first node that was seen with a memory and files, by them."""
-        self._home = (home, "")
-        for node in nodes:
-            self.note(node)
-
-    def note(self, node: NodeInfo) -> None:
-        """A process of the run is on this node."""
-        self._names.setdefault(node.shared, node.id)
-
-    def name_of(self, node: NodeInfo) -> str:
-        """The id of this node, or that of the first one that shares its memory."""
-        return node.id if self._always else self._names.get(node.shared, node.id)
-
-    @property
-    def are_several(self) -> bool:
-        """Whether the run's processes, the controller among them, are on several machines."""
-        return self._always or len(self._names.keys() | {self._home}) > 1
 
 
 def without_missing_gpus(slots: Sequence[Slot], total: Mapping[str, float]) -> tuple[Slot, ...]:
@@ -180,28 +120,15 @@ def refusal(
         bind_address: of this machine, where the controller listens.
     """
     for slot, node in zip(slots, nodes, strict=True):
-        if node.python != python:
-            return (
-                f"{slot.name} would run on node {node} with Python {node.python}, and this is "
-                f"Python {python}; install the same on every node"
-            )
-        if node.asyncrl != asyncrl:
-            has = f"asyncrl {node.asyncrl}" if node.asyncrl else "no asyncrl"
-            return (
-                f"{slot.name} would run on node {node}, which has {has}, and this is asyncrl "
-                f"{asyncrl}; install the same on every node, or name launcher.ray.image"
-            )
+        reason = unfit(slot.name, node, python=python, asyncrl=asyncrl, model=model)
+        if reason is not None:
+            return reason
         if node.unreachable:
             return (
                 f"{slot.name} would run on node {node}, from where this machine cannot be reached "
                 f"at {bind_address}: {node.unreachable}. Open the firewall for connections between "
                 "the nodes (the system chooses the ports), or set launcher.ray.bind_address to "
                 "another address of this machine"
-            )
-        if not node.has_model:
-            return (
-                f"{slot.name} would run on node {node}, where the model's folder {model} does not "
-                "exist; put it on a file system that all nodes share, or copy it there"
             )
         if slot.name == "trainer" and not node.shares_run_directory:
             return (

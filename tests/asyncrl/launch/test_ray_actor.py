@@ -18,8 +18,9 @@ import bare_actor
 import pytest
 from msgspec import json as msgspec_json
 
-from asyncrl.launch.ray.actor import KEEPER_MODULE, ProcessActor, _relay_address, code_version
-from asyncrl.launch.ray.keeper import is_last, share
+from asyncrl.launch.keeper import is_last, share
+from asyncrl.launch.node_child import KEEPER_MODULE, _relay_address, code_version
+from asyncrl.launch.ray.actor import ProcessActor
 from asyncrl.processes.spec import ChildSpec
 
 

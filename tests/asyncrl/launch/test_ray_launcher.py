@@ -21,12 +21,11 @@ from msgspec.structs import replace
 
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncrlError, ConfigError, UserError
+from asyncrl.launch.node_child import PACKAGES
+from asyncrl.launch.nodes import Machines, NodeInfo
 from asyncrl.launch.ray import messages, opening
-from asyncrl.launch.ray.actor import PACKAGES
 from asyncrl.launch.ray.launcher import RayLauncher
 from asyncrl.launch.ray.nodes import (
-    Machines,
-    NodeInfo,
     Slot,
     refusal,
     shortage,

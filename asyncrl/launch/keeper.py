@@ -1,4 +1,4 @@
-"""Ends what a child of an actor leaves behind: `python -m asyncrl.launch.ray.keeper ...`.
+"""Ends what a child of a node leaves behind: `python -m asyncrl.launch.keeper ...`.
 
 A Ray worker can be killed at any moment, by Ray or with its node's processes. Its child is then
 told by the kernel (SIGTERM). But a child that hangs does not end, and engines and reward workers
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.launch.identity import ProcessIdentity, send, session_members, with_variable
-from asyncrl.launch.ray.actor import MARK_VARIABLE
+from asyncrl.launch.node_child import MARK_VARIABLE
 from asyncrl.launch.records import MARK_VARIABLE as RUN_MARK
 
 KILL_SECONDS = 10.0
