@@ -219,6 +219,8 @@ class Controller:
                 return control.Accepted("the generators continue")
             case control.ScaleRequest():
                 return await self._orders.answer(request)
+            case control.DrainRequest() | control.CheckpointRequest() | control.SetRequest():
+                return control.Refused("this order is not built yet")
 
     def _why_no_order(self) -> str | None:
         if self._waiter.stop_requested:

@@ -13,7 +13,7 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-from asyncrl.cli import app
+from asyncrl.cli.app import app
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.run.command_lines import command_for, resume_command

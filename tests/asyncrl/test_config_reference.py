@@ -7,7 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from asyncrl.cli import app
+from asyncrl.cli.app import app
 from asyncrl.config import RunConfig, load_config, parse_config
 from asyncrl.config_reference import Section, Setting, explain_config, reference_page, sections
 

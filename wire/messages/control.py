@@ -1,4 +1,4 @@
-"""User to controller, and back: what `asyncrl status|stop|pause|resume|scale` send."""
+"""User to controller, and back: what `asyncrl status|stop|pause|scale|set|...` send."""
 
 from __future__ import annotations
 
@@ -33,6 +33,23 @@ class ScaleRequest(Message, frozen=True):
     generators: int
 
 
+class DrainRequest(Message, frozen=True):
+    """Start no more groups, train those that were started as far as they fill steps, and end."""
+
+
+class CheckpointRequest(Message, frozen=True):
+    """Write a checkpoint after the step that is being trained; accepted once it is on the disk."""
+
+
+class SetRequest(Message, frozen=True):
+    """Change a setting that is safe to change while a run trains."""
+
+    key: str
+    """Such as `trainer.learning_rate`."""
+    value: str
+    """As on the command line, in YAML: `1e-5`, `verify`, `null`."""
+
+
 class StatusReply(Message, frozen=True):
     """A snapshot of the run, for people and scripts."""
 
@@ -55,5 +72,14 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-Request = StatusRequest | StopRequest | PauseRequest | ResumeRequest | ScaleRequest
+Request = (
+    StatusRequest
+    | StopRequest
+    | PauseRequest
+    | ResumeRequest
+    | ScaleRequest
+    | DrainRequest
+    | CheckpointRequest
+    | SetRequest
+)
 Reply = StatusReply | Accepted | Refused

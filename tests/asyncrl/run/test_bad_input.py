@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def refused(command_line: CommandLine, *expected: str, **settings: object) -> str:
     done = command_line.run(**settings)
     assert done.returncode == 2, done.stdout
-    ours = [name for name in ("asyncrl/cli.py", "asyncrl/run/") if name in done.stdout]
+    ours = [name for name in ("asyncrl/cli/", "asyncrl/run/") if name in done.stdout]
     assert not ours, f"a traceback of asyncrl's own: {done.stdout}"
     flat = " ".join(done.stdout.split())
     for text in expected:

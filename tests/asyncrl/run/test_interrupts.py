@@ -128,7 +128,7 @@ def test_the_third_signal_does_not_wait() -> None:
 
 def test_ctrl_c_before_a_run_begins_ends_the_command_without_a_traceback() -> None:
     program = (
-        "import os, signal, time, asyncrl.cli as cli\n"
+        "import os, signal, time, asyncrl.cli.entry as cli\n"
         # A shell starts background jobs with this signal ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def prepare(): os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from asyncrl.cli import app
+from asyncrl.cli.app import app
 from asyncrl.errors import UserError
 from asyncrl.simulation import fleet as fleets
 from asyncrl.simulation.cost import Cost

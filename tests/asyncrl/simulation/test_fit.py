@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from asyncrl.cli import app
+from asyncrl.cli.app import app
 from asyncrl.errors import UserError
 from asyncrl.simulation.fit import fit_run
 from asyncrl.simulation.lengths import Survival

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from asyncrl.cli import app
+from asyncrl.cli.app import app
 from asyncrl.errors import UserError
 from asyncrl.simulation.cost import H200, MODELS, Cost, roofline
 from asyncrl.simulation.lengths import Survival, empirical, lognormal

@@ -1,0 +1,63 @@
+"""What happens before a command, and how an error becomes a paragraph and an exit code."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from asyncrl.cli import machine, steering, training, watching  # noqa: F401 - these add commands
+from asyncrl.cli.app import app
+from asyncrl.errors import AsyncrlError, Interrupted, UserError
+from asyncrl.package_guard import refuse_foreign_packages
+from monitoring.wording import without_controls
+
+
+def main() -> None:
+    """Run the command line; an expected error becomes one paragraph and an exit code."""
+    try:
+        _main()
+    except KeyboardInterrupt:  # before a run handles signals itself, or after it
+        sys.exit(Interrupted.exit_code)
+
+
+def _main() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PlainFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal or log that is not UTF-8
+        sys.stdout.reconfigure(errors="replace")
+    sys.path.insert(0, str(Path.cwd()))  # so that `my_rewards:function` is found
+    from engine.errors import EngineError
+    from monitoring.errors import MonitoringError
+    from scheduler.errors import SchedulerError
+    from trainer.errors import TrainerError
+    from wire.errors import WireError
+
+    try:
+        refuse_foreign_packages()
+        app()
+    except AsyncrlError as error:
+        _exit(error, error.exit_code)
+    except (MonitoringError, OSError) as error:
+        _exit(error, UserError.exit_code)
+    except (EngineError, SchedulerError, TrainerError, WireError) as error:
+        _exit(error, AsyncrlError.exit_code)
+
+
+class _PlainFormatter(logging.Formatter):
+    """Lines without terminal escapes: a warning may quote a downloaded data set."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        return without_controls(super().format(record))
+
+
+def _exit(error: Exception, code: int) -> None:
+    message = f"[bold red]error:[/] {escape(without_controls(str(error)))}"
+    Console(stderr=True).print(message, highlight=False, soft_wrap=True)
+    sys.exit(code)

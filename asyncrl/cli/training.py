@@ -1,0 +1,166 @@
+"""Commands that train or measure: `run`, `eval`, `simulate`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from asyncrl.cli.app import TRAINING, Overrides, Runs, app
+from asyncrl.cli.terminal import TerminalConsole
+from asyncrl.errors import UserError
+from asyncrl.run.command_lines import DEFAULT_RUNS, resume_command
+from asyncrl.simulation.command import simulate
+
+if TYPE_CHECKING:
+    from wire.records import RunResult
+
+
+@app.command(rich_help_panel=TRAINING)
+def run(
+    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue this run from its newest whole checkpoint.")
+    ] = False,
+    resume_from: Annotated[
+        int | None,
+        typer.Option(
+            "--resume-from",
+            metavar="STEP",
+            min=1,
+            help="Continue from the checkpoint of this step.",
+        ),
+    ] = None,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Delete an earlier run of this name first.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the whole configuration and exit.")
+    ] = False,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Like --dry-run, with the meaning of every key."),
+    ] = False,
+    end_with: Annotated[
+        int | None,
+        typer.Option(
+            "--end-with",
+            metavar="PID",
+            min=1,
+            help="End as by Ctrl-C when the process that started this one, PID, ends.",
+        ),
+    ] = None,
+) -> None:
+    """Train: evaluate, run the steps, evaluate again, write a report."""
+    if end_with is not None:
+        _end_with(end_with)
+    from asyncrl.config import dump_config, load_config
+    from asyncrl.config_reference import explain_config
+
+    config = load_config(config_file, overrides or [])
+    if dry_run or explain:
+        typer.echo(explain_config(config) if explain else dump_config(config), nl=False)
+        return
+    resume = resume or resume_from is not None
+    if resume and clean:
+        raise UserError("--resume continues a run and --clean deletes it: give only one of them")
+    console = TerminalConsole(markup=False)
+    from asyncrl.run.directory import refuse_unfit
+    from asyncrl.run.orders import with_orders
+
+    with contextlib.suppress(OSError):  # `execute` says what cannot be read
+        refuse_unfit(config, resume=resume, clean=clean)
+        if resume:
+            config = with_orders(config, overrides or [])
+    from asyncrl.run.execute import execute
+    from asyncrl.run.prepare import prepare
+
+    result = execute(
+        prepare(config, console),
+        resume=resume,
+        clean=clean,
+        console=console,
+        resume_from=resume_from,
+    )
+    _print_result(
+        console,
+        config.directory,
+        result,
+        to_continue=resume_command(config.directory, config_file, overrides or []),
+    )
+
+
+@app.command("eval", rich_help_panel=TRAINING)
+def evaluate(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="A run, or a model directory.")
+    ],
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="Task and sampling for a MODEL.")
+    ] = None,
+    overrides: Overrides = None,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Measure held-out accuracy of a run's newest checkpoint or of a model.
+
+    Responses are sampled as in training.
+    """
+    from asyncrl.evaluation.command import evaluate_model, resolve_target
+
+    console = TerminalConsole(markup=False)
+    config, model = resolve_target(target, config_file, overrides or [], runs, console)
+    accuracy = evaluate_model(config, model, console)
+    console.print(
+        f"{model}: accuracy {accuracy.value:.3f} ± {accuracy.margin:.3f} "
+        f"({accuracy.right} of {accuracy.samples} held-out samples right)",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+app.command(rich_help_panel=TRAINING)(simulate)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this command when its parent ends. Raises UserError: not its parent."""
+    from asyncrl.launch.parent_death import end_with_parent
+
+    if sys.platform != "linux":
+        raise UserError("--end-with works on Linux only")
+    if os.getppid() != parent:
+        raise UserError(
+            f"--end-with {parent}: this command was started by process {os.getppid()}, or process "
+            f"{parent} has ended. Give the id of the process that starts it"
+        )
+    end_with_parent(parent, signal.SIGTERM)
+
+
+def _print_result(
+    console: Console, directory: Path, result: RunResult, *, to_continue: str
+) -> None:
+    before, after = result.accuracy_before, result.accuracy_after
+    if before is not None and after is not None:
+        console.print(
+            Text.assemble(
+                (f"held-out accuracy {before:.3f} → {after:.3f}", "bold"),
+                f" ({after - before:+.3f}) after {result.steps} steps, "
+                f"{result.wall_seconds:.0f} s of training",
+            ),
+            highlight=False,
+        )
+    else:
+        console.print(
+            f"stopped after {result.steps} steps; continue with: {to_continue}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(f"result: {directory / 'result.json'}", highlight=False, soft_wrap=True)
+    console.print(f"report: {directory / 'report.html'}", highlight=False, soft_wrap=True)
