@@ -1,11 +1,11 @@
-"""The command line: `asyncrl run|doctor|status|stop|pause|resume|scale|report|eval|...`.
+"""The command line: `asyncrl init|run|doctor|status|stop|pause|resume|scale|report|eval|...`.
 
 Exit codes: 0 done, or stopped by the user; 1 the run failed; 2 the user must change something; 130
 ended at once by a second Ctrl-C.
 Commands import what they need when they are called, so that `--help` is quick.
 
     app       the command line itself, and the options that several commands have
-    training  run, eval, simulate
+    training  init, run, eval, simulate
     watching  status, report
     steering  orders to an active run: pause, resume, scale, stop
     machine   doctor

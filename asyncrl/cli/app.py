@@ -7,12 +7,24 @@ from typing import Annotated
 
 import typer
 
+from asyncrl.run.command_lines import DEFAULT_RUNS
+
 TRAINING, WATCHING, STEERING, MACHINE = "Train", "Watch", "Steer an active run", "This machine"
-"""Headings of `asyncrl --help`, under which commands stand."""
+"""Headings of `asyncrl --help`, under which commands stand. Each command's epilog is an example."""
+
+
+def _names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
+    """Runs whose names begin so, for the shell's completion."""
+    runs = Path(context.params.get("runs") or DEFAULT_RUNS)
+    return sorted(
+        path.parent.name
+        for path in runs.glob("*/run.json")
+        if path.parent.name.startswith(incomplete)
+    )
+
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Asynchronous RL post-training on exactly on-policy data.",
 )
@@ -23,7 +35,12 @@ Overrides = Annotated[
     ),
 ]
 RunName = Annotated[
-    str | None, typer.Argument(metavar="[RUN]", help="Name or folder; default: the newest run.")
+    str | None,
+    typer.Argument(
+        metavar="RUN",
+        help="Name or folder; default: the newest run.",
+        autocompletion=_names_of_runs,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Runs = Annotated[Path, typer.Option("--runs", help="The folder that holds the run folders.")]

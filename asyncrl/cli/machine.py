@@ -10,10 +10,12 @@ import typer
 from asyncrl.cli.app import MACHINE, Overrides, app
 
 
-@app.command(rich_help_panel=MACHINE)
+@app.command(
+    rich_help_panel=MACHINE, epilog="Example: asyncrl doctor run.yaml --set launcher.generators=2"
+)
 def doctor(
     config_file: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; default: all defaults.")
+        Path | None, typer.Argument(metavar="CONFIG", help="A YAML file; default: all defaults.")
     ] = None,
     overrides: Overrides = None,
 ) -> None:

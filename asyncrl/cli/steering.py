@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from wire.messages import control
 
 
-@app.command(rich_help_panel=STEERING)
+@app.command(rich_help_panel=STEERING, epilog="Example: asyncrl stop arithmetic")
 def stop(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Finish the current step, write a checkpoint, end the run."""
     from wire.messages import control
@@ -23,7 +23,7 @@ def stop(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     _request(name, runs, control.StopRequest())
 
 
-@app.command(rich_help_panel=STEERING)
+@app.command(rich_help_panel=STEERING, epilog="Example: asyncrl pause arithmetic")
 def pause(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Stop generating tokens; everything is kept."""
     from wire.messages import control
@@ -31,7 +31,7 @@ def pause(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     _request(name, runs, control.PauseRequest())
 
 
-@app.command("resume", rich_help_panel=STEERING)
+@app.command("resume", rich_help_panel=STEERING, epilog="Example: asyncrl resume arithmetic")
 def resume_run(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Continue after `pause`. (To continue a run that ended: asyncrl run CONFIG --resume.)"""
     from wire.messages import control
@@ -39,7 +39,7 @@ def resume_run(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     _request(name, runs, control.ResumeRequest())
 
 
-@app.command(rich_help_panel=STEERING)
+@app.command(rich_help_panel=STEERING, epilog="Example: asyncrl scale arithmetic --generators 2")
 def scale(
     name: RunName = None,
     generators: Annotated[

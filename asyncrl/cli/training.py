@@ -1,9 +1,10 @@
-"""Commands that train or measure: `run`, `eval`, `simulate`."""
+"""Commands that train or measure: `init`, `run`, `eval`, `simulate`."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -23,7 +24,25 @@ if TYPE_CHECKING:
     from wire.records import RunResult
 
 
-@app.command(rich_help_panel=TRAINING)
+@app.command(rich_help_panel=TRAINING, epilog="Example: asyncrl init first")
+def init(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Where; made if there is none.")
+    ] = Path(),
+) -> None:
+    """Write a configuration, a reward function and data to start from."""
+    from asyncrl.initialise.write import initialise
+
+    for path in initialise(folder):
+        typer.echo(f"wrote {path}")
+    enter = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    typer.echo(f"train with: {enter}asyncrl run run.yaml")
+
+
+@app.command(
+    rich_help_panel=TRAINING,
+    epilog="Example: asyncrl run run.yaml --set engine.kind=vllm --set run.steps=20",
+)
 def run(
     config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
     overrides: Overrides = None,
@@ -98,7 +117,11 @@ def run(
     )
 
 
-@app.command("eval", rich_help_panel=TRAINING)
+@app.command(
+    "eval",
+    rich_help_panel=TRAINING,
+    epilog="Example: asyncrl eval runs/arithmetic --set evaluation.samples=4",
+)
 def evaluate(
     target: Annotated[
         str, typer.Argument(metavar="RUN|MODEL", help="A run, or a model directory.")
@@ -126,7 +149,9 @@ def evaluate(
     )
 
 
-app.command(rich_help_panel=TRAINING)(simulate)
+app.command(
+    rich_help_panel=TRAINING, epilog="Example: asyncrl simulate --generators 64 --model 7b"
+)(simulate)
 
 
 def _end_with(parent: int) -> None:

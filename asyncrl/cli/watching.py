@@ -11,7 +11,7 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.run.command_lines import DEFAULT_RUNS
 
 
-@app.command(rich_help_panel=WATCHING)
+@app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl status arithmetic --json")
 def status(name: RunName = None, runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
     """Show what an active run is doing."""
     from asyncrl.run.control import ask
@@ -29,7 +29,7 @@ def status(name: RunName = None, runs: Runs = DEFAULT_RUNS, as_json: Json = Fals
         typer.echo("\n".join(status_lines(reply.status)))
 
 
-@app.command(rich_help_panel=WATCHING)
+@app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl report arithmetic")
 def report(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Write report.html of a run: active, finished or killed."""
     from asyncrl.run.directory import find_run

@@ -16,7 +16,7 @@ _MIN_TABLE_WIDTH = 104
 def simulate(
     config_file: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG]", help="A run's YAML file: its sizes and its scheduler."),
+        typer.Argument(metavar="CONFIG", help="A run's YAML file: its sizes and its scheduler."),
     ] = None,
     from_run: Annotated[
         Path | None,

@@ -1,0 +1,1 @@
+"""`asyncrl init`: the files that a run of one's own begins with."""

@@ -1,0 +1,62 @@
+"""Write a configuration, a reward function and data to start from. Nothing is ever overwritten."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+
+from asyncrl.errors import UserError
+from asyncrl.tasks.arithmetic import arithmetic_questions
+from asyncrl.tasks.config import TaskConfig
+
+QUESTIONS = 576
+"""Rows of the data; 64 of them are held out."""
+
+
+def initialise(folder: Path) -> list[Path]:
+    """Write run.yaml, rewards.py and questions.jsonl to `folder`, and return their paths.
+
+    Raises:
+        UserError: one of them is there already, or the folder cannot be written; nothing changed.
+    """
+    files = {folder / name: text for name, text in _texts().items()}
+    there = [path for path in files if path.is_symlink() or path.exists()]
+    if there:
+        raise UserError(
+            f"{', '.join(map(str, there))} {'is' if len(there) == 1 else 'are'} there already, and "
+            "init overwrites nothing. Give another folder: asyncrl init FOLDER"
+        )
+    written: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            with path.open("x", encoding="utf-8") as file:
+                written.append(path)
+                file.write(text)
+    except OSError as error:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise UserError(
+            f"{folder} cannot be written: {error.strerror}. Give a folder that can: "
+            "asyncrl init FOLDER"
+        ) from error
+    return written
+
+
+def _texts() -> dict[str, str]:
+    """Contents by file name."""
+    templates = resources.files("asyncrl.initialise") / "templates"
+    return {
+        "run.yaml": (templates / "run.yaml").read_text(encoding="utf-8"),
+        "rewards.py": (templates / "rewards.py").read_text(encoding="utf-8"),
+        "questions.jsonl": "".join(f"{json.dumps(row)}\n" for row in _questions()),
+    }
+
+
+def _questions() -> list[dict[str, str]]:
+    """Distinct problems of the built-in task, the same at each call."""
+    config = TaskConfig(train_size=QUESTIONS, evaluation_size=1)
+    questions, _ = arithmetic_questions(config, seed=0)
+    rows = (one.example for one in questions)
+    return [{"question": row["prompt"], "answer": row["answer"]} for row in rows]
