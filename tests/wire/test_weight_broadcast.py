@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -298,6 +299,7 @@ def on_each_chunk(monkeypatch: pytest.MonkeyPatch, after: Callable[[int], None])
 def process(closing: ExitStack) -> subprocess.Popen[str]:
     started = subprocess.Popen(
         [sys.executable, "-m", "broadcast_member"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
