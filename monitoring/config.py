@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 MAX_PORT = 65_535
 
@@ -14,6 +15,50 @@ LiveMode = Literal["auto", "rich", "plain", "off"]
 def unquoted_off(value: object) -> object:
     """The text "off" for false: YAML reads it so where it is not in quotes."""
     return "off" if value is False else value
+
+
+class TracingConfig(BaseModel):
+    """Traces of groups of samples, for an OpenTelemetry collector.
+
+    Example:
+        >>> TracingConfig(endpoint="http://collector:4318").traces_url
+        'http://collector:4318/v1/traces'
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    enabled: bool = False
+    """Send traces. Needs `pip install 'asyncrl[otel]'` wherever the run has processes."""
+    endpoint: str = "http://127.0.0.1:4318"
+    """Address of the collector (OTLP over HTTP, protobuf), as every process of the run reaches it.
+    Without a path, `/v1/traces` is added. Credentials do not belong here: processes read the
+    environment variable OTEL_EXPORTER_OTLP_HEADERS."""
+    sample_rate: float = Field(default=0.01, gt=0, le=1)
+    """Share of the groups that are traced, with all their samples. Which ones follows from the
+    run and the group, so all processes trace the same."""
+    queue_spans: int = Field(default=4096, ge=1, le=1_000_000)
+    """Spans that wait for the collector in each process. Further ones are dropped and counted."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _refuse_odd_endpoints(cls, value: str) -> str:
+        url = urlsplit(value)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError(
+                f"endpoint {value!r} is not a URL of http or https, such as http://127.0.0.1:4318"
+            )
+        if url.username is not None or url.password is not None:
+            raise ValueError(
+                "endpoint has a user name or a password, which would be written to config.yaml; "
+                "set the environment variable OTEL_EXPORTER_OTLP_HEADERS instead"
+            )
+        return value
+
+    @property
+    def traces_url(self) -> str:
+        """Where spans are posted to."""
+        has_path = urlsplit(self.endpoint).path not in ("", "/")
+        return self.endpoint if has_path else self.endpoint.rstrip("/") + "/v1/traces"
 
 
 class MonitoringConfig(BaseModel):
@@ -43,6 +88,8 @@ class MonitoringConfig(BaseModel):
     """How many sample trajectories report.html shows at most."""
     timeline: bool = True
     """Record what each process did when, in RUN/timeline/."""
+    tracing: TracingConfig = TracingConfig()
+    """Traces for an OpenTelemetry collector."""
 
     @model_validator(mode="after")
     def _refuse_odd_addresses(self) -> Self:

@@ -3,6 +3,7 @@
 MonitoringError
 ├── ExporterError    metrics cannot be served: change `monitoring.host` or `monitoring.port`
 │   └── PortInUse    another process listens on the port
+├── TracingError     the OpenTelemetry SDK is missing: install it or turn tracing off
 ├── RecordError      a file of the run cannot be read: names the file and the line
 └── ReportError      the directory has nothing to make a report of
 """
@@ -31,6 +32,17 @@ class PortInUse(ExporterError):  # noqa: N818 - the name says what is the case
         )
         self.host = host
         self.port = port
+
+
+class TracingError(MonitoringError):
+    """The OpenTelemetry SDK cannot be imported where a process runs."""
+
+    def __init__(self, process: str, error: ImportError) -> None:
+        super().__init__(
+            f"monitoring.tracing.enabled is true, but {process} cannot import the OpenTelemetry "
+            f"SDK ({error}). Install it where this process runs (pip install 'asyncrl[otel]'), or "
+            "set monitoring.tracing.enabled to false"
+        )
 
 
 class RecordError(MonitoringError):

@@ -60,6 +60,12 @@ class ProcessMetrics:
         label="reason",
         values=tuple(reason.value for reason in Reason),
     )
+    trace_spans: By[Total] = counter(
+        "asyncrl_trace_spans_total",
+        "Spans of traces, by whether the collector took them.",
+        label="outcome",
+        values=("sent", "dropped"),
+    )
     recent: RecentIdle = field(default_factory=RecentIdle, kw_only=True, repr=False)
     """The last minute of the time line. Not a metric."""
     phases: Phases = field(default_factory=Phases, kw_only=True, repr=False)

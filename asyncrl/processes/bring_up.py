@@ -26,6 +26,7 @@ from asyncrl.processes.spec import ChildKeys, ChildSpec
 from monitoring.exporter import Exporter, exporter_for
 from monitoring.metrics import ProcessMetrics, new_registry
 from monitoring.timeline import Timeline
+from monitoring.tracing.tracer import Tracer
 from wire import Line
 from wire.addresses import MeetingPlace
 from wire.sessions.line import SessionLine
@@ -47,6 +48,8 @@ class Child(Generic[MetricsT]):
     timeline: Timeline
     closing: contextlib.AsyncExitStack
     """Closed when the child ends, last entry first."""
+    tracer: Tracer | None = None
+    """None where `monitoring.tracing` is off."""
 
     @property
     def directory(self) -> Path:
@@ -122,7 +125,8 @@ async def bring_up(
             exporter = exporter_for(config.monitoring, registry, spec.process_index)
             if exporter is not None:
                 closing.callback(exporter.close)
-            yield Child(spec, config, control, metrics, exporter, timeline, closing)
+            tracer = _tracer(spec, config, closing, metrics, timeline)
+            yield Child(spec, config, control, metrics, exporter, timeline, closing, tracer)
         except BaseExceptionGroup as group:
             error = first_error(group)
             await _report(control, failure(spec, error))
@@ -130,6 +134,30 @@ async def bring_up(
         except Exception as error:
             await _report(control, failure(spec, error))
             raise
+
+
+def _tracer(
+    spec: ChildSpec,
+    config: RunConfig,
+    closing: contextlib.AsyncExitStack,
+    metrics: ProcessMetrics,
+    timeline: Timeline,
+) -> Tracer | None:
+    """What records this process's part of traces, with the times of its time line."""
+    settings = config.monitoring.tracing
+    if not settings.enabled:
+        return None
+    from monitoring.tracing.opening import open_tracer
+
+    return open_tracer(
+        settings,
+        closing,
+        key=spec.trace_key,
+        run=config.run.name,
+        process=spec.name,
+        metrics=metrics,
+        unix=timeline.unix,
+    )
 
 
 async def _report(control: Line[Any], message: msgspec.Struct | None) -> None:

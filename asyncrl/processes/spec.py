@@ -64,6 +64,8 @@ class ChildSpec(msgspec.Struct, frozen=True):
     """Whether its control messages go through the relay of its node; of a relay: always."""
     relay_address: str = ""
     """Where that relay listens; the launcher knows it on the process's node only."""
+    trace_key: str = ""
+    """Of the run (`monitoring.tracing.ids`)."""
     config_json: str = ""
     """The run's resolved configuration; empty: it is read from the run directory. A process of
     another node may not see that one."""

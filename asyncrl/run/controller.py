@@ -47,6 +47,7 @@ from asyncrl.evaluation.round import Accuracy
 from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet
+from asyncrl.run.group_traces import GroupTraces
 from asyncrl.run.inbox import Inbox, Message
 from asyncrl.run.moves import Moves
 from asyncrl.run.orders import Orders
@@ -81,6 +82,7 @@ class Controller:
         fleet: Fleet,
         hub: Hub[Message],
         progress: Progress,
+        traces: GroupTraces | None = None,
     ) -> None:
         self._config = config
         self._directory = directory
@@ -100,6 +102,7 @@ class Controller:
             progress=progress,
             waiter=self._waiter,
             moves=self._moves,
+            traces=traces,
         )
         self._checkpoints = CheckpointRecord(directory.path / "checkpoints", progress.say)
         self._unfinished = UnfinishedWork(config, directory.path, fleet, requests, progress.say)

@@ -81,6 +81,8 @@ class RunState(msgspec.Struct):
     """0 for a run that was not resumed, else a random number of this start: seeds depend on it."""
     metrics_ports: dict[str, int] = {}
     """For each process, the port on which it serves its metrics."""
+    trace_key: str = ""
+    """Drawn at the run's first start: ids of traces depend on it (`monitoring.tracing.ids`)."""
     tokenizer: TokenizerDigest | None = None
     """That the run's prompts were made with at its first start."""
 
@@ -251,7 +253,7 @@ def _empty(path: Path) -> None:
 
 
 def _new_state(path: Path, *, resume: bool) -> RunState:
-    state = RunState(os.getpid())
+    state = RunState(os.getpid(), trace_key=secrets.token_hex(8))
     if not resume:
         return state
     state.start = 1 + secrets.randbits(62)
@@ -260,6 +262,7 @@ def _new_state(path: Path, *, resume: bool) -> RunState:
         state.accuracy_before = previous.accuracy_before
         state.evaluation_samples = previous.evaluation_samples
         state.tokenizer = previous.tokenizer
+        state.trace_key = previous.trace_key or state.trace_key
     return state
 
 

@@ -32,6 +32,7 @@ from asyncrl.run.control import control_key_file, serve_control, user_hub
 from asyncrl.run.controller import Controller
 from asyncrl.run.directory import Ending, RunDirectory
 from asyncrl.run.fleet import Fleet
+from asyncrl.run.group_traces import open_group_traces
 from asyncrl.run.inbox import Message
 from asyncrl.run.interrupts import Interrupts
 from asyncrl.run.launching import Launching, open_launcher
@@ -185,7 +186,13 @@ async def _run(
         fleet = Fleet(config.launcher, launching.launcher, spec, hub, run_key)
         hub.refusals.on_cut_off = fleet.cut_off
         controller = Controller(
-            config, prepared.task, directory=directory, fleet=fleet, hub=hub, progress=progress
+            config,
+            prepared.task,
+            directory=directory,
+            fleet=fleet,
+            hub=hub,
+            progress=progress,
+            traces=open_group_traces(config, state.trace_key, metrics, closing),
         )
         loop = asyncio.get_running_loop()
         launching.on_lost(lambda error: _tell(loop, controller, progress, error))
@@ -356,6 +363,7 @@ def _trainer_spec(
         engine_device=launching.engine_device,
         fence=raise_fence(directory.path),
         run_id=local_run_id(prepared.config.run.name, os.getpid()),
+        trace_key=directory.state.trace_key,
     )
 
 

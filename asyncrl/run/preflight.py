@@ -31,6 +31,8 @@ def check_machine(config: RunConfig) -> None:
         UserError: the message names the setting and what this machine has.
     """
     _check_engine(config)
+    if config.monitoring.tracing.enabled:
+        _check_tracing()
     launcher = config.launcher
     if launcher.kind == "ray":
         check_ray()  # what the nodes have is asked when the cluster is opened
@@ -41,6 +43,18 @@ def check_machine(config: RunConfig) -> None:
         )
     if config.task.map is not None:
         check_name(MAP, config.task.map)
+
+
+def _check_tracing() -> None:
+    try:
+        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http")
+    except ImportError:  # one of the packages around it is missing
+        found = None
+    if found is None:
+        raise UserError(
+            "monitoring.tracing.enabled is true, but the OpenTelemetry SDK is not installed: "
+            "pip install 'asyncrl[otel]', or set monitoring.tracing.enabled to false"
+        )
 
 
 def check_rewards(config: RewardConfig) -> None:

@@ -10,6 +10,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import RunFailed
 from asyncrl.run.commands import CommandExecutor
 from asyncrl.run.fleet import Fleet
+from asyncrl.run.group_traces import GroupTraces
 from asyncrl.run.moves import Moves
 from asyncrl.run.progress import Progress
 from asyncrl.run.sample_reports import SampleReports
@@ -43,7 +44,9 @@ class Training:
         progress: Progress,
         waiter: Waiter,
         moves: Moves,
+        traces: GroupTraces | None = None,
     ) -> None:
+        self._traces = traces
         self._config = config
         self._requests = requests
         self._fleet = fleet
@@ -245,6 +248,8 @@ class Training:
                     self._executor.lineage = event.lineage
                 if self._scheduler.state.finished is None:
                     self._executor.finished = None  # steps were lost after the last one
+                if self._traces is not None:
+                    self._traces.note(event, decided)
                 for command in decided:
                     await self._executor.execute(command)
             except (ArithmeticError, LookupError, TypeError, ValueError) as error:

@@ -28,6 +28,7 @@ from asyncrl.processes.generator.generation import SampleGenerator
 from asyncrl.processes.generator.process import GeneratorProcess
 from asyncrl.processes.generator.reports import GeneratorRecords
 from asyncrl.processes.generator.sample_rewards import SampleRewards
+from asyncrl.processes.generator.sample_traces import SampleTraces
 from asyncrl.rewards.calls import Reward
 from engine.errors import EngineError
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
@@ -181,7 +182,12 @@ class FakeLine:
 class GeneratorHarness:
     """A generator process with two slots among fakes; `settings` go to `GeneratorProcess`."""
 
-    def __init__(self, noise_floor_every: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        noise_floor_every: int | None = None,
+        traces: SampleTraces | None = None,
+        **settings: Any,
+    ) -> None:
         self.engine, self.rewards = FakeEngine(), FakeRewards()
         self.control, self.data = FakeLine(), FakeLine()
         metrics = GeneratorMetrics.register(new_registry(), "g0")
@@ -195,13 +201,14 @@ class GeneratorHarness:
             rewards,
             SamplingParams(max_tokens=8),
             noise_floor_every=noise_floor_every,
+            traces=traces,
         )
         self.process = GeneratorProcess(
             self.engine,  # type: ignore[arg-type]
             self.generator,
             ControllerLine("g0", self.control),  # type: ignore[arg-type]
             self.data,  # type: ignore[arg-type]
-            GeneratorRecords(metrics, Activity(Timeline(None, "g0"), metrics)),
+            GeneratorRecords(metrics, Activity(Timeline(None, "g0"), metrics), traces=traces),
             **settings,
         )
 

@@ -33,6 +33,10 @@ class _Unacknowledged:
     delivery: data.TrajectoryDelivery
     sent: float
     """When it was last sent (monotonic seconds)."""
+    began: float
+    """When it was first sent."""
+    times: int = 1
+    """How often it was sent."""
     patience: float = field(default_factory=lambda: RESEND_SECONDS)
     """Seconds from then until it is sent again. They double each time: the socket keeps what it
     cannot send, so what is sent to a trainer that does not read takes memory."""
@@ -62,6 +66,7 @@ class Deliveries:
         self._controller = controller
         self._metrics = records.metrics
         self._recorder = records.samples
+        self._traces = records.traces
         self._lenient_reuse = lenient_reuse
         self._unacknowledged: dict[SampleId, _Unacknowledged] = {}
         self._lineage = 0
@@ -121,7 +126,8 @@ class Deliveries:
             terms=reward.terms,
             lineage=command.lineage,
         )
-        self._unacknowledged[held.trajectory.id] = _Unacknowledged(delivery, time.monotonic())
+        now = time.monotonic()
+        self._unacknowledged[held.trajectory.id] = _Unacknowledged(delivery, now, now)
         self.newest_step = max(self.newest_step, step)
         if self._lenient_reuse is not None:
             self._lenient_reuse.remember(held.trajectory)
@@ -139,6 +145,13 @@ class Deliveries:
                     waiting = self._unacknowledged.get(received.sample)
                     if waiting is not None and waiting.delivery.lineage == received.lineage:
                         del self._unacknowledged[received.sample]
+                        if self._traces is not None:
+                            self._traces.delivered(
+                                received.sample,
+                                waiting.began,
+                                step=waiting.delivery.step,
+                                times=waiting.times,
+                            )
                         await self._controller.send(
                             from_generator.SampleDelivered(
                                 self._controller.generator, received.sample
@@ -155,6 +168,7 @@ class Deliveries:
                     "the trainer did not acknowledge sample %s; sending it again", sample
                 )
                 waiting.sent, waiting.patience = now, 2 * waiting.patience
+                waiting.times += 1
                 self._metrics.deliveries.inc()
                 self._metrics.redeliveries.inc()
                 await self._trainer.send(waiting.delivery)

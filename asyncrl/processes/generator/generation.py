@@ -26,6 +26,7 @@ import numpy as np
 
 from asyncrl.processes.generator.noise_floor import NoiseFloorProbe
 from asyncrl.processes.generator.sample_rewards import SampleRewards
+from asyncrl.processes.generator.sample_traces import AttemptTrace, SampleTraces
 from asyncrl.rewards.calls import Reward
 from engine.errors import EngineError
 from engine.protocol import Engine, GenerateRequest, SamplingParams
@@ -108,6 +109,8 @@ class SampleGeneration:
     """Its deadline has passed: it ends with the tokens that it has."""
     attempts: int = 0
     """Attempts since the last verification began."""
+    trace: AttemptTrace | None = None
+    """Of the running attempt, if its group is traced."""
 
     def __post_init__(self) -> None:
         self._clear_tokens()
@@ -248,6 +251,7 @@ class SampleGenerator:
         rewards: computes the rewards of finished samples.
         sampling: of every request; the seed is the sample's.
         noise_floor_every: see `noise_floor`; None: it is not measured.
+        traces: of training samples; None: nothing is traced.
     """
 
     def __init__(
@@ -257,8 +261,10 @@ class SampleGenerator:
         sampling: SamplingParams,
         *,
         noise_floor_every: int | None = None,
+        traces: SampleTraces | None = None,
     ) -> None:
         self._engine = engine
+        self._traces = traces
         self.sampling = sampling
         """Of every request; the seed is the sample's."""
         self._attempts_allowed = asyncio.Event()
@@ -323,6 +329,8 @@ class SampleGenerator:
         if generation.request_id is not None and not generation.interrupting:
             generation.interrupting = True
             self._engine.interrupt(generation.request_id)
+            if generation.trace is not None:
+                generation.trace.interrupt()
 
     async def generate(self, generation: SampleGeneration) -> HeldSample:
         """Generate all tokens of a sample; its reward is computed after this returns.
@@ -348,6 +356,8 @@ class SampleGenerator:
                 reward = generation.known_reward(trajectory)
                 if reward is None:
                     reward = self.rewards.start(generation.prompt, trajectory)
+                    if self._traces is not None and generation.purpose == "train":
+                        self._traces.rewarding(generation.sample, reward)
                 return HeldSample(trajectory, generation.prompt, reward)
 
     async def _attempt(self, generation: SampleGeneration) -> FinishReason:
@@ -359,6 +369,8 @@ class SampleGenerator:
         self._attempts += is_training
         if is_training:
             self._no_attempt.clear()
+            if self._traces is not None:
+                generation.trace = self._traces.attempt(generation.sample, request)
         try:
             async for chunk in self._engine.generate(request):
                 if len(chunk.tokens):
@@ -367,6 +379,8 @@ class SampleGenerator:
                         generation.first_token_at = time.monotonic()
                 self._outside_top_k += chunk.outside_top_k()
                 chunk.append_to(generation.builder)
+                if generation.trace is not None:
+                    generation.trace.add(chunk)
                 if chunk.finish_reason is not None:
                     return chunk.finish_reason
         finally:
@@ -374,6 +388,9 @@ class SampleGenerator:
             self._attempts -= is_training
             if not self._attempts:
                 self._no_attempt.set()
+            if generation.trace is not None:
+                generation.trace.end()
+                generation.trace = None
             if request.kept is not None:
                 self._verified += generation.verification_counts()
         raise EngineError(

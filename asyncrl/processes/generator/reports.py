@@ -10,6 +10,7 @@ from asyncrl.processes.generator.activity import Activity
 from asyncrl.processes.generator.engine_log import EngineLog
 from asyncrl.processes.generator.generation import SampleGenerator
 from asyncrl.processes.generator.sample_recorder import SampleRecorder
+from asyncrl.processes.generator.sample_traces import SampleTraces
 from engine.protocol import Engine
 from monitoring.metrics import GeneratorMetrics
 from rollout.trajectory import Trajectory
@@ -27,6 +28,8 @@ class GeneratorRecords:
     """A line for each report; None: not recorded."""
     samples: SampleRecorder | None = None
     """A few whole samples for people to read; None: not recorded."""
+    traces: SampleTraces | None = None
+    """Spans of traced groups; None: nothing is traced."""
 
 
 class GeneratorReports:

@@ -25,6 +25,7 @@ from asyncrl.processes.generator.process import GeneratorProcess
 from asyncrl.processes.generator.reports import GeneratorRecords
 from asyncrl.processes.generator.sample_recorder import SampleRecorder
 from asyncrl.processes.generator.sample_rewards import SampleRewards
+from asyncrl.processes.generator.sample_traces import SampleTraces
 from asyncrl.processes.given_gpus import check_given_gpus
 from asyncrl.processes.shared_memory import exchange_directory
 from asyncrl.processes.spec import ChildSpec, GeneratorKeys
@@ -89,6 +90,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
             top_k_logprobs=config.engine.top_k_logprobs,
             seed=None,
         )
+        traces = None if child.tracer is None else SampleTraces(child.tracer)
         process = GeneratorProcess(
             engine,
             SampleGenerator(
@@ -96,6 +98,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
                 SampleRewards(rewards, decode, child.metrics),
                 sampling,
                 noise_floor_every=EVERY if config.scheduler.on_update == "verify" else None,
+                traces=traces,
             ),
             ControllerLine(spec.name, child.control),
             trainer_line,
@@ -104,6 +107,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
                 Activity(child.timeline, child.metrics, timeline_file(spec, config, "slots")),
                 log,
                 recorder,
+                traces,
             ),
             lenient_reuse=LenientReuse.from_config(config.cache),
             deadline_seconds=config.scheduler.sample_deadline_seconds,

@@ -73,7 +73,11 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         limits = rounding_limits(config, engine_dtype, on_cpus=on_cpus)
         check = PolicyCheck(limits, learner.policy, publisher)
         records = TrainerRecords(
-            child.metrics, child.timeline, await _sample_log(child, fence), check
+            child.metrics,
+            child.timeline,
+            await _sample_log(child, fence),
+            check,
+            child.tracer,
         )
         if records.samples is not None:
             child.closing.push_async_callback(records.samples.close)

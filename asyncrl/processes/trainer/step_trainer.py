@@ -17,6 +17,7 @@ from asyncrl.processes.trainer.sample_log import TrainedSampleLog
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
 from monitoring.timeline import Timeline
+from monitoring.tracing.tracer import Tracer
 from trainer.learner import Learner
 from wire.messages.from_trainer import StepFinished, WrongPolicyFound
 from wire.records import TrainerTimes
@@ -35,6 +36,8 @@ class TrainerRecords:
     """None where `run.log_samples` is off."""
     check: PolicyCheck | None = None
     """Compares generators with the trainer; None: they are not compared."""
+    tracer: Tracer | None = None
+    """Spans of traced groups; None: nothing is traced."""
 
 
 class StepTrainer:
@@ -68,6 +71,7 @@ class StepTrainer:
         self._timeline = records.timeline
         self._sample_log = records.samples
         self._check = records.check
+        self._tracer = records.tracer
         self._start_step()
         self.busy_seconds = 0.0
         """Spent on gradients and optimizer steps since the start."""
@@ -109,6 +113,7 @@ class StepTrainer:
             rows = await asyncio.to_thread(
                 self._learner.add_group, group.trajectories, group.rewards
             )
+        self._trace("train", (group.group,), self.step, began)
         if self._check is not None:
             self._check.add(group, rows)
         self._accumulated.append(group.group)
@@ -143,6 +148,7 @@ class StepTrainer:
         began = time.monotonic()
         with self._timeline.span(SpanKind.TRAINING, step=step):
             learned = await asyncio.to_thread(self._learner.step)
+        self._trace("optimizer step", groups, step, began)
         follow = self._samples_follow_policy and (self._check is None or self._check.follows)
         on_policy = follow and learned.staleness.max == 0
         metrics = msgspec.structs.replace(learned, exactly_on_policy=on_policy)
@@ -163,6 +169,15 @@ class StepTrainer:
         self._measure(finished)
         self._start_step()
         return finished
+
+    def _trace(self, name: str, groups: tuple[int, ...], step: int, began: float) -> None:
+        """Record what has just ended for those of these groups that are traced."""
+        if self._tracer is None:
+            return
+        now, more = time.monotonic(), {"asyncrl.step": step}
+        for group in groups:
+            if self._tracer.is_traced(group):
+                self._tracer.of_group(name, group, began, now, more)
 
     def _count_training(self, seconds: float) -> None:
         self._train_seconds += seconds

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from asyncrl_runs import CommandLine, call, until, worst_mismatch
 from hostile_frames import attack_without_a_key
+from trace_collector import Collector, collecting
+from traced_lives import check_lives
 from watching_prometheus import Prometheus, watching
 from whole_checkpoints import truncate
 
@@ -47,8 +49,13 @@ def prometheus(command_line: CommandLine, tmp_path: Path) -> Iterator[Prometheus
 
 
 def test_a_users_own_model_data_and_reward(command_line: CommandLine) -> None:
-    done = command_line.run()
+    """Three of four groups are traced."""
+    with collecting() as collector:
+        done = command_line.run(**traced(collector, 0.75))
     assert done.returncode == 0, done.stdout
+    check_lives(
+        collector.spans, command_line.folder, rate=0.75, groups=12, group_size=4, per_step=4
+    )
     assert "held-out accuracy before training" in done.stdout
     result = command_line.result()
     assert result.steps == 3
@@ -66,7 +73,8 @@ def test_a_users_own_model_data_and_reward(command_line: CommandLine) -> None:
     assert worst_mismatch(steps) < 1e-3
     page = (command_line.folder / "report.html").read_text()
     assert "<svg" in page
-    assert "http://" not in page.replace("http://www.w3.org/", "")
+    outside = re.compile(r"(src|href)\s*=\W*(http|//)|url\(\W*(http|//)|@import")
+    assert not outside.search(page.replace("http://www.w3.org/", "")), "not self-contained"
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = command_line.folder / "checkpoints" / "step-000003" / "model"
@@ -77,11 +85,26 @@ def test_a_users_own_model_data_and_reward(command_line: CommandLine) -> None:
     assert "accuracy" in evaluated.stdout
 
 
+def traced(collector: Collector, rate: float) -> dict[str, object]:
+    """Settings of a run that this collector traces."""
+    return {
+        "monitoring__tracing__enabled": True,
+        "monitoring__tracing__endpoint": collector.endpoint,
+        "monitoring__tracing__sample_rate": rate,
+    }
+
+
 def test_a_killed_trainer_is_replaced_and_continues_from_its_newest_checkpoint(
     command_line: CommandLine,
 ) -> None:
-    process = command_line.start(run__steps=STEPS, trainer__checkpoint_every=4)
-    until(lambda: command_line.steps() >= 6, seconds=200, what="six steps")
+    """A collector of traces answers nothing and is then killed: nobody waits for it."""
+    with collecting() as collector:
+        collector.hold()
+        process = command_line.start(
+            run__steps=STEPS, trainer__checkpoint_every=4, **traced(collector, 1.0)
+        )
+        until(lambda: command_line.steps() >= 6, seconds=200, what="six steps")
+        until(lambda: collector.requests, seconds=200, what="spans")
     os.kill(command_line.children("trainer")[0], signal.SIGKILL)
     until(lambda: command_line.steps() >= 14, seconds=200, what="another trainer's steps")
     listed = json.loads(targets_file(command_line.folder).read_text())

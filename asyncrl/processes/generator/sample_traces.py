@@ -1,0 +1,113 @@
+"""What a generator does with samples of traced groups, as spans: attempts, rewards, deliveries."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.rewards.calls import Reward
+from engine.protocol import GenerateRequest, TokenChunk
+from monitoring.tracing.records import Value
+from monitoring.tracing.tracer import Moment, Tracer
+from rollout.trajectory import Provenance, SampleId
+
+
+class AttemptTrace:
+    """One attempt at a sample: a request to the engine, from its start to its end."""
+
+    def __init__(self, tracer: Tracer, sample: SampleId, request: GenerateRequest) -> None:
+        self._tracer = tracer
+        self._sample = sample
+        self._began = tracer.now()
+        self._events: list[Moment] = []
+        self._verifies = request.kept is not None
+        self._verified = 0
+        self._attributes: dict[str, Value] = {
+            "asyncrl.prompt": request.cache_key,
+            "asyncrl.priority": request.priority,
+            "asyncrl.tokens.before": len(request.prefix_tokens),
+        }
+        if request.kept is not None:
+            self._attributes["asyncrl.tokens.to_verify"] = len(request.kept)
+        self._tokens = 0
+
+    def add(self, chunk: TokenChunk) -> None:
+        """Note tokens of the engine."""
+        count = len(chunk.tokens)
+        if count and not self._tokens:
+            self._note("first token", **{"asyncrl.policy_version": chunk.policy_version})
+        self._tokens += count
+        if self._verifies:
+            self._verified += int((chunk.provenance == Provenance.VERIFIED).sum())
+        self._attributes["asyncrl.policy_version"] = chunk.policy_version
+        if chunk.finish_reason is not None:
+            self._attributes["asyncrl.finish_reason"] = chunk.finish_reason
+
+    def interrupt(self) -> None:
+        """Note that it was told to end."""
+        self._note("interrupt")
+
+    def end(self) -> None:
+        """Record it."""
+        self._attributes["asyncrl.tokens"] = self._tokens
+        if self._verifies:
+            self._attributes["asyncrl.tokens.verified"] = self._verified
+        self._tracer.of_sample(
+            "verify" if self._verifies else "generate",
+            self._sample,
+            self._began,
+            self._tracer.now(),
+            self._attributes,
+            tuple(self._events),
+        )
+
+    def _note(self, name: str, **attributes: Value) -> None:
+        self._events.append((name, self._tracer.now(), attributes))
+
+
+class SampleTraces:
+    """Spans of one generator.
+
+    Args:
+        tracer: of the process.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def attempt(self, sample: SampleId, request: GenerateRequest) -> AttemptTrace | None:
+        """An attempt begins; None if its group is not traced."""
+        if not self._tracer.is_traced(sample.group):
+            return None
+        return AttemptTrace(self._tracer, sample, request)
+
+    def rewarding(self, sample: SampleId, reward: asyncio.Task[Reward]) -> None:
+        """The reward of a sample begins to be computed."""
+        if not self._tracer.is_traced(sample.group):
+            return
+        began = self._tracer.now()
+
+        def record(done: asyncio.Task[Reward]) -> None:
+            if done.cancelled():
+                return
+            error = done.exception()
+            more: dict[str, Value] = (
+                {"asyncrl.error": type(error).__name__}
+                if error is not None
+                else {"asyncrl.reward": done.result().value}
+            )
+            self._tracer.of_sample("reward", sample, began, self._tracer.now(), more)
+
+        reward.add_done_callback(record)
+
+    def delivered(self, sample: SampleId, began: float, *, step: int, times: int) -> None:
+        """The trainer has acknowledged a sample.
+
+        Args:
+            sample: which.
+            began: when it was first sent (monotonic seconds).
+            step: for which step.
+            times: how often it was sent.
+        """
+        if self._tracer.is_traced(sample.group):
+            more: dict[str, Value] = {"asyncrl.step": step, "asyncrl.times_sent": times}
+            self._tracer.of_sample("deliver", sample, began, self._tracer.now(), more)

@@ -1,0 +1,58 @@
+"""Opens the tracer of a process."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack
+
+from monitoring.config import TracingConfig
+from monitoring.errors import TracingError
+from monitoring.process_metrics import ProcessMetrics
+from monitoring.tracing.ids import TraceIds
+from monitoring.tracing.tracer import Tracer
+
+
+def open_tracer(
+    config: TracingConfig,
+    closing: ExitStack | AsyncExitStack,
+    *,
+    key: str,
+    run: str,
+    process: str,
+    metrics: ProcessMetrics,
+    unix: Callable[[float], float] | None = None,
+) -> Tracer:
+    """A tracer that sends to the collector of the configuration; `closing` ends it.
+
+    Args:
+        config: with `enabled` set.
+        closing: sends what waits and stops.
+        key: of the run, see `TraceIds`.
+        run: its name.
+        process: name of this process.
+        metrics: count what is sent and what is dropped.
+        unix: see `Tracer`.
+
+    Raises:
+        TracingError: the OpenTelemetry SDK is not installed.
+    """
+    try:
+        from monitoring.tracing.export import SpanExport
+    except ImportError as error:
+        raise TracingError(process, error) from error
+    resource = {
+        "service.name": "asyncrl",
+        "service.instance.id": f"{run}/{process}",
+        "asyncrl.run": run,
+        "asyncrl.process": process,
+        "host.name": socket.gethostname(),
+    }
+    export = SpanExport(
+        config.traces_url,
+        queued=config.queue_spans,
+        resource=resource,
+        count=lambda outcome, spans: metrics.trace_spans.of(outcome).inc(spans),
+    )
+    closing.callback(export.close)
+    return Tracer(TraceIds(key, config.sample_rate), export, unix)
