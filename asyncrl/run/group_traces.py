@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config import RunConfig
 from monitoring.metrics import ControllerMetrics
+from monitoring.timeline import Timeline
 from monitoring.tracing.records import Value
 from monitoring.tracing.tracer import Moment, Tracer
 from rollout.trajectory import SampleId
@@ -51,7 +52,16 @@ def open_group_traces(
         return None
     from monitoring.tracing.opening import open_tracer
 
-    tracer = open_tracer(settings, closing, key=key, run=run, process="controller", metrics=metrics)
+    name = "controller"
+    tracer = open_tracer(
+        settings,
+        closing,
+        key=key,
+        run=run,
+        process=name,
+        metrics=metrics,
+        unix=Timeline(None, name).unix,
+    )
     return GroupTraces(tracer)
 
 

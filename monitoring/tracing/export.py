@@ -124,7 +124,7 @@ class SpanExport:
         self._words.first = ""
         try:
             sent = self._exporter.export(self._convert(batch)) is SpanExportResult.SUCCESS
-        except Exception as error:  # noqa: BLE001 - whatever fails here, training goes on
+        except Exception as error:  # noqa: BLE001 - whatever fails here, training continues
             self._words.first = f"{type(error).__name__}: {error}"
         self._count("sent" if sent else "dropped", len(batch))
         if sent == self._is_broken and self._ends is None:
@@ -134,7 +134,7 @@ class SpanExport:
             else:
                 logger.warning(
                     "%s takes no traces: %s. They are dropped and counted in "
-                    "asyncrl_trace_spans_total; training goes on",
+                    "asyncrl_trace_spans_total; training continues",
                     self._endpoint,
                     self._words.first or "no reason given",
                 )

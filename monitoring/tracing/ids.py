@@ -18,7 +18,7 @@ class TraceIds:
     Example:
         >>> ids = TraceIds("first", 0.5)
         >>> [group for group in range(8) if ids.is_traced(group)]
-        [0, 2, 3, 4]
+        [0, 1, 5, 6]
         >>> ids.is_traced(3) == TraceIds("first", 0.5).is_traced(3)
         True
     """

@@ -21,7 +21,7 @@ def open_tracer(
     run: str,
     process: str,
     metrics: ProcessMetrics,
-    unix: Callable[[float], float] | None = None,
+    unix: Callable[[float], float],
 ) -> Tracer:
     """A tracer that sends to the collector of the configuration; `closing` ends it.
 

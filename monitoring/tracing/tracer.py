@@ -37,13 +37,10 @@ class Tracer:
         unix: turns readings of `time.monotonic` into Unix time, as the process's time line does.
     """
 
-    def __init__(
-        self, ids: TraceIds, sink: Sink, unix: Callable[[float], float] | None = None
-    ) -> None:
+    def __init__(self, ids: TraceIds, sink: Sink, unix: Callable[[float], float]) -> None:
         self._ids = ids
         self._sink = sink
-        offset = time.time() - time.monotonic()
-        self._unix = unix or (lambda moment: moment + offset)
+        self._unix = unix
 
     def is_traced(self, group: int) -> bool:
         """Whether spans of this group are recorded."""

@@ -19,7 +19,7 @@ class Kept(list[TraceSpan]):
 
 def made(rate: float = 1.0) -> tuple[Kept, GroupTraces]:
     kept = Kept()
-    return kept, GroupTraces(Tracer(TraceIds("k", rate), kept))
+    return kept, GroupTraces(Tracer(TraceIds("k", rate), kept, float))
 
 
 def test_a_group_from_its_first_draw_to_its_step() -> None:

@@ -22,7 +22,7 @@ class Kept(list[TraceSpan]):
 
 def traced(rate: float = 1.0) -> tuple[Kept, SampleTraces]:
     kept = Kept()
-    return kept, SampleTraces(Tracer(TraceIds("k", rate), kept))
+    return kept, SampleTraces(Tracer(TraceIds("k", rate), kept, float))
 
 
 def test_an_interrupted_sample_is_verified_rewarded_and_delivered() -> None:
