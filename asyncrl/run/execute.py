@@ -89,7 +89,6 @@ def execute(
         exporter = exporter_for(config.monitoring, registry, 0)
         if exporter is not None:
             closing.callback(exporter.close)
-            console.print(f"metrics: {exporter.url}", highlight=False, soft_wrap=True)
         try:
             directory = RunDirectory.create(
                 config,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
@@ -11,6 +13,7 @@ from rich.progress import Progress as ProgressBar
 from asyncrl.config import RunConfig
 from asyncrl.errors import DataError
 from asyncrl.launch.placement import GpuPlan
+from asyncrl.run import overview
 from asyncrl.run.devices import place
 from asyncrl.run.preflight import check_machine, check_rewards
 from asyncrl.tasks.loading import load_task
@@ -33,25 +36,28 @@ class Prepared:
 def prepare(config: RunConfig, console: Console) -> Prepared:
     """Check the machine and the rewards, make or find the model, load the data.
 
-    Creates no run folder.
+    Says in five lines what the run is about to do. Creates no run folder.
 
     Raises:
         UserError: this machine, the model, the data or a reward cannot be used.
     """
     check_machine(config)
     gpus = None if config.launcher.kind == "ray" else place(config)
-    for line in () if gpus is None else gpus.lines():
-        console.print(line, highlight=False, soft_wrap=True)
     check_rewards(config.rewards)
-    console.print(f"model: {config.model.path}", highlight=False, soft_wrap=True)
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         model_path = resolve_model(config.model, bar)
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    say(overview.model_line(config, model_path))
     task = load_task(config.task, model_path, config.run.seed)
+    say(overview.data_line(config, task))
     _check_prompts(config, task)
     if config.sampling.stop:
         from asyncrl.tasks.token_bytes import token_bytes  # imports numba, which takes a second
 
         token_bytes(task.tokenizer)
+    say(overview.mode_line(config))
+    say(overview.processes_line(config, gpus, overview.parameters(Path(model_path))))
+    say(overview.results_line(config))
     return Prepared(config, model_path, task, gpus)
 
 

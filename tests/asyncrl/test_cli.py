@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
+from asyncrl.cli import entry
 from asyncrl.run import execute
 
 
@@ -41,7 +42,7 @@ def test_an_output_that_cannot_show_every_character_ends_nothing(
 ) -> None:
     output = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
-    monkeypatch.setattr(cli, "app", lambda: print("0.25 ± 0.4", flush=True))
+    monkeypatch.setattr(entry, "app", lambda: print("0.25 ± 0.4", flush=True))
     cli.main()
     assert output.getvalue() == b"0.25 ? 0.4\n"
 
@@ -49,14 +50,14 @@ def test_an_output_that_cannot_show_every_character_ends_nothing(
 def test_a_pipe_that_is_closed_ends_nothing() -> None:
     program = (
         "import os, sys\n"
-        "from asyncrl import cli\n"
+        "from asyncrl.cli import entry, terminal\n"
         "def app():\n"
-        "    console = cli._Console()\n"
+        "    console = terminal.TerminalConsole()\n"
         "    for _ in range(3):\n"
         "        console.print('x' * 3000)\n"
         "    print('the end', file=sys.stderr)\n"
-        "cli.app = app\n"
-        "cli.main()\n"
+        "entry.app = app\n"
+        "entry.main()\n"
     )
     reader, writer = os.pipe()
     os.close(reader)

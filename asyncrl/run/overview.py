@@ -1,0 +1,174 @@
+"""Five lines that say what a run is about to do. Pure, but for the headers of the model's files.
+
+model      /models/qwen3-1.7b: qwen3, 1.7 billion parameters
+data       gsm8k.jsonl: 7,200 prompts to train on, 273 held out; 100 steps of 16 prompts x 8 samples
+mode       verify: generated ahead of time, verified by the policy in training; exactly on-policy
+processes  trainer on GPU 1 (26 GiB), 1 generator (vllm) on GPU 0; ...
+results    runs/first: report.html, result.json, checkpoints/
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.config import RunConfig
+from asyncrl.launch.gpus import Gpu
+from asyncrl.launch.placement import GpuPlan
+from asyncrl.suggestions import shortened
+from asyncrl.tasks.prompts import Task
+from wire.weights.layout import SHARED_MEMORY
+
+_MAX_HEADER = 100 * 2**20
+"""Bytes; the safetensors format allows no longer header."""
+_PROCESS = 0.6 * 2**30
+"""Bytes of a process that has loaded torch, measured on a CPU (PSS)."""
+_TRAINED = 16
+"""Bytes a parameter: weights, gradients and Adam's two moments, in float32."""
+
+
+def model_line(config: RunConfig, model: str) -> str:
+    """The model's name, family and size.
+
+    Args:
+        config: of the run.
+        model: directory, or an id of the hub whose files are not here yet.
+    """
+    found = Path(model) / "config.json"
+    family = json.loads(found.read_bytes()).get("model_type", "") if found.is_file() else ""
+    count = parameters(Path(model))
+    size = f"{_counted(count)} parameters" if count is not None else "its size is not known yet"
+    return _line("model", f"{config.model.path}: {', '.join(filter(None, (family, size)))}")
+
+
+def data_line(config: RunConfig, task: Task) -> str:
+    """Where the prompts come from, how many there are, and how many a step takes."""
+    scheduler, steps = config.scheduler, config.run.steps
+    source = config.task.path if config.task.kind == "dataset" else f"built-in {config.task.kind}"
+    per_step = f"{scheduler.groups_per_step:,} prompts x {scheduler.group_size:,} samples"
+    return _line(
+        "data",
+        f"{source}: {len(task.train):,} prompts to train on, {len(task.evaluation):,} held out; "
+        f"{steps:,} steps of {per_step}",
+    )
+
+
+def mode_line(config: RunConfig) -> str:
+    """How old a sample's tokens may be, and what that promises."""
+    mode, steps = config.scheduler.on_update, config.scheduler.max_off_policy_steps
+    lag = f"up to {steps:,} step{'' if steps == 1 else 's'} off-policy"
+    if mode == "verify":
+        promise = "exactly on-policy" if steps == 0 else lag
+        how = "generated ahead of time, verified by the policy in training"
+    elif steps == 0:
+        promise, how = "exactly on-policy", "synchronous: generators wait for each step"
+    else:
+        kept = "their KV kept" if mode == "keep" else "their KV computed again"
+        promise, how = lag, f"asynchronous: samples continue under new weights, {kept}"
+    if config.cache.reuse == "lenient":
+        promise = "not exact, because of cache.reuse: lenient"
+    elif config.scheduler.sample_deadline_seconds is not None:
+        promise = "not exact, because of scheduler.sample_deadline_seconds"
+    return _line("mode", f"{mode}: {how}; {promise}")
+
+
+def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -> str:
+    """Which processes there will be, where, and the memory that they need at least.
+
+    Args:
+        config: of the run.
+        gpus: of each process; None: the launcher places them, or there are none.
+        count: parameters of the model; None: not known yet.
+    """
+    launcher = config.launcher
+    on_cpu = launcher.kind == "local" and (gpus is None or not gpus.generators[0])
+    trainer_on_cpu = launcher.kind == "local" and (gpus is None or not gpus.trainer)
+    trainer, generator, published = "", "", ""
+    if count is not None:
+        each = 4 if config.engine.dtype == "float32" or _auto_float32(config, on_cpu) else 2
+        learned = count * (_TRAINED + (4 if config.trainer.kl_coefficient > 0 else 0))
+        trainer = f" ({_size(learned + _PROCESS * trainer_on_cpu)})"
+        if on_cpu:
+            generator = (
+                f" ({_size(2 * each * count + _PROCESS)}{' each' * (launcher.generators > 1)})"
+            )
+        published = f"; published weights {_size(2 * each * count)} in {SHARED_MEMORY}"
+    several = "s" if launcher.generators > 1 else ""
+    spare = "" if gpus is None or not gpus.spare else f"; not used: {_names(gpus.spare)}"
+    return _line(
+        "processes",
+        f"trainer{_where(config, None if gpus is None else gpus.trainer)}{trainer}, "
+        f"{launcher.generators:,} generator{several} ({config.engine_kinds})"
+        f"{_where(config, None if gpus is None else sum(gpus.generators, ()))}{generator}"
+        f"{published}{spare}; plus KV and activations",
+    )
+
+
+def results_line(config: RunConfig) -> str:
+    """Where the results are."""
+    return _line("results", f"{config.directory}: report.html, result.json, checkpoints/, logs/")
+
+
+def parameters(model: Path) -> int | None:
+    """Number of parameters in the safetensors files of a model directory, tied ones once.
+
+    None: there are none, or they are damaged, which the engine says when it loads them.
+    """
+    files = sorted(model.glob("*.safetensors"))
+    try:
+        return sum(map(_elements, files)) if files else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _elements(file: Path) -> int:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(min(length, _MAX_HEADER)))
+    return sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+
+
+def _auto_float32(config: RunConfig, on_cpu: bool) -> bool:
+    return config.engine.dtype == "auto" and on_cpu
+
+
+def _where(config: RunConfig, gpus: tuple[Gpu, ...] | None) -> str:
+    if config.launcher.kind != "local":
+        return f" placed by launcher.kind: {config.launcher.kind}"
+    if not gpus:
+        return " on the CPU"
+    return f" on {_names(gpus)}"
+
+
+def _names(gpus: Sequence[Gpu]) -> str:
+    return f"GPU {', '.join(gpu.name for gpu in gpus)}"
+
+
+def _counted(count: int) -> str:
+    """A number of parameters for people.
+
+    Example:
+        >>> _counted(3_159_296), _counted(70_553_706_496)
+        ('3.2 million', '70.6 billion')
+    """
+    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if count >= size:
+            return f"{count / size:.1f} {name}"
+    return f"{count:,}"
+
+
+def _size(count: float) -> str:
+    gib = count / 2**30
+    return (
+        f"{gib:,.0f} GiB"
+        if gib >= 10
+        else f"{gib:.1f} GiB"
+        if gib >= 1
+        else f"{1024 * gib:.0f} MiB"
+    )
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:<10} {shortened(text)}"

@@ -1,0 +1,112 @@
+"""The five lines with which a run begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from asyncrl.config import RunConfig, parse_config
+from asyncrl.launch.gpus import Gpu
+from asyncrl.launch.placement import GpuNeeds, GpuPlan, plan_gpus
+from asyncrl.run import overview
+
+
+def config(**sections: Any) -> RunConfig:
+    return parse_config(sections, source="test")
+
+
+def plan(count: int, **needs: Any) -> GpuPlan:
+    found = [Gpu(str(number), f"GPU-{number}", number=number) for number in range(count)]
+    return plan_gpus(found, GpuNeeds(**needs), renumbers=True)
+
+
+def test_the_model_is_named_with_its_family_and_size(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    for shard, rows in enumerate((3_000, 159)):
+        tensor = np.zeros((rows, 1_000), np.float16)
+        save_file(
+            {"weight": tensor, "bias": tensor[:, 0].copy()}, tmp_path / f"{shard}.safetensors"
+        )
+    line = overview.model_line(config(model={"path": "mine"}), str(tmp_path))
+    assert line == "model      mine: qwen3, 3.2 million parameters"
+    assert overview.parameters(tmp_path) == 3_159 * 1_001
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 9, b"\x02" + bytes(7) + b"[]"])
+def test_a_size_that_cannot_be_read_refuses_nothing(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(damage)
+    line = overview.model_line(config(), str(tmp_path))
+    assert line == "model      builtin:arithmetic: its size is not known yet"
+    assert overview.parameters(tmp_path / "none") is None
+
+
+def test_the_data_are_counted() -> None:
+    task: Any = SimpleNamespace(train=range(7200), evaluation=range(273))
+    line = overview.data_line(config(task={"kind": "dataset", "path": "my.jsonl"}), task)
+    assert line == (
+        "data       my.jsonl: 7,200 prompts to train on, 273 held out; 100 steps of 16 prompts x 8 "
+        "samples"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "verify: generated ahead of time, verified by the policy in training; exactly on-"),
+        ({"scheduler": {"max_off_policy_steps": 1}}, "in training; up to 1 step off-policy"),
+        (
+            {"scheduler": {"on_update": "keep"}},
+            "keep: synchronous: generators wait for each step; e",
+        ),
+        (
+            {"scheduler": {"on_update": "keep", "max_off_policy_steps": 4}},
+            "keep: asynchronous: samples continue under new weights, their KV kept; up to 4 steps",
+        ),
+        (
+            {"scheduler": {"on_update": "recompute", "max_off_policy_steps": 2}},
+            "under new weights, their KV computed again; up to 2 steps off-policy",
+        ),
+        ({"cache": {"reuse": "lenient"}}, "; not exact, because of cache.reuse: lenient"),
+        (
+            {"scheduler": {"sample_deadline_seconds": 9}},
+            "; not exact, because of scheduler.sample_deadline_seconds",
+        ),
+    ],
+)
+def test_the_mode_says_what_it_promises(settings: dict[str, Any], expected: str) -> None:
+    assert expected in overview.mode_line(config(**settings))
+
+
+def test_memory_and_places_on_a_cpu() -> None:
+    billion = 2**30
+    line = overview.processes_line(config(launcher={"generators": 2}), None, billion)
+    assert "trainer on the CPU (17 GiB), 2 generators (torch) on the CPU (8.6 GiB each); " in line
+    assert "published weights 8.0 GiB in /dev/shm; plus KV" in line
+    with_kl = overview.processes_line(config(trainer={"kl_coefficient": 0.1}), None, billion)
+    assert "trainer on the CPU (21 GiB)" in with_kl, "the initial model is a second one"
+    unknown = overview.processes_line(config(), None, None)
+    assert "trainer on the CPU, 1 generator (torch) on the CPU; plus KV" in unknown
+
+
+def test_memory_and_places_on_gpus() -> None:
+    gpus = plan(6, generators=2, per_generator=2, trainer=1)
+    settings = config(engine={"kind": "vllm"}, launcher={"generators": 2})
+    line = overview.processes_line(settings, gpus, 2**30)
+    assert "trainer on GPU 4 (16 GiB), 2 generators (vllm) on GPU 0, 1, 2, 3; " in line
+    assert "published weights 4.0 GiB in /dev/shm; not used: GPU 5; plus KV" in line, "bfloat16"
+
+
+def test_where_another_launcher_places_processes() -> None:
+    line = overview.processes_line(config(launcher={"kind": "ray"}), None, None)
+    assert "trainer placed by launcher.kind: ray, 1 generator (torch) placed by" in line
+
+
+def test_the_results_are_in_the_folder_of_the_run() -> None:
+    line = overview.results_line(config(run={"name": "first", "directory": "/data"}))
+    assert line.startswith("results    /data/first: report.html, ")
