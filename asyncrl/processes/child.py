@@ -8,6 +8,7 @@ logs to its standard error, which the launcher redirects to a file. Before it fa
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -57,6 +58,7 @@ def _run(spec: ChildSpec, keys: ChildKeys) -> None:
 
         asyncio.run(run_relay(spec, keys))
         return
+    gc.disable()  # until `without_collecting_the_start`: what is imported now is no garbage
     import torch
 
     torch.set_num_threads(spec.threads)

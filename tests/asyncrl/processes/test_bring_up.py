@@ -137,7 +137,9 @@ def test_collections_look_only_at_what_was_made_since_the_start() -> None:
             self.itself = self
 
     old = [Cycle()]
+    gc.disable()  # as the entry point does
     with without_collecting_the_start():
+        assert gc.isenabled()
         new = Cycle()
         tracked = gc.get_objects()
         assert any(one is new for one in tracked)
