@@ -37,16 +37,19 @@ from monitoring.instruments import (
     specs_of,
 )
 from monitoring.occupancy import SlotPiece, SlotUse
-from monitoring.process_metrics import ProcessMetrics
+from monitoring.process_metrics import CommonMetrics, ProcessMetrics
+from monitoring.relay_metrics import RelayMetrics
 from wire.messages.from_trainer import CheckpointFault
 from wire.records import LearnerMetrics, Measured
 from wire.weights.broadcast.words import Outcome
 
 __all__ = [
     "ROLES",
+    "CommonMetrics",
     "ControllerMetrics",
     "GeneratorMetrics",
     "ProcessMetrics",
+    "RelayMetrics",
     "TrainerMetrics",
     "all_specs",
     "new_registry",
@@ -268,11 +271,16 @@ class TrainerMetrics(ProcessMetrics):
                 self.algorithm.of(signal).set(value)
 
 
-ROLES: tuple[type[ProcessMetrics], ...] = (ControllerMetrics, GeneratorMetrics, TrainerMetrics)
+ROLES: tuple[type[CommonMetrics], ...] = (
+    ControllerMetrics,
+    GeneratorMetrics,
+    TrainerMetrics,
+    RelayMetrics,
+)
 
 
-def all_specs() -> Iterator[tuple[type[ProcessMetrics], MetricSpec]]:
-    """Every declared metric with its role; those of `ProcessMetrics` come with each role."""
+def all_specs() -> Iterator[tuple[type[CommonMetrics], MetricSpec]]:
+    """Every declared metric with its role; those of base classes come with each role."""
     for role in ROLES:
         for _, spec in specs_of(role):
             yield role, spec

@@ -123,6 +123,11 @@ class Hub(Generic[In]):
         """When it was last logged, by peer, that a message could not be sent."""
 
     @property
+    def sessions(self) -> SessionPeers:
+        """The sessions with those who speak through relays."""
+        return self._sessions
+
+    @property
     def address(self) -> str:
         """Where it is bound, with the port that the system chose for `tcp://HOST:*`."""
         return cast("bytes", self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()

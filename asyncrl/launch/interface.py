@@ -17,6 +17,10 @@ class ProcessHandle(Protocol):
     def node(self) -> str | None:
         """The node that it is on; None: it is not placed yet, "": this machine is the only one."""
 
+    @property
+    def address(self) -> str:
+        """Of its node, where other nodes reach it; empty: the controller's node, or not placed."""
+
     def exit_code(self) -> int | None:
         """None while the process runs; negative for a signal, as in `subprocess`."""
 

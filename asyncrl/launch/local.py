@@ -51,6 +51,11 @@ class LocalProcess:
         """Empty: this machine."""
         return ""
 
+    @property
+    def address(self) -> str:
+        """Empty: this machine."""
+        return ""
+
     def cause(self) -> str:
         """Empty: the exit code says how it ended."""
         return ""

@@ -120,6 +120,8 @@ async def bring_up(
             registry = new_registry()
             metrics = metrics_class.register(registry, spec.name)
             control.refusals.count = metrics.count_refused
+            if isinstance(control, SessionLine):
+                metrics.watch_session(control.session)
             timeline = Timeline(
                 timeline_file(spec, config, "timeline"), spec.name, observe=metrics.observe_span
             )

@@ -180,6 +180,7 @@ async def _run(
             is_relay=is_relay,
         )
         closing.callback(hub.close)
+        metrics.watch_session(hub.sessions)
         tokenizer = _tokenizer(prepared, directory, progress)
         spec = _trainer_spec(prepared, directory, launching, hub.address, tokenizer)
         fleet = Fleet(config.launcher, launching.launcher, spec, hub, run_key)
@@ -369,7 +370,7 @@ def _trainer_spec(
 async def _list_processes(fleet: Fleet, targets: Targets | None) -> None:
     """Tell Prometheus which processes there are, as they come and go."""
     while targets is not None:
-        targets.update(fleet.metrics_ports())
+        targets.update(fleet.metrics_targets())
         await asyncio.sleep(TARGETS_SECONDS)
 
 

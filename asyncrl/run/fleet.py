@@ -18,6 +18,7 @@ from asyncrl.run.installations import Installations
 from asyncrl.run.node_files import NodeFiles
 from asyncrl.run.relays import Relays
 from asyncrl.run.worker import Worker, cause_of_death, what_starts
+from monitoring.discovery import Target
 from wire import Hub, RunKey
 from wire.decoding import FrameRefused, Reason
 from wire.messages import to_generator, to_relay, to_trainer
@@ -58,14 +59,14 @@ class Fleet:
         self._run_key = run_key
         self._hub = hub
         self._workers: dict[str, Worker] = {}
-        self.relays = Relays(config, launcher, trainer_spec, run_key)
+        self.relays = Relays(config, launcher, trainer_spec, run_key, self._next_index)
         self.installations = Installations(self.relays, run_key, hub.send_soon, self.cut_off)
         run = Path(trainer_spec.run_directory)
         self.files = NodeFiles(self.relays, run_key, hub.send_soon, run)
         self._trainer = ""
         self.lineage = 0
         """How many trainers the run had before the present one."""
-        self._restarts = self._renamed = 0
+        self._restarts = self._renamed = self._started = 0
         self._ending = False
         self._last_check = time.monotonic()
 
@@ -108,6 +109,11 @@ class Fleet:
         taken = {one.index for one in self.alive if one.role == "generator"}
         return [index for index in range(len(taken) + count) if index not in taken][:count]
 
+    def _next_index(self) -> int:
+        """Of the next process that is started."""
+        self._started += 1
+        return self._started
+
     def _start(self, name: str, role: Role, *, first: bool = True) -> Worker:
         relayed = self._launcher.uses_relays
         spec = replace(
@@ -115,7 +121,7 @@ class Fleet:
             role=role,
             name=name,
             threads=self._launcher.threads,
-            process_index=len(self._workers) + 1,
+            process_index=self._next_index(),
             first=first,
             lineage=self.lineage,
             relayed=relayed,
@@ -211,9 +217,13 @@ class Fleet:
 
     def metrics_ports(self) -> dict[str, int]:
         """The port on which each process serves its metrics."""
+        return {name: target.port for name, target in self.metrics_targets().items()}
+
+    def metrics_targets(self) -> dict[str, Target]:
+        """Where each process serves its metrics."""
         return {
-            worker.name: worker.metrics_port
-            for worker in self.alive
+            worker.name: Target(worker.metrics_port, worker.handle.address)
+            for worker in [*self.alive, *self.relays.alive]
             if worker.metrics_port is not None
         }
 

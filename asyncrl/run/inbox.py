@@ -295,6 +295,8 @@ class Inbox:
 
     async def _relay_ready(self, worker: Worker, message: from_relay.RelayReady) -> None:
         worker.is_ready, worker.relay = True, message
+        worker.metrics_port = message.metrics_port
+        self._write_ports()
         self._fleet.look_after_weights()
 
     async def _weights_here(self, worker: Worker, message: from_relay.WeightsHere) -> None:

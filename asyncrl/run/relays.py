@@ -7,7 +7,7 @@ A lost relay is replaced as long as its node has processes. It counts against a 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -30,11 +30,18 @@ class Relays:
         launcher: starts them.
         trainer_spec: their specs are made from it.
         run_key: each gets its keys from it.
+        next_index: numbers the processes of the run in the order of their start.
     """
 
     def __init__(
-        self, config: LauncherConfig, launcher: Launcher, trainer_spec: ChildSpec, run_key: RunKey
+        self,
+        config: LauncherConfig,
+        launcher: Launcher,
+        trainer_spec: ChildSpec,
+        run_key: RunKey,
+        next_index: Callable[[], int],
     ) -> None:
+        self._next_index = next_index
         self._config = config
         self._launcher = launcher
         self._spec = trainer_spec
@@ -109,7 +116,13 @@ class Relays:
             name = f"{name}.{len(earlier)}"
             said = [f"started {name} in place of {lost.name}"]
         spec = msgspec.structs.replace(
-            self._spec, role="relay", name=name, threads=1, first=not earlier, relayed=True
+            self._spec,
+            role="relay",
+            name=name,
+            threads=1,
+            process_index=self._next_index(),
+            first=not earlier,
+            relayed=True,
         )
         keys = keys_of(self._run_key, name, "relay")
         worker = Worker(name, "relay", self._launcher.start(spec, keys, node))

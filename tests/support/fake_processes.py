@@ -30,6 +30,7 @@ class FakeHandle:
     log: str = ""
 
     node: str | None = ""
+    address: str = ""
 
     def cause(self) -> str:
         return ""

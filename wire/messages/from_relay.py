@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from wire.weights.layout import WeightManifest
@@ -29,6 +31,7 @@ class RelayReady(Message, frozen=True):
     node: str
     """Where it serves the weights that this node has received."""
     files: FilesReady = FilesReady()
+    metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
 
 
 class WeightsHere(Message, frozen=True):

@@ -86,6 +86,11 @@ class Gatherer:
             self._due = max(now, self._left + GATHER_SECONDS)
 
     @property
+    def waiting(self) -> int:
+        """Frames that have not left."""
+        return len(self._waiting)
+
+    @property
     def due(self) -> float | None:
         """When what waits is to leave; None: nothing waits."""
         return self._due

@@ -42,6 +42,15 @@ class SessionEnd(Generic[In]):
         """Frames that the controller may lack."""
         return self._session.unacknowledged
 
+    @property
+    def count_resent(self) -> Callable[[int], None]:
+        """As `Session.count_resent`."""
+        return self._session.count_resent
+
+    @count_resent.setter
+    def count_resent(self, count: Callable[[int], None]) -> None:
+        self._session.count_resent = count
+
     def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:
         """Queue a message until the end of this turn of the event loop.
 

@@ -39,6 +39,11 @@ class SessionLine(Line[In]):
             incoming, max_bytes=LINE_BYTES, transmit=self._transmit
         )
 
+    @property
+    def session(self) -> SessionEnd[In]:
+        """This end of the session."""
+        return self._end
+
     def _transmit(self, frame: bytes) -> None:
         """Give a frame to the relay. One that its queue does not take is sent again later."""
         error_of(self._socket.send_multipart(split(frame), flags=zmq.NOBLOCK))

@@ -61,6 +61,8 @@ class SessionPeers:
         self._relays: dict[str, int] = {}
         self._leaving: dict[str, list[Entry]] = {}
         self._active: dict[str, _Peer] = {}
+        self.count_resent: Callable[[int], None] = lambda _frames: None
+        """Called with the number of frames that are sent again."""
 
     def __contains__(self, peer: str) -> bool:
         """Whether a peer of this name has spoken in a session."""
@@ -70,6 +72,11 @@ class SessionPeers:
     def active(self) -> bool:
         """Whether `tick` has anything to look after."""
         return bool(self._active)
+
+    @property
+    def unacknowledged(self) -> int:
+        """Frames that peers may lack, all together. May be asked from any thread."""
+        return sum(peer.session.unacknowledged for peer in list(self._peers.values()))
 
     def relay_of(self, peer: str) -> str | None:
         """The relay through which a peer is reached."""
@@ -111,7 +118,9 @@ class SessionPeers:
                 yield name, taken.body
 
     def _new(self, name: str, identity: bytes, frame: bytes, relay: str, since: int) -> _Peer:
-        peer = _Peer(name, identity, Session(header_of(frame).session, LIMITS), relay, since)
+        session = Session(header_of(frame).session, LIMITS)
+        session.count_resent = lambda frames: self.count_resent(frames)
+        peer = _Peer(name, identity, session, relay, since)
         self._peers[name] = self._by_identity[identity] = peer
         return peer
 

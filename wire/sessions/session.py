@@ -19,6 +19,7 @@ No sockets, no clock.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from wire.decoding import FrameRefused, Reason
@@ -71,6 +72,8 @@ class Session:
         self._taken = 0
         self.dropped = 0
         """Frames that came a second time or too early."""
+        self.count_resent: Callable[[int], None] = lambda _frames: None
+        """Called with the number of frames that are sent again."""
         self._owed = 0
         self._owed_since: float | None = None
         self._asked = self._answered = float("-inf")
@@ -184,6 +187,7 @@ class Session:
         number, body, flags = self._unacknowledged[0]
         self._patience = min(2 * self._patience, MAX_PATIENCE_SECONDS)
         self._probe_at = now + self._patience
+        self.count_resent(1)
         return [self._frame(number, body, flags | PROBE | URGENT)]
 
     def _acknowledged(self, ack: int, now: float) -> None:
@@ -200,6 +204,7 @@ class Session:
         self._answered, self._answer_at = now, None
         if self._unacknowledged:
             self._probe_at = now + self._patience
+            self.count_resent(len(self._unacknowledged))
         return [self._frame(*one) for one in self._unacknowledged]
 
     def _question(self, now: float) -> bytes:

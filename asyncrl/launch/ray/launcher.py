@@ -36,11 +36,23 @@ _BROKER_LOST = -9
 
 
 class RayProcess:
-    """A process on some node."""
+    """A process on some node.
+
+    Args:
+        spec: of the process.
+        say: gives the broker an order.
+        machines: which nodes are one.
+        home: address of the controller's node.
+    """
 
     def __init__(
-        self, spec: ChildSpec, say: Callable[[messages.End], None], machines: Machines
+        self,
+        spec: ChildSpec,
+        say: Callable[[messages.End], None],
+        machines: Machines,
+        home: str,
     ) -> None:
+        self._home = home
         self.spec = spec
         self._say = say
         self._machines = machines
@@ -55,6 +67,12 @@ class RayProcess:
         """The node that it is on, as `Machines` names it; None while it is not placed."""
         info = self._status.node
         return None if info is None else self._machines.name_of(info)
+
+    @property
+    def address(self) -> str:
+        """Of its node, where other nodes reach it; empty: the controller's node, or not placed."""
+        info = self._status.node
+        return "" if info is None or info.ip == self._home else info.ip
 
     @property
     def node_id(self) -> str | None:
@@ -114,6 +132,7 @@ class RayLauncher:
         self._nodes = list(opened.nodes)
         always = config.launcher.ray.relays == "always"
         self._machines = Machines(opened.memory, opened.nodes, always=always)
+        self._home = opened.node_ip
         self.node_ip = config.launcher.ray.bind_address or opened.node_ip
         """Of this machine, as the other nodes know it."""
         self.address = opened.address
@@ -244,7 +263,9 @@ class RayLauncher:
         order = start_order(
             spec, mark=self._mark, relay_per_node=self._config.launcher.ray.relays == "always"
         )
-        handle = self._processes[spec.name] = RayProcess(spec, self._orders.put, self._machines)
+        handle = self._processes[spec.name] = RayProcess(
+            spec, self._orders.put, self._machines, self._home
+        )
         if self._lost is not None:
             handle.lose(str(self._lost))
         told = order, msgspec.msgpack.encode(keys)

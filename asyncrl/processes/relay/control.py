@@ -26,6 +26,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from monitoring.relay_metrics import RelayMetrics
 from wire.decoding import FrameRefused
 from wire.errors import KeyUnusable, NoReply
 from wire.keys import LineKeys
@@ -57,9 +58,10 @@ class RelayLine(Generic[In]):
     def __init__(self, relay: ControlRelay, keys: LineKeys, incoming: Any) -> None:
         self._identity = keys.identity
         self._relay = relay
-        self._end: SessionEnd[In] = SessionEnd(
+        self.session: SessionEnd[In] = SessionEnd(
             incoming, max_bytes=LINE_BYTES, transmit=self._transmit
         )
+        """Its end of the session."""
         self._ready: deque[In] = deque()
         self._arrived = asyncio.Event()
         self.refusals = Refusals()
@@ -67,18 +69,18 @@ class RelayLine(Generic[In]):
     @property
     def unacknowledged(self) -> int:
         """Frames that the controller may lack."""
-        return self._end.unacknowledged
+        return self.session.unacknowledged
 
     def _transmit(self, frame: bytes) -> None:
         self._relay.gather(self._identity, frame)
 
     def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:
         """Queue a message for the controller. Raises Unreachable as `wire.Line.send_soon`."""
-        self._end.send_soon(message, urgent=urgent)
+        self.session.send_soon(message, urgent=urgent)
 
     async def send(self, message: msgspec.Struct) -> None:
         """Send a message to the controller. Raises Unreachable as `wire.Line.send`."""
-        self._end.send(message)
+        self.session.send(message)
 
     async def receive(self) -> In:
         """Wait for the next message."""
@@ -102,7 +104,7 @@ class RelayLine(Generic[In]):
     def arrived(self, frame: bytes) -> None:
         """Take a frame of the controller."""
         try:
-            self._ready.extend(self._end.arrived(frame))
+            self._ready.extend(self.session.arrived(frame))
         except FrameRefused as error:
             self.refusals.refuse("the controller", error)
         if self._ready:
@@ -110,7 +112,7 @@ class RelayLine(Generic[In]):
 
     def close(self) -> None:
         """Send what is queued."""
-        self._end.close()
+        self.session.close()
 
 
 class ControlRelay:
@@ -122,13 +124,20 @@ class ControlRelay:
         controller: address of the controller.
         keys: of the relay, to the controller.
         incoming: union of the messages that the controller may send to the relay itself.
+        metrics: count what is passed on.
 
     Raises:
         KeyUnusable: there is no key; then nothing listens.
     """
 
     def __init__(
-        self, address: str, secret: bytes, controller: str, keys: LineKeys, incoming: Any
+        self,
+        address: str,
+        secret: bytes,
+        controller: str,
+        keys: LineKeys,
+        incoming: Any,
+        metrics: RelayMetrics | None = None,
     ) -> None:
         if not secret:
             raise KeyUnusable(f"nothing listens at {address} without a CURVE key")
@@ -161,6 +170,10 @@ class ControlRelay:
         self._lines: dict[bytes, RelayLine[Any]] = {}
         self.line: RelayLine[Any] = self.line_of(keys, incoming)
         """The relay's own."""
+        self._metrics = metrics
+        if metrics is not None:
+            metrics.watch_session(self.line.session)
+            metrics.watch_gathered(lambda: self._gatherer.waiting)
         self.dropped = 0
         """Bundles and frames that could not be passed on."""
         self._logged = float("-inf")
@@ -199,7 +212,10 @@ class ControlRelay:
 
     def _leave(self) -> None:
         self._timer = None
-        for bundle in bundles_of(self._gatherer.leave(asyncio.get_running_loop().time())):
+        leaving = self._gatherer.leave(asyncio.get_running_loop().time())
+        bundles = list(bundles_of(leaving))
+        self._count("up", len(leaving), bundles=len(bundles))
+        for bundle in bundles:
             sending = self._controller.send_multipart(split(bundle), flags=zmq.NOBLOCK)
             self._note(error_of(sending), "the controller")
 
@@ -212,6 +228,7 @@ class ControlRelay:
             except FrameRefused as error:
                 self.line.refusals.refuse("the controller", error)
                 continue
+            self._count("down", len(entries), bundles=1)
             for identity, frame in entries:
                 here = self._lines.get(identity)
                 if here is not None:
@@ -226,11 +243,18 @@ class ControlRelay:
                 passed = 0
                 await asyncio.sleep(0)
 
+    def _count(self, direction: str, frames: int, *, bundles: int) -> None:
+        if self._metrics is not None:
+            self._metrics.frames.of(direction).inc(frames)
+            self._metrics.bundles.of(direction).inc(bundles)
+
     def _note(self, error: BaseException | None, receiver: str) -> None:
         """Count what could not be passed on, and say so now and then."""
         if error is None:
             return
         self.dropped += 1
+        if self._metrics is not None:
+            self._metrics.dropped.inc()
         now = time.monotonic()
         if now - self._logged >= _LOG_SECONDS:
             self._logged = now

@@ -87,6 +87,11 @@ class RelayFiles:
         """Of other nodes' files, so far."""
         return self._puller.pulled_bytes
 
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """As `Puller.nodes`."""
+        return self._puller.nodes
+
     def pull(self, order: to_relay.PullFiles) -> None:
         """Copy the files of these nodes into the run's folder."""
         if self._shares:

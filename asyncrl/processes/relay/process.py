@@ -19,6 +19,7 @@ import asyncio
 from asyncrl.processes.relay.control import ControlRelay, RelayLine
 from asyncrl.processes.relay.files import RelayFiles
 from asyncrl.processes.relay.weights import RelayWeights
+from monitoring.relay_metrics import RelayMetrics
 from wire.messages import from_relay, to_relay
 
 REPORT_SECONDS = 1.0
@@ -31,9 +32,20 @@ class RelayProcess:
         passing: of the control messages of this node's processes, and its own.
         weights: of this node.
         files: of this node.
+        metrics: follow the counters.
+        metrics_port: where they are served; None: nowhere.
     """
 
-    def __init__(self, passing: ControlRelay, weights: RelayWeights, files: RelayFiles) -> None:
+    def __init__(
+        self,
+        passing: ControlRelay,
+        weights: RelayWeights,
+        files: RelayFiles,
+        metrics: RelayMetrics,
+        metrics_port: int | None,
+    ) -> None:
+        self._metrics = metrics
+        self._metrics_port = metrics_port
         self._passing = passing
         self._control: RelayLine[to_relay.ToRelay] = passing.line
         self._weights = weights
@@ -47,7 +59,10 @@ class RelayProcess:
         """
         await self._control.send(
             from_relay.RelayReady(
-                self._weights.source_address, self._weights.node_address, self._files.ready
+                self._weights.source_address,
+                self._weights.node_address,
+                self._files.ready,
+                self._metrics_port,
             )
         )
         async with asyncio.TaskGroup() as loops:
@@ -87,9 +102,19 @@ class RelayProcess:
             files = self._files
             self._weights.check_threads()
             files.check()
+            self._measure()
             await self._control.send(
                 from_relay.RelayReport(
                     self._weights.sent_bytes, files.sent_bytes, files.pulled_bytes
                 )
             )
             await asyncio.sleep(REPORT_SECONDS)
+
+    def _measure(self) -> None:
+        metrics, files = self._metrics, self._files
+        metrics.weights_sent.follow(self._weights.sent_bytes)
+        metrics.files_sent.follow(files.sent_bytes)
+        metrics.files_copied.follow(files.pulled_bytes)
+        followed, failing = files.nodes
+        metrics.nodes_followed.set(followed)
+        metrics.nodes_failing.set(failing)

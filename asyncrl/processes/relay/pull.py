@@ -216,6 +216,11 @@ class Puller:
             if node.rounds < goal
         }
 
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """Nodes whose files are copied, and those of them for which the last round failed."""
+        return len(self._nodes), sum(bool(node.trouble) for node in self._nodes.values())
+
     def close(self) -> None:
         """End all copying."""
         self.follow(())

@@ -13,6 +13,10 @@ from asyncrl.processes.relay.process import RelayProcess
 from asyncrl.processes.relay.weights import RelayWeights
 from asyncrl.processes.shared_memory import weights_id
 from asyncrl.processes.spec import ChildSpec, RelayKeys
+from monitoring.errors import MonitoringError
+from monitoring.exporter import exporter_for
+from monitoring.instruments import new_registry
+from monitoring.relay_metrics import RelayMetrics
 from wire.addresses import MeetingPlace
 from wire.errors import WireError
 from wire.messages import from_relay, to_relay
@@ -20,6 +24,8 @@ from wire.messages import from_relay, to_relay
 
 async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
     """Start the parts of a relay, and serve until told to shut down."""
+    registry = new_registry()
+    metrics = RelayMetrics.register(registry, spec.name)
     with contextlib.ExitStack() as closing:
         closing.callback(MeetingPlace(spec.relay_address).close)
         passing = ControlRelay(
@@ -28,10 +34,15 @@ async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
             spec.control_address,
             keys.control,
             to_relay.ToRelay,
+            metrics,
         )
         closing.callback(passing.close)
         control = passing.line
+        control.refusals.count = metrics.count_refused
         try:
+            exporter = exporter_for(spec.config().monitoring, registry, spec.process_index)
+            if exporter is not None:
+                closing.callback(exporter.close)
             weights = RelayWeights(
                 spec.name,
                 spec.data_address,
@@ -39,6 +50,7 @@ async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
                 directory=Path(spec.weights_directory),
                 files_id=weights_id(spec.run_id, spec.name),
                 say=control.send_soon,
+                metrics=metrics,
             )
             closing.callback(weights.close)
             files = RelayFiles(
@@ -49,7 +61,8 @@ async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
                 say=control.send_soon,
             )
             closing.callback(files.close)
-            await RelayProcess(passing, weights, files).run()
+            port = None if exporter is None else exporter.port
+            await RelayProcess(passing, weights, files, metrics, port).run()
         except BaseExceptionGroup as group:
             error = first_error(group)
             await _report(control, error)
@@ -61,5 +74,5 @@ async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
 
 async def _report(control: RelayLine[Any], error: BaseException) -> None:
     """Say why this process ends; the traceback of an unexpected error is in its log."""
-    if isinstance(error, WireError):
+    if isinstance(error, MonitoringError | WireError):
         await control.send(from_relay.Failure(str(error), user_error=False))

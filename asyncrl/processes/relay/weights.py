@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from monitoring.relay_metrics import RelayMetrics
 from wire.errors import WeightsSupersededError, WireError
 from wire.keys import HubKeys
 from wire.messages import from_relay, to_relay
@@ -36,6 +37,7 @@ class RelayWeights:
         directory: in memory.
         files_id: names this relay's files; unique on this machine.
         say: queues a message for the controller; called in the event loop.
+        metrics: count versions that were fetched.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class RelayWeights:
         directory: Path,
         files_id: str,
         say: Callable[[msgspec.Struct], None],
+        metrics: RelayMetrics | None = None,
     ) -> None:
+        self._metrics = metrics
         self._say = say
         self._loop = asyncio.get_running_loop()
         self._source = WeightSource(name, address, keys)
@@ -102,9 +106,11 @@ class RelayWeights:
         def report(done: Future[Received]) -> None:
             error = done.exception()
             if error is not None:
+                self._count("superseded" if _is_superseded(error) else "failed")
                 self._later(_failed(order.attempt, error))
                 return
             got = done.result()
+            self._count("whole", got)
             logger.info(
                 "version %d: %d bytes in %.3f s%s",
                 got.manifest.policy_version,
@@ -119,6 +125,14 @@ class RelayWeights:
             )
 
         fetched.add_done_callback(report)
+
+    def _count(self, outcome: str, got: Received | None = None) -> None:
+        if self._metrics is None:
+            return
+        self._metrics.weights_fetched.of(outcome).inc()
+        if got is not None:
+            self._metrics.weights_received.inc(got.nbytes)
+            self._metrics.weights_time.observe(got.seconds)
 
     async def check(self, question: to_relay.CheckWeights) -> from_relay.WeightsChecked:
         """Whether a file of this node is there."""
@@ -140,4 +154,8 @@ class RelayWeights:
 
 def _failed(attempt: int, error: BaseException) -> from_relay.WeightsFailed:
     what = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
-    return from_relay.WeightsFailed(attempt, what, isinstance(error, WeightsSupersededError))
+    return from_relay.WeightsFailed(attempt, what, _is_superseded(error))
+
+
+def _is_superseded(error: BaseException) -> bool:
+    return isinstance(error, WeightsSupersededError)

@@ -134,7 +134,7 @@ class Child:
 async def everything_is_acknowledged(children: list[Child]) -> None:
     async with asyncio.timeout(SECONDS):
         for child in children:
-            while child.line._end.unacknowledged:  # noqa: ASYNC110
+            while child.line.session.unacknowledged:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 
@@ -150,10 +150,14 @@ def test_a_killed_relay_loses_and_doubles_nothing(runtime: RuntimeDirectory) -> 
 
     async def main() -> None:
         controller = Controller()
+        resent: list[int] = []
+        controller.hub.sessions.count_resent = resent.append
         relays = Relays(runtime, controller.hub.address)
         children = [Child(n, relays.address) for n in range(CHILDREN)]
         tasks = [asyncio.create_task(controller.serve())]
         tasks += [asyncio.create_task(child.serve()) for child in children]
+        for child in children:
+            child.line.session.count_resent = resent.append
         sending = [asyncio.create_task(one.send(MESSAGES)) for one in children]
         try:
             for share in (0.2, 0.6):
@@ -173,6 +177,7 @@ def test_a_killed_relay_loses_and_doubles_nothing(runtime: RuntimeDirectory) -> 
                 asyncio.gather(*(one.has_all.wait() for one in children)), SECONDS
             )
             await everything_is_acknowledged(children)
+            assert sum(resent) > 0, "a killed relay had nothing under way"
             for child in children:
                 child.line.close()
         finally:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from asyncrl_runs import CommandLine, until, worst_mismatch
 from ray_nodes import RayNodes, ray_nodes
 
 from asyncrl.launch.identity import status_of
+from monitoring.discovery import targets_file
 from monitoring.group_account import read_account
 
 pytest.importorskip("ray")
@@ -38,6 +41,28 @@ def processes_of(command_line: CommandLine) -> list[int]:
 def files_in_memory(name: str) -> list[Path]:
     """The weights of one process of the run."""
     return list(Path("/dev/shm").glob(f"asyncrl-your-own-*-{name}-weights-*"))  # noqa: S108
+
+
+def metrics_of(command_line: CommandLine) -> dict[str, Callable[..., float]]:
+    """For each process that Prometheus is told of, the value of a series of it."""
+
+    def reader(process: str, target: str) -> Callable[..., float]:
+        with urllib.request.urlopen(f"http://{target}/metrics", timeout=60) as reply:
+            lines = reply.read().decode().splitlines()
+
+        def value(name: str, **labels: str) -> float:
+            pairs = sorted((labels | {"process": process}).items())
+            series = name + "{" + ",".join(f'{key}="{one}"' for key, one in pairs) + "}"
+            [found] = [line for line in lines if line.startswith(f"{series} ")]
+            return float(found.split()[-1])
+
+        return value
+
+    listed = json.loads(targets_file(command_line.folder).read_text())
+    return {
+        one["labels"]["instance"]: reader(one["labels"]["instance"], one["targets"][0])
+        for one in listed
+    }
 
 
 def process_named(command_line: CommandLine, name: str) -> int:
@@ -85,7 +110,8 @@ def test_a_run_on_three_nodes_loses_a_child_an_actor_and_a_relay(
     )
     until(lambda: command_line.steps() >= 2, seconds=PATIENCE, what="two steps")
     first, second = sorted(command_line.children("generator"))
-    files = {one: files_in_memory(one) for one in ("trainer", "relay-0", "relay-1", "relay-2")}
+    relays = ("relay-0", "relay-1", "relay-2")
+    files = {one: files_in_memory(one) for one in ("trainer", *relays)}
     assert files["trainer"]
     assert sum(map(bool, files.values())) == 3, "two relays have weights of their own"
     raylets = set()
@@ -96,6 +122,21 @@ def test_a_run_on_three_nodes_loses_a_child_an_actor_and_a_relay(
         assert raylet is not None
         raylets.add(raylet.parent)
     assert len(raylets) == 3, "each process is on a node of its own"
+    metrics = metrics_of(command_line)
+    assert set(metrics) == {"controller", "trainer", "generator-0", "generator-1", *relays}
+    for one in relays:
+        assert metrics[one]("asyncrl_relay_frames_total", direction="up") > 0
+        assert metrics[one]("asyncrl_relay_frames_total", direction="down") > 0
+        fetched = metrics[one]("asyncrl_relay_weights_received_bytes_total")
+        assert (fetched > 0) == bool(files[one])
+        whole = metrics[one]("asyncrl_relay_weights_fetches_total", outcome="whole")
+        assert (whole >= 1) == bool(files[one])
+    sent = "asyncrl_relay_weights_sent_bytes_total"
+    until(
+        lambda: any(metrics_of(command_line)[one](sent) for one in relays),
+        seconds=PATIENCE,
+        what="a relay that has sent weights",
+    )
     os.kill(first, signal.SIGKILL)
     relay = next(one for one in files if one != "trainer" and files[one])
     os.kill(process_named(command_line, relay), signal.SIGKILL)
