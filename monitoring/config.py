@@ -1,7 +1,8 @@
-"""The settings of metrics, live view, time lines and report."""
+"""The settings of metrics, live view, time lines, report and web page."""
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -61,6 +62,58 @@ class TracingConfig(BaseModel):
         return self.endpoint if has_path else self.endpoint.rstrip("/") + "/v1/traces"
 
 
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name `localhost`, means this machine only.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
+        (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class WebConfig(BaseModel):
+    """The web page of a run, and its HTTP API."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    enabled: bool = True
+    """Serve a page that shows the run while it trains (docs/web.md). It needs no CPU until somebody
+    opens it; `asyncrl web` prints the link."""
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address that the page is served on. Any other than a loopback address needs `token_file`.
+    There is no encryption: for another machine, use an SSH tunnel or a proxy with TLS."""
+    port: int = Field(default=0, ge=0, le=MAX_PORT)
+    """Port of the page; 0 takes any free one."""
+    token_file: str | None = Field(default=None, min_length=1)
+    """File with the token that orders need, and that all requests need unless `host` is a loopback
+    address: at least 16 letters, digits or signs. null: RUN/web.token, made anew at each start."""
+
+    @model_validator(mode="after")
+    def _needs_a_token_elsewhere(self) -> Self:
+        refuse_odd_address(self.host)
+        if self.enabled and self.token_file is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} can be reached from other machines, so every request needs a "
+                "token: write one into a file that only you can read, for instance with `umask "
+                "077; openssl rand -hex 32 > FILE`, and set monitoring.web.token_file to it; or "
+                "use host 127.0.0.1 and an SSH tunnel"
+            )
+        return self
+
+
+def refuse_odd_address(host: str) -> None:
+    """Raises ValueError: it has a scheme or a path."""
+    if "://" in host or "/" in host:
+        raise ValueError(
+            f"host {host!r} is not an address; give a name or number such as "
+            "127.0.0.1, without scheme or path"
+        )
+
+
 class MonitoringConfig(BaseModel):
     """Metrics, live view and report of a run.
 
@@ -90,14 +143,12 @@ class MonitoringConfig(BaseModel):
     """Record what each process did when, in RUN/timeline/."""
     tracing: TracingConfig = TracingConfig()
     """Traces for an OpenTelemetry collector."""
+    web: WebConfig = WebConfig()
+    """The web page; see below."""
 
     @model_validator(mode="after")
     def _refuse_odd_addresses(self) -> Self:
-        if "://" in self.host or "/" in self.host:
-            raise ValueError(
-                f"host {self.host!r} is not an address; give a name or number such as "
-                "127.0.0.1, without scheme or path"
-            )
+        refuse_odd_address(self.host)
         return self
 
     def port_of(self, index: int) -> int:

@@ -256,3 +256,27 @@ def _decoded(path: Path, kind: type[T]) -> Iterator[T | RecordError]:
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 if line.endswith(b"\n"):
                     yield RecordError(path, number, str(error))
+
+
+def read_tail(path: Path, kind: type[T], max_bytes: int) -> list[T]:
+    """The last whole lines of `path`, at most `max_bytes` of them; damaged lines are left out.
+
+    Empty when there is no such file.
+    """
+    decoder = msgspec.json.Decoder(kind)
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, 2) - max_bytes - 1)
+            file.seek(start)
+            data = file.read(max_bytes + 1)
+    except OSError:
+        return []
+    whole = data.rpartition(b"\n")[0]
+    if start:
+        whole = whole.partition(b"\n")[2]  # the first line may have lost its start
+    records: list[T] = []
+    for line in whole.split(b"\n"):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            if line.strip():
+                records.append(decoder.decode(line))
+    return records

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from asyncrl.cli import machine, steering, training, watching  # noqa: F401 - these add commands
+from asyncrl.cli import machine, steering, training, watching, web  # noqa: F401 - these add commands
 from asyncrl.cli.app import app
 from asyncrl.errors import AsyncrlError, Interrupted, UserError
 from asyncrl.package_guard import refuse_foreign_packages

@@ -81,6 +81,21 @@ def ask(run: Path, request: control.Request) -> control.Reply:
         UserError: the run is not active, or its sockets cannot be trusted.
         NoReply: the controller did not answer in time.
     """
+    return asyncio.run(send_request(*_door(run), request))
+
+
+async def send_order(run: Path, request: control.Request) -> control.Reply:
+    """As `ask`, for callers with an event loop."""
+    return await send_request(*_door(run), request)
+
+
+def open_line(run: Path) -> Line[control.Reply]:
+    """A connection to the controller of a run, for many requests. Raises UserError, as `ask`."""
+    return _line(*_door(run))
+
+
+def _door(run: Path) -> tuple[str, RunKey]:
+    """Where the controller of a run takes requests, and the key for it. Raises UserError."""
     state = read_state(run)
     if state is None or not is_alive(run):
         ended = _ENDINGS[None if state is None else state.ended]
@@ -99,13 +114,17 @@ def ask(run: Path, request: control.Request) -> control.Reply:
         key = RunKey.read(control_key_file(run))
     except KeyUnusable as error:
         raise UserError(f"cannot talk to the run in {run}: {error}") from error
-    return asyncio.run(send_request(state.control_address, key, request))
+    return state.control_address, key
+
+
+def _line(address: str, key: RunKey) -> Line[control.Reply]:
+    name = f"user-{os.getpid()}-{os.urandom(4).hex()}"
+    return Line(address, key.line(_HUB, name), control.Reply)
 
 
 async def send_request(address: str, key: RunKey, request: control.Request) -> control.Reply:
     """Send one request and wait for the reply. Raises NoReply."""
-    name = f"user-{os.getpid()}-{os.urandom(4).hex()}"
-    line: Line[control.Reply] = Line(address, key.line(_HUB, name), control.Reply)
+    line = _line(address, key)
     try:
         await line.send(request)
         return await line.receive_within(REPLY_SECONDS, what="the controller's answer")

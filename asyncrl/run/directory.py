@@ -4,6 +4,7 @@ config.yaml       the resolved configuration
 processes.jsonl   the processes that the controller has started, to end them if it is killed
 run.json          the state of the run: process id, addresses, accuracy before, how it ended
 control.key       the key of `asyncrl status|stop|...`, mode 0600
+web.token         the token of orders on the web page, mode 0600
 checkpoints/      step-000010/, ... only whole ones; set-aside/ has those that a resume left behind
 metrics.jsonl     one line per optimizer step
 orders.jsonl      what the user has changed while the run was active (`asyncrl scale`)
@@ -83,6 +84,8 @@ class RunState(msgspec.Struct):
     """For each process, the port on which it serves its metrics."""
     trace_key: str = ""
     """Drawn at the run's first start: ids of traces depend on it (`monitoring.tracing.ids`)."""
+    web: str = ""
+    """Address of the web page; empty where there is none."""
     tokenizer: TokenizerDigest | None = None
     """That the run's prompts were made with at its first start."""
 

@@ -36,6 +36,7 @@ from asyncrl.run.group_traces import open_group_traces
 from asyncrl.run.inbox import Message
 from asyncrl.run.interrupts import Interrupts
 from asyncrl.run.launching import Launching, open_launcher
+from asyncrl.run.page import open_page
 from asyncrl.run.prepare import Prepared
 from asyncrl.run.progress import Progress
 from asyncrl.run.resuming import rewind
@@ -183,6 +184,7 @@ async def _run(
         metrics.watch_session(hub.sessions)
         tokenizer = _tokenizer(prepared, directory, progress)
         spec = _trainer_spec(prepared, directory, launching, hub.address, tokenizer)
+        page = open_page(config, directory, records, progress.say, closing)
         fleet = Fleet(config.launcher, launching.launcher, spec, hub, run_key)
         hub.refusals.on_cut_off = fleet.cut_off
         controller = Controller(
@@ -223,6 +225,7 @@ async def _run(
         finally:
             user.cancel()
             listing.cancel()
+            await page.close()
             try:
                 await fleet.shut_down()
             except WaitTimeout as error:

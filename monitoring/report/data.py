@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,13 @@ from wire.records import Measured, RunResult, StepMetrics, TokenCounts
 T = TypeVar("T")
 
 
+class BeginningState(msgspec.Struct, frozen=True):
+    """The part of run.json that the report reads."""
+
+    accuracy_before: float | None = None
+    evaluation_samples: int = 0
+
+
 @dataclass(slots=True)
 class RunData:
     """The contents of one run directory."""
@@ -42,6 +50,8 @@ class RunData:
     """The records of orders.jsonl, in order."""
     result: RunResult | None = None
     """result.json; None while the run is not finished."""
+    begun: BeginningState = field(default_factory=BeginningState)
+    """What run.json knows before there is a result."""
     config_text: str = ""
     """config.yaml as it is."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -66,12 +76,13 @@ class RunData:
     def accuracies(self) -> tuple[float | None, float | None]:
         """Held-out accuracy before and after training, 0 to 1; None if not measured."""
         if self.result is None:
-            return None, None
+            return self.begun.accuracy_before, None
         return self.result.accuracy_before, self.result.accuracy_after
 
     def evaluation_samples(self) -> int | None:
         """Number of held-out samples that each accuracy is measured on."""
-        return (self.result.evaluation_samples if self.result is not None else 0) or None
+        known = self.begun if self.result is None else self.result
+        return known.evaluation_samples or None
 
     def setting(self, path: str, default: Any = None) -> Any:
         """The setting at a dotted path, such as `run.steps`."""
@@ -112,7 +123,8 @@ def load_run(run_dir: Path) -> RunData:
             "give a directory that `asyncrl run` has created, such as runs/NAME"
         )
     data = RunData(name=run_dir.resolve().name)
-    _load_config(run_dir / "config.yaml", data)
+    load_config(run_dir / "config.yaml", data)
+    load_state(run_dir / "run.json", data)
     data.result = _load_or_note(data, lambda: _load_result(run_dir / "result.json"), None)
     data.steps = _load_or_note(data, lambda: read_metrics(run_dir / "metrics.jsonl"), [])
     data.samples = _load_or_note(data, lambda: read_samples(run_dir / "samples.jsonl"), [])
@@ -120,7 +132,7 @@ def load_run(run_dir: Path) -> RunData:
         data.orders = _load_or_note(
             data, lambda: read_jsonl(run_dir / "orders.jsonl", OrderRecord), []
         )
-    for path in sorted((run_dir / "timeline").glob("*.jsonl"), key=lambda path: _rank(path.stem)):
+    for path in sorted((run_dir / "timeline").glob("*.jsonl"), key=lambda path: rank_of(path.stem)):
         spans: list[Span] = _load_or_note(data, partial(read_spans, path), [])
         if spans:
             data.timelines[path.stem] = spans
@@ -135,8 +147,14 @@ def _load_slots(path: Path, data: RunData) -> None:
             data.slots[path.stem] = pieces
 
 
-def _rank(process: str) -> tuple[int, str, int]:
-    """Sort key: controller, generators, trainers, the rest; then by the number at the end."""
+def load_state(path: Path, data: RunData) -> None:
+    """Read run.json into `data`. The report of a damaged one lacks the accuracy before training."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        data.begun = msgspec.json.decode(path.read_bytes(), type=BeginningState)
+
+
+def rank_of(process: str) -> tuple[int, str, int]:
+    """Sort key of a process: controller, generators, trainers, the rest; then by its number."""
     stem = process.rstrip("0123456789")
     number = int(process[len(stem) :] or 0)
     order = ("controller", "generator", "trainer")
@@ -162,7 +180,8 @@ def _load_result(path: Path) -> RunResult | None:
         raise RecordError(path, 1, str(error)) from error
 
 
-def _load_config(path: Path, data: RunData) -> None:
+def load_config(path: Path, data: RunData) -> None:
+    """Read config.yaml into `data`; what is wrong with it becomes a note."""
     try:
         data.config_text = path.read_text(encoding="utf-8", errors="replace")
         parsed = yaml.safe_load(data.config_text)

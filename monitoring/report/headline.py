@@ -165,7 +165,7 @@ def _accuracy_tile(data: RunData) -> Markup:
     before, after = data.accuracies()
     samples = data.evaluation_samples()
     arrow = element("span", "→", class_="arrow")
-    details = "not measured"
+    details = "not measured" if before is None else "not measured after training"
     if before is not None and after is not None:
         details = f"{100 * (after - before):+.1f} points"
         if samples is not None and 0 <= before <= 1 and 0 <= after <= 1:

@@ -15,9 +15,13 @@ _CAUSE_STYLES = ("c2", "c4", "c5", "c3", "k-rewarding", "k-evaluating", "k-savin
 _BUSY = "c1"
 _OTHER = "c6"
 
+STEPS_OF_THE_RUN = "From the start of the first step to the end of the last step"
 
-def idle_card(lanes: Mapping[str, Sequence[Span]], window: Window) -> Markup:
-    """Each process's idle share of the window, by cause."""
+
+def idle_card(
+    lanes: Mapping[str, Sequence[Span]], window: Window, period: str = STEPS_OF_THE_RUN
+) -> Markup:
+    """Each process's idle share of the window, by cause. `period` says what the window is."""
     shares = {name: idle_by_cause(spans, window.start, window.end) for name, spans in lanes.items()}
     totals: dict[str, float] = {}
     for causes in shares.values():
@@ -35,8 +39,7 @@ def idle_card(lanes: Mapping[str, Sequence[Span]], window: Window) -> Markup:
         legend["other or unaccounted"] = _OTHER
     return _card(
         "Idle shares",
-        "From the start of the first step to the end of the last step, by what each process waited "
-        "for. Unaccounted time is time without a record.",
+        f"{period}, by what each process waited for. Unaccounted time is time without a record.",
         legend,
         ("process", "idle", "busy and idle", "waiting for"),
         lines,
@@ -58,7 +61,7 @@ def slots_card(slots: Mapping[str, Sequence[SlotPiece]], window: Window) -> Mark
     return _card(
         "Slots",
         "A generator counts as busy even if only two of its slots generate. So this is the share "
-        "of slot time in use over the same steps, and what the slots were used for.",
+        "of slot time in use over the same time, and what the slots were used for.",
         legend,
         ("process", "in use", "use of the slots", "share of slot time"),
         lines,

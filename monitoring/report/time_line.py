@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from monitoring.report.data import RunData
 from monitoring.report.idle import idle_card, slots_card
-from monitoring.report.lanes import kinds_legend, lanes_drawing
+from monitoring.report.lanes import Window, kinds_legend, lanes_drawing
 from monitoring.report.markup import Child, Markup, element
 from monitoring.report.sections import section
 from monitoring.report.windows import middle_window, training_window, whole_window
+from monitoring.wording import duration
 
 MAX_LANES = 24
 """Most processes that are drawn. The table of idle shares lists all of them."""
@@ -30,6 +31,19 @@ def time_line(data: RunData) -> Markup | None:
         _card("A few steps in the middle", few_lanes),
         idle_card(data.timelines, training),
         slots_card(data.slots, training),
+    )
+
+
+def recent_time_line(data: RunData, window: Window) -> Markup:
+    """Lanes of an active run over its last minutes, and idle shares; `data` has time lines."""
+    lanes = lanes_drawing(data.timelines, window, "time line of the last minutes", slots=data.slots)
+    seconds = duration(window.end - window.start)
+    return section(
+        "What each process does",
+        _about(data, hidden=0),
+        _card(f"The last {seconds}", kinds_legend(data.timelines), lanes),
+        idle_card(data.timelines, window, f"Over the last {seconds}"),
+        slots_card(data.slots, window),
     )
 
 

@@ -1,0 +1,48 @@
+"""Opens the web page of a run (`asyncrl.web`) and notes where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from asyncrl.config import RunConfig
+from asyncrl.launch.records import ProcessRecords
+from asyncrl.run.directory import RunDirectory
+from asyncrl.web.serving import WebPage
+
+
+class Page:
+    """The page of a run, or none (`monitoring.web.enabled: false`)."""
+
+    def __init__(self, directory: RunDirectory, page: WebPage | None) -> None:
+        self._directory = directory
+        self._page = page
+
+    async def close(self) -> None:
+        """End its process; the caller writes the run's state. Idempotent."""
+        if self._page is not None:
+            await self._page.close()
+            self._directory.state.web = ""
+
+
+def open_page(
+    config: RunConfig,
+    directory: RunDirectory,
+    records: ProcessRecords,
+    say: Callable[[str], None],
+    closing: AsyncExitStack,
+) -> Page:
+    """Open the page; `closing` closes it.
+
+    Raises:
+        UserError: its address or its token file cannot be used.
+    """
+    settings = config.monitoring.web
+    opened = WebPage(settings, directory.path, records, say) if settings.enabled else None
+    page = Page(directory, opened)
+    closing.push_async_callback(page.close)
+    if opened is not None:
+        directory.state.web = opened.url
+        directory.write_state()
+        say(f"web page: {opened.url} (`asyncrl web` prints a link that may give orders)")
+    return page

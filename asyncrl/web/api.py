@@ -1,0 +1,211 @@
+"""The HTTP API of a run, as a FastAPI application, and the files of the page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from fastapi import FastAPI, HTTPException, Query, Request
+from fastapi.responses import HTMLResponse, Response
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.web import orders
+from asyncrl.web.controller_link import Source
+from asyncrl.web.events import EventStream
+from asyncrl.web.feed import Feed
+from asyncrl.web.reference import reference_page
+from asyncrl.web.sections import NAMES, ORDER_BYTES, newest_samples, recent_spans
+from asyncrl.web.step_file import StepFile
+from monitoring.jsonl import read_tail
+from wire.messages import control
+from wire.orders import OrderRecord
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_STEPS = 1000
+"""Most steps in one answer."""
+MAX_SAMPLES = 100
+ABOUT = """\
+What `asyncrl status`, `stop`, `pause` and the others do, over HTTP.
+
+Orders are POST requests with JSON and the token, as `Authorization: Bearer TOKEN`. The token is in
+`RUN/web.token`, or in `monitoring.web.token_file`. An order that is refused changes nothing: its \
+answer has the status 409 and the reason.
+"""
+_REFUSED: dict[int | str, dict[str, Any]] = {
+    401: {"description": "The token is missing or wrong."},
+    403: {"description": "The request comes from another site."},
+    409: {"description": "Refused, with the reason; nothing has changed."},
+    502: {"description": "The controller did not answer."},
+}
+
+
+class Api:
+    """What the routes need.
+
+    Args:
+        run: the run's folder.
+        source: of the status; takes orders.
+        steps: of the run.
+        feed: for those who watch.
+        disk: the thread that reads files.
+    """
+
+    def __init__(
+        self, run: Path, source: Source, steps: StepFile, feed: Feed, disk: ThreadPoolExecutor
+    ) -> None:
+        self._run = run
+        self._source = source
+        self._steps = steps
+        self._feed = feed
+        self._disk = disk
+
+    async def read(self, function: Callable[[], T]) -> T:
+        """Have the thread of files do this."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, function)
+
+    async def status(self) -> Response:
+        """What the run is doing: the numbers of `asyncrl status --json`."""
+        try:
+            return _json(await self._source.status())
+        except AsyncrlError as error:
+            raise HTTPException(502, str(error)) from error
+
+    async def processes(self) -> Response:
+        """The processes of the run, by name: state, policy version, port of their metrics."""
+        try:
+            return _json((await self._source.status()).get("processes", {}))
+        except AsyncrlError as error:
+            raise HTTPException(502, str(error)) from error
+
+    async def metrics(
+        self,
+        first: Annotated[int, Query(ge=0, le=10**12, alias="from")] = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_STEPS)] = MAX_STEPS,
+    ) -> Response:
+        """Lines of metrics.jsonl, of one step each, from a step on."""
+
+        def lines() -> list[bytes]:
+            self._steps.refresh()
+            return self._steps.lines(first, limit)
+
+        body = b"[" + b",".join(await self.read(lines)) + b"]"
+        return Response(body, media_type="application/json")
+
+    async def timeline(self, seconds: Annotated[float, Query(gt=0, le=3600)] = 60.0) -> Response:
+        """What each process did in the last seconds, as spans, by process."""
+        return _json(await self.read(lambda: recent_spans(self._run, seconds)))
+
+    async def samples(self, limit: Annotated[int, Query(ge=1, le=MAX_SAMPLES)] = 8) -> Response:
+        """The newest samples, oldest first, with the origin of each token."""
+        return _json(await self.read(lambda: newest_samples(self._run, limit)))
+
+    async def given(self) -> Response:
+        """The orders that were given and recorded, oldest first."""
+        path = self._run / "orders.jsonl"
+        return _json(await self.read(lambda: read_tail(path, OrderRecord, ORDER_BYTES)))
+
+    async def events(self) -> Response:
+        """Server-sent events: `snapshot` once a second, with the status."""
+        if self._feed.is_full:
+            raise HTTPException(503, "too many pages watch this run; use `asyncrl status`")
+        return EventStream(self._feed)
+
+    async def section(self, name: Literal[NAMES]) -> HTMLResponse:  # type: ignore[valid-type]
+        """A section of the report, as HTML."""
+        return HTMLResponse((await self._feed.section(name)).html)
+
+    async def order(self, request: control.Request, who: Request) -> orders.Taken:
+        """Give an order and wait for the answer."""
+        name = orders.name_of(request)
+        client = who.client
+        by = "somebody" if client is None else f"{client.host}:{client.port}"
+        try:
+            reply = await self._source.order(request)
+        except AsyncrlError as error:
+            logger.warning("order %s of %s: no answer: %s", name, by, error)
+            raise HTTPException(502, str(error)) from error
+        logger.info("order %s of %s: %s", name, by, reply)
+        if isinstance(reply, control.Accepted):
+            return orders.Taken(accepted=reply.message, step=reply.step)
+        reason = reply.reason if isinstance(reply, control.Refused) else f"answered with {reply}"
+        raise HTTPException(409, reason)
+
+
+def application(api: Api) -> FastAPI:
+    """The routes. It has to be guarded (`asyncrl.web.middleware`)."""
+    app = FastAPI(title="asyncrl", description=ABOUT, docs_url=None, redoc_url=None, version="1")
+    data: Sequence[tuple[str, Callable[..., Awaitable[Response]]]] = (
+        ("/api/status", api.status),
+        ("/api/processes", api.processes),
+        ("/api/metrics", api.metrics),
+        ("/api/timeline", api.timeline),
+        ("/api/samples", api.samples),
+        ("/api/orders", api.given),
+        ("/api/events", api.events),
+        ("/api/report/{name}", api.section),
+    )
+    for path, answer in data:
+        app.get(path, response_class=Response, tags=["watch"])(answer)
+    _add_orders(app, api)
+    _add_page(app)
+    return app
+
+
+def _add_orders(app: FastAPI, api: Api) -> None:
+    def add(name: str, about: str, answer: Callable[..., Awaitable[orders.Taken]]) -> None:
+        path = f"/api/orders/{name}"
+        app.post(path, description=about, responses=_REFUSED, tags=["orders"], name=name)(answer)
+
+    def simple(make: Callable[[], control.Request]) -> Callable[..., Awaitable[orders.Taken]]:
+        async def answer(_arguments: orders.NoArguments, who: Request) -> orders.Taken:
+            return await api.order(make(), who)
+
+        return answer
+
+    async def scale(arguments: orders.ScaleArguments, who: Request) -> orders.Taken:
+        return await api.order(orders.scale_request(arguments), who)
+
+    async def set_value(arguments: orders.SetArguments, who: Request) -> orders.Taken:
+        return await api.order(orders.set_request(arguments), who)
+
+    for name, (make, about) in orders.SIMPLE.items():
+        add(name, about, simple(make))
+    add("scale", "Change the number of generators.", scale)
+    add("set", "Change a setting that is safe to change while the run trains.", set_value)
+
+
+def _add_page(app: FastAPI) -> None:
+    files = {
+        "/": ("text/html", _file("asyncrl.web", "static/index.html")),
+        "/page.js": ("text/javascript", _file("asyncrl.web", "static/page.js")),
+        "/page.css": (
+            "text/css",
+            _file("monitoring.report", "report.css") + _file("asyncrl.web", "static/page.css"),
+        ),
+        "/docs": ("text/html", reference_page(app.openapi()).encode()),
+    }
+
+    def add(path: str, kind: str, contents: bytes) -> None:
+        async def answer() -> Response:
+            return Response(contents, media_type=kind)
+
+        app.get(path, include_in_schema=False)(answer)
+
+    for path, (kind, contents) in files.items():
+        add(path, kind, contents)
+
+
+def _file(package: str, name: str) -> bytes:
+    return resources.files(package).joinpath(name).read_bytes()
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

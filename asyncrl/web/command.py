@@ -1,0 +1,64 @@
+"""`asyncrl web`: the link to the page of an active run, or the page of a run that has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from asyncrl.errors import UserError
+from asyncrl.run.directory import is_alive, read_state
+from asyncrl.web.serving import listen, url_of
+from asyncrl.web.tokens import read_token, token_path
+from monitoring.config import WebConfig
+
+
+def show_page(run: Path, port: int, say: Callable[[str], None]) -> None:
+    """Print the link of an active run; serve an ended run until Ctrl-C.
+
+    Args:
+        run: the run's folder.
+        port: of an ended run's page; 0 takes any free one.
+        say: prints a line.
+
+    Raises:
+        UserError: the run has no page, or the port is in use.
+    """
+    if is_alive(run):
+        say(link(run))
+        return
+    from asyncrl.web.guard import Policy
+    from asyncrl.web.server import serve
+
+    logging.getLogger("asyncrl.web").setLevel(logging.ERROR)
+    with listen(WebConfig(port=port)) as listening:
+        say(f"{url_of(listening)} shows the ended run in {run}; Ctrl-C ends this page")
+        asyncio.run(serve(run, Policy(is_loopback=True, token=None), listening, ended=True))
+
+
+def link(run: Path) -> str:
+    """The address of an active run's page, with the token behind `#`, which no server is sent.
+
+    Raises:
+        UserError: there is no page, or its token cannot be read.
+    """
+    state = read_state(run)
+    if state is None or not state.web:
+        raise UserError(
+            f"the run in {run} is active and has no web page: monitoring.web.enabled is false, the "
+            "run has just begun, or its page ended (its log says so)"
+        )
+    return f"{state.web}/#token={read_token(token_path(run, _token_file(run)))}"
+
+
+def _token_file(run: Path) -> str | None:
+    """`monitoring.web.token_file` of a run."""
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        found = config["monitoring"]["web"]["token_file"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None

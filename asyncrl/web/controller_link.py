@@ -1,0 +1,151 @@
+"""What the run says of itself: asked of its controller, or read from the folder of an ended run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.run.control import open_line, send_order
+from asyncrl.run.directory import read_state
+from monitoring.report.data import RunData, load_run
+from monitoring.run_view import RunView
+from wire import Line
+from wire.errors import WireError
+from wire.messages import control
+from wire.on_policy import OnPolicySteps, is_on_policy
+
+ASK_SECONDS = 1.0
+"""The controller is asked at most once in this time, however many watch."""
+_REPLY_SECONDS = 5.0
+
+Status = Mapping[str, Any]
+
+
+class Source(Protocol):
+    """Where status comes from and orders go."""
+
+    takes_orders: bool
+
+    async def status(self) -> Status:
+        """What `asyncrl status --json` prints. Raises AsyncrlError: the controller is silent."""
+
+    async def order(self, request: control.Request) -> control.Reply:
+        """Give an order. Raises AsyncrlError."""
+
+
+class ControllerLink:
+    """The controller of an active run. One connection, one question a second."""
+
+    takes_orders = True
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._line: Line[control.Reply] | None = None
+        self._lock = asyncio.Lock()
+        self._asked = float("-inf")
+        self._status: Status = {}
+        self._error: AsyncrlError | None = None
+
+    async def status(self) -> Status:
+        """As of at most ASK_SECONDS ago."""
+        async with self._lock:
+            if time.monotonic() - self._asked >= ASK_SECONDS:
+                try:
+                    self._status, self._error = await self._ask(), None
+                except (UserError, WireError) as error:
+                    self._error = AsyncrlError(str(error))
+                self._asked = time.monotonic()
+            if self._error is not None:
+                raise self._error
+            return self._status
+
+    async def order(self, request: control.Request) -> control.Reply:
+        """On a connection of its own, so that an order that takes long holds up nothing here."""
+        try:
+            return await send_order(self._run, request)
+        except (UserError, WireError) as error:
+            raise AsyncrlError(str(error)) from error
+
+    async def _ask(self) -> Status:
+        if self._line is None:
+            self._line = open_line(self._run)
+        try:
+            await self._line.send(control.StatusRequest())
+            reply = await self._line.receive_within(_REPLY_SECONDS, what="the controller's answer")
+        except BaseException:
+            # A late reply must not be taken for the answer to the next question.
+            self._line.close()
+            self._line = None
+            raise
+        if not isinstance(reply, control.StatusReply):
+            raise UserError(f"the controller answered a status request with {reply}")
+        return reply.status
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._line is not None:
+            self._line.close()
+
+
+class EndedRun:
+    """The folder of a run that has ended, read once."""
+
+    takes_orders = False
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self.data = load_run(run)
+        self._status = status_of(self.data, _ending(run))
+
+    async def status(self) -> Status:
+        """As it was at the end."""
+        return self._status
+
+    async def order(self, request: control.Request) -> control.Reply:
+        """Refused."""
+        name = type(request).__name__.removesuffix("Request").lower()
+        return control.Refused(
+            f"the run {self.data.name} {self._status['phase']}: there is nothing to {name}"
+        )
+
+
+_ENDINGS = {"done": "is done", "stopped": "was stopped", "failed": "failed", None: "was killed"}
+
+
+def _ending(run: Path) -> str:
+    state = read_state(run)
+    return _ENDINGS[None if state is None else state.ended]
+
+
+def status_of(data: RunData, phase: str) -> Status:
+    """The status of an ended run, with the keys of an active one."""
+    result, last = data.result, data.steps[-1] if data.steps else None
+    done = result.steps if result is not None else (0 if last is None else last.step + 1)
+    on_policy = OnPolicySteps.of(Counter(is_on_policy(step) for step in data.steps), done)
+    view = RunView(
+        phase=phase,
+        step=done,
+        last=last,
+        exactly_on_policy=on_policy.exactly if result is None else result.exactly_on_policy,
+        tokens=data.tokens(),
+        accuracy_before=data.accuracies()[0],
+    )
+    status = {
+        "run": data.name,
+        "steps": data.setting("run.steps"),
+        "engine": data.setting("engine.kind"),
+        **view.as_status(),
+        "processes": {},
+    }
+    if result is not None:
+        status |= {
+            "groups_trained": result.groups.trained,
+            "groups_failed": result.groups.failed,
+            "accuracy_after": result.accuracy_after,
+        }
+    return status

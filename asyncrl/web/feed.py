@@ -1,0 +1,130 @@
+"""One producer for all watchers of a run.
+
+While somebody watches, it asks for the status once a second and has the sections drawn again as
+often as that is cheap. Each watcher takes the newest snapshot when it can. A slow one skips
+snapshots, so nothing is kept for it.
+
+    status, once a second ──► snapshot ──► watcher: newer than the one I have?
+    sections, rarely      ──►
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.web.controller_link import ASK_SECONDS, Source, Status
+from asyncrl.web.sections import Section, Sections
+
+logger = logging.getLogger(__name__)
+
+MAX_WATCHERS = 200
+"""Most streams of events at once."""
+DRAW_SECONDS = 3.0
+"""Shortest time between two drawings of the sections."""
+DRAW_SHARE = 0.05
+"""Drawing takes at most this share of a core."""
+SECONDS_PER_WATCHER = 0.15
+"""Each watcher fetches what was drawn, so with many of them it is drawn less often."""
+
+
+class Feed:
+    """Snapshots of a run for all who watch it."""
+
+    def __init__(self, source: Source, sections: Sections, disk: ThreadPoolExecutor) -> None:
+        self._source = source
+        self._sections = sections
+        self._disk = disk
+        self._drawn: Mapping[str, Section] = {}
+        self._draw_at = float("-inf")
+        self._watchers = 0
+        self._snapshot = b""
+        self._number = 0
+        self._newer = asyncio.Condition()
+        self._producer: asyncio.Task[None] | None = None
+        self._drawing = asyncio.Lock()
+        self.closed = False
+        """Whether all streams have to end."""
+
+    async def section(self, name: str) -> Section:
+        """A section as it was last drawn. Raises KeyError."""
+        await self._draw()
+        return self._drawn[name]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are MAX_WATCHERS streams already."""
+        return self._watchers >= MAX_WATCHERS
+
+    async def watch(self) -> AsyncGenerator[bytes, None]:
+        """Snapshots as they come, as JSON, until the feed is closed."""
+        self._watchers += 1
+        try:
+            if self._producer is None or self._producer.done():
+                self._producer = asyncio.create_task(self._produce())
+            seen = 0
+            while True:
+                async with self._newer:
+                    while self._number == seen and not self.closed:
+                        await self._newer.wait()
+                if self.closed:
+                    return
+                seen = self._number
+                yield self._snapshot
+        finally:
+            self._watchers -= 1
+
+    async def close(self) -> None:
+        """End all streams."""
+        self.closed = True
+        async with self._newer:
+            self._newer.notify_all()
+
+    async def _produce(self) -> None:
+        """Until nobody watches."""
+        while self._watchers and not self.closed:
+            began = time.monotonic()
+            await self._draw()
+            status: Status | None = None
+            error: str | None = None
+            try:
+                status = await self._source.status()
+            except AsyncrlError as failure:
+                error = str(failure)
+            await self._publish(status, error)
+            await asyncio.sleep(max(0.05, ASK_SECONDS - (time.monotonic() - began)))
+
+    async def _publish(self, status: Status | None, error: str | None) -> None:
+        snapshot = {
+            "time": round(time.time(), 3),
+            "status": status,
+            "error": error,
+            "sections": {name: one.version for name, one in self._drawn.items()},
+            "watchers": self._watchers,
+            "takes_orders": self._source.takes_orders,
+        }
+        async with self._newer:
+            self._snapshot = msgspec.json.encode(snapshot)
+            self._number += 1
+            self._newer.notify_all()
+
+    async def _draw(self) -> None:
+        """Draw the sections if it is time to."""
+        async with self._drawing:
+            began = time.monotonic()
+            if began < self._draw_at:
+                return
+            loop = asyncio.get_running_loop()
+            try:
+                self._drawn = await loop.run_in_executor(self._disk, self._sections.drawn)
+            except Exception:
+                logger.exception("the sections of the page could not be drawn")
+            took = time.monotonic() - began
+            pause = max(DRAW_SECONDS, took / DRAW_SHARE, self._watchers * SECONDS_PER_WATCHER)
+            self._draw_at = time.monotonic() + pause

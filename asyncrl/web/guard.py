@@ -1,0 +1,155 @@
+"""Who may ask for what: a pure function of a request's head.
+
+On a loopback address, other users and pages of other sites are kept out in this order:
+
+- **Host** has to be a name of this machine. A site whose name was made to point to 127.0.0.1 (DNS
+  rebinding) still sends its own name.
+- **Sec-Fetch-Site and Origin**, which browsers set and pages cannot change, have to be those of
+  this page for everything under /api.
+- **The token** is needed for orders. A form or an image of another site cannot send it, and neither
+  can it send JSON.
+
+On any other address everything under /api needs the token, and the files of the page, which are the
+same for every run, need none.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from monitoring.config import is_loopback
+
+MAX_BODY_BYTES = 4096
+"""Longest body of a request."""
+
+Headers = Sequence[tuple[bytes, bytes]]
+"""As ASGI gives them: names in lower case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is served, and to whom."""
+
+    is_loopback: bool
+    """Whether the socket can be reached from this machine only."""
+    token: str | None
+    """What orders need; None: there is no run that takes orders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Denial:
+    """Why a request is refused."""
+
+    status: int
+    reason: str
+
+
+def denial(policy: Policy, method: str, path: str, headers: Headers) -> Denial | None:
+    """Why a request may not pass; None if it may."""
+    single: dict[bytes, bytes] = {}
+    for name, value in headers:
+        if name in _ONCE and name in single:
+            return Denial(400, f"the header {name.decode('latin-1')} is there twice")
+        single[name] = value
+    if method not in ("GET", "HEAD", "POST"):
+        return Denial(405, "only GET, HEAD and POST are answered")
+    return (
+        _wrong_host(policy, single)
+        or (_other_site(single) if _is_api(path) or method == "POST" else None)
+        or (_wrong_token(policy, single) if _needs_token(policy, method, path) else None)
+        or (_odd_body(single) if method == "POST" else _unwanted_body(single))
+    )
+
+
+_ONCE = (
+    b"host",
+    b"authorization",
+    b"origin",
+    b"sec-fetch-site",
+    b"content-length",
+    b"content-type",
+)
+
+
+def _is_api(path: str) -> bool:
+    return path == "/api" or path.startswith("/api/")
+
+
+def _needs_token(policy: Policy, method: str, path: str) -> bool:
+    if policy.is_loopback:
+        return method == "POST" and policy.token is not None
+    return method == "POST" or _is_api(path)
+
+
+def _wrong_host(policy: Policy, headers: dict[bytes, bytes]) -> Denial | None:
+    host = headers.get(b"host", b"").decode("latin-1")
+    if not host:
+        return Denial(400, "the request has no Host header")
+    if policy.is_loopback and not is_loopback(_name_of(host)):
+        return Denial(
+            403,
+            "the Host header is not a name of this machine; open the page as 127.0.0.1 or "
+            "localhost, also through an SSH tunnel",
+        )
+    return None
+
+
+def _name_of(host: str) -> str:
+    """Host without port; an empty text for what is no host."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""
+
+
+def _other_site(headers: dict[bytes, bytes]) -> Denial | None:
+    site = headers.get(b"sec-fetch-site", b"none").decode("latin-1")
+    origin = headers.get(b"origin")
+    host = headers[b"host"].decode("latin-1").lower()
+    is_ours = origin is None or _place_of(origin.decode("latin-1")) == host
+    if site in ("same-origin", "none") and is_ours:
+        return None
+    return Denial(403, "requests from pages of other sites are refused")
+
+
+def _place_of(origin: str) -> str:
+    """Name and port of an origin; `null` and what is none give an empty text, which no host is."""
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return ""
+    return parts.netloc.lower() if parts.scheme in ("http", "https") else ""
+
+
+def _wrong_token(policy: Policy, headers: dict[bytes, bytes]) -> Denial | None:
+    given = headers.get(b"authorization", b"")
+    scheme, _, token = given.partition(b" ")
+    wanted = (policy.token or "").encode()
+    # The comparison takes as long for a wrong token as for the right one.
+    same = hmac.compare_digest(token.strip(), wanted)
+    if scheme.lower() == b"bearer" and same and wanted:
+        return None
+    if given:
+        return Denial(401, "the token is wrong; `asyncrl web` prints a link with the right one")
+    return Denial(401, "this needs the token; `asyncrl web` prints a link with it")
+
+
+def _odd_body(headers: dict[bytes, bytes]) -> Denial | None:
+    kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if kind != b"application/json":
+        return Denial(415, "the body of a request is JSON (Content-Type: application/json)")
+    length = headers.get(b"content-length", b"")
+    if not length.isdigit() or b"transfer-encoding" in headers:
+        return Denial(411, "the request does not say how long its body is (Content-Length)")
+    if len(length) > 9 or int(length) > MAX_BODY_BYTES:
+        return Denial(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    return None
+
+
+def _unwanted_body(headers: dict[bytes, bytes]) -> Denial | None:
+    if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
+        return Denial(413, "a request for data has no body")
+    return None

@@ -1,0 +1,86 @@
+"""The orders that the API takes, and the requests to the controller that they become."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from wire.messages import control
+
+
+class NoArguments(BaseModel):
+    """`{}`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ScaleArguments(BaseModel):
+    """How many generators the run is to have."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    generators: Annotated[int, Field(ge=1, le=100_000)]
+
+
+class SetArguments(BaseModel):
+    """A setting and its new value, as in a configuration."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    key: Annotated[str, Field(min_length=1, max_length=200, examples=["trainer.learning_rate"])]
+    value: Annotated[str | int | float | bool | None, Field(examples=[1e-5])]
+
+
+class Taken(BaseModel):
+    """The controller carries the order out."""
+
+    accepted: str
+    """What happens now."""
+    step: int | None
+    """The steps that were trained when it took effect, if the order is recorded."""
+
+
+SIMPLE: dict[str, tuple[Callable[[], control.Request], str]] = {
+    "stop": (control.StopRequest, "Finish the current step, write a checkpoint, end the run."),
+    "pause": (control.PauseRequest, "Stop generating tokens; everything is kept."),
+    "resume": (control.ResumeRequest, "Continue after a pause."),
+    "drain": (control.DrainRequest, "Train what is started, start nothing more, then end the run."),
+    "checkpoint": (control.CheckpointRequest, "Write a checkpoint after the current step."),
+}
+"""Orders without arguments: their requests, and what they do."""
+
+
+def scale_request(arguments: ScaleArguments) -> control.ScaleRequest:
+    """The request for a number of generators."""
+    return control.ScaleRequest(arguments.generators)
+
+
+def set_request(arguments: SetArguments) -> control.SetRequest:
+    """The request for a setting. Its value is YAML there, of which JSON is a part."""
+    return control.SetRequest(arguments.key, as_yaml(arguments.value))
+
+
+def as_yaml(value: Any) -> str:
+    """A value as `asyncrl set` takes it.
+
+    Example:
+        >>> as_yaml(None), as_yaml(True), as_yaml("verify"), as_yaml(1e-05)
+        ('null', 'true', 'verify', '1e-05')
+    """
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def name_of(request: control.Request) -> str:
+    """An order for a log: its name and arguments.
+
+    Example:
+        >>> name_of(control.ScaleRequest(3))
+        'scale generators=3'
+    """
+    name = type(request).__name__.removesuffix("Request").lower()
+    arguments = [f"{key}={value}" for key, value in msgspec.structs.asdict(request).items()]
+    return " ".join([name, *arguments])

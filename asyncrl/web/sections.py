@@ -1,0 +1,155 @@
+"""The report's sections as pieces of HTML, drawn again as the run's files grow.
+
+An active run is drawn from the ends of its files: the newest steps, the last minutes of its time
+lines, the newest samples. So a long run costs no more than a short one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from asyncrl.web.step_file import StepFile
+from monitoring.jsonl import read_tail
+from monitoring.occupancy import SlotPiece
+from monitoring.report.data import RunData, load_config, load_state, rank_of
+from monitoring.report.health import health
+from monitoring.report.lanes import Window
+from monitoring.report.learning import learning
+from monitoring.report.markup import Markup
+from monitoring.report.sections import orders, samples, settings
+from monitoring.report.time_line import MAX_LANES, recent_time_line, time_line
+from monitoring.report.work import work
+from monitoring.samples import SampleRecord
+from monitoring.spans import Span, merge
+from wire.orders import OrderRecord
+
+RECENT_SECONDS = 120.0
+"""The part of the time lines that the page of an active run shows."""
+TIMELINE_BYTES = 1 << 18
+"""Read from the end of each process's time line."""
+SAMPLE_BYTES = 4 << 20
+"""Read from the end of samples.jsonl."""
+ORDER_BYTES = 1 << 18
+_LINE_BYTES = 1 << 16
+_OLDEST_LANE_SECONDS = 30.0
+"""Processes that ended longer ago than the window have no lane."""
+
+NAMES = ("learning", "timeline", "work", "samples", "health", "orders", "settings")
+"""The sections, in the order in which the page has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One section as it is now."""
+
+    html: bytes
+    version: str
+    """Another text whenever `html` is another one."""
+
+
+class Sections(Protocol):
+    """Where sections come from."""
+
+    def drawn(self) -> Mapping[str, Section]:
+        """All sections, newly drawn. Reads files, so it belongs in a thread."""
+
+
+class LiveSections:
+    """The sections of an active run."""
+
+    def __init__(self, run: Path, steps: StepFile) -> None:
+        self._run = run
+        self._steps = steps
+
+    def drawn(self) -> Mapping[str, Section]:
+        """All sections, from the ends of the run's files."""
+        self._steps.refresh()
+        data = RunData(name=self._run.name)
+        load_config(self._run / "config.yaml", data)
+        load_state(self._run / "run.json", data)
+        data.steps = list(self._steps.recent)
+        data.samples = newest_samples(self._run, data.max_samples)
+        data.orders = read_tail(self._run / "orders.jsonl", OrderRecord, ORDER_BYTES)
+        window = _recent(self._run, data)
+        return _drawn(data, None if window is None else recent_time_line(data, window))
+
+
+class EndedSections:
+    """The sections of a run that has ended, drawn once."""
+
+    def __init__(self, data: RunData) -> None:
+        self._drawn = _drawn(data, time_line(data))
+
+    def drawn(self) -> Mapping[str, Section]:
+        """All sections."""
+        return self._drawn
+
+
+def newest_samples(run: Path, count: int) -> list[SampleRecord]:
+    """The last lines of samples.jsonl, oldest first."""
+    return read_tail(run / "samples.jsonl", SampleRecord, SAMPLE_BYTES)[-count:] if count else []
+
+
+def recent_spans(run: Path, seconds: float) -> dict[str, list[Span]]:
+    """The last part of each process's time line, by process; of those that have one there."""
+    paths = sorted((run / "timeline").glob("*.jsonl"), key=lambda path: rank_of(path.stem))
+    since = time.time() - seconds
+    lanes: dict[str, list[Span]] = {}
+    for path in paths:
+        spans = [one for one in read_tail(path, Span, TIMELINE_BYTES) if one.end > one.start]
+        spans = merge((one for one in spans if one.end > since), 0.002)
+        if spans:
+            lanes[path.stem] = spans
+        if len(lanes) == MAX_LANES:
+            break
+    return lanes
+
+
+def _recent(run: Path, data: RunData) -> Window | None:
+    """Read the last minutes into `data`; the part of time that they cover."""
+    data.timelines = recent_spans(run, RECENT_SECONDS + _OLDEST_LANE_SECONDS)
+    if not data.timelines:
+        return None
+    data.slots = {
+        name: pieces
+        for name in data.timelines
+        if (pieces := read_tail(run / "slots" / f"{name}.jsonl", SlotPiece, TIMELINE_BYTES))
+    }
+    end = max(spans[-1].end for spans in data.timelines.values())
+    begin = min(spans[0].start for spans in data.timelines.values())
+    firsts = [_first_start(run / "timeline" / f"{name}.jsonl") for name in data.timelines]
+    origin = min((one for one in firsts if one is not None), default=begin)
+    return Window(max(begin, end - RECENT_SECONDS), end, origin)
+
+
+def _first_start(path: Path) -> float | None:
+    """When a time line begins."""
+    with contextlib.suppress(OSError, msgspec.DecodeError), path.open("rb") as file:
+        return msgspec.json.decode(file.readline(_LINE_BYTES), type=Span).start
+    return None
+
+
+def _drawn(data: RunData, lanes: Markup | None) -> dict[str, Section]:
+    parts = {
+        "learning": learning(data),
+        "timeline": lanes,
+        "work": work(data),
+        "samples": samples(data),
+        "health": health(data),
+        "orders": orders(data),
+        "settings": settings(data),
+    }
+    return {name: _section(part) for name, part in parts.items()}
+
+
+def _section(part: Markup | None) -> Section:
+    html = (part or "").encode()
+    return Section(html, hashlib.blake2b(html, digest_size=8).hexdigest())

@@ -1,0 +1,157 @@
+"""The controller's side: a listening socket, and a process that starts when somebody connects.
+
+    socket ──somebody connects──► process started ──► it accepts
+       ▲                                                   │ it ends: killed, failed
+       └──────────── watched again, MAX_STARTS times ──────┘
+
+A run that nobody looks at has no web process. The socket outlives the process, so the address stays
+the same, and connections wait meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.errors import UserError
+from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
+from asyncrl.web.tokens import read_token, token_path, write_token
+from monitoring.config import WebConfig, is_loopback
+
+MAX_STARTS = 4
+"""The first one, and three more in place of processes that ended."""
+_BACKLOG = 128
+_END_SECONDS = 2.0
+
+
+def listen(config: WebConfig) -> socket.socket:
+    """Open the socket. Raises UserError: the address cannot be used."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((config.host, config.port))
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise UserError(
+            f"the web page cannot be served on {config.host}:{config.port} "
+            f"({error.strerror or error}): set monitoring.web.host to an address of this machine, "
+            "monitoring.web.port to 0 or a free number above 1023, or monitoring.web.enabled to "
+            "false"
+        ) from error
+    listening.setblocking(False)
+    return listening
+
+
+def url_of(listening: socket.socket) -> str:
+    """The address of the page."""
+    host, port = listening.getsockname()[:2]
+    shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)  # noqa: S104
+    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+
+
+class WebPage:
+    """The web page of an active run.
+
+    Args:
+        config: `monitoring.web`.
+        run: the run's folder.
+        records: where the process is recorded.
+        say: is told if there is no page any more.
+
+    Raises:
+        UserError: the address or the token file cannot be used.
+    """
+
+    def __init__(
+        self, config: WebConfig, run: Path, records: ProcessRecords, say: Callable[[str], None]
+    ) -> None:
+        self._run = run
+        self._records = records
+        self._say = say
+        self._token = token_path(run, config.token_file)
+        if config.token_file is not None:
+            read_token(self._token)
+        self._socket = listen(config)
+        if config.token_file is None:
+            write_token(self._token)
+        self._elsewhere = not is_loopback(self._socket.getsockname()[0])
+        self.url = url_of(self._socket)
+        """Where the page is."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._task = asyncio.create_task(self._serve())
+
+    async def close(self) -> None:
+        """End the process and free the port. Idempotent."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        self._socket.close()
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, _END_SECONDS)
+        self._process.kill()
+        self._process.wait()
+
+    async def _serve(self) -> None:
+        for _ in range(MAX_STARTS):
+            await self._somebody_connects()
+            try:
+                process = self._start()
+            except OSError as error:
+                self._say(f"the web page cannot be served: {error}. Training continues")
+                break
+            await asyncio.to_thread(process.wait)
+        else:
+            self._say(
+                f"the process of the web page ended {MAX_STARTS} times, so there is no page any "
+                f"more; {self._log} says why. Training continues"
+            )
+        self._socket.close()
+
+    async def _somebody_connects(self) -> None:
+        loop, connected = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._socket, connected.set)
+        try:
+            await connected.wait()
+        finally:
+            loop.remove_reader(self._socket)
+
+    @property
+    def _log(self) -> Path:
+        return self._run / "logs" / "web.log"
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        descriptor = self._socket.fileno()
+        self._log.parent.mkdir(exist_ok=True)
+        with self._log.open("ab") as log:
+            self._process = process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "asyncrl.web.process",
+                    str(self._run),
+                    f"--socket={descriptor}",
+                    f"--parent={os.getpid()}",
+                    f"--token-file={self._token}",
+                    *(["--elsewhere"] if self._elsewhere else []),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[descriptor],
+                env=os.environ | {MARK_VARIABLE: self._records.mark},
+                start_new_session=True,
+            )
+        self._records.add("web", process.pid)
+        return process

@@ -1,0 +1,115 @@
+"""metrics.jsonl, followed as it grows: each line is read once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from array import array
+from bisect import bisect_left
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from wire.records import StepGroups, StepMetrics
+
+MAX_STEPS_IN_MEMORY = 2000
+"""The page's curves show at most this many steps, the newest."""
+_CHECKED_BYTES = 512
+"""So many bytes before the place up to which the file was read have to be as they were."""
+
+
+class StepFile:
+    """The newest record of each step, in order.
+
+    A run that returns to an earlier step cuts or replaces the file. Where it is not the one that
+    was read, it is read again from its start.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._decoder = msgspec.json.Decoder(StepMetrics)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.recent: deque[StepMetrics] = deque(maxlen=MAX_STEPS_IN_MEMORY)
+        """The newest steps, without their groups and lengths."""
+        self._steps = array("q")
+        self._starts = array("q")
+        self._ends = array("q")
+        self._read = 0
+        self._before = b""
+        """The last bytes before `_read`."""
+        self._inode = -1
+        self.damaged = 0
+        """Lines that could not be decoded."""
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def refresh(self) -> bool:
+        """Read what is new; whether anything has changed."""
+        try:
+            with self._path.open("rb") as file:
+                again = self._is_another(file)
+                if again:
+                    self._forget()
+                    self._inode = _inode(file)
+                read = self._read
+                self._read_lines(file)
+                return again or self._read != read
+        except FileNotFoundError:
+            was = bool(self._steps)
+            self._forget()
+            return was
+
+    def _is_another(self, file: BinaryIO) -> bool:
+        if self._inode != _inode(file):
+            return True
+        file.seek(self._read - len(self._before))
+        return file.read(len(self._before)) != self._before
+
+    def _read_lines(self, file: BinaryIO) -> None:
+        file.seek(self._read)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            start, self._read = self._read, self._read + len(line)
+            self._before = (self._before + line)[-_CHECKED_BYTES:]
+            try:
+                self._add(self._decoder.decode(line), start)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                self.damaged += bool(line.strip())
+
+    def _add(self, step: StepMetrics, start: int) -> None:
+        while self._steps and self._steps[-1] >= step.step:
+            for column in (self._steps, self._starts, self._ends):
+                column.pop()
+            with contextlib.suppress(IndexError):
+                self.recent.pop()
+        self._steps.append(step.step)
+        self._starts.append(start)
+        self._ends.append(self._read - 1)
+        batch = msgspec.structs.replace(step.batch, response_lengths={})
+        self.recent.append(msgspec.structs.replace(step, batch=batch, groups=StepGroups()))
+
+    def lines(self, first: int, limit: int) -> list[bytes]:
+        """The lines of at most `limit` steps, from step `first` on, as they are in the file."""
+        begin = bisect_left(self._steps, first)
+        wanted = range(begin, min(len(self._steps), begin + limit))
+        found: list[bytes] = []
+        try:
+            with self._path.open("rb") as file:
+                if self._is_another(file):
+                    return []
+                for index in wanted:
+                    file.seek(self._starts[index])
+                    found.append(file.read(self._ends[index] - self._starts[index]))
+        except FileNotFoundError:
+            return []
+        return found
+
+
+def _inode(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_ino
