@@ -17,7 +17,7 @@ PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run test check lint types format docs site bench prometheus grafana-schema clean
+.PHONY: help setup setup-sglang run test check lint types format docs site bench prometheus chromium grafana-schema clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,9 +31,10 @@ run: $(VENV)/.core $(if $(filter launcher.kind=ray,$(SET)),$(VENV)/.ray) $(if $(
 	  $(if $(filter sglang,$(ENGINE)),--set engine.sglang.python=$(SGLANG_VENV)/bin/python) \
 	  --set run.name=$(RUN) $(if $(STEPS),--set run.steps=$(STEPS)) $(foreach s,$(SET),--set $(s))
 
-test: lint types $(VENV)/.ray $(VENV)/.vllm $(SGLANG_VENV)/.ready prometheus ## lint, types, import contract and all tests, real vLLM and SGLang among them
+test: lint types $(VENV)/.ray $(VENV)/.vllm $(SGLANG_VENV)/.ready prometheus chromium ## lint, types, import contract and all tests, real vLLM and SGLang among them
 	ASYNCRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(VENV)/bin/python -m pytest $(PARALLEL) --durations=20
 	@command -v prometheus >/dev/null || echo "NOT RUN: tests against a real Prometheus, which is not installed (Debian: apt-get install prometheus)"
+	@command -v chromium >/dev/null || echo "NOT RUN: the web page in a browser; Chromium is not installed (Debian: apt-get install chromium)"
 	@$(if $(GPU),,echo "NOT RUN: whatever needs a GPU; there is none here")
 
 check: lint types ## lint, types and the fast half of the tests, in two minutes
@@ -74,6 +75,13 @@ prometheus:
 	@command -v prometheus >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 	  && echo "installing Debian's prometheus" && apt-get update -qq \
 	  && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends prometheus; } \
+	  >/dev/null 2>&1 || true
+
+# A real browser for the tests of the web page, where we may install one.
+chromium:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && echo "installing Debian's chromium" && apt-get update -qq \
+	  && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends chromium; } \
 	  >/dev/null 2>&1 || true
 
 clean: ## remove the environment and caches (runs/ stays)

@@ -7,6 +7,7 @@ Commands import what they need when they are called, so that `--help` is quick.
     app       the command line itself, and the options that several commands have
     training  init, run, eval, simulate
     watching  status, report
+    web       web
     steering  orders to an active run: pause, resume, scale, stop
     machine   doctor
     entry     what happens before a command, and how an error becomes a paragraph and an exit code

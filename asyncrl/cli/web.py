@@ -10,7 +10,7 @@ from asyncrl.cli.app import WATCHING, RunName, Runs, app
 from asyncrl.run.command_lines import DEFAULT_RUNS
 
 
-@app.command(rich_help_panel=WATCHING)
+@app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl web arithmetic")
 def web(
     name: RunName = None,
     runs: Runs = DEFAULT_RUNS,
@@ -21,7 +21,7 @@ def web(
 ) -> None:
     """Print the link to the page of an active run, or serve the page of an ended one.
 
-    The link holds the token that orders need. Example: asyncrl web my-run
+    The link holds the token that orders need.
     """
     from asyncrl.run.directory import find_run
     from asyncrl.web.command import show_page

@@ -38,7 +38,13 @@ def open_page(
         UserError: its address or its token file cannot be used.
     """
     settings = config.monitoring.web
-    opened = WebPage(settings, directory.path, records, say) if settings.enabled else None
+
+    def given_up(why: str) -> None:
+        directory.state.web = ""
+        directory.write_state()
+        say(why)
+
+    opened = WebPage(settings, directory.path, records, given_up) if settings.enabled else None
     page = Page(directory, opened)
     closing.push_async_callback(page.close)
     if opened is not None:

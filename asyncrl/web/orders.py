@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from wire.messages import control
 
+_Text = Annotated[str, Field(max_length=1000)]
+
 
 class NoArguments(BaseModel):
     """`{}`."""
@@ -32,7 +34,7 @@ class SetArguments(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     key: Annotated[str, Field(min_length=1, max_length=200, examples=["trainer.learning_rate"])]
-    value: Annotated[str | int | float | bool | None, Field(examples=[1e-5])]
+    value: Annotated[_Text | int | float | bool | None, Field(examples=[1e-5])]
 
 
 class Taken(BaseModel):
@@ -83,4 +85,4 @@ def name_of(request: control.Request) -> str:
     """
     name = type(request).__name__.removesuffix("Request").lower()
     arguments = [f"{key}={value}" for key, value in msgspec.structs.asdict(request).items()]
-    return " ".join([name, *arguments])
+    return repr(" ".join([name, *arguments]))[1:-1]

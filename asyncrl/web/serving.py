@@ -64,18 +64,18 @@ class WebPage:
         config: `monitoring.web`.
         run: the run's folder.
         records: where the process is recorded.
-        say: is told if there is no page any more.
+        given_up: is told why there is no page any more.
 
     Raises:
         UserError: the address or the token file cannot be used.
     """
 
     def __init__(
-        self, config: WebConfig, run: Path, records: ProcessRecords, say: Callable[[str], None]
+        self, config: WebConfig, run: Path, records: ProcessRecords, given_up: Callable[[str], None]
     ) -> None:
         self._run = run
         self._records = records
-        self._say = say
+        self._given_up = given_up
         self._token = token_path(run, config.token_file)
         if config.token_file is not None:
             read_token(self._token)
@@ -109,11 +109,11 @@ class WebPage:
             try:
                 process = self._start()
             except OSError as error:
-                self._say(f"the web page cannot be served: {error}. Training continues")
+                self._given_up(f"the web page cannot be served: {error}. Training continues")
                 break
             await asyncio.to_thread(process.wait)
         else:
-            self._say(
+            self._given_up(
                 f"the process of the web page ended {MAX_STARTS} times, so there is no page any "
                 f"more; {self._log} says why. Training continues"
             )
