@@ -8,6 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("asyncrl", "engine", "trainer", "scheduler", "cache", "monitoring", "wire", "rollout")
 RECORDS = {
+    "asyncrl/web/feed.py": "the time of a snapshot, for the reader",
+    "asyncrl/web/sections.py": "the last seconds of time lines, which have that time",
     "asyncrl/processes/generator/engine_log.py": "when a record of the engine was made",
     "asyncrl/processes/trainer/checkpoints.py": "when a step ended, for its record",
     "asyncrl/run/failed_starts.py": "the name of a folder",
