@@ -255,11 +255,12 @@ def _tell(periods: list[Period], watchers: int, path: str | None) -> None:
     turns = [periods[i : i + 2] for i in range(0, len(periods), 2)]
     pairs = [sorted(turn, key=lambda one: one.watchers) for turn in turns]
     slower = [with_.step_seconds / without.step_seconds - 1 for without, with_ in pairs]
+    controller = median("controller_cpu", watchers) - median("controller_cpu", 0)
     spread = statistics.stdev(slower) / len(slower) ** 0.5
     print(
         f"{watchers} watchers: step time {100 * statistics.mean(slower):+.1f} % (standard error "
         f"{100 * spread:.1f}, {len(pairs)} pairs), controller "
-        f"{100 * (median('controller_cpu', watchers) - median('controller_cpu', 0)):+.2f} % of a core, "
+        f"{100 * controller:+.2f} % of a core, "
         f"web process {100 * median('web_cpu', watchers):.1f} % of a core at low priority"
     )
     if path:
