@@ -10,7 +10,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from asyncrl.cli import machine, steering, training, watching, web  # noqa: F401 - these add commands
+from asyncrl.cli import (  # noqa: F401 - these add commands
+    agents,
+    machine,
+    steering,
+    training,
+    watching,
+    web,
+)
 from asyncrl.cli.app import app
 from asyncrl.errors import AsyncrlError, Interrupted, UserError
 from asyncrl.package_guard import refuse_foreign_packages

@@ -61,6 +61,20 @@ def run(
     clean: Annotated[
         bool, typer.Option("--clean", help="Delete an earlier run of this name first.")
     ] = False,
+    continues: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            help="Resume the run if there is one, else begin it; do nothing if it is complete.",
+        ),
+    ] = False,
+    health_port: Annotated[
+        int | None,
+        typer.Option("--health-port", min=0, max=65535, help="Answer /healthz and /readyz here."),
+    ] = None,
+    health_host: Annotated[
+        str, typer.Option("--health-host", help="Of --health-port.")
+    ] = "127.0.0.1",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the whole configuration and exit.")
     ] = False,
@@ -88,6 +102,17 @@ def run(
     if dry_run or explain:
         typer.echo(explain_config(config) if explain else dump_config(config), nl=False)
         return
+    if continues and (resume or clean or resume_from is not None):
+        raise UserError(
+            "--continue resumes a run or begins it: give it without --resume and --clean"
+        )
+    if continues:
+        from asyncrl.run.directory import is_complete, may_be_resumed
+
+        if is_complete(config):
+            typer.echo(f"the run in {config.directory} is complete; there is nothing to do")
+            return
+        resume = may_be_resumed(config)
     resume = resume or resume_from is not None
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
@@ -99,6 +124,7 @@ def run(
         refuse_unfit(config, resume=resume, clean=clean)
         if resume:
             config = with_orders(config, overrides or [])
+    from asyncrl.health import Health
     from asyncrl.run.execute import execute
     from asyncrl.run.prepare import prepare
 
@@ -108,6 +134,7 @@ def run(
         clean=clean,
         console=console,
         resume_from=resume_from,
+        health=None if health_port is None else Health(health_host, health_port),
     )
     _print_result(
         console,

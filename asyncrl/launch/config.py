@@ -6,6 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from asyncrl.launch.agents.config import AgentsConfig
+from asyncrl.launch.cluster_config import ClusterConfig
 from asyncrl.launch.ray.config import RayConfig
 from wire.limits import MAX_THREADS, START_SECONDS, WEEK_SECONDS
 
@@ -18,9 +20,10 @@ class LauncherConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    kind: Literal["local", "ray"] = "local"
+    kind: Literal["local", "ray", "agents"] = "local"
     """`local`: child processes on this machine. `ray`: on the nodes of a Ray cluster
-    (docs/ray.md)."""
+    (docs/ray.md). `agents`: on machines or in containers that somebody else has started, with
+    `asyncrl agent` in each (docs/agents.md)."""
     generators: int = Field(default=1, ge=1, le=10_000)
     """Number of generator processes."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
@@ -63,6 +66,17 @@ class LauncherConfig(BaseModel):
     """Most restarts of processes that died: generators and trainers, counted together. A restarted
     trainer continues from the newest checkpoint (trainer.checkpoint_every)."""
     ray: RayConfig = RayConfig()
+    agents: AgentsConfig = AgentsConfig()
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """The settings for several machines, of the launcher's kind."""
+        return self.agents if self.kind == "agents" else self.ray
+
+    @property
+    def cluster_key(self) -> str:
+        """The name of `cluster` in the configuration."""
+        return "launcher.agents" if self.kind == "agents" else "launcher.ray"
 
     @model_validator(mode="after")
     def _sockets_without_keys_are_asked_for(self) -> Self:
@@ -77,16 +91,43 @@ class LauncherConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _ray_divides_the_machines(self) -> Self:
+    def _others_divide_the_machines(self) -> Self:
         local = {
             "gpus": self.gpus is not None,
             "colocate": self.colocate,
             "pin_cores": self.pin_cores,
         }
         wrong = [f"launcher.{name}" for name, is_set in local.items() if is_set]
-        if self.kind == "ray" and wrong:
+        if self.kind != "local" and wrong:
+            who = {
+                "ray": "Ray gives each process its cores and GPUs (launcher.ray.generator and "
+                ".trainer)",
+                "agents": "an agent's process has the cores and GPUs that its agent has",
+            }
             raise ValueError(
-                f"{', '.join(wrong)} is for launcher.kind: local; with launcher.kind: ray, Ray "
-                "gives each process its cores and GPUs (launcher.ray.generator and .trainer)"
+                f"{', '.join(wrong)} is for launcher.kind: local; with launcher.kind: {self.kind}, "
+                f"{who[self.kind]}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _agents_have_a_secret(self) -> Self:
+        if self.kind != "agents":
+            return self
+        if self.agents.key_file is None:
+            raise ValueError(
+                "launcher.kind: agents needs launcher.agents.key_file, the file of a secret that "
+                "agents have too: `asyncrl agent-key FILE` writes one"
+            )
+        if self.weights == "broadcast":
+            raise ValueError(
+                "launcher.weights: broadcast does not work with launcher.kind: agents, whose ports "
+                "are fixed; use launcher.weights: files"
+            )
+        most = self.agents.max_generators
+        if most is not None and most < self.generators:
+            raise ValueError(
+                f"launcher.agents.max_generators: {most} is less than launcher.generators "
+                f"({self.generators}), with which the run begins"
             )
         return self

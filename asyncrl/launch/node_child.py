@@ -76,19 +76,20 @@ def node_facts(asked: dict[str, Any]) -> dict[str, Any]:
     """About this node: what `asyncrl.launch.nodes.NodeInfo` has of these names.
 
     Args:
-        asked: token_file, token, model, weights_directory.
+        asked: token_file, token, model (absolute, or an id of the hub), weights_directory.
     """
     try:
         shares = Path(asked["token_file"]).read_text(encoding="utf-8") == asked["token"]
     except OSError:
         shares = False
+    model = Path(asked["model"])
     return {
         "hostname": socket.gethostname(),
         "memory": memory_of(Path(asked["weights_directory"])),
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "asyncrl": code_version(),
         "shares_run_directory": shares,
-        "has_model": Path(asked["model"]).is_dir(),
+        "has_model": not model.is_absolute() or model.is_dir(),
         "disk": _disk_of(Path(tempfile.gettempdir())),
     }
 
@@ -210,6 +211,11 @@ class NodeChild:
                 return
             with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
                 keeper = _started_keeper(command)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child; None: it is not started."""
+        return None if self._child is None else self._child.pid
 
     def watch(self, seconds: float) -> tuple[int | None, str]:
         """Wait for the child's end, at most this long; its exit code and the end of its log."""

@@ -17,8 +17,8 @@ def check_given_gpus(spec: ChildSpec) -> None:
     found = torch.cuda.device_count() if spec.gpus and torch.cuda.is_available() else 0
     if found < spec.gpus:
         raise UserError(
-            f"Ray gave {spec.name} {spec.gpus} GPU(s), and torch {torch.__version__} finds {found} "
-            "on its node: install the driver and a torch for CUDA there, name an image that has "
-            "them (launcher.ray.image), correct the node's `ray start --num-gpus`, or set "
-            "engine.device and trainer.device to cpu"
+            f"the launcher gave {spec.name} {spec.gpus} GPU(s), and torch {torch.__version__} "
+            f"finds {found} on its node: install the driver and a torch for CUDA there, use an "
+            "image that has them (launcher.ray.image), correct `ray start --num-gpus`, or "
+            "set engine.device and trainer.device to cpu"
         )

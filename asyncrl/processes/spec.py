@@ -47,8 +47,13 @@ class ChildSpec(msgspec.Struct, frozen=True):
     in any process."""
     fence: str = ""
     """The word of this trainer (`trainer.fence`)."""
+    ports: tuple[int, ...] = ()
+    """That it listens at, in this order, where the user has fixed them: of the trainer for
+    trajectories; of a relay for its trainer's weights, its node's weights and files."""
+    advertised: str = ""
+    """Host under which other machines reach what it listens at; empty: the one that it binds."""
     gpus: int = 0
-    """That Ray gave it."""
+    """That its node has for it."""
     first: bool = True
     """False if it replaces a process that died."""
     shares_run_directory: bool = True
@@ -74,6 +79,19 @@ class ChildSpec(msgspec.Struct, frozen=True):
     def generator(self) -> int:
         """Number of a generator, which its replacements have too."""
         return int(self.name.removeprefix("generator-").split(".")[0])
+
+    def bind_to(self, index: int = 0) -> str:
+        """Where it listens for data: `data_address`, with the port of this index if it is fixed."""
+        if index < len(self.ports) and self.data_address.endswith(":*"):
+            return f"{self.data_address[:-1]}{self.ports[index]}"
+        return self.data_address
+
+    def reached_at(self, bound: str) -> str:
+        """The address under which other machines reach what is bound to this one."""
+        if not self.advertised or not bound.startswith("tcp://"):
+            return bound
+        host = f"[{self.advertised}]" if ":" in self.advertised else self.advertised
+        return f"tcp://{host}:{bound.rpartition(':')[2]}"
 
     def here(self, path: str) -> Path:
         """Where a file is on this node whose path on its own node the controller names."""

@@ -108,6 +108,8 @@ class Controller:
         self._unfinished = UnfinishedWork(config, directory.path, fleet, requests, progress.say)
         self.accuracy_before: Accuracy | None = None
         """Held-out accuracy before training, once it is known."""
+        self.has_begun = False
+        """Whether its processes were all ready once, so that it evaluates or trains."""
         self._evaluations = 0
         """Evaluations after training that were begun: one, unless steps were lost meanwhile."""
         restarts = TrainerRestarts(
@@ -167,6 +169,7 @@ class Controller:
                 seconds=self._config.launcher.startup_seconds,
                 what=self._fleet.what_starts,
             )
+            self.has_begun = True
             before = await self._evaluate_before()
             if self._directory.resume_point.directory is not None:
                 await self._unfinished.restore(self._directory.resume_point.step)

@@ -202,6 +202,20 @@ class RunDirectory:
         write_atomically(self.path / "result.json", text + "\n")
 
 
+def may_be_resumed(config: RunConfig) -> bool:
+    """Whether there is a run of this name that was begun; it may be active."""
+    return (config.directory / "config.yaml").exists()
+
+
+def is_complete(config: RunConfig) -> bool:
+    """Whether there is a run of this name that has trained all these steps, and is not active."""
+    path = config.directory
+    state = read_state(path)
+    if state is None or state.ended != "done" or is_alive(path):
+        return False
+    return load_config(path / "config.yaml").run.steps >= config.run.steps
+
+
 def refuse_unfit(config: RunConfig, *, resume: bool, clean: bool) -> None:
     """Check that a run can begin, or be resumed, in its folder. Changes nothing.
 

@@ -25,6 +25,7 @@ from asyncrl.errors import (
     WrongPolicyError,
 )
 from asyncrl.evaluation.round import Accuracy
+from asyncrl.health import Health, beat_of
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.shared_memory import local_run_id, remove_stale_files
 from asyncrl.processes.spec import ChildSpec, is_relay
@@ -69,6 +70,7 @@ def execute(
     console: Console,
     resume_from: int | None = None,
     run_key: RunKey | None = None,
+    health: Health | None = None,
 ) -> RunResult:
     """Run to the end and return the contents of result.json.
 
@@ -80,6 +82,7 @@ def execute(
         resume_from: continue from the checkpoint after this many steps; None: the newest whole one.
         run_key: for a caller that connects to the run's sockets itself; None: a new one, which
             only the run's processes know.
+        health: says whether the controller's loop turns and the run has begun.
 
     Raises:
         UserError: the run name is in use, or the user made a mistake that showed during the run.
@@ -114,7 +117,15 @@ def execute(
         try:
             key = RunKey.new() if run_key is None else run_key
             return asyncio.run(
-                _run(prepared, directory, targets, console=console, metrics=metrics, run_key=key)
+                _run(
+                    prepared,
+                    directory,
+                    targets,
+                    console=console,
+                    metrics=metrics,
+                    run_key=key,
+                    health=health,
+                )
             )
         except UserError:
             kept = directory.undo()
@@ -150,6 +161,7 @@ async def _run(
     console: Console,
     metrics: ControllerMetrics,
     run_key: RunKey,
+    health: Health | None,
 ) -> RunResult:
     began = time.monotonic()
     config, state = prepared.config, directory.state
@@ -187,6 +199,8 @@ async def _run(
         page = open_page(config, directory, records, progress.say, closing)
         fleet = Fleet(config.launcher, launching.launcher, spec, hub, run_key)
         hub.refusals.on_cut_off = fleet.cut_off
+        if launching.agents is not None:
+            launching.agents.roster.is_ready = fleet.is_ready
         controller = Controller(
             config,
             prepared.task,
@@ -201,6 +215,7 @@ async def _run(
         user_socket = user_hub(state.control_address, control_key, Refusals(metrics.count_refused))
         user = asyncio.create_task(_serve_user(user_socket, controller))
         listing = asyncio.create_task(_list_processes(fleet, targets))
+        closing.callback(beat_of(health, lambda: controller.has_begun))
         interrupts = Interrupts(
             controller,
             kill=partial(_kill, fleet, records),

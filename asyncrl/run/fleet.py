@@ -203,6 +203,11 @@ class Fleet:
         """Whether every living process can take work."""
         return all(worker.is_ready for worker in self.alive)
 
+    def is_ready(self, name: str) -> bool:
+        """Whether a process can take work."""
+        worker = self._find(name)
+        return worker is not None and worker.is_ready and not worker.is_gone
+
     def unready(self) -> str:
         """Names of the living processes that cannot take work yet."""
         return ", ".join(worker.name for worker in self.alive if not worker.is_ready)

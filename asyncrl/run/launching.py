@@ -11,6 +11,8 @@ from typing import Literal
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError
+from asyncrl.launch.agents.gathering import open_agents
+from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.launch.interface import Launcher
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.ray.launcher import RayLauncher
@@ -35,6 +37,8 @@ class Launching:
     """As in `ChildSpec`."""
     on_lost: Callable[[Callable[[AsyncrlError], None]], None]
     """Has a function called, from another thread, if the launcher loses its cluster."""
+    agents: AgentsLauncher | None = None
+    """The launcher, if it is that of agents."""
 
 
 async def open_launcher(
@@ -59,6 +63,8 @@ async def open_launcher(
             say(line)
         device: Literal["cpu", "cuda"] = "cuda" if ray.generators_have_gpus else "cpu"
         return Launching(ray, f"tcp://{ray.node_ip}:*", "", model_path, device, ray.on_lost)
+    if config.launcher.kind == "agents":
+        return await _open_agents(prepared, run, records, closing, say)
     local = LocalLauncher(
         run / "logs",
         records,
@@ -74,6 +80,39 @@ async def open_launcher(
         prepared.model_path,
         engine_device(prepared.gpus),
         lambda _tell: None,
+    )
+
+
+async def _open_agents(
+    prepared: Prepared,
+    run: Path,
+    records: ProcessRecords,
+    closing: AsyncExitStack,
+    say: Callable[[str], None],
+) -> Launching:
+    config, path = prepared.config, prepared.model_path
+    model_path = _absolute(path) if os.path.isdir(path) else path  # noqa: PTH112, ASYNC240 - or an id
+    needs = needs_of(config, any_gpu=True)
+    generators_may = all(engine.device == "auto" for engine in config.engines)
+    trainer_may = config.trainer.device == "auto"
+    found = await open_agents(
+        config,
+        gpus=(needs.trainer, needs.per_generator),
+        optional_gpus=frozenset([*["trainer"] * trainer_may, *["generator"] * generators_may]),
+        run_directory=Path(_absolute(str(run))),
+        model_path=model_path,
+        records=records,
+        say=say,
+    )
+    closing.push_async_callback(found.close)
+    return Launching(
+        found,
+        f"tcp://{config.launcher.agents.control}",
+        "",
+        model_path,
+        "cuda" if found.roster.generators_have_gpus else "cpu",
+        lambda _tell: None,
+        found,
     )
 
 

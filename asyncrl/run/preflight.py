@@ -36,7 +36,7 @@ def check_machine(config: RunConfig) -> None:
     launcher = config.launcher
     if launcher.kind == "ray":
         check_ray()  # what the nodes have is asked when the cluster is opened
-    else:
+    elif launcher.kind == "local":
         _check_threads(config)
         divide_machine(
             generators=launcher.generators, threads=launcher.threads, pin_cores=launcher.pin_cores

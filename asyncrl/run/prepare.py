@@ -42,7 +42,7 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
         UserError: this machine, the model, the data or a reward cannot be used.
     """
     check_machine(config)
-    gpus = None if config.launcher.kind == "ray" else place(config)
+    gpus = place(config) if config.launcher.kind == "local" else None
     check_rewards(config.rewards)
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         model_path = resolve_model(config.model, bar)

@@ -1,7 +1,8 @@
 """The relays of a run: one process on each node that has others, where the launcher says so.
 
 A lost relay is replaced as long as its node has processes. It counts against a limit of its own
-(`launcher.ray.max_relay_restarts`): generators and the trainer go on meanwhile.
+(`max_relay_restarts` of `launcher.ray` or `launcher.agents`): generators and the trainer go on
+meanwhile.
 """
 
 from __future__ import annotations
@@ -106,11 +107,11 @@ class Relays:
         name = f"relay-{list(self._of_nodes).index(node)}"
         said = []
         if earlier:
-            lost, limit = earlier[-1], self._config.ray.max_relay_restarts
+            lost, limit = earlier[-1], self._config.cluster.max_relay_restarts
             if self._restarts >= limit:
                 raise RunFailed(
-                    f"{lost.name} was lost, and launcher.ray.max_relay_restarts ({limit}) does not "
-                    f"allow another; its last words:\n{lost.handle.log_tail()}"
+                    f"{lost.name} was lost, and {self._config.cluster_key}.max_relay_restarts "
+                    f"({limit}) does not allow another; its last words:\n{lost.handle.log_tail()}"
                 )
             self._restarts += 1
             name = f"{name}.{len(earlier)}"

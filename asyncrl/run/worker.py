@@ -148,10 +148,10 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
 def _without_room(worker: Worker, now: float, limits: LauncherConfig) -> str | None:
     """Why a generator that no node has room for is given up; `Fleet.deaths` lets it wait."""
     waited = now - worker.heard
-    if waited <= limits.ray.place_seconds:
+    if waited <= limits.cluster.place_seconds:
         return None
     worker.handle.end(by_force=True)
-    return f"found no room on the cluster for {waited:.0f} s (launcher.ray.place_seconds)"
+    return f"found no room on the cluster for {waited:.0f} s ({limits.cluster_key}.place_seconds)"
 
 
 def _how_it_ended(code: int) -> str:

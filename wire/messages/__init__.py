@@ -7,6 +7,9 @@ Control plane (the workers connect to the controller):
     from_trainer    trainer    -> controller
     to_relay        controller -> relay of a node
     from_relay      relay      -> controller
+Agents (they connect to the controller, before any process of the run):
+    to_agent        controller -> agent of a machine
+    from_agent      agent      -> controller
 Data plane (the generators connect to the trainer):
     data            trajectories to the trainer, acknowledgements back
 Weights:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from asyncrl.launch.cluster_config import ClusterConfig
 from wire.limits import WEEK_SECONDS
 
 Strategy = Literal["pack", "spread", "strict_spread"]
@@ -33,10 +34,8 @@ class Bundle(BaseModel):
         return resources
 
 
-class RayConfig(BaseModel):
+class RayConfig(ClusterConfig):
     """How a run uses a Ray cluster. Only read with `launcher.kind: ray`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     address: str | None = Field(default=None, max_length=300)
     """`HOST:PORT` of the head; `auto`: the cluster that this machine belongs to; null: a cluster
@@ -48,7 +47,7 @@ class RayConfig(BaseModel):
     """What the trainer takes."""
     generator: Bundle = Bundle()
     """What each generator takes. Its GPUs are `tensor_parallel_size` of its engine."""
-    runtime_env: dict[str, Any] = {}
+    runtime_env: dict[str, Any] = Field(default={})
     """Ray's runtime environment of the processes, e.g. {"env_vars": {...}}. Nothing is shipped
     unless it is named here: the nodes have asyncrl installed."""
     image: str | None = Field(default=None, max_length=500)
@@ -56,15 +55,6 @@ class RayConfig(BaseModel):
     bind_address: str | None = Field(default=None, max_length=300)
     """Address of this machine at which the controller listens for the processes; null: the one by
     which Ray knows this machine."""
-    weights_directory: str = "/dev/shm"  # noqa: S108 - memory, and files there have mode 0600
-    """Folder in memory that every node has for weights."""
-    relays: Literal["auto", "always"] = "auto"
-    """Whether a relay on each node carries weights between nodes: `auto` if the run's processes are
-    on several machines, `always` also between nodes of one machine, as if they shared no memory."""
-    max_relay_restarts: int = Field(default=10, ge=0, le=10_000)
-    """Most relays that are replaced after they were lost; the other processes go on meanwhile."""
     connect_seconds: float = Field(default=30.0, gt=0, le=WEEK_SECONDS)
     """Longest wait for an answer of the cluster. A head that is dead does not refuse a connection,
     it is silent."""
-    place_seconds: float = Field(default=120.0, gt=0, le=WEEK_SECONDS)
-    """Longest wait for room on the nodes, and for an answer of each."""

@@ -15,6 +15,9 @@ report      consumes: counters. produces: `RelayReport`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from asyncrl.processes.relay.control import ControlRelay, RelayLine
 from asyncrl.processes.relay.files import RelayFiles
@@ -34,6 +37,7 @@ class RelayProcess:
         files: of this node.
         metrics: follow the counters.
         metrics_port: where they are served; None: nowhere.
+        reached_at: the address under which other nodes reach what is bound to this one.
     """
 
     def __init__(
@@ -43,9 +47,11 @@ class RelayProcess:
         files: RelayFiles,
         metrics: RelayMetrics,
         metrics_port: int | None,
+        reached_at: Callable[[str], str] = lambda address: address,
     ) -> None:
         self._metrics = metrics
         self._metrics_port = metrics_port
+        self._reached_at = reached_at
         self._passing = passing
         self._control: RelayLine[to_relay.ToRelay] = passing.line
         self._weights = weights
@@ -59,9 +65,9 @@ class RelayProcess:
         """
         await self._control.send(
             from_relay.RelayReady(
-                self._weights.source_address,
-                self._weights.node_address,
-                self._files.ready,
+                self._reached_at(self._weights.source_address),
+                self._reached_at(self._weights.node_address),
+                replace(self._files.ready, address=self._reached_at(self._files.ready.address)),
                 self._metrics_port,
             )
         )

@@ -45,8 +45,9 @@ async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
                 closing.callback(exporter.close)
             weights = RelayWeights(
                 spec.name,
-                spec.data_address,
+                spec.bind_to(0),
                 keys.weights,
+                node_address=spec.bind_to(1),
                 directory=Path(spec.weights_directory),
                 files_id=weights_id(spec.run_id, spec.name),
                 say=control.send_soon,
@@ -56,13 +57,13 @@ async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
             files = RelayFiles(
                 Path(spec.run_directory),
                 shares=spec.shares_run_directory,
-                address=spec.data_address,
+                address=spec.bind_to(2),
                 keys=keys.files,
                 say=control.send_soon,
             )
             closing.callback(files.close)
             port = None if exporter is None else exporter.port
-            await RelayProcess(passing, weights, files, metrics, port).run()
+            await RelayProcess(passing, weights, files, metrics, port, spec.reached_at).run()
         except BaseExceptionGroup as group:
             error = first_error(group)
             await _report(control, error)

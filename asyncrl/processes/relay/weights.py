@@ -32,7 +32,8 @@ class RelayWeights:
 
     Args:
         name: of the relay.
-        address: to bind twice; port `*`: any that is free.
+        address: to bind for the weights of this node's trainer; port `*`: any that is free.
+        node_address: to bind for those that this node has received; empty: as `address`.
         keys: of both sockets.
         directory: in memory.
         files_id: names this relay's files; unique on this machine.
@@ -50,6 +51,7 @@ class RelayWeights:
         files_id: str,
         say: Callable[[msgspec.Struct], None],
         metrics: RelayMetrics | None = None,
+        node_address: str = "",
     ) -> None:
         self._metrics = metrics
         self._say = say
@@ -57,7 +59,12 @@ class RelayWeights:
         self._source = WeightSource(name, address, keys)
         try:
             self._node = WeightNode(
-                name, address, keys, directory=directory, files_id=files_id, timing=_TIMING
+                name,
+                node_address or address,
+                keys,
+                directory=directory,
+                files_id=files_id,
+                timing=_TIMING,
             )
         except BaseException:
             self._source.close()

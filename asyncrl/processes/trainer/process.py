@@ -87,8 +87,12 @@ class TrainerProcess:
         self._cut_off: list[from_trainer.PeerCutOff] = []
         generators.refusals.on_cut_off = self._note_cut_off
 
-    async def run(self, *, metrics_port: int | None) -> None:
+    async def run(self, *, metrics_port: int | None, address: str = "") -> None:
         """Publish the present weights, then train until told to shut down.
+
+        Args:
+            metrics_port: where the metrics are served.
+            address: under which generators reach this process; empty: where it listens.
 
         Raises:
             ExceptionGroup: with the error of a loop.
@@ -100,7 +104,7 @@ class TrainerProcess:
                 manifest,
                 metrics_port,
                 self._steps.initial_weights,
-                self._generators.address,
+                address or self._generators.address,
             )
         )
         async with asyncio.TaskGroup() as loops:

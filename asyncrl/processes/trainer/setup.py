@@ -50,7 +50,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         check_given_gpus(spec)
         config = child.config
         generators: Hub[data.FromGeneratorData] = Hub(
-            spec.data_address,
+            spec.bind_to(),
             keys.data,
             data.FromGeneratorData,
             Refusals(child.metrics.count_refused, limit=_LIMIT),
@@ -116,7 +116,9 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             stops_on_wrong_policy=config.run.on_wrong_policy == "stop",
         )
         with without_collecting_the_start():
-            await process.run(metrics_port=child.metrics_port)
+            await process.run(
+                metrics_port=child.metrics_port, address=spec.reached_at(generators.address)
+            )
 
 
 def _sender(

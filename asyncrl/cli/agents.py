@@ -1,0 +1,109 @@
+"""The commands `asyncrl agent`, `asyncrl agent-key` and `asyncrl health`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl.cli.app import MACHINE, app
+from asyncrl.errors import UserError
+
+
+class Role(str, Enum):  # noqa: UP042 - typer shows the values of this one
+    """What an agent's child may be."""
+
+    generator = "generator"
+    trainer = "trainer"
+    any = "any"
+
+
+@app.command(
+    rich_help_panel=MACHINE,
+    epilog="Example: asyncrl agent --controller train-0:5900 --key-file agents.key --role any",
+)
+def agent(
+    controller: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where the controller listens for agents.")
+    ],
+    key_file: Annotated[Path, typer.Option(help="The file of the secret (asyncrl agent-key).")],
+    role: Annotated[Role, typer.Option(help="What may run here.")] = Role.any,
+    name: Annotated[str, typer.Option(help="In messages; default: the host's name.")] = "",
+    runs: Annotated[
+        Path | None,
+        typer.Option(help="Here the folder of run folders has this path, not the controller's."),
+    ] = None,
+    advertise: Annotated[
+        str, typer.Option(metavar="HOST", help="Under which other machines reach this one.")
+    ] = "",
+    ports: Annotated[
+        str, typer.Option(metavar="FIRST-LAST", help="To listen at; default: any that are free.")
+    ] = "",
+    grace: Annotated[
+        float, typer.Option(min=0.0, metavar="SECONDS", help="To leave in after SIGTERM.")
+    ] = 600.0,
+    health_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Answer /healthz and /readyz here.")
+    ] = None,
+    health_host: Annotated[str, typer.Option(help="Of --health-port.")] = "127.0.0.1",
+    once: Annotated[bool, typer.Option("--once", help="End when the run ends.")] = False,
+) -> None:
+    """Take part in a run with this machine: host its trainer or a generator."""
+    from asyncrl.health import Health
+    from asyncrl.launch.agents.agent import Agent, Settings
+    from asyncrl.launch.agents.config import host_and_port
+    from asyncrl.launch.agents.gpus import count_gpus
+    from asyncrl.launch.agents.secret import read_secret
+
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stdout,
+        force=True,
+    )
+    try:
+        host_and_port(controller)
+    except ValueError as error:
+        raise UserError(f"--controller: {error}") from error
+    settings = Settings(
+        controller=controller,
+        role=role.value,
+        secret=read_secret(key_file, "--key-file"),
+        name=name,
+        runs=runs,
+        advertise=advertise,
+        ports=ports,
+        gpus=count_gpus(),
+        grace_seconds=grace,
+        once=once,
+    )
+    health = None if health_port is None else Health(health_host, health_port)
+    asyncio.run(Agent(settings).run(health))
+
+
+@app.command("agent-key", rich_help_panel=MACHINE, epilog="Example: asyncrl agent-key agents.key")
+def agent_key(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="To write, with mode 0600.")],
+) -> None:
+    """Write a new secret for a controller and its agents; one that is there stays."""
+    from asyncrl.launch.agents.secret import write_secret
+
+    said = "written" if write_secret(file) else "there already, and left as it is"
+    typer.echo(f"{file}: {said}")
+
+
+@app.command(rich_help_panel=MACHINE, epilog="Example: asyncrl health 5990 --ready")
+def health(
+    port: Annotated[int, typer.Argument(min=1, max=65535, help="Of --health-port.")],
+    ready: Annotated[bool, typer.Option("--ready", help="Ask /readyz, not /healthz.")] = False,
+    host: Annotated[str, typer.Option(help="Of --health-host.")] = "127.0.0.1",
+) -> None:
+    """Ask a run or an agent how it is; exit code 0: it is well. For probes of containers."""
+    from asyncrl.health import ask
+
+    ask(port, host, ready=ready)

@@ -1,0 +1,107 @@
+"""`/healthz` and `/readyz` over HTTP, for the probes of containers. They say yes or no.
+
+    /healthz   200 while the event loop turns, otherwise 503
+    /readyz    200 when the process does what it is for, otherwise 503
+
+A thread of its own answers, so a loop that hangs is noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from asyncrl.errors import UserError
+from monitoring.http_server import MetricsServer
+
+BEAT_SECONDS = 1.0
+LATE_SECONDS = 30.0
+"""An event loop that has not turned for so long hangs: no step of any loop takes half of that."""
+
+
+class Health:
+    """What a process says of its health.
+
+    Args:
+        host: to listen at.
+        port: to listen at; 0: any that is free.
+
+    Raises:
+        UserError: it cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._turned: float | None = None
+        self._is_ready: Callable[[], bool] = lambda: False
+        try:
+            self._server = MetricsServer(host, port, self._answer)
+        except OSError as error:
+            raise UserError(
+                f"--health-port: this machine cannot listen at {host}:{port} ({error.strerror}); "
+                "another program has the port, or the host is none of its addresses"
+            ) from error
+        self.port = self._server.port
+        threading.Thread(target=self._server.serve_forever, name="health", daemon=True).start()
+
+    async def beat(self, is_ready: Callable[[], bool]) -> None:
+        """Run within the loop that is watched, until cancelled.
+
+        Args:
+            is_ready: whether the process does what it is for; called by another thread.
+        """
+        self._is_ready = is_ready
+        try:
+            while True:
+                self._turned = time.monotonic()
+                await asyncio.sleep(BEAT_SECONDS)
+        finally:
+            self._turned, self._is_ready = None, lambda: False
+
+    @property
+    def is_live(self) -> bool:
+        """Whether no loop is known to hang. Before and after the loop there is none that could."""
+        turned = self._turned
+        return turned is None or time.monotonic() - turned < LATE_SECONDS
+
+    def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path not in ("/healthz", "/readyz"):
+            status, text = http.HTTPStatus.NOT_FOUND, "GET /healthz or /readyz"
+        elif self.is_live and (path == "/healthz" or self._is_ready()):
+            status, text = http.HTTPStatus.OK, "ok"
+        else:
+            status, text = http.HTTPStatus.SERVICE_UNAVAILABLE, "not ok"
+        start(f"{status.value} {status.phrase}", [("Content-Type", "text/plain")])
+        return [f"{text}\n".encode()]
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def beat_of(health: Health | None, is_ready: Callable[[], bool]) -> Callable[[], object]:
+    """Begin `Health.beat` in the running loop, if there is one; returns what ends it."""
+    if health is None:
+        return lambda: None
+    return asyncio.create_task(health.beat(is_ready)).cancel
+
+
+def ask(port: int, host: str, *, ready: bool) -> None:
+    """Ask the process of this port how it is, as a probe does.
+
+    Raises:
+        UserError: it says no, or nothing.
+    """
+    import urllib.request
+
+    path = "/readyz" if ready else "/healthz"
+    url = f"http://{host}:{port}{path}"
+    try:
+        urllib.request.urlopen(url, timeout=5).close()
+    except OSError as error:
+        raise UserError(f"{url}: {error}") from error

@@ -1,0 +1,321 @@
+"""An agent: joins a controller, carries out its orders, and leaves when it is told to.
+
+join      says hello every second until it is welcomed.
+          bounded by: nothing, but every attempt is counted and its trouble is said
+serve     consumes: orders. produces: its state, every second and when something changes.
+          waits for: the controller. bounded by: `lost_seconds`; then its children are ended
+leave     after SIGTERM: the controller takes its child out of the run. bounded by: the grace period
+
+A controller that is not the one that an agent has children of is answered with their end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.health import Health, beat_of
+from asyncrl.launch.agents.config import host_and_port
+from asyncrl.launch.agents.hosting import Hosting
+from asyncrl.launch.agents.line import AgentLine
+from asyncrl.launch.agents.ports import Ports
+from asyncrl.launch.agents.secret import HUB
+from asyncrl.launch.node_child import Place, code_version, node_facts
+from wire import RunKey
+from wire.keys import LineKeys
+from wire.messages import from_agent, to_agent
+
+logger = logging.getLogger("asyncrl.agent")
+
+BEAT_SECONDS = 1.0
+AGAIN_SECONDS = 10.0
+"""A connection on which nothing is heard for so long is made anew."""
+SAY_SECONDS = 60.0
+"""Between two lines about the same trouble."""
+REFUSED = 5
+"""Connections in a row that may fail for want of the same secret."""
+LAST_FILES_SECONDS = 4.0
+"""Time in which the last lines of a child's files can be copied, before its relay ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user says of an agent."""
+
+    controller: str
+    """`HOST:PORT`."""
+    role: str
+    secret: RunKey
+    name: str = ""
+    """Empty: the host's."""
+    runs: Path | None = None
+    """The folder that holds the run's folder here; None: the path is the controller's."""
+    advertise: str = ""
+    """Host under which other machines reach this one; empty: as the controller sees it."""
+    ports: str = ""
+    gpus: int = 0
+    grace_seconds: float = 600.0
+    once: bool = False
+    """End with the run."""
+
+
+class Agent:
+    """One agent. Use once: `await agent.run()`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._ports = Ports(settings.ports)
+        self._host = host_and_port(settings.controller)[0]
+        name = settings.name or socket.gethostname()
+        self._keys: LineKeys = settings.secret.line(HUB, f"{name}-{secrets.token_hex(3)}")
+        self._code = code_version()
+        self._ip = ""
+        self._run = ""
+        self._session = ""
+        """Of the controller that was joined; empty: of none."""
+        self._facts = ""
+        self._lost_seconds = 60.0
+        self._heard = time.monotonic()
+        self._note = ""
+        self._leave_at: float | None = None
+        self._signals = 0
+        self._over: str | None = None
+        self._changed: asyncio.Event
+        self._hosting: Hosting
+        self._line: AgentLine
+
+    @property
+    def name(self) -> str:
+        """Under which the controller knows it."""
+        return self._keys.name
+
+    async def run(self, health: Health | None = None) -> None:
+        """Join controllers and serve them, one after the other, until told to end.
+
+        Args:
+            health: says whether this loop turns and the child can take work.
+
+        Raises:
+            UserError: the controller refuses this agent, or has another secret.
+            AsyncrlError: it was to end, and its child did not leave in time.
+        """
+        self._changed = asyncio.Event()
+        self._hosting = Hosting(self._place, self._ports, self._changed.set)
+        settings = self._settings
+        logger.info(
+            "agent %s: role %s, %d GPU(s), for a controller at %s",
+            self.name, settings.role, settings.gpus, settings.controller,
+        )  # fmt: skip
+        self._line = AgentLine(settings.controller, self._keys)
+        end_beat = beat_of(health, lambda: self._hosting.is_ready)
+        try:
+            with self._signals_handled():
+                while not self._is_leaving or self._hosting.work:
+                    if not await self._join():
+                        break
+                    await self._serve()
+                    await self._hosting.end_all()
+                    self._hosting.forget()
+                    if self._over is not None and settings.once:
+                        break
+                    self._session = ""
+        finally:
+            killed = await self._hosting.end_all()
+            self._line.close()
+            end_beat()
+        if killed:
+            raise AsyncrlError(
+                f"{', '.join(killed)} did not end in time and was killed; what it had is "
+                "generated again"
+            )
+
+    @property
+    def _is_leaving(self) -> bool:
+        return self._leave_at is not None
+
+    @contextlib.contextmanager
+    def _signals_handled(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self._told_to_end)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _told_to_end(self) -> None:
+        """The first signal lets the child leave, the second one ends it at once."""
+        self._signals += 1
+        grace = self._settings.grace_seconds if self._signals == 1 else 0.0
+        self._leave_at = time.monotonic() + grace
+        if self._hosting.work and grace:
+            logger.info(
+                "told to end: %s leaves the run, within %.0f s",
+                ", ".join(self._hosting.work), grace,
+            )  # fmt: skip
+        self._changed.set()
+
+    def _place(self, spec: dict[str, object]) -> Place:
+        """Where a child of this spec is started."""
+        settings = self._settings
+        port = str(spec["control_address"]).rpartition(":")[2]
+        changes: dict[str, object] = {
+            "control_address": f"tcp://{self._host}:{port}",
+            "gpus": spec["gpus"],
+            "advertised": settings.advertise,
+        }
+        ip = "0.0.0.0" if settings.advertise else self._ip  # noqa: S104 - with keys
+        run = "" if settings.runs is None else str((settings.runs / self._run).absolute())
+        return Place(self.name, ip, None, changes, run)
+
+    async def _join(self) -> bool:
+        """Say hello until welcomed; False if this agent was told to end meanwhile.
+
+        Raises:
+            UserError: the controller refuses this agent, or has another secret.
+        """
+        attempts, began, said, trouble = 0, time.monotonic(), float("-inf"), ""
+        self._over, beginning = None, secrets.token_hex(4)
+        while not self._is_leaving:
+            now = time.monotonic()
+            attempts += 1
+            self._ip = await asyncio.to_thread(_own_address, self._settings.controller)
+            hello = from_agent.Hello(
+                self._settings.role,
+                socket.gethostname(),
+                self._settings.advertise or self._ip,
+                self._settings.gpus,
+                f"{sys.version_info.major}.{sys.version_info.minor}",
+                self._code,
+                beginning,
+            )
+            await self._line.send(hello)
+            message = await self._hear(BEAT_SECONDS)
+            if isinstance(message, to_agent.Refused):
+                raise UserError(f"the controller refuses this agent: {message.reason}")
+            if isinstance(message, to_agent.Welcome):
+                await self._welcomed(message)
+                return True
+            if self._line.refused >= REFUSED:
+                raise UserError(f"{self._settings.controller}: {await self._line.trouble()}")
+            found = await self._line.trouble() if attempts % 3 == 0 else trouble
+            if found != trouble or (found and now - said > SAY_SECONDS):
+                trouble, said = found, now
+                logger.info(
+                    "no controller at %s after %d attempts in %.0f s: %s; trying again every "
+                    "second",
+                    self._settings.controller, attempts, now - began, found,
+                )  # fmt: skip
+            if attempts % int(AGAIN_SECONDS / BEAT_SECONDS) == 0:
+                self._connect_again()
+            self._hosting.reap()
+        return False
+
+    def _connect_again(self) -> None:
+        refused = self._line.refused
+        self._line.close()
+        self._line = AgentLine(self._settings.controller, self._keys)
+        self._line.refused = refused
+
+    async def _hear(self, seconds: float) -> to_agent.ToAgent | None:
+        """The next message, or None after this long, or as soon as something has changed."""
+        receiving = asyncio.create_task(self._line.receive())
+        changing = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait(
+                (receiving, changing), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            self._changed.clear()
+            return receiving.result() if receiving.done() else None
+        finally:
+            receiving.cancel()
+            changing.cancel()
+
+    async def _welcomed(self, message: to_agent.Welcome) -> None:
+        self._session, self._run = message.session, message.run
+        self._lost_seconds, self._heard, self._note = message.lost_seconds, time.monotonic(), ""
+        question = json.loads(message.question)
+        if self._settings.runs is not None:
+            token = Path(question["token_file"])
+            question["token_file"] = str(self._settings.runs / self._run / token.name)
+        self._facts = json.dumps(await asyncio.to_thread(node_facts, question))
+        logger.info("joined run %s", self._run)
+
+    async def _serve(self) -> None:
+        """Carry out orders, until there is nothing more to do for this controller."""
+        sent = float("-inf")
+        while True:
+            now = time.monotonic()
+            if self._is_leaving and not self._hosting.work:
+                await self._tell()
+                await self._last_files()
+                return
+            if self._leave_at is not None and now > self._leave_at:
+                logger.warning("%s did not leave in time", ", ".join(self._hosting.work))
+                return
+            if now - self._heard > self._lost_seconds:
+                logger.warning("the controller was silent for %.0f s", now - self._heard)
+                self._connect_again()
+                return
+            if now - sent >= BEAT_SECONDS or self._changed.is_set():
+                sent = now
+                await self._tell()
+            message = await self._hear(BEAT_SECONDS)
+            if message is None:
+                self._hosting.reap()
+            elif isinstance(message, to_agent.Orders) and message.session == self._session:
+                self._heard = time.monotonic()
+                self._hosting.obey(message)
+                self._say_note(message.note)
+            elif isinstance(message, to_agent.Over) and message.session == self._session:
+                self._over = message.text
+                logger.info("%s", message.text)
+                return
+            elif (
+                isinstance(message, to_agent.Orders | to_agent.Welcome)
+                and message.session != self._session
+            ):
+                logger.info("another controller is there")
+                return
+
+    def _say_note(self, note: str) -> None:
+        if note and note != self._note:
+            logger.info("waiting: %s", note)
+        self._note = note
+
+    async def _tell(self) -> None:
+        left = None if self._leave_at is None else max(0.0, self._leave_at - time.monotonic())
+        await self._line.send(
+            from_agent.State(self._session, self._facts, self._hosting.processes, left)
+        )
+
+    async def _last_files(self) -> None:
+        """A relay here serves the files of the child that has left: let them be copied."""
+        if any(one.code is None for one in self._hosting.processes):
+            await asyncio.sleep(LAST_FILES_SECONDS)
+
+
+def _own_address(controller: str) -> str:
+    """The address of this machine from which the controller is reached."""
+    host, port = host_and_port(controller)
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(found[4])  # sends nothing
+            address = str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,139 @@
+"""Opens the launcher of agents and waits, for a limited time, for those that a run begins with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import Interrupted, UserError
+from asyncrl.launch.agents.launcher import AgentsLauncher
+from asyncrl.launch.agents.roster import Needs
+from asyncrl.launch.agents.secret import read_secret
+from asyncrl.launch.node_child import node_facts
+from asyncrl.launch.nodes import NodeInfo
+from asyncrl.launch.records import ProcessRecords
+from wire.refusals import Refusals
+
+NODES_FILE = ".nodes"
+"""In the run's folder. An agent that can read the token in it shares the folder."""
+_SAY_SECONDS = 30.0
+"""Between two lines about what is waited for."""
+
+
+async def open_agents(
+    config: RunConfig,
+    *,
+    gpus: tuple[int, int],
+    optional_gpus: frozenset[str],
+    run_directory: Path,
+    model_path: str,
+    records: ProcessRecords,
+    say: Callable[[str], None],
+) -> AgentsLauncher:
+    """Listen for agents, and wait until there are as many as the run begins with.
+
+    Args:
+        config: of the run.
+        gpus: that the trainer and each generator want.
+        optional_gpus: roles that do without where agents have none.
+        run_directory: absolute.
+        model_path: absolute, or an id of the hub.
+        records: holds the mark of the run's processes.
+        say: tells the user something.
+
+    Raises:
+        UserError: the secret cannot be read, the port is in use, or the agents did not come.
+    """
+    settings = config.launcher.agents
+    assert settings.key_file is not None  # noqa: S101 - the configuration is checked
+    secret = read_secret(Path(settings.key_file), "launcher.agents.key_file")
+    file, token = run_directory / NODES_FILE, secrets.token_hex(16)
+    file.write_text(token, encoding="utf-8")
+    question = {
+        "token_file": str(file),
+        "token": token,
+        "model": model_path,
+        "weights_directory": settings.weights_directory,
+    }
+    facts = node_facts(question) | {"id": "controller", "ip": ""}
+    ours = msgspec.convert(facts, NodeInfo)
+    needs = Needs(
+        run=config.run.name,
+        question=json.dumps(question),
+        ours=replace(ours, memory=f"{ours.memory} {ours.disk}"),
+        model=model_path,
+        run_directory=str(run_directory),
+        trainer_gpus=gpus[0],
+        generator_gpus=gpus[1],
+        optional_gpus=optional_gpus,
+        mark=records.mark,
+        silence_seconds=settings.silence_seconds,
+        lost_seconds=settings.lost_seconds,
+        relay_per_node=settings.relays == "always",
+    )
+    launcher = AgentsLauncher(config, needs, secret, Refusals(), say)
+    try:
+        await _gather(launcher, config, say)
+    except BaseException:
+        await launcher.close()
+        raise
+    return launcher
+
+
+async def _gather(launcher: AgentsLauncher, config: RunConfig, say: Callable[[str], None]) -> None:
+    """Wait for the agents. A signal ends the wait."""
+    loop, settings = asyncio.get_running_loop(), config.launcher.agents
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    until, said = time.monotonic() + settings.place_seconds, float("-inf")
+    try:
+        while True:
+            launcher.roster.settle_gpus()
+            has_trainer, generators = launcher.roster.could_begin_with()
+            if has_trainer and generators >= config.launcher.generators:
+                return
+            missing = _missing(has_trainer, generators, config.launcher.generators)
+            now = time.monotonic()
+            if now > until:
+                raise UserError(
+                    f"waited {settings.place_seconds:.0f} s (launcher.agents.place_seconds) at "
+                    f"{settings.listen} for {missing}, and it did not come: start `asyncrl agent "
+                    "--controller HOST:PORT --key-file FILE --role ROLE`, and read what it says"
+                )
+            if now - said > _SAY_SECONDS:
+                said = now
+                say(f"waiting at {settings.listen} for {missing}")
+            launcher.changed.clear()
+            if ended.is_set():
+                say(f"ended while it waited at {settings.listen} for {missing}")
+                raise Interrupted
+            await _first_of(launcher.changed, ended)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def _missing(has_trainer: bool, generators: int, wanted: int) -> str:
+    parts = [] if has_trainer else ["an agent for the trainer"]
+    if generators < wanted:
+        parts.append(f"{wanted - max(0, generators)} of {wanted} agents for generators")
+    return " and ".join(parts)

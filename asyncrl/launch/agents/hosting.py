@@ -1,0 +1,166 @@
+"""The children of an agent: started, watched, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncrl.errors import UserError
+from asyncrl.launch.agents.ports import Ports
+from asyncrl.launch.node_child import GRACE_SECONDS, NodeChild, Place
+from wire.messages import from_agent, to_agent
+
+_WATCH_SECONDS = 1.0
+"""Between two looks at the end of a log."""
+KILL_SECONDS = 10.0
+"""Longest wait for killed children."""
+
+
+@dataclass
+class _Hosted:
+    name: str
+    role: str
+    child: NodeChild = field(default_factory=NodeChild)
+    code: int | None = None
+    cause: str = ""
+    log: str = ""
+    tail: str = ""
+    is_started: bool = False
+    ending: bool = False
+    by_force: bool = False
+    told: tuple[bool, bool] = (False, False)
+    """What the child was told: to end, by force."""
+    ready: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Hosting:
+    """What runs on an agent's machine. Make it within the event loop.
+
+    Args:
+        place: of a child, by its name and role, from the spec that it is to be started with.
+        ports: of the children.
+        changed: called when something has changed.
+    """
+
+    def __init__(
+        self,
+        place: Callable[[dict[str, object]], Place],
+        ports: Ports,
+        changed: Callable[[], None],
+    ) -> None:
+        self._place = place
+        self._ports = ports
+        self._changed = changed
+        self._hosted: dict[str, _Hosted] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def work(self) -> list[str]:
+        """The names of the trainer or generator that runs."""
+        return [
+            name
+            for name, one in self._hosted.items()
+            if one.role != "relay" and not one.ended.is_set()
+        ]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a trainer or generator that can take work."""
+        return any(self._hosted[name].ready for name in self.work)
+
+    @property
+    def processes(self) -> tuple[from_agent.Hosted, ...]:
+        """For the controller."""
+        return tuple(
+            from_agent.Hosted(one.name, one.code, one.cause, one.log, one.tail)
+            for one in self._hosted.values()
+        )
+
+    def obey(self, orders: to_agent.Orders) -> None:
+        """Start, end and forget what is new in these orders."""
+        for wanted in orders.processes:
+            one = self._hosted.get(wanted.name)
+            if one is None and wanted.start is not None:
+                one = self._start(wanted.name, wanted.start)
+            if one is not None:
+                one.ready = wanted.ready
+                self._end(one, ending=wanted.ending, by_force=wanted.by_force)
+        named = {wanted.name for wanted in orders.processes}
+        for name, one in list(self._hosted.items()):
+            if one.ended.is_set() and name not in named:
+                del self._hosted[name]
+
+    def _start(self, name: str, start: to_agent.Start) -> _Hosted:
+        spec = json.loads(start.order)["spec"]
+        one = self._hosted[name] = _Hosted(name, spec["role"])
+        task = asyncio.create_task(self._host(one, spec, start))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return one
+
+    async def _host(self, one: _Hosted, spec: dict[str, object], start: to_agent.Start) -> None:
+        """One child from its start to its end."""
+        try:
+            place = self._place(spec)
+            place.changes["ports"] = self._ports.give(one.name, one.role)
+            one.log = await asyncio.to_thread(one.child.start, start.order, start.keys, place)
+        except (OSError, UserError) as error:
+            one.code, one.cause = 1, f"was not started: {error}"
+        else:
+            one.is_started = True
+            self._end(one, ending=one.ending, by_force=one.by_force)
+            while one.code is None:
+                code, tail = await asyncio.to_thread(one.child.watch, _WATCH_SECONDS)
+                one.code, one.tail = code, tail
+        self._ports.take_back(one.name)
+        one.ended.set()
+        self._changed()
+
+    def _end(self, one: _Hosted, *, ending: bool, by_force: bool) -> None:
+        one.ending, one.by_force = one.ending or ending, one.by_force or by_force
+        wanted = one.ending, one.by_force
+        if one.is_started and wanted != one.told and one.ending:
+            one.told = wanted
+            one.child.end(one.by_force)
+
+    async def end_all(self, *, relays: bool = True) -> list[str]:
+        """End all children, and kill those that take longer than GRACE_SECONDS; those killed."""
+        living = [one for one in self._hosted.values() if not one.ended.is_set()]
+        living = [one for one in living if relays or one.role != "relay"]
+        for one in living:
+            self._end(one, ending=True, by_force=False)
+        await _ended(living, GRACE_SECONDS)
+        late = [one for one in living if not one.ended.is_set()]
+        for one in late:
+            self._end(one, ending=True, by_force=True)
+        await _ended(late, KILL_SECONDS)
+        return [one.name for one in late]
+
+    def forget(self) -> None:
+        """Another controller comes, which knows nothing of these."""
+        self._hosted.clear()
+
+    def reap(self) -> None:
+        """As the first process of a container: take up the ends of those whose parents are gone."""
+        if os.getpid() != 1 or any(not one.is_started for one in self._hosted.values()):
+            return
+        ours = {one.child.pid for one in self._hosted.values()}
+        try:
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if ended.si_pid in ours:
+                    return  # a thread of ours waits for it
+                os.waitpid(ended.si_pid, os.WNOHANG)
+        except ChildProcessError:
+            return
+
+
+async def _ended(hosted: list[_Hosted], seconds: float) -> None:
+    waits = [asyncio.create_task(one.ended.wait()) for one in hosted]
+    if waits:
+        await asyncio.wait(waits, timeout=seconds)
+        for wait in waits:
+            wait.cancel()

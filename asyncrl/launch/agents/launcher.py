@@ -1,0 +1,151 @@
+"""The controller's side of the launcher of agents.
+
+receive    consumes: what agents say. produces: what the roster knows.
+           waits for: agents.
+look       consumes: the clock. produces: orders to every agent, each second and when one changes.
+           bounded by: BEAT_SECONDS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+from msgspec.structs import replace
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.agents.members import AgentProcess
+from asyncrl.launch.agents.roster import Needs, Roster
+from asyncrl.launch.agents.secret import HUB
+from asyncrl.launch.interface import ProcessHandle
+from asyncrl.launch.start_order import inline_config, random_letters
+from asyncrl.processes.spec import ChildKeys, ChildSpec
+from wire import Hub, RunKey
+from wire.messages import from_agent, to_agent
+from wire.refusals import Refusals
+
+BEAT_SECONDS = 1.0
+
+
+class AgentsLauncher:
+    """Starts processes on the machines of agents. Make it within the event loop.
+
+    Args:
+        config: of the run.
+        needs: of the run.
+        secret: that agents have too.
+        refusals: of the socket.
+        say: tells the user something.
+
+    Raises:
+        UserError: it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        needs: Needs,
+        secret: RunKey,
+        refusals: Refusals,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self.run_id = f"{config.run.name}-{random_letters()}"
+        self._loop = asyncio.get_running_loop()
+        self.roster = Roster(needs, secrets.token_hex(8), self._wake, say)
+        self._woken = False
+        self.changed = asyncio.Event()
+        """Set when agents have said something."""
+        settings = config.launcher.agents
+        try:
+            self._hub: Hub[from_agent.FromAgent] = Hub(
+                f"tcp://{settings.listen}", secret.hub(HUB), from_agent.FromAgent, refusals
+            )
+        except zmq.ZMQError as error:
+            raise UserError(
+                f"launcher.agents.listen: this machine cannot listen at {settings.listen} "
+                f"({error.strerror}); HOST must be one of its own addresses (0.0.0.0: all), and no "
+                "other program may have the port, another run's controller neither"
+            ) from error
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._look())]
+
+    async def _receive(self) -> None:
+        while True:
+            name, message = await self._hub.receive()
+            now = time.monotonic()
+            if isinstance(message, from_agent.Hello):
+                self._hub.send_soon(name, self.roster.hello(name, message, now))
+            elif not self.roster.state(name, message, now):
+                # Of another session: it ends what it has, and says hello.
+                self._hub.send_soon(name, to_agent.Orders(self.roster.session))
+            else:
+                self.roster.place()
+            self.changed.set()
+
+    async def _look(self) -> None:
+        while True:
+            self.roster.look(time.monotonic())
+            self._send()
+            self.changed.set()
+            await asyncio.sleep(BEAT_SECONDS)
+
+    def _wake(self) -> None:
+        """Send orders soon. Called by any thread, and by signal handlers."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
+            self._loop.call_soon_threadsafe(self._send)
+
+    def _send(self) -> None:
+        for agent in self.roster.agents.values():
+            if agent.info is not None or agent.processes:
+                self._hub.send_soon(agent.name, self.roster.orders(agent))
+
+    @property
+    def threads(self) -> int:
+        """Of a generator: the cores of its agent are for it alone."""
+        return self._config.launcher.threads or 1
+
+    @property
+    def uses_relays(self) -> bool:
+        """Whether the run is on several machines, or `launcher.agents.relays` is `always`."""
+        return self.roster.are_several
+
+    async def make_room(self, generators: Sequence[int]) -> None:
+        """See that agents have room. Raises UserError: there are too few."""
+        offered, most = self.roster.offered(), self._config.launcher.agents.max_generators
+        if most is not None and max(generators) >= most:
+            raise UserError(f"launcher.agents.max_generators allows {most} generators")
+        if offered < len(generators):
+            raise UserError(
+                f"{len(generators)} more generator(s) need an agent each, and {offered} wait for "
+                "work: start more (`asyncrl agent --role generator`), and they join by themselves"
+            )
+
+    def give_room_back(self, _generator: int) -> None:
+        """Nothing: an agent that has no process has room."""
+
+    def start(self, spec: ChildSpec, keys: ChildKeys, node: str | None = None) -> ProcessHandle:
+        """Have an agent start `python -m asyncrl.processes.child`; returns at once."""
+        full = replace(
+            spec,
+            threads=1 if spec.role == "relay" else self.threads,
+            run_id=self.run_id,
+            weights_directory=self._config.launcher.agents.weights_directory,
+            config_json=inline_config(self._config),
+        )
+        process: AgentProcess = self.roster.add(full, keys, node)
+        return process
+
+    async def close(self) -> None:
+        """Tell all agents that the run is over."""
+        for agent in self.roster.agents.values():
+            over = to_agent.Over(self.roster.session, f"run {self._config.run.name} has ended")
+            self._hub.send_soon(agent.name, over)
+        await asyncio.sleep(0)
+        for task in self._tasks:
+            task.cancel()
+        self._hub.close()

@@ -1,0 +1,110 @@
+"""An agent and a process on its machine, as the controller knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncrl.launch.nodes import NodeInfo
+from asyncrl.processes.spec import ChildKeys, ChildSpec
+from wire.messages import from_agent
+
+LOST = -9
+"""Exit code of the processes of an agent that was lost."""
+_TERMINATED = -15
+
+
+class AgentProcess:
+    """A process on the machine of some agent; as `asyncrl.launch.interface.ProcessHandle`.
+
+    Args:
+        spec: of the process.
+        keys: of the process.
+        node_of: the node that an agent's machine is.
+        wake: has the orders sent now. Called by any thread, and by signal handlers.
+    """
+
+    def __init__(
+        self,
+        spec: ChildSpec,
+        keys: ChildKeys,
+        node_of: Callable[[Agent], str],
+        wake: Callable[[], None],
+    ) -> None:
+        self.spec = spec
+        self.keys = keys
+        self._node_of = node_of
+        self._wake = wake
+        self.agent: Agent | None = None
+        """None: it waits for one."""
+        self.ending = self.by_force = False
+        self.reported: from_agent.Hosted | None = None
+        """What its agent said of it last."""
+        self._lost = ""
+
+    def exit_code(self) -> int | None:
+        """None while the process runs; negative for a signal, or if its agent was lost."""
+        if self._lost:
+            return LOST
+        if self.reported is not None:
+            return self.reported.code
+        return _TERMINATED if self.ending and self.agent is None else None
+
+    @property
+    def node(self) -> str | None:
+        """The node that it is on; None while it waits for an agent."""
+        return None if self.agent is None else self._node_of(self.agent)
+
+    @property
+    def address(self) -> str:
+        """Of its machine, where others reach it; empty: the controller's machine, or not placed."""
+        found = "" if self.agent is None else self.agent.hello.address
+        return "" if found.startswith("127.") else found
+
+    def cause(self) -> str:
+        """Why it ended, where its exit code does not say it."""
+        return self._lost or ("" if self.reported is None else self.reported.cause)
+
+    def end(self, *, by_force: bool) -> None:
+        """Have its agent end the process, or kill it and its children."""
+        self.ending = True
+        self.by_force |= by_force
+        self._wake()
+
+    def log_tail(self, lines: int = 12) -> str:
+        """The last lines of its log, as they were at most a few seconds ago."""
+        if self.reported is None:
+            return "(waits for an agent)" if self.agent is None else "(is being started)"
+        return "\n".join(self.reported.log_tail.splitlines()[-lines:]) or "(its log is empty)"
+
+    def lose(self, cause: str) -> None:
+        """Its agent is lost; a process ends once."""
+        if self.exit_code() is None:
+            self._lost = cause
+
+
+@dataclass(slots=True)
+class Agent:
+    """One agent, from its first word to its loss."""
+
+    name: str
+    hello: from_agent.Hello
+    heard: float
+    """When its last message came (monotonic seconds)."""
+    info: NodeInfo | None = None
+    """What it has found on its machine; None: not known yet."""
+    processes: dict[str, AgentProcess] = field(default_factory=dict)
+    """That it has, or is to start; without those that have ended."""
+    failures: int = 0
+    """Processes that failed on its machine."""
+    leaves_at: float | None = None
+    """When it ends (monotonic seconds); None: it stays."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.hello.role})"
+
+    @property
+    def work(self) -> AgentProcess | None:
+        """Its trainer or generator."""
+        found = (one for one in self.processes.values() if one.spec.role != "relay")
+        return next(found, None)

@@ -1,0 +1,300 @@
+"""The agents of a run, the processes on them, and who gets which. No sockets, no clock.
+
+    Hello ──► welcomed ──► State ──► known: has room for one trainer or generator
+                                     │ says nothing for a while: lost, and its processes with it
+                                     │ has a child of its own that failed: asked last
+
+A process waits here until an agent has room for it. The trainer's comes first. A relay goes to an
+agent of its node and takes no room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+from msgspec.structs import replace
+
+from asyncrl.launch.agents.members import Agent, AgentProcess
+from asyncrl.launch.nodes import Machines, NodeInfo, unfit
+from asyncrl.launch.start_order import start_order
+from asyncrl.processes.spec import ChildKeys, ChildSpec, Role
+from wire.messages import from_agent, to_agent
+
+_LATE_SECONDS = 1.0
+"""If `look` is called this late, the controller itself was suspended or blocked in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a run asks of the machines of its agents."""
+
+    run: str
+    question: str
+    """JSON, for `asyncrl.launch.node_child.node_facts`."""
+    ours: NodeInfo
+    """The controller's machine."""
+    model: str
+    run_directory: str
+    trainer_gpus: int
+    generator_gpus: int
+    optional_gpus: frozenset[str]
+    """Roles that do without where the first agents have none (`device: auto`)."""
+    mark: str
+    """Of the run's processes."""
+    silence_seconds: float
+    lost_seconds: float
+    relay_per_node: bool
+
+
+class Roster:
+    """Knows every agent and every process.
+
+    Args:
+        needs: of the run.
+        session: of this controller.
+        wake: as for `AgentProcess`.
+        say: tells the user something.
+    """
+
+    def __init__(
+        self, needs: Needs, session: str, wake: Callable[[], None], say: Callable[[str], None]
+    ) -> None:
+        self._needs = needs
+        self.session = session
+        self._wake = wake
+        self._say = say
+        self.agents: dict[str, Agent] = {}
+        """Those that are not lost, by name, in the order in which they came."""
+        self.waiting: list[AgentProcess] = []
+        """Processes that no agent has room for yet."""
+        self._machines = Machines(needs.ours.memory, (), always=needs.relay_per_node)
+        self._looked: float | None = None
+        self._gpus = {"trainer": needs.trainer_gpus, "generator": needs.generator_gpus}
+        self.is_ready: Callable[[str], bool] = lambda _name: False
+        """Whether a process has said that it can take work."""
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the agents, and the controller, are on several machines."""
+        return self._machines.are_several
+
+    @property
+    def generators_have_gpus(self) -> bool:
+        """Whether generators run on GPUs."""
+        return self._gpus["generator"] > 0
+
+    def hello(
+        self, name: str, hello: from_agent.Hello, now: float
+    ) -> to_agent.Welcome | to_agent.Refused:
+        """An agent without processes would like to take part."""
+        needs, ours = self._needs, self._needs.ours
+        known = self.agents.get(name)
+        if known is not None and known.hello.beginning != hello.beginning:
+            self._lose(self.agents.pop(name), "has ended what it had and begins anew")
+            known = None
+        if hello.asyncrl != ours.asyncrl or hello.python != ours.python:
+            reason = (
+                f"agent {name} has asyncrl {hello.asyncrl or '(none)'} and Python {hello.python}, "
+                f"and the controller of run {needs.run} has asyncrl {ours.asyncrl} and Python "
+                f"{ours.python}: use the same image, or install the same, for all"
+            )
+            self._say(f"refused: {reason}")
+            return to_agent.Refused(reason)
+        if known is None:
+            self.agents[name] = Agent(name, hello, now)
+        return to_agent.Welcome(self.session, needs.run, needs.question, needs.lost_seconds)
+
+    def state(self, name: str, state: from_agent.State, now: float) -> bool:
+        """What an agent says; whether it is one of this session."""
+        agent = self.agents.get(name)
+        if agent is None or state.session != self.session:
+            return False
+        agent.heard = now
+        if agent.info is None and state.facts:
+            agent.info = self._info_of(agent, state.facts)
+            self._machines.note(agent.info)
+            self._say(f"agent {agent} has joined{self._why_idle(agent)}")
+        if state.leaves_in is not None and agent.leaves_at is None:
+            agent.leaves_at = now + state.leaves_in
+            self._say(f"agent {agent} leaves, within {state.leaves_in:.0f} s")
+        for hosted in state.processes:
+            process = agent.processes.get(hosted.name)
+            if process is None:
+                continue
+            process.reported = hosted
+            if hosted.code is not None:
+                del agent.processes[hosted.name]
+                failed = hosted.code != 0 and not process.ending and agent.leaves_at is None
+                agent.failures += failed and process.spec.role != "relay"
+        return True
+
+    def _info_of(self, agent: Agent, facts: str) -> NodeInfo:
+        hello = agent.hello
+        found: dict[str, object] = msgspec.json.decode(facts)
+        known = {"id": agent.name, "ip": hello.address, "gpus": hello.gpus}
+        info = msgspec.convert(found | known, NodeInfo)
+        # Two containers may share memory and not the folder in which processes of a node meet.
+        return replace(info, memory=f"{info.memory} {info.disk}")
+
+    def _why_idle(self, agent: Agent) -> str:
+        """Why an agent gets nothing to do; empty if it may."""
+        role: Role = "trainer" if agent.hello.role == "trainer" else "generator"
+        reason = self.unfit(agent, role)
+        return "" if reason is None else f", and is of no use: {reason}"
+
+    def unfit(self, agent: Agent, role: Role) -> str | None:
+        """Why a process of this role cannot run on an agent's machine; None: it can."""
+        if agent.info is None:
+            return "it has not looked at its machine yet"
+        needs, ours = self._needs, self._needs.ours
+        reason = unfit(
+            f"the {role}", agent.info, python=ours.python, asyncrl=ours.asyncrl, model=needs.model
+        )
+        if reason is not None:
+            return reason
+        if role == "trainer" and not agent.info.shares_run_directory:
+            return (
+                f"the trainer's agent must see the run's folder {needs.run_directory}, where "
+                f"checkpoints go, and {agent.info} does not: mount the same volume there, and name "
+                "it with --runs if its path is another one"
+            )
+        wanted = self._gpus.get(role, 0)
+        if agent.hello.gpus < wanted:
+            return f"the {role} needs {wanted} GPU(s), and {agent.info} has {agent.hello.gpus}"
+        return None
+
+    def free(self, role: Role, *, fresh: bool = False) -> list[Agent]:
+        """Agents with room for a trainer or generator, the best one first.
+
+        Args:
+            role: of the process.
+            fresh: only those on which no process has failed.
+        """
+        found = [
+            agent
+            for agent in self.agents.values()
+            if agent.hello.role in (role, "any")
+            and agent.work is None
+            and agent.leaves_at is None
+            and not (fresh and agent.failures)
+            and self.unfit(agent, role) is None
+        ]
+        return sorted(found, key=lambda agent: (agent.failures, agent.hello.role == "any"))
+
+    def settle_gpus(self) -> None:
+        """Where GPUs are optional and the agents have none, the run does without them."""
+        for role in self._needs.optional_gpus:
+            fitting = [one for one in self.agents.values() if one.hello.role in (role, "any")]
+            if fitting and not any(one.hello.gpus >= self._gpus[role] for one in fitting):
+                self._gpus[role] = 0
+
+    def could_begin_with(self) -> tuple[bool, int]:
+        """Whether there is an agent for the trainer, and for how many generators besides."""
+        trainers, generators = self.free("trainer"), self.free("generator")
+        both = [one for one in generators if one in trainers]
+        only_any = bool(trainers) and all(one in both for one in trainers)
+        return bool(trainers), len(generators) - (1 if only_any else 0)
+
+    def offered(self) -> int:
+        """Generators that agents have room for, besides those that wait."""
+        count = len(self.free("generator", fresh=True))
+        for waiting in self.waiting:
+            may_take = waiting.spec.role == "generator" or not self.free("trainer")
+            count -= may_take and waiting.spec.role != "relay"
+        return max(0, count)
+
+    def add(self, spec: ChildSpec, keys: ChildKeys, node: str | None) -> AgentProcess:
+        """A process that is to be started.
+
+        Args:
+            spec: of the process.
+            keys: of the process.
+            node: of a relay.
+        """
+        process = AgentProcess(spec, keys, self._node_of, self._wake)
+        if node is None:
+            self.waiting.append(process)
+            self.place()
+            return process
+        for agent in self.agents.values():
+            if agent.info is not None and self._node_of(agent) == node and agent.leaves_at is None:
+                self._give(process, agent)
+                return process
+        process.lose("no agent of its machine is left")
+        return process
+
+    def place(self) -> None:
+        """Give waiting processes to agents that have room, the trainer first."""
+        for process in sorted(self.waiting, key=lambda one: one.spec.role != "trainer"):
+            if process.exit_code() is not None:
+                self.waiting.remove(process)
+            elif found := self.free(process.spec.role):
+                self.waiting.remove(process)
+                self._give(process, found[0])
+
+    def _give(self, process: AgentProcess, agent: Agent) -> None:
+        assert agent.info is not None  # noqa: S101 - it is known
+        process.spec = replace(
+            process.spec,
+            gpus=self._gpus.get(process.spec.role, 0),
+            shares_run_directory=agent.info.shares_run_directory,
+        )
+        process.agent = agent
+        agent.processes[process.spec.name] = process
+        if process.spec.role != "relay":
+            self._say(f"{process.spec.name}: agent {agent} at {agent.info}")
+        self._wake()
+
+    def _node_of(self, agent: Agent) -> str:
+        assert agent.info is not None  # noqa: S101 - it has a process
+        return self._machines.name_of(agent.info)
+
+    def orders(self, agent: Agent) -> to_agent.Orders:
+        """All that an agent is to do."""
+        wanted = tuple(self._wanted(one) for one in agent.processes.values())
+        return to_agent.Orders(self.session, wanted, self._note(agent))
+
+    def _wanted(self, process: AgentProcess) -> to_agent.Wanted:
+        start = None
+        if process.reported is None:
+            order = start_order(
+                process.spec, mark=self._needs.mark, relay_per_node=self._needs.relay_per_node
+            )
+            start = to_agent.Start(order, msgspec.msgpack.encode(process.keys))
+        name = process.spec.name
+        return to_agent.Wanted(name, start, process.ending, process.by_force, self.is_ready(name))
+
+    def _note(self, agent: Agent) -> str:
+        if agent.work is not None or agent.info is None or agent.leaves_at is not None:
+            return ""
+        roles: list[Role] = ["trainer", "generator"]
+        reasons = [self.unfit(agent, role) for role in roles if agent.hello.role in (role, "any")]
+        if all(reason is not None for reason in reasons):
+            return str(reasons[0])
+        return f"run {self._needs.run} needs no further {agent.hello.role} now; this is a spare"
+
+    def look(self, now: float) -> None:
+        """Look for agents that are silent, or did not leave in time."""
+        missed = 0.0 if self._looked is None else now - self._looked
+        self._looked = now
+        for agent in list(self.agents.values()):
+            if missed > _LATE_SECONDS:
+                agent.heard = min(now, agent.heard + missed)
+            silent = now - agent.heard
+            if silent > self._needs.silence_seconds:
+                del self.agents[agent.name]
+                if agent.leaves_at is not None and not agent.processes:
+                    continue
+                self._lose(
+                    agent, f"said nothing for {silent:.0f} s (launcher.agents.silence_seconds)"
+                )
+        self.place()
+
+    def _lose(self, agent: Agent, why: str) -> None:
+        cause = f"its agent {agent} was lost: it {why}"
+        if not agent.processes:
+            self._say(f"agent {agent} was lost: it {why}")
+        for process in agent.processes.values():
+            process.lose(cause)

@@ -1,0 +1,75 @@
+"""The secret that a controller and its agents have: 32 random bytes in a file.
+
+Who has it can take part in a run as an agent, and can pass for its controller. So the file may be
+read by nobody else: mode 0600. A secret that Kubernetes or Docker mounts belongs to root, and the
+process reads it as a member of the file's group (mode 0440 or 0640); that is accepted, as root has
+chosen that group. A file that other users can read is refused, whoever owns it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from asyncrl.errors import UserError
+from wire import RunKey
+
+HUB = "agents"
+"""Name, for `RunKey`, of the socket at which a controller waits for agents."""
+_BYTES = 32
+_HEX = re.compile(rb"[0-9a-fA-F]{64}\s*")
+_OTHERS, _GROUP_CHANGES, _GROUP = 0o007, 0o030, 0o070
+
+
+def read_secret(path: Path, setting: str) -> RunKey:
+    """The secret in a file: 32 bytes, or 64 hexadecimal digits.
+
+    Args:
+        path: of the file.
+        setting: that names it, for errors.
+
+    Raises:
+        UserError: it cannot be read, holds no secret, or others can read it.
+    """
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            text = file.read(256)
+    except OSError as error:
+        raise UserError(
+            f"{setting}: {path} cannot be read: {error.strerror}. `asyncrl agent-key FILE` writes "
+            "a new secret, which the controller and all agents need"
+        ) from error
+    mode = status.st_mode & 0o777
+    if mode & _OTHERS or mode & _GROUP_CHANGES or (mode & _GROUP and status.st_uid != 0):
+        raise UserError(
+            f"{setting}: {path} has mode {mode:04o}, so others could read or change the secret. "
+            "Give it mode 0600 (chmod 600), or 0440 if root owns it, as a mounted secret of "
+            "Kubernetes (defaultMode: 0440) or Docker"
+        )
+    if _HEX.fullmatch(text):
+        return RunKey(bytes.fromhex(text.decode()))
+    if len(text) != _BYTES:
+        raise UserError(
+            f"{setting}: {path} holds no secret: {len(text)} bytes instead of {_BYTES}, or 64 "
+            f"hexadecimal digits. `asyncrl agent-key FILE` writes one"
+        )
+    return RunKey(text)
+
+
+def write_secret(path: Path) -> bool:
+    """Write a new secret, unless there is one already; whether it was written.
+
+    Raises:
+        UserError: there is another file, or none can be written.
+    """
+    if path.exists():
+        read_secret(path, "FILE")
+        return False
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        RunKey.new().write(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+    return True
