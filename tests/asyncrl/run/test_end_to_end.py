@@ -19,7 +19,6 @@ import pytest
 from asyncrl_runs import CommandLine, call, until, worst_mismatch
 from hostile_frames import attack_without_a_key
 from trace_collector import Collector, collecting
-from traced_lives import check_lives
 from watching_prometheus import Prometheus, watching
 from whole_checkpoints import truncate
 
@@ -46,43 +45,6 @@ def prometheus(command_line: CommandLine, tmp_path: Path) -> Iterator[Prometheus
     command_line.runs.mkdir()
     with watching(command_line.runs, tmp_path / "prometheus") as started:
         yield started
-
-
-def test_a_users_own_model_data_and_reward(command_line: CommandLine) -> None:
-    """Three of four groups are traced."""
-    with collecting() as collector:
-        done = command_line.run(**traced(collector, 0.75))
-    assert done.returncode == 0, done.stdout
-    check_lives(
-        collector.spans, command_line.folder, rate=0.75, groups=12, group_size=4, per_step=4
-    )
-    assert "held-out accuracy before training" in done.stdout
-    result = command_line.result()
-    assert result.steps == 3
-    assert result.engine == "torch"
-    assert result.tokens.generated > 0
-    assert result.staleness.max == 0
-    assert result.exactly_on_policy
-    assert 0 <= result.accuracy_before <= 1
-    assert 0 <= result.accuracy_after <= 1
-    steps = command_line.metrics()
-    assert [step.step for step in steps] == [0, 1, 2]
-    first = steps[0].mismatch.fresh_abs_mean
-    assert first is not None
-    assert first < 1e-4, "version 0 generates what version 0 trains on"
-    assert worst_mismatch(steps) < 1e-3
-    page = (command_line.folder / "report.html").read_text()
-    assert "<svg" in page
-    outside = re.compile(r"(src|href)\s*=\W*(http|//)|url\(\W*(http|//)|@import")
-    assert not outside.search(page.replace("http://www.w3.org/", "")), "not self-contained"
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = command_line.folder / "checkpoints" / "step-000003" / "model"
-    AutoModelForCausalLM.from_pretrained(model)
-    AutoTokenizer.from_pretrained(model)
-    evaluated = call([sys.executable, "-m", "asyncrl", "eval", str(command_line.folder)])
-    assert evaluated.returncode == 0, evaluated.stdout
-    assert "accuracy" in evaluated.stdout
 
 
 def traced(collector: Collector, rate: float) -> dict[str, object]:
