@@ -52,9 +52,10 @@ format: $(VENV)/.dev ## let ruff rewrite what it can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-docs: $(VENV)/.dev ## make what is generated again: configuration reference, picture of the structure, dashboard
+docs: $(VENV)/.dev ## make what is generated again: reference pages, picture of the structure, dashboard
 	$(VENV)/bin/python -m asyncrl.config_reference > docs/configuration.md
 	$(VENV)/bin/python docs/structure.py
+	$(VENV)/bin/python docs/generate.py
 	$(VENV)/bin/python -m monitoring.dashboards
 
 site: $(VENV)/.dev ## the pages of docs/ as a site that needs no network: site/index.html

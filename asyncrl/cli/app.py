@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from asyncrl.run.command_lines import DEFAULT_RUNS
 
@@ -23,7 +24,22 @@ def _names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
     )
 
 
+class _ByPanel(TyperGroup):
+    """Commands in the order of their headings, whatever module is imported first."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        """Names, the headings in the order above."""
+        panels = (TRAINING, WATCHING, STEERING, MACHINE)
+        return sorted(self.commands, key=lambda name: panels.index(_panel(self.commands[name])))
+
+
+def _panel(command: Any) -> str:
+    panel: str = command.rich_help_panel
+    return panel
+
+
 app = typer.Typer(
+    cls=_ByPanel,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Asynchronous RL post-training on exactly on-policy data.",
