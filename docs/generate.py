@@ -177,8 +177,8 @@ def _alert(rule: Mapping[str, Any]) -> str:
     said, expression = rule["annotations"], str(rule["expr"]).strip()
     lasting = f", after {rule['for']}" if "for" in rule else ""
     return (
-        f"\n### {rule['alert']}\n\n*{rule['labels']['severity'].capitalize()}{lasting}.* "
-        f"{_without_templates(said['summary'])}\n\n**What to do.** {_prose(said['action'])}\n\n"
+        f"\n### {rule['alert']}\n\n**{rule['labels']['severity'].capitalize()}**{lasting}: "
+        f"{_without_templates(said['summary'])}\n\n**What to do.** {_marked(said['action'])}\n\n"
         f"<details><summary>Raised while</summary>\n\n```promql\n{expression}\n```\n\n</details>"
     )
 
@@ -188,9 +188,22 @@ def _record(rule: Mapping[str, Any]) -> str:
 
 
 def _without_templates(text: str) -> str:
-    """A summary for any run: `{{ $labels.run }}` becomes *run*, values become *N*."""
-    text = re.sub(r"\{\{\s*\$labels\.(\w+)[^}]*\}\}", r"*\1*", text)
-    return _prose(re.sub(r"\{\{[^}]*\}\}", "*N*", text))
+    """A summary for any run: `{{ $labels.run }}` becomes RUN, values become N."""
+    text = re.sub(r"\{\{\s*\$labels\.(\w+)[^}]*\}\}", lambda match: match[1].upper(), text)
+    return _prose(re.sub(r"\{\{[^}]*\}\}", "N", text))
+
+
+def _marked(text: str) -> str:
+    """An action with its settings and files as code, and its pages as links."""
+    parts = re.split(r"(`[^`]*`)", _prose(text))
+    for index in range(0, len(parts), 2):
+        part = re.sub(r"\bdocs/([\w-]+\.md)", r"[\1](\1)", parts[index])
+        parts[index] = re.sub(
+            r"(?<![\w/\[.])(?<!\]\()((?:logs|samples)/[\w*.-]*[\w*/]|[a-z]+(?:[._][a-z]+)+)(?![\w(\]])",
+            r"`\1`",
+            part,
+        )
+    return "".join(parts)
 
 
 # --------------------------------------------------------------------------- the HTTP API

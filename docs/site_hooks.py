@@ -22,6 +22,7 @@ AT_ROOT = {
 }
 """Pages outside docs/, and what they are called on the site."""
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
+_CODE = re.compile(r"(<code[^>]*>)([^<]*)(?=</code>)")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -41,6 +42,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.generated_by:
         return markdown
     return for_site(markdown, f"docs/{page.file.src_uri}")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let names in the cells of tables break after a dot or an underscore, and nowhere else."""
+    cells = re.compile(r"(?<=<td>).*?(?=</td>)", re.DOTALL)
+    return cells.sub(
+        lambda cell: _CODE.sub(
+            lambda code: code[1] + re.sub(r"(?<=[._=])(?=\w)", "<wbr>", code[2]), cell[0]
+        ),
+        html,
+    )
 
 
 def for_site(text: str, page: str) -> str:

@@ -85,30 +85,29 @@ def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -
     launcher = config.launcher
     on_cpu = launcher.kind == "local" and (gpus is None or not gpus.generators[0])
     trainer_on_cpu = launcher.kind == "local" and (gpus is None or not gpus.trainer)
-    trainer, generator, published = "", "", ""
+    trainer = _where(config, None if gpus is None else gpus.trainer)
+    generator = _where(config, None if gpus is None else sum(gpus.generators, ()))
+    more = "plus KV and activations"
     if count is not None:
         each = 4 if config.engine.dtype == "float32" or _auto_float32(config, on_cpu) else 2
         learned = count * (_TRAINED + (4 if config.trainer.kl_coefficient > 0 else 0))
-        trainer = f" ({_size(learned + _PROCESS * trainer_on_cpu)})"
+        trainer += f", {_size(learned + _PROCESS * trainer_on_cpu)}"
         if on_cpu:
-            generator = (
-                f" ({_size(2 * each * count + _PROCESS)}{' each' * (launcher.generators > 1)})"
-            )
-        published = f"; published weights {_size(2 * each * count)} in {SHARED_MEMORY}"
+            generator += f", {_size(2 * each * count + _PROCESS)}"
+            generator += " each" if launcher.generators > 1 else ""
+        more = f"plus KV, activations and {_size(2 * each * count)} of {SHARED_MEMORY}"
     several = "s" if launcher.generators > 1 else ""
     spare = "" if gpus is None or not gpus.spare else f"; not used: {_names(gpus.spare)}"
     return _line(
         "processes",
-        f"trainer{_where(config, None if gpus is None else gpus.trainer)}{trainer}, "
-        f"{launcher.generators:,} generator{several} ({config.engine_kinds})"
-        f"{_where(config, None if gpus is None else sum(gpus.generators, ()))}{generator}"
-        f"{published}{spare}; plus KV and activations",
+        f"trainer: {trainer}; {launcher.generators:,} generator{several} ({config.engine_kinds}): "
+        f"{generator}; {more}{spare}",
     )
 
 
 def results_line(config: RunConfig) -> str:
     """Where the results are."""
-    return _line("results", f"{config.directory}: report.html, result.json, checkpoints/, logs/")
+    return _line("results", f"{config.directory}: report.html, result.json, checkpoints/")
 
 
 def parameters(model: Path) -> int | None:
@@ -136,10 +135,10 @@ def _auto_float32(config: RunConfig, on_cpu: bool) -> bool:
 
 def _where(config: RunConfig, gpus: tuple[Gpu, ...] | None) -> str:
     if config.launcher.kind != "local":
-        return f" placed by launcher.kind: {config.launcher.kind}"
+        return f"placed by launcher.kind {config.launcher.kind}"
     if not gpus:
-        return " on the CPU"
-    return f" on {_names(gpus)}"
+        return "CPU"
+    return _names(gpus)
 
 
 def _names(gpus: Sequence[Gpu]) -> str:

@@ -86,25 +86,27 @@ def test_the_mode_says_what_it_promises(settings: dict[str, Any], expected: str)
 def test_memory_and_places_on_a_cpu() -> None:
     billion = 2**30
     line = overview.processes_line(config(launcher={"generators": 2}), None, billion)
-    assert "trainer on the CPU (17 GiB), 2 generators (torch) on the CPU (8.6 GiB each); " in line
-    assert "published weights 8.0 GiB in /dev/shm; plus KV" in line
+    assert line == (
+        "processes  trainer: CPU, 17 GiB; 2 generators (torch): CPU, 8.6 GiB each; "
+        "plus KV, activations and 8.0 GiB of /dev/shm"
+    )
     with_kl = overview.processes_line(config(trainer={"kl_coefficient": 0.1}), None, billion)
-    assert "trainer on the CPU (21 GiB)" in with_kl, "the initial model is a second one"
+    assert "trainer: CPU, 21 GiB;" in with_kl, "the initial model is a second one"
     unknown = overview.processes_line(config(), None, None)
-    assert "trainer on the CPU, 1 generator (torch) on the CPU; plus KV" in unknown
+    assert unknown.endswith("trainer: CPU; 1 generator (torch): CPU; plus KV and activations")
 
 
 def test_memory_and_places_on_gpus() -> None:
     gpus = plan(6, generators=2, per_generator=2, trainer=1)
     settings = config(engine={"kind": "vllm"}, launcher={"generators": 2})
     line = overview.processes_line(settings, gpus, 2**30)
-    assert "trainer on GPU 4 (16 GiB), 2 generators (vllm) on GPU 0, 1, 2, 3; " in line
-    assert "published weights 4.0 GiB in /dev/shm; not used: GPU 5; plus KV" in line, "bfloat16"
+    assert "trainer: GPU 4, 16 GiB; 2 generators (vllm): GPU 0, 1, 2, 3; plus" in line
+    assert line.endswith("activations and 4.0 GiB of /dev/shm; not used: GPU 5"), "bfloat16"
 
 
 def test_where_another_launcher_places_processes() -> None:
     line = overview.processes_line(config(launcher={"kind": "ray"}), None, None)
-    assert "trainer placed by launcher.kind: ray, 1 generator (torch) placed by" in line
+    assert "trainer: placed by launcher.kind ray; 1 generator (torch): placed by" in line
 
 
 def test_the_results_are_in_the_folder_of_the_run() -> None:
