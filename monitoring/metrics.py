@@ -119,6 +119,10 @@ class GeneratorMetrics(ProcessMetrics):
     )
     running: Gauge = gauge("asyncrl_engine_running_requests", "Requests that hold a slot.")
     waiting: Gauge = gauge("asyncrl_engine_waiting_requests", "Requests that wait for a slot.")
+    due_wait: Gauge = gauge(
+        "asyncrl_due_wait_seconds",
+        "How long a due sample has been waiting for a slot or for KV space; the longest such wait.",
+    )
     kv_used: Gauge = gauge("asyncrl_engine_kv_used_ratio", "Share of the KV space in use.")
     samples_held: Gauge = gauge(
         "asyncrl_held_samples", "Finished samples that the trainer has not acknowledged yet."

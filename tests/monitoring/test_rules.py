@@ -80,7 +80,7 @@ REWARD_FAILURES = series(
 )
 FAILED = series("controller", "asyncrl_samples_total", outcome="failed")
 KV = series("generator-0", "asyncrl_engine_kv_used_ratio")
-WAITING = series("generator-0", "asyncrl_engine_waiting_requests")
+DUE_WAIT = series("generator-0", "asyncrl_due_wait_seconds")
 UNSAVED = series("trainer", "asyncrl_unsaved_steps")
 NOT_SAVED = series("trainer", "asyncrl_checkpoints_failed_total", cause="disk_full")
 FREE = series("controller", "asyncrl_run_disk_free_bytes")
@@ -116,7 +116,8 @@ HEALTHY = {one: steady(1) for one in UP} | {
     REWARD_FAILURES: growing(0.1),
     FAILED: steady(0),
     KV: steady(0.97),
-    WAITING: steady(0),
+    series("generator-0", "asyncrl_engine_waiting_requests"): steady(40),
+    DUE_WAIT: f"0 2 0 0.5 3 0 0 0 9 0+0x{BEFORE + AFTER - 9}",
     UNSAVED: steady(40),
     series("trainer", "asyncrl_checkpoint_interval_steps"): steady(50),
     NOT_SAVED: steady(0),
@@ -125,7 +126,8 @@ HEALTHY = {one: steady(1) for one in UP} | {
     UNLOGGED: steady(0),
     REFUSED: steady(0),
 }
-"""A run that does well: a step a minute, one process lost, a disk that slowly fills."""
+"""A run that does well: a step a minute, one process lost, a disk that slowly fills, run-ahead
+that fills the KV space and waits for more of it."""
 
 FAULTS: dict[str, tuple[dict[str, str], set[str]]] = {
     "healthy": ({}, set()),
@@ -192,7 +194,7 @@ FAULTS: dict[str, tuple[dict[str, str], set[str]]] = {
         {"RewardErrors"},
     ),
     "groups given up": ({FAILED: then(0, 0, grows=(0, 1))}, {"GroupsFail"}),
-    "KV space full": ({WAITING: then(0, 9)}, {"KvFull"}),
+    "KV space full": ({DUE_WAIT: then(0, 25)}, {"KvFull"}),
     "checkpoints that never succeed": ({UNSAVED: then(40, 151)}, {"CheckpointOverdue"}),
     "a checkpoint that failed": (
         {NOT_SAVED: then(0, 0, grows=(0, 0.1))},

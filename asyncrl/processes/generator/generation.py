@@ -101,8 +101,9 @@ class SampleGeneration:
     interrupting: bool = False
     """The running attempt was told to end."""
     has_slot: bool = False
-    """The running attempt has reported a token. (Engines report the first token within a few
-    steps, so a request that has a slot and no token yet is in its first steps.)"""
+    """The running attempt has reported a token, as engines do in the first steps of a request."""
+    requested_at: float = 0.0
+    """When the running attempt was requested, in monotonic seconds."""
     first_token_at: float | None = None
     """When the first token came, in monotonic seconds."""
     expired: bool = False
@@ -365,6 +366,7 @@ class SampleGenerator:
         generation.begin_pending_verification()  # one may have been requested during the waits
         request = generation.next_request(self.sampling)
         generation.request_id, generation.interrupting = request.request_id, False
+        generation.requested_at = time.monotonic()
         is_training = generation.purpose == "train"
         self._attempts += is_training
         if is_training:

@@ -228,7 +228,9 @@ class GeneratorProcess:
             self._note()
             await self._controller.send(
                 self._reports.report(
-                    held=len(self.samples.held), unacknowledged=self.deliveries.unacknowledged
+                    held=len(self.samples.held),
+                    unacknowledged=self.deliveries.unacknowledged,
+                    due_wait=self.samples.longest_due_wait(time.monotonic()),
                 )
             )
             for _ in range(_NOTES_PER_REPORT):

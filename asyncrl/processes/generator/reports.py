@@ -65,13 +65,15 @@ class GeneratorReports:
         if self._log is not None:
             self._log.add_length(length)
 
-    def report(self, *, held: int, unacknowledged: int) -> GeneratorReport:
+    def report(self, *, held: int, unacknowledged: int, due_wait: float = 0.0) -> GeneratorReport:
         """Update the metrics, log the counters and return them for the controller.
 
         Args:
             held: finished samples that were not delivered.
             unacknowledged: samples that were delivered and not acknowledged yet.
+            due_wait: longest wait of a due sample for a slot, seconds.
         """
+        self._metrics.due_wait.set(due_wait)
         stats = self._engine.stats()
         report = GeneratorReport(
             self._name,

@@ -50,6 +50,15 @@ class Samples:
         """All samples that are not finished."""
         return [generation for generation, _ in self._generating.values()]
 
+    def longest_due_wait(self, now: float) -> float:
+        """Seconds for which a due sample has been waiting for its first token; 0 if none is."""
+        waits = (
+            now - one.requested_at
+            for one in self.in_generation
+            if one.priority == 0 and one.request_id is not None and not one.has_slot
+        )
+        return max(waits, default=0.0)
+
     def generate(self, command: to_generator.Generate, restored: KeptTokens | None) -> None:
         """Start to generate a sample, unless it is known already.
 

@@ -19,12 +19,12 @@ import pytest
 from asyncrl_runs import CommandLine, call, until, worst_mismatch
 from hostile_frames import attack_without_a_key
 from trace_collector import Collector, collecting
-from watching_prometheus import Prometheus, watching
 from whole_checkpoints import truncate
 
 from asyncrl.config import load_config
 from asyncrl.launch.identity import status_of
 from asyncrl.run.directory import RunDirectory, read_state
+from benchmarks.watching_prometheus import Prometheus, watching
 from monitoring.dashboards.panels import ROWS
 from monitoring.discovery import targets_file
 from monitoring.group_account import read_account
@@ -183,6 +183,9 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(
     if prometheus is not None:
         every_panel_has_data(prometheus)
         only_the_attack_raises_an_alert(prometheus)
+        prometheus.kill()
+        trained = command_line.steps()
+        until(lambda: command_line.steps() > trained + 1, seconds=200, what="steps without it")
     in_use = command_line.run()
     assert in_use.returncode == 2
     assert "is active" in " ".join(in_use.stdout.split())

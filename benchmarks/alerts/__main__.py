@@ -1,0 +1,8 @@
+"""`python -m benchmarks.alerts`."""
+
+from __future__ import annotations
+
+from benchmarks.alerts.main import main
+
+if __name__ == "__main__":
+    main()

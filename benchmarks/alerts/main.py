@@ -1,0 +1,264 @@
+"""Injects each fault into a real run that a real Prometheus watches, and says what fired when.
+
+    python -m benchmarks.alerts                       # all, about 20 minutes
+    python -m benchmarks.alerts --only "full disk"    # one
+    python -m benchmarks.alerts --quick               # a healthy run and two faults
+
+The rules are those of monitoring/rules with all times divided by --faster. It fails if an alert
+does not fire, if one fires in healthy time, or if one fires that does not follow from the fault.
+The full disk needs the right to mount.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import yaml
+
+from benchmarks.alerts.faults import FAULTS, NOT_INJECTED, Fault, mounted
+from benchmarks.alerts.switch import VARIABLE
+from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
+from benchmarks.report import write_json
+from benchmarks.watching_prometheus import Prometheus, watching
+from monitoring.rules.faster import RULES
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "examples" / "arithmetic.yaml"
+HEALTHY = "healthy"
+QUICK = (HEALTHY, "constant reward", "stranger at a socket")
+SETTINGS = (
+    "scheduler.groups_per_step=4",
+    "engine.slots=16",
+    "trainer.learning_rate=5.0e-5",
+    "trainer.checkpoint_every=5",
+    "trainer.keep_checkpoints=2",
+    "evaluation.prompts=1",
+    "launcher.threads=1",
+    "launcher.max_restarts=1000",
+    "run.on_wrong_policy=warn",
+    "run.log_samples=jsonl",
+    "rewards.functions=[{name: benchmarks/alerts/reward.py:score}]",
+    "rewards.on_error=zero",
+    "rewards.timeout_seconds=3600",
+)
+STEPS = 1_000_000
+_POLL_SECONDS = 0.5
+
+
+@dataclass
+class Finding:
+    """What came of one fault."""
+
+    fault: str
+    expected: frozenset[str]
+    follow: frozenset[str] = frozenset()
+    before: set[str] = field(default_factory=set)
+    """Alerts that fired while the run was healthy."""
+    fired: dict[str, float] = field(default_factory=dict)
+    """By alert: seconds after the fault."""
+    error: str = ""
+
+    @property
+    def missing(self) -> set[str]:
+        """Alerts that should have fired."""
+        return set(self.expected) - set(self.fired)
+
+    @property
+    def wrong(self) -> set[str]:
+        """Alerts that should not have fired."""
+        return self.before | (set(self.fired) - self.expected - self.follow)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all and only the right ones fired."""
+        return not (self.missing or self.wrong or self.error)
+
+
+class SwitchedRun(LiveRun):
+    """A run whose children have a switch for faults, and whose output is on another disk."""
+
+    scratch: Path
+
+    @property
+    def switch(self) -> Path:
+        """The file with the present fault."""
+        return self.scratch / "fault"
+
+    @property
+    def _log(self) -> Path:
+        return self.scratch / "run.log"
+
+    def _begin(
+        self, settings: tuple[str, ...], more: tuple[str, ...], output: BinaryIO
+    ) -> subprocess.Popen[bytes]:
+        overrides = [part for one in settings for part in ("--set", one)]
+        command = [sys.executable, "-m", "benchmarks.alerts.command", "run", str(CONFIG)]
+        return subprocess.Popen(
+            [*command, "--end-with", str(os.getpid()), *more, *overrides],
+            cwd=ROOT,
+            env=os.environ | {VARIABLE: str(self.switch)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long is waited for what, in seconds."""
+
+    healthy: float
+    """Without a fault, before one is injected."""
+    alert: float
+    """For all alerts of a fault."""
+    faster: float
+    """By how much the rules are faster."""
+
+
+def examine(fault: Fault | None, patience: Patience) -> Finding:
+    """One run with one fault; None: without any."""
+    name = HEALTHY if fault is None else fault.name
+    finding = Finding(name, fault.alerts if fault else frozenset())
+    if fault is not None:
+        finding.follow = fault.follow
+    with contextlib.ExitStack() as closing:
+        scratch = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="alerts-")))
+        runs = scratch / "runs"
+        if fault is not None and fault.small_disk:
+            closing.enter_context(mounted(runs))
+        else:
+            runs.mkdir()
+        settings = SETTINGS + (fault.settings if fault else ())
+        run = SwitchedRun(Setup(CONFIG, runs, settings, 300.0), "watched", STEPS)
+        run.scratch = scratch
+        prometheus = closing.enter_context(
+            watching(runs, scratch / "prometheus", faster_by=patience.faster)
+        )
+        closing.callback(run.abandon)
+        try:
+            run.start()
+            run.until(lambda: len(run.records()) >= 6 if run.last_step_at() else False, "steps")
+            if fault is None or not fault.from_start:
+                finding.before = _watch_healthy(prometheus, run, patience.healthy)
+            if fault is not None:
+                _strike(fault, run, runs, prometheus, finding, patience)
+        except (ChaosError, subprocess.CalledProcessError) as error:
+            finding.error = str(error)
+    return finding
+
+
+def _watch_healthy(prometheus: Prometheus, run: LiveRun, seconds: float) -> set[str]:
+    """The alerts that fire in this time."""
+    seen: set[str] = set()
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        seen |= prometheus.firing()
+        if run.exit_code() is not None:
+            raise run.error("ended")
+        time.sleep(_POLL_SECONDS)
+    return seen
+
+
+def _strike(
+    fault: Fault,
+    run: SwitchedRun,
+    disk: Path,
+    prometheus: Prometheus,
+    finding: Finding,
+    patience: Patience,
+) -> None:
+    """Inject it, and note which alerts fire until all of its own have."""
+    began = time.monotonic()
+
+    def look() -> None:
+        for alert in prometheus.firing():
+            finding.fired.setdefault(alert, time.monotonic() - began)
+
+    if fault.strike is None:
+        run.switch.write_text(fault.name, encoding="utf-8")
+    else:
+        fault.strike(run, disk)
+    while finding.missing and time.monotonic() < began + patience.alert:
+        look()
+        if fault.strike is not None and fault.keeps_striking:
+            fault.strike(run, disk)
+        time.sleep(_POLL_SECONDS)
+    look()
+
+
+def table(findings: list[Finding]) -> list[str]:
+    """The findings as lines of Markdown."""
+    lines = ["| fault | alert | fired after |", "|---|---|---|"]
+    for one in findings:
+        for alert in sorted(one.expected):
+            after = one.fired.get(alert)
+            lines.append(
+                f"| {one.fault} | {alert} | {'not' if after is None else f'{after:.0f} s'} |"
+            )
+        if not one.expected:
+            lines.append(f"| {one.fault} | none | {', '.join(sorted(one.before)) or 'nothing'} |")
+        more = sorted(set(one.fired) & (one.follow - one.expected))
+        if more:
+            lines.append(f"| | followed by {', '.join(more)} | |")
+        if one.wrong:
+            lines.append(f"| | WRONG: {', '.join(sorted(one.wrong))} | |")
+        if one.error:
+            lines.append(f"| | FAILED: {one.error.splitlines()[0]} | |")
+    return lines
+
+
+def untested(findings: list[Finding]) -> list[str]:
+    """Sentences about the alerts that no fault here raises."""
+    rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    every = {rule["alert"] for group in rules for rule in group["rules"] if "alert" in rule}
+    seen = {alert for one in findings for alert in one.fired}
+    return [
+        f"not seen: {alert}" + (f" ({NOT_INJECTED[alert]})" if alert in NOT_INJECTED else "")
+        for alert in sorted(every - seen)
+    ]
+
+
+def main() -> None:
+    """Run the faults that were asked for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.alerts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = (HEALTHY, *(one.name for one in FAULTS))
+    parser.add_argument("--only", action="append", choices=names, help="this fault; repeatable")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
+    parser.add_argument("--faster", type=float, default=30.0, help="divide times of rules by this")
+    parser.add_argument("--healthy-seconds", type=float, default=20.0, help="before each fault")
+    parser.add_argument("--alert-seconds", type=float, default=240.0, help="wait for the alerts")
+    parser.add_argument("--json", type=Path, help="write the findings here")
+    options = parser.parse_args()
+    if shutil.which("prometheus") is None:
+        parser.error("Prometheus is not installed (Debian: apt-get install prometheus)")
+    chosen = set(options.only or (QUICK if options.quick else names))
+    findings = []
+    for fault in (None, *FAULTS):
+        name = HEALTHY if fault is None else fault.name
+        if name not in chosen:
+            continue
+        healthy = options.healthy_seconds * (6 if fault is None else 1)
+        finding = examine(fault, Patience(healthy, options.alert_seconds, options.faster))
+        findings.append(finding)
+        print("\n".join(table([finding])[2:]), flush=True)
+        if finding.error:
+            print(finding.error, flush=True)
+    print("\n".join(["", *table(findings), *untested(findings)]))
+    if options.json is not None:
+        raw = {one.fault: {"fired": one.fired, "wrong": sorted(one.wrong)} for one in findings}
+        write_json(options.json, "alerts", raw, {"right": sum(one.is_right for one in findings)})
+    sys.exit(0 if all(one.is_right for one in findings) else 1)
