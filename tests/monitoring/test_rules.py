@@ -14,6 +14,7 @@ import yaml
 from asyncrl.config import RunConfig
 from monitoring.dashboards.panels import ROWS
 from monitoring.metrics import all_specs
+from monitoring.rules.faster import faster
 
 RULES = Path(__file__).parents[2] / "monitoring" / "rules" / "asyncrl.yaml"
 PROMTOOL = shutil.which("promtool")
@@ -304,3 +305,27 @@ def test_actions_name_settings_that_exist() -> None:
     for section, key in settings:
         fields = sections[section].annotation.model_fields  # type: ignore[union-attr]
         assert key in fields, f"{section}.{key}"
+
+
+@needs_promtool
+def test_rules_with_shorter_times_are_the_same_rules(tmp_path: Path) -> None:
+    """What `benchmarks.alerts` sees within minutes is what users see within hours."""
+    text = RULES.read_text()
+    quick = faster(text, 60)
+    lasting = re.compile(r"(?:for: |\[|offset )(\d+)(ms|[smhd])")
+    units = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+    before, after = ([int(n) * units[u] for n, u in lasting.findall(one)] for one in (text, quick))
+    assert len(before) > 30
+    assert after == pytest.approx([one / 60 for one in before])
+    seconds = re.compile(r"_seconds > ([\d.]+)\n")
+    assert [float(one) for one in seconds.findall(quick)] == pytest.approx(
+        [float(one) / 60 for one in seconds.findall(text)], rel=1e-4
+    )
+    assert quick.count(" > 6 * asyncrl_step_median_seconds") == 1, "a multiple is no time"
+    assert "4 * 60)" in quick
+    file = tmp_path / "rules.yaml"
+    file.write_text(quick)
+    done = promtool("check", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with pytest.raises(ValueError, match="a number above 0"):
+        faster(text, 0)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, verify
 
+from rollout.trajectory import SampleId
 from wire.messages import to_generator as tg
 
 
@@ -29,6 +32,23 @@ def test_a_held_sample_keeps_its_reward_if_verification_accepts_every_token():
         assert len(harness.engine.requests) == 2
         assert await harness.delivered() == [3.0]
         assert harness.rewards.asked == ["3 4 5"]
+
+    play(scenario)
+
+
+def test_the_longest_wait_of_a_due_sample_is_measured():
+    """Run-ahead that waits is nobody's delay, and who has a slot waits no more."""
+
+    async def scenario(harness: GeneratorHarness) -> None:
+        samples = harness.process.samples
+        later = time.monotonic() + 100.0
+        await harness.send(tg.Generate(SampleId(9, 0), PROMPT, 7, priority=1))
+        assert samples.longest_due_wait(later) == 0
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        assert samples.longest_due_wait(later) == pytest.approx(100, abs=60)
+        harness.engine.feed("train-5.1", [3], 1)
+        await settle()
+        assert samples.longest_due_wait(later) == 0
 
     play(scenario)
 
