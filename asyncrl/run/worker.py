@@ -71,7 +71,7 @@ class Worker:
     @property
     def waits_for_room(self) -> bool:
         """Whether it was ordered, and the launcher has no node for it yet."""
-        return self.role == "generator" and not self.is_ready and self.node is None
+        return self.role != "relay" and not self.is_ready and self.node is None
 
     @property
     def is_leaving(self) -> bool:
@@ -151,7 +151,8 @@ def _without_room(worker: Worker, now: float, limits: LauncherConfig) -> str | N
     if waited <= limits.cluster.place_seconds:
         return None
     worker.handle.end(by_force=True)
-    return f"found no room on the cluster for {waited:.0f} s ({limits.cluster_key}.place_seconds)"
+    where = "agent" if limits.kind == "agents" else "room on the cluster"
+    return f"found no {where} for {waited:.0f} s ({limits.cluster_key}.place_seconds)"
 
 
 def _how_it_ended(code: int) -> str:

@@ -203,11 +203,7 @@ class Agent:
                 beginning,
             )
             await self._line.send(hello)
-            message = await self._hear(BEAT_SECONDS)
-            if isinstance(message, to_agent.Refused):
-                raise UserError(f"the controller refuses this agent: {message.reason}")
-            if isinstance(message, to_agent.Welcome):
-                await self._welcomed(message)
+            if await self._is_welcome():
                 return True
             if self._line.refused >= REFUSED:
                 raise UserError(f"{self._settings.controller}: {await self._line.trouble()}")
@@ -222,6 +218,18 @@ class Agent:
             if attempts % int(AGAIN_SECONDS / BEAT_SECONDS) == 0:
                 self._connect_again()
             self._hosting.reap()
+        return False
+
+    async def _is_welcome(self) -> bool:
+        """Whether the controller answers within a second. Raises as `_join`."""
+        until = time.monotonic() + BEAT_SECONDS
+        while (left := until - time.monotonic()) > 0 and not self._is_leaving:
+            message = await self._hear(left)
+            if isinstance(message, to_agent.Refused):
+                raise UserError(f"the controller refuses this agent: {message.reason}")
+            if isinstance(message, to_agent.Welcome):
+                await self._welcomed(message)
+                return True
         return False
 
     def _connect_again(self) -> None:
@@ -260,8 +268,9 @@ class Agent:
         while True:
             now = time.monotonic()
             if self._is_leaving and not self._hosting.work:
-                await self._tell()
                 await self._last_files()
+                await self._tell()
+                logger.info("left run %s", self._run)
                 return
             if self._leave_at is not None and now > self._leave_at:
                 logger.warning("%s did not leave in time", ", ".join(self._hosting.work))

@@ -61,6 +61,11 @@ class AgentProcess:
         found = "" if self.agent is None else self.agent.hello.address
         return "" if found.startswith("127.") else found
 
+    @property
+    def lost_with_machine(self) -> bool:
+        """Whether its agent was lost, or was told to end."""
+        return bool(self._lost) or (self.agent is not None and self.agent.leaves_at is not None)
+
     def cause(self) -> str:
         """Why it ended, where its exit code does not say it."""
         return self._lost or ("" if self.reported is None else self.reported.cause)

@@ -22,7 +22,7 @@ from asyncrl.launch.start_order import start_order
 from asyncrl.processes.spec import ChildKeys, ChildSpec, Role
 from wire.messages import from_agent, to_agent
 
-_LATE_SECONDS = 1.0
+_LATE_SECONDS = 5.0
 """If `look` is called this late, the controller itself was suspended or blocked in between."""
 
 
@@ -128,6 +128,8 @@ class Roster:
                 del agent.processes[hosted.name]
                 failed = hosted.code != 0 and not process.ending and agent.leaves_at is None
                 agent.failures += failed and process.spec.role != "relay"
+        if agent.leaves_at is not None and not agent.processes:
+            del self.agents[name]  # it has nothing more to do with the run
         return True
 
     def _info_of(self, agent: Agent, facts: str) -> NodeInfo:
@@ -204,6 +206,11 @@ class Roster:
             may_take = waiting.spec.role == "generator" or not self.free("trainer")
             count -= may_take and waiting.spec.role != "relay"
         return max(0, count)
+
+    def leaving(self) -> list[str]:
+        """Trainers and generators whose agents are to end."""
+        leavers = [one for one in self.agents.values() if one.leaves_at is not None]
+        return [one.work.spec.name for one in leavers if one.work is not None]
 
     def add(self, spec: ChildSpec, keys: ChildKeys, node: str | None) -> AgentProcess:
         """A process that is to be started.
@@ -285,8 +292,6 @@ class Roster:
             silent = now - agent.heard
             if silent > self._needs.silence_seconds:
                 del self.agents[agent.name]
-                if agent.leaves_at is not None and not agent.processes:
-                    continue
                 self._lose(
                     agent, f"said nothing for {silent:.0f} s (launcher.agents.silence_seconds)"
                 )
