@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from asyncrl.errors import RunFailed
 from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.run.fleet import Fleet
+from asyncrl.run.orders import last_scale
 from asyncrl.run.scaling import Scaling
 from wire.messages import to_trainer
 
@@ -28,7 +30,7 @@ class Arrivals:
         agents: of the run.
         fleet: of the run.
         scaling: has generators leave.
-        is_open: whether the run takes generators: it is not stopping and has steps left.
+        why_closed: why nothing of the run can be changed now; None: it can.
         say: tells the user something.
     """
 
@@ -38,13 +40,13 @@ class Arrivals:
         fleet: Fleet,
         scaling: Scaling,
         *,
-        is_open: Callable[[], bool],
+        why_closed: Callable[[], str | None],
         say: Callable[[str], None],
     ) -> None:
         self._agents = agents
         self._fleet = fleet
         self._scaling = scaling
-        self._is_open = is_open
+        self._why_closed = why_closed
         self._say = say
         self._told: set[str] = set()
         """Processes that were told to leave with their agent."""
@@ -57,7 +59,7 @@ class Arrivals:
         Raises:
             RunFailed: there is no generator, and no agent came for one in time.
         """
-        if not self._is_open():
+        if self._why_closed() is not None:
             return
         for name in self._agents.roster.leaving():
             await self._leave(name)
@@ -106,7 +108,7 @@ class Arrivals:
         elif now - self._alone_since > limit:
             raise RunFailed(
                 f"no generator is left, and no agent came for one within {limit:.0f} s "
-                "(launcher.agents.place_seconds); `asyncrl run CONFIG --continue` goes on from "
+                "(launcher.agents.place_seconds); `asyncrl run CONFIG --continue` continues from "
                 "the newest checkpoint"
             )
 
@@ -114,3 +116,19 @@ class Arrivals:
     def _limit(self) -> str:
         seconds = self._fleet.config.agents.place_seconds
         return f"for at most {seconds:.0f} s (launcher.agents.place_seconds)"
+
+
+def arrivals_of(
+    agents: AgentsLauncher | None,
+    fleet: Fleet,
+    scaling: Scaling,
+    run: Path,
+    why_closed: Callable[[], str | None],
+    say: Callable[[str], None],
+) -> Arrivals | None:
+    """Looks at the agents, if there are any. Arguments as for `Arrivals`; `run` is the folder."""
+    if agents is None:
+        return None
+    agents.roster.is_ready = fleet.is_ready
+    scaling.ordered = last_scale(run, fleet.config.generators)
+    return Arrivals(agents, fleet, scaling, why_closed=why_closed, say=say)

@@ -45,14 +45,14 @@ from asyncrl.config import RunConfig
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.evaluation.round import Accuracy
 from asyncrl.launch.agents.launcher import AgentsLauncher
-from asyncrl.run.arrivals import Arrivals
+from asyncrl.run.arrivals import arrivals_of
 from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.group_traces import GroupTraces
 from asyncrl.run.inbox import Inbox, Message
 from asyncrl.run.moves import Moves
-from asyncrl.run.orders import Orders, last_scale
+from asyncrl.run.orders import Orders
 from asyncrl.run.policy_watch import PolicyWatch
 from asyncrl.run.progress import Progress
 from asyncrl.run.sample_requests import SampleRequests
@@ -141,28 +141,16 @@ class Controller:
             directory.path, lambda: self._training.trained_steps, self._why_no_order
         )
         scaling = Scaling(fleet, self._training, self._evaluation)
-        if agents is not None:
-            agents.roster.is_ready = fleet.is_ready
-            scaling.ordered = last_scale(directory.path, config.launcher.generators)
         self._orders.add(control.ScaleRequest, scaling.carry_out)
-        arrivals = (
-            None
-            if agents is None
-            else Arrivals(
-                agents,
-                fleet,
-                scaling,
-                is_open=lambda: self._why_no_order() is None,
-                say=progress.say,
-            )
-        )
         self._watchdog = Watchdog(
             fleet,
             restarts,
             training=self._training,
             evaluation=self._evaluation,
             progress=progress,
-            arrivals=arrivals,
+            arrivals=arrivals_of(
+                agents, fleet, scaling, directory.path, self._why_no_order, progress.say
+            ),
         )
 
     @property

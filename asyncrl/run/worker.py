@@ -114,7 +114,8 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
     """How a process ended; None if it lives. Kills one that was silent for too long."""
     code = worker.handle.exit_code()
     if code is not None:
-        if worker.is_leaving and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
+        leaves = worker.is_leaving or worker.handle.lost_with_machine
+        if leaves and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
             worker.has_left = True
             return "has left"
         how = worker.handle.cause() or _how_it_ended(code)

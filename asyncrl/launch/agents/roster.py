@@ -13,12 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
 from msgspec.structs import replace
 
-from asyncrl.launch.agents.members import Agent, AgentProcess
+from asyncrl.launch.agents.members import Agent, AgentProcess, info_of
 from asyncrl.launch.nodes import Machines, NodeInfo, unfit
-from asyncrl.launch.start_order import start_order
 from asyncrl.processes.spec import ChildKeys, ChildSpec, Role
 from wire.messages import from_agent, to_agent
 
@@ -113,7 +111,7 @@ class Roster:
             return False
         agent.heard = now
         if agent.info is None and state.facts:
-            agent.info = self._info_of(agent, state.facts)
+            agent.info = info_of(agent, state.facts)
             self._machines.note(agent.info)
             self._say(f"agent {agent} has joined{self._why_idle(agent)}")
         if state.leaves_in is not None and agent.leaves_at is None:
@@ -131,14 +129,6 @@ class Roster:
         if agent.leaves_at is not None and not agent.processes:
             del self.agents[name]  # it has nothing more to do with the run
         return True
-
-    def _info_of(self, agent: Agent, facts: str) -> NodeInfo:
-        hello = agent.hello
-        found: dict[str, object] = msgspec.json.decode(facts)
-        known = {"id": agent.name, "ip": hello.address, "gpus": hello.gpus}
-        info = msgspec.convert(found | known, NodeInfo)
-        # Two containers may share memory and not the folder in which processes of a node meet.
-        return replace(info, memory=f"{info.memory} {info.disk}")
 
     def _why_idle(self, agent: Agent) -> str:
         """Why an agent gets nothing to do; empty if it may."""
@@ -260,18 +250,12 @@ class Roster:
 
     def orders(self, agent: Agent) -> to_agent.Orders:
         """All that an agent is to do."""
-        wanted = tuple(self._wanted(one) for one in agent.processes.values())
+        needs = self._needs
+        wanted = tuple(
+            one.wanted(needs.mark, needs.relay_per_node, self.is_ready(name))
+            for name, one in agent.processes.items()
+        )
         return to_agent.Orders(self.session, wanted, self._note(agent))
-
-    def _wanted(self, process: AgentProcess) -> to_agent.Wanted:
-        start = None
-        if process.reported is None:
-            order = start_order(
-                process.spec, mark=self._needs.mark, relay_per_node=self._needs.relay_per_node
-            )
-            start = to_agent.Start(order, msgspec.msgpack.encode(process.keys))
-        name = process.spec.name
-        return to_agent.Wanted(name, start, process.ending, process.by_force, self.is_ready(name))
 
     def _note(self, agent: Agent) -> str:
         if agent.work is not None or agent.info is None or agent.leaves_at is not None:
