@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from asyncrl_runs import OWN, worst_mismatch
 from benchmarks.chaos.cluster_run import ClusterRun
 from benchmarks.chaos.live_run import Setup
 from benchmarks.machines.namespaces import why_not
-from benchmarks.machines.ray import ray_machines
+from benchmarks.machines.ray import RayMachines, ray_machines
+from monitoring.discovery import targets_file
 from monitoring.group_account import read_account
 from monitoring.samples import read_samples
 from monitoring.spans import read_spans
@@ -25,6 +28,7 @@ pytestmark = [
 
 SETTINGS = (
     *("launcher.generators=1", "monitoring.live=plain", "trainer.checkpoint_every=2"),
+    "monitoring.host=0.0.0.0",
     *("launcher.ray.trainer.resources={one: 1}", "launcher.ray.generator.resources={two: 1}"),
 )
 STEPS = 8
@@ -45,6 +49,22 @@ def the_runs_folder_has_all_files_of(run: Path, name: str, end: float) -> None:
     assert name in (run / "report.html").read_text()
 
 
+def metrics_of_the_other_machine_can_be_scraped(run: Path, cluster: RayMachines) -> None:
+    """From the controller's, where Prometheus is told of them under the other one's address."""
+    listed = json.loads(targets_file(run).read_text())
+    targets = {one["labels"]["instance"]: one["targets"][0] for one in listed}
+    assert set(targets) == {"controller", "trainer", "relay-0", "generator-0", "relay-1"}
+    code = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=60).read())"
+    for name, series in (
+        ("generator-0", "asyncrl_generated_tokens_total"),
+        ("relay-1", "asyncrl_relay_weights_received_bytes_total"),
+    ):
+        assert targets[name].startswith(cluster.machines["two"].address + ":")
+        url = f"http://{targets[name]}/metrics"
+        text = cluster.machines["one"].run([sys.executable, "-c", code, url])
+        assert f'{series}{{process="{name}"}}' in text
+
+
 def test_a_run_on_two_machines_survives_a_short_cut(tmp_path: Path, own_model: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -60,6 +80,7 @@ def test_a_run_on_two_machines_survives_a_short_cut(tmp_path: Path, own_model: P
             assert before == {
                 "trainer": "one", "relay-0": "one", "generator-0": "two", "relay-1": "two"
             }  # fmt: skip
+            metrics_of_the_other_machine_can_be_scraped(run.path, cluster)
             cluster.machines["two"].cut()
             time.sleep(CUT_SECONDS)  # the fault; nothing is waited for
             assert len(run.records()) < STEPS
