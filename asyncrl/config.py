@@ -130,6 +130,15 @@ class RunConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _the_overlong_buffer_fits(self) -> Self:
+        if self.trainer.overlong_buffer > self.sampling.max_tokens:
+            raise ValueError(
+                f"trainer.overlong_buffer ({self.trainer.overlong_buffer}) is longer than any "
+                f"response: sampling.max_tokens is {self.sampling.max_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _verification_has_stored_probabilities(self) -> Self:
         if self.scheduler.on_update == "verify" and self.engine.top_k_logprobs == 0:
             raise ValueError(

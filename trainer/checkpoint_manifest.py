@@ -207,7 +207,8 @@ def check_settings(directory: Path, manifest: Manifest, settings: dict[str, Any]
     """
     # Through JSON, so that tuples and lists compare as equal.
     now = msgspec.json.decode(msgspec.json.encode(settings), type=dict[str, Any])
-    then = manifest.settings
+    # Settings that were added since: they had the value that is now the default.
+    then = {**TrainerConfig().model_dump(mode="json"), **manifest.settings}
     changed = sorted(
         key for key in (then.keys() | now.keys()) - _FREE if then.get(key) != now.get(key)
     )

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from trainer.algorithms.registry import known_algorithms
+from trainer.algorithms.registry import defaults_of, known_algorithms, only_values_of
 from wire.limits import MAX_STEPS, MAX_THREADS, MAX_TOKENS
 
 
 class TrainerConfig(BaseModel):
     """How groups of trajectories become optimizer steps.
 
-    Each batch is passed over exactly once. Then `proximal_policy`, `importance_cap` and
-    `clip_ratio_*` decide what the importance ratio does; `trainer.algorithms.grpo` has the
-    equations.
+    Each batch is passed over exactly once. Then `proximal_policy`, `correction` and `clip_ratio_*`
+    decide what the importance ratio does. docs/algorithms.md has the equations, and the defaults of
+    `loss_normalization`, `advantage_normalization`, `proximal_policy`, `correction` and
+    `clip_ratio_*` that an algorithm has of its own.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     algorithm: str = "grpo"
-    """Registered algorithm: grpo, or reinforce (leave-one-out baseline)."""
+    """Registered algorithm: grpo, dr_grpo, dapo, rloo, reinforce (leave-one-out baseline),
+    reinforce_plus_plus, reinforce_plus_plus_baseline, gspo, cispo, gpg, or one of your own."""
     learning_rate: float = Field(default=1e-6, gt=0, le=1)
     """Peak learning rate of AdamW; 1e-6 suits 1B-32B parameters."""
     learning_rate_schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -47,21 +49,46 @@ class TrainerConfig(BaseModel):
     importance_cap: float = Field(default=2.0, ge=1, le=1e6)
     """Largest importance weight of a token. current: the weight is truncated to it; behaviour:
     PPO's dual clip for negative advantages."""
+    correction: Literal[
+        "token_truncated",
+        "token_masked",
+        "sequence_truncated",
+        "sequence_masked",
+        "sequence_rejected",
+        "none",
+    ] = "token_truncated"
+    """What the ratio of current and behaviour probability does to a token or a whole sample:
+    truncated to `importance_cap`, left out where it is outside `correction_band` (masked), or left
+    out where the geometric mean of the sample's is (rejected). Without effect on-policy. With
+    proximal_policy: behaviour the ratio is in the loss, and only leaving out has an effect."""
+    correction_band: tuple[float, float] | None = None
+    """Ratios that masked and rejected keep; unset: 0.5 to 5 (masked), 0.99 to 1.01 (rejected)."""
+    log_ratio_clamp: float | None = Field(default=None, gt=0, le=80)
+    """Bound of |log of current over behaviour probability| of a token in the loss, nats; unset:
+    none. Others use 20."""
     clip_ratio_low: float = Field(default=0.2, gt=0, le=1)
     """PPO clips the ratio below 1 - this (proximal: behaviour)."""
     clip_ratio_high: float = Field(default=0.2, gt=0, le=1e6)
     """PPO clips the ratio above 1 + this; DAPO's clip-higher uses 0.28."""
-    loss_normalization: Literal["token", "sequence"] = "token"
+    loss_normalization: Literal["token", "sequence", "sample"] = "token"
     """token: every response token of the step has the same weight (DAPO). sequence: every sample
-    has the same weight, its tokens are averaged first (GRPO)."""
+    has the same weight, its tokens are averaged first (GRPO). sample: tokens are summed, and
+    divided by the samples of the step (Dr. GRPO, RLOO); the only one that is unbiased."""
     advantage_normalization: Literal["std", "none"] = "std"
     """std: divide by the group's standard deviation (GRPO). none: do not (Dr. GRPO)."""
     skip_zero_variance_groups: bool = True
     """Do not compute groups whose advantages are all 0. They still count in the denominator, so the
     gradient is the same; their tokens are missing from the means of entropy, ratio and mismatch.
-    Without effect while kl_coefficient > 0."""
+    Without effect while kl_coefficient > 0 and with reinforce_plus_plus."""
+    overlong_buffer: int = Field(default=0, ge=0, le=MAX_TOKENS)
+    """DAPO's overlong shaping: over its last so many tokens before sampling.max_tokens, a response
+    loses up to 1 of its reward, linearly. 0: off. Metrics keep the task's rewards."""
     kl_coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Weight of the KL penalty towards the initial model; with 0 no second model is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k3 (GRPO) and k2 are added to the loss, k1 is taken from the reward (RLHF, REINFORCE++)."""
+    kl_clamp: float | None = Field(default=None, gt=0, le=1e6)
+    """Largest KL estimate of a token, nats; unset: none. Others use 10."""
 
     micro_batch_tokens: int = Field(default=8192, gt=0, le=MAX_TOKENS)
     """Prompt + response tokens of one forward pass; a longer sequence gets its own."""
@@ -79,6 +106,20 @@ class TrainerConfig(BaseModel):
     """Optimizer steps between checkpoints."""
     keep_checkpoints: int = Field(default=2, gt=0, le=MAX_STEPS)
     """How many of the newest checkpoints are kept."""
+
+    @property
+    def band_of_correction(self) -> tuple[float, float]:
+        """`correction_band`, or the correction's own."""
+        if self.correction_band is not None:
+            return self.correction_band
+        return (0.99, 1.01) if self.correction == "sequence_rejected" else (0.5, 5.0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_algorithm(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {**defaults_of(values.get("algorithm")), **values}
 
     @field_validator("algorithm")
     @classmethod
@@ -100,6 +141,43 @@ class TrainerConfig(BaseModel):
         if not all(0 <= beta < 1 for beta in value):
             raise ValueError(f"both betas must lie in [0, 1), got {value}")
         return value
+
+    @field_validator("correction_band")
+    @classmethod
+    def _band_holds_one(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not 0 <= value[0] <= 1 <= value[1] <= 1e6:
+            raise ValueError(
+                f"must be two ratios around 1, as in [0.5, 5]; {list(value)} is not in order, or "
+                "would leave out tokens that are exactly on-policy"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _settings_fit_the_algorithm(self) -> Self:
+        for name, value in only_values_of(self.algorithm).items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name}: {getattr(self, name)} does not fit algorithm: {self.algorithm}; its "
+                    f"equation has only {name}: {value} (docs/algorithms.md). Leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _the_correction_has_an_effect(self) -> Self:
+        if self.proximal_policy == "behaviour" and self.correction == "sequence_truncated":
+            raise ValueError(
+                "correction: sequence_truncated is a weight, but with proximal_policy: behaviour "
+                f"the loss of {self.algorithm} holds the ratio already; choose sequence_masked, "
+                "sequence_rejected, token_masked or none"
+            )
+        if self.correction_band is not None and not self.correction.endswith(
+            ("masked", "rejected")
+        ):
+            raise ValueError(
+                f"correction_band has no effect with correction: {self.correction}; it is for "
+                "token_masked, sequence_masked and sequence_rejected"
+            )
+        return self
 
     @model_validator(mode="after")
     def _schedule_is_complete(self) -> Self:

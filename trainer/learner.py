@@ -31,17 +31,19 @@ from torch import Tensor
 from rollout.trajectory import FloatArray, Trajectory
 from rollout.truncation import EVERYTHING, Truncation
 from trainer import checkpoint, checkpoint_files
-from trainer.algorithms.base import Rewards, TokenBatch
-from trainer.algorithms.factory import make
+from trainer.algorithms.base import Rewards
 from trainer.checkpoint_manifest import settings_of
 from trainer.config import TrainerConfig
 from trainer.disagreement import SUMS, disagreement_of
-from trainer.errors import BatchError, CheckpointError, NonFiniteError, TrainerError
+from trainer.errors import BatchError, CheckpointError, NonFiniteError
 from trainer.fence import UNFENCED, Fence
+from trainer.gradient_parts import GradientParts
 from trainer.group_check import check_group, check_trajectory
+from trainer.objective import Objective
 from trainer.optimizer import learning_rate, make_adamw, take_step
 from trainer.packing import split_by_tokens
 from trainer.policy import PackedBatch, Policy
+from trainer.token_batch import token_batch
 from trainer.totals import StepTotals
 from wire.records import LearnerMetrics, TrainedStep
 from wire.weights.fingerprint import fingerprint
@@ -59,11 +61,12 @@ class Learner:
         temperature: of sampling; log-probabilities are of the same processed distribution.
         truncation: of sampling; `trainer.policy` says what it means to the trainer.
         total_steps: where cosine and linear schedules end unless `schedule_steps` is set.
+        max_tokens: of the longest response, for `overlong_buffer`.
         fence: keeps a trainer that was replaced from writing checkpoints.
 
     Raises:
         UnsupportedModelError: the model cannot be loaded or trained packed.
-        TrainerError: the schedule has no end, or the algorithm cannot use groups of this size.
+        TrainerError: the schedule has no end, or the objective does not fit the run.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Learner:
         temperature: float = 1.0,
         truncation: Truncation = EVERYTHING,
         total_steps: int | None = None,
+        max_tokens: int | None = None,
         fence: Fence = UNFENCED,
     ) -> None:
         if config.threads is not None:
@@ -100,11 +104,8 @@ class Learner:
             temperature=temperature,
             truncation=truncation,
         )
-        self._algorithm = make(config)
-        try:
-            self._algorithm.advantages(np.zeros(group_size))
-        except ValueError as error:
-            raise TrainerError(f"trainer.algorithm {config.algorithm!r}: {error}") from error
+        self._objective = Objective(config, group_size, max_tokens)
+        self._algorithm = self._objective.algorithm
         self._policy = Policy(
             model_path, gradient_checkpointing=config.gradient_checkpointing, **common
         )
@@ -118,11 +119,6 @@ class Learner:
         self._version = 0
         self._fence = fence
         self._reset()
-
-    @property
-    def _skips_zero_variance(self) -> bool:
-        """A loss that reads the reference has a gradient without advantages too."""
-        return self._config.skip_zero_variance_groups and not self._algorithm.needs_reference
 
     @property
     def policy_version(self) -> int:
@@ -164,10 +160,10 @@ class Learner:
         )
         if group in self._seen:
             raise BatchError(f"group {group} was already added to step {self._version}")
-        advantages = self._algorithm.advantages(values)
+        advantages = self._objective.advantages(trajectories, values)
         silent = not advantages.any()
         disagreement = np.zeros((len(trajectories), SUMS))
-        if not (silent and self._skips_zero_variance):
+        if not (silent and self._objective.skips_zero_variance):
             for indices in split_by_tokens(
                 [len(t.prompt_tokens) + len(t.tokens) for t in trajectories],
                 self._config.micro_batch_tokens,
@@ -194,8 +190,7 @@ class Learner:
         """
         rate = learning_rate(self._config, self._version, self._total_steps)
         totals = self._totals
-        by_token = self._config.loss_normalization == "token"
-        denominator = float(max(1, totals.tokens if by_token else totals.samples))
+        denominator = self._objective.finish(totals, self._parts)
         norm = 0.0
         if totals.groups:
             try:
@@ -278,8 +273,9 @@ class Learner:
             [(t.prompt_tokens, t.tokens) for t in trajectories], self._policy.device
         )
         scores = self._policy.score(packed)
-        by_token = self._config.loss_normalization == "token"
-        batch = _token_batch(scores.logprobs, trajectories, advantages, by_token=by_token)
+        batch = token_batch(
+            scores.logprobs, trajectories, advantages, self._config.loss_normalization
+        )
         if self._reference is not None:
             with torch.no_grad():
                 initial = self._reference.score(packed).logprobs
@@ -287,6 +283,7 @@ class Learner:
         sums = self._algorithm.loss(batch)
         if not bool(torch.isfinite(sums.loss)):
             raise NonFiniteError(f"group {group}: the loss is {float(sums.loss.detach())}")
+        self._parts.add(sums.parts)
         sums.loss.backward()
         stale = np.concatenate([t.staleness(self._version) for t in trajectories])
         fresh = torch.from_numpy(stale == 0).to(self._policy.device)
@@ -297,25 +294,8 @@ class Learner:
     def _reset(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         self._totals = StepTotals(self._algorithm.signals)
+        self._parts = GradientParts(list(self._policy.model.parameters()))
         self._seen: set[int] = set()
-
-
-def _token_batch(
-    logprobs: Tensor, trajectories: Sequence[Trajectory], advantages: Rewards, *, by_token: bool
-) -> TokenBatch:
-    """The response tokens of some samples with `[N]` log-probabilities under the policy."""
-    lengths = np.array([len(t.tokens) for t in trajectories])
-    weights = np.ones(len(lengths)) if by_token else 1.0 / lengths
-
-    def put(values: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(logprobs.device, logprobs.dtype)
-
-    return TokenBatch(
-        logprobs=logprobs,
-        behaviour_logprobs=put(np.concatenate([t.behaviour_logprobs for t in trajectories])),
-        advantages=put(np.repeat(advantages, lengths)),
-        weights=put(np.repeat(weights, lengths)),
-    )
 
 
 def resolve_device(name: str) -> torch.device:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.trajectory import Trajectory
-from trainer.algorithms.base import LossSums, Signal, TokenBatch
+from trainer.algorithms.base import Finish, LossSums, Signal, StepSums, TokenBatch
 from trainer.errors import TrainerError
 from trainer.policy import TokenScores
 from wire.records import (
@@ -26,6 +26,9 @@ from wire.records import (
     MismatchMetrics,
     StalenessMetrics,
 )
+
+_PART = "part of the loss: "
+"""Before the name of a part, where signals and parts are read from the device together."""
 
 
 class TokenSums(NamedTuple):
@@ -64,7 +67,10 @@ class StepTotals:
     computed: int = 0
     """Response tokens that went through the model."""
     sums: TokenSums = field(default_factory=TokenSums)
-    signal_sums: dict[str, float] = field(default_factory=dict)
+    signal_sums: dict[str, list[float]] = field(default_factory=dict)
+    """By name; two numbers for a signal that is `effective`, else one."""
+    part_sums: dict[str, float] = field(default_factory=dict)
+    """Further parts of the loss."""
     ratio_max: float = 0.0
     abs_gap_max: float = 0.0
 
@@ -119,16 +125,34 @@ class StepTotals:
             (kl * fresh).sum(),
         )
         peaks = (ratio.max(), gap.abs().max())
-        names = sorted(self.signals)
+        reported = {**loss.sums, **{f"{_PART}{name}": one for name, one in loss.parts.items()}}
         # One transfer from the device for all of them.
-        scalars = (*sums, *peaks, *(loss.sums[name] for name in names))
-        values = torch.stack([scalar.detach().double() for scalar in scalars]).tolist()
+        scalars = (*sums, *peaks, *reported.values())
+        values = torch.cat([scalar.detach().double().reshape(-1) for scalar in scalars]).tolist()
         self.computed += len(gap)
         self.sums = TokenSums(*map(operator.add, self.sums, values[: len(sums)]))
         self.ratio_max = max(self.ratio_max, values[len(sums)])
         self.abs_gap_max = max(self.abs_gap_max, values[len(sums) + 1])
-        for name, value in zip(names, values[len(sums) + len(peaks) :], strict=True):
-            self.signal_sums[name] = self.signal_sums.get(name, 0.0) + value
+        rest = iter(values[len(sums) + len(peaks) :])
+        for name, one in reported.items():
+            new = [next(rest) for _ in range(one.numel())]
+            if name.startswith(_PART):
+                part = name.removeprefix(_PART)
+                self.part_sums[part] = self.part_sums.get(part, 0.0) + new[0]
+            else:
+                old = self.signal_sums.get(name, [0.0] * len(new))
+                self.signal_sums[name] = list(map(operator.add, old, new))
+
+    def whole(self) -> StepSums:
+        """What an algorithm's `finish` is told."""
+        sums = {name: sums[0] for name, sums in self.signal_sums.items()}
+        return StepSums(self.groups, self.zero_variance_groups, self.computed, sums)
+
+    def finish(self, factors: Finish) -> None:
+        """Put the reported loss together as `GradientParts.finish` does the gradient."""
+        loss = factors.scale * self.sums.loss
+        loss += sum(factors.parts.get(name, 1.0) * one for name, one in self.part_sums.items())
+        self.sums = self.sums._replace(loss=loss)
 
     def metrics(
         self, denominator: float, *, grad_norm: float, learning_rate: float
@@ -164,11 +188,18 @@ class StepTotals:
 
     def _signals(self, denominator: float) -> dict[str, Measured]:
         """Every declared signal; None on a step without computed tokens."""
-        counts = {"token": self.computed, "loss": denominator}
+        if not self.computed:
+            return dict.fromkeys(self.signals)
         return {
-            name: _mean(self.signal_sums[name], counts[signal.per]) if self.computed else None
+            name: self._signal(signal, self.signal_sums[name], denominator)
             for name, signal in self.signals.items()
         }
+
+    def _signal(self, signal: Signal, sums: list[float], denominator: float) -> Measured:
+        if signal.per == "effective":
+            total, squares = sums
+            return _mean(total**2, self.computed * squares)
+        return _mean(sums[0], self.computed if signal.per == "token" else denominator)
 
     def _mismatch(self) -> MismatchMetrics:
         sums, computed = self.sums, self.computed

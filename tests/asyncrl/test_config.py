@@ -45,6 +45,8 @@ def test_overrides_reach_any_depth(tmp_path: Path) -> None:
     [
         ("schduler: {}", [], r"schduler: there is no such key. Did you mean 'scheduler'"),
         ("trainer: {learning_rat: 1}", [], r"trainer.learning_rat: .*'learning_rate'"),
+        ("trainer: {overlong_buffer: 300}", [], r"longer than any response"),
+        ("trainer: {algorithm: dr_grpo, advantage_normalization: std}", [], r"Leave it out"),
         ("run: {steps: 0}", [], r"run.steps: .*greater than or equal to 1.*given: 0"),
         ("run: {name: a/b}", [], r"run.name: "),
         ("engine: {kind: tensorrt}", [], r"engine.kind: .*'torch', 'vllm' or 'sglang'"),

@@ -47,8 +47,6 @@ class ThreadHandle:
 
     node = ""
 
-    lost_with_machine = False
-
     def cause(self) -> str:
         return ""
 

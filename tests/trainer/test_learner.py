@@ -24,6 +24,11 @@ Group = tuple[list[Trajectory], np.ndarray]
 GroupOf = Callable[..., list[Trajectory]]
 ModelPath = Callable[[str], str]
 
+SIGNALS = {
+    "clip_ratio", "importance_capped", "effective_share", "chi_squared", "correction_masked",
+}  # fmt: skip
+"""Of GRPO with its correction."""
+
 
 def _learner(path: str, **settings: Any) -> Learner:
     arguments = {k: settings.pop(k) for k in ("temperature", "truncation") if k in settings}
@@ -45,13 +50,8 @@ def _gradient(learner: Learner, batch: Sequence[Group]) -> dict[str, torch.Tenso
     """The step's gradient as AdamW would get it, unclipped."""
     for trajectories, rewards in batch:
         learner.add_group(trajectories, rewards)
-    by_token = learner._config.loss_normalization == "token"
-    totals = learner._totals
-    scale_and_clip(
-        learner.policy.model.parameters(),
-        totals.tokens if by_token else totals.samples,
-        float("inf"),
-    )
+    denominator = learner._objective.finish(learner._totals, learner._parts)
+    scale_and_clip(learner.policy.model.parameters(), denominator, float("inf"))
     return {
         n: p.grad.clone() for n, p in learner.policy.model.named_parameters() if p.grad is not None
     }
@@ -62,8 +62,32 @@ def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     return module.weight * x * torch.rsqrt(mean + module.variance_epsilon)
 
 
+def _grpo_advantages(batch: Sequence[Group], *, std: bool) -> list[np.ndarray]:
+    out = []
+    for _, rewards in batch:
+        values = rewards.astype(np.float64)
+        advantages = values - values.mean()
+        if std and advantages.any():
+            advantages /= values.std(ddof=1) + 1e-6
+        out.append(advantages)
+    return out
+
+
+def _step_advantages(batch: Sequence[Group]) -> list[np.ndarray]:
+    """REINFORCE++: rewards, normalised over the tokens of the step."""
+    lengths = [[len(t.tokens) for t in group] for group, _ in batch]
+    tokens = np.concatenate([np.repeat(r, n) for (_, r), n in zip(batch, lengths, strict=True)])
+    tokens = tokens.astype(np.float64)
+    return [(r - tokens.mean()) / tokens.std() for _, r in batch]
+
+
 def _reference(
-    path: str, batch: Sequence[Group], *, by_token: bool, std: bool, temperature: float
+    path: str,
+    batch: Sequence[Group],
+    all_advantages: Sequence[np.ndarray],
+    *,
+    by_token: bool,
+    temperature: float,
 ) -> dict[str, torch.Tensor]:
     """One loss over the whole batch, sequence by sequence, by transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
@@ -74,11 +98,7 @@ def _reference(
     loss = torch.zeros((), dtype=torch.float64)
     tokens = sum(len(t.tokens) for group, _ in batch for t in group)
     samples = sum(len(group) for group, _ in batch)
-    for group, rewards in batch:
-        values = rewards.astype(np.float64)
-        advantages = values - values.mean()
-        if std and advantages.any():
-            advantages /= values.std(ddof=1) + 1e-6
+    for (group, _), advantages in zip(batch, all_advantages, strict=True):
         for trajectory, advantage in zip(group, advantages, strict=True):
             ids = np.concatenate([trajectory.prompt_tokens, trajectory.tokens])
             logits = model(input_ids=torch.from_numpy(ids).long()[None]).logits[0]
@@ -118,7 +138,8 @@ def test_gradient_is_exact_in_any_order_and_cut(
         "loss_normalization": "token" if by_token else "sequence",
         "advantage_normalization": "std" if std else "none",
     }
-    want = _reference(path, batch, by_token=by_token, std=std, temperature=0.8)
+    advantages = _grpo_advantages(batch, std=std)
+    want = _reference(path, batch, advantages, by_token=by_token, temperature=0.8)
     assert max(float(g.abs().max()) for g in want.values()) > 1e-3
     rng = np.random.default_rng(1)
     for micro_batch_tokens, skip in ((8192, True), (1, False), (40, True), (23, False)):
@@ -131,6 +152,30 @@ def test_gradient_is_exact_in_any_order_and_cut(
         )
         order = rng.permutation(len(batch))
         _close(_gradient(learner, [batch[i] for i in order]), want)
+
+
+def test_a_gradient_that_needs_the_whole_step_is_streamed_too(
+    model_path: ModelPath, group_of: GroupOf
+) -> None:
+    path = model_path("qwen3")
+    batch = _batch(group_of)
+    want = _reference(path, batch, _step_advantages(batch), by_token=True, temperature=1.0)
+    learner = _learner(path, algorithm="reinforce_plus_plus", micro_batch_tokens=23)
+    learner.add_group(*batch[0])
+    learner.discard()  # and the parts of the loss with it
+    _close(_gradient(learner, batch[::-1]), want)
+
+
+def test_fused_layers_give_further_parts_of_a_loss(
+    model_path: ModelPath, group_of: GroupOf
+) -> None:
+    path, batch = model_path("qwen3"), _batch(group_of, groups=2)
+    settings = {"algorithm": "reinforce_plus_plus", "dtype": "float32"}
+    fused, plain = (_learner(path, fused=one, **settings) for one in (True, False))
+    assert fused.policy.is_fused
+    want = _gradient(plain, batch)
+    for name, got in _gradient(fused, batch).items():
+        torch.testing.assert_close(got, want[name], atol=1e-5, rtol=1e-3)
 
 
 def test_a_groups_own_order_does_not_matter(model_path: ModelPath, group_of: GroupOf) -> None:
@@ -223,7 +268,9 @@ def test_metrics_of_a_step(model_path: ModelPath, group_of: GroupOf) -> None:
     assert 0 < measured.fresh_abs_mean < measured.abs_max
     assert 0 < metrics.learning.entropy <= np.log(32)
     assert measured.ratio_max > measured.ratio_mean > 0
-    assert metrics.algorithm.keys() == {"clip_ratio", "importance_capped"}
+    assert metrics.algorithm.keys() == SIGNALS
+    assert 0 < metrics.algorithm["effective_share"] < 1
+    assert metrics.algorithm["chi_squared"] > 0
     assert learner.policy_version == 3
 
 
@@ -244,6 +291,9 @@ def test_on_policy_data_has_ratio_one(model_path: ModelPath, group_of: GroupOf) 
     assert metrics.mismatch.abs_max < 1e-5
     assert metrics.mismatch.ratio_mean == pytest.approx(1.0, abs=1e-5)
     assert metrics.mismatch.fresh_kl == pytest.approx(0.0, abs=1e-9)
+    nothing_to_correct = {"effective_share": 1.0, "chi_squared": 0.0, "correction_masked": 0.0}
+    for name, value in nothing_to_correct.items():
+        assert metrics.algorithm[name] == pytest.approx(value, abs=1e-5)
 
 
 def test_steps_raise_the_likelihood_of_rewarded_tokens(
@@ -279,7 +329,7 @@ def test_empty_and_silent_steps(model_path: ModelPath, group_of: GroupOf) -> Non
     assert (metrics.batch.groups, metrics.batch.tokens_computed) == (1, 0)
     assert metrics.learning.grad_norm == 0
     assert metrics.learning.entropy is None, "no token was computed"
-    assert metrics.algorithm == {"clip_ratio": None, "importance_capped": None}
+    assert metrics.algorithm == dict.fromkeys(SIGNALS)
     # An ordinary step with gradient 0: weight decay acts.
     name = "model.embed_tokens.weight"
     assert not torch.equal(dict(learner.tensors())[name], before[name])

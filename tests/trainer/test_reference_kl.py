@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from rollout.truncation import Truncation
 from trainer.algorithms.base import TokenBatch
 from trainer.algorithms.factory import make
 from trainer.config import TrainerConfig
+from trainer.policy import Policy
 
 
 def _batch(log_ratio: float, weight: float, *, advantage: float = 0.0) -> TokenBatch:
@@ -54,3 +58,30 @@ def test_a_batch_without_reference_is_refused() -> None:
     batch = TokenBatch(*[torch.zeros(1)] * 4)
     with pytest.raises(ValueError, match="reference_logprobs"):
         make(TrainerConfig(kl_coefficient=0.5)).loss(batch)
+
+
+def test_kl_of_two_nuclei_is_finite_and_bounded_from_below() -> None:
+    """The definition of `trainer.algorithms.reference_kl`, with what `Policy` computes."""
+    nucleus: Any = SimpleNamespace(temperature=1.0, truncation=Truncation(top_p=0.9))
+    everything = torch.arange(12)
+    generator = torch.Generator().manual_seed(1)
+    apart = 0
+    for shift in (0.0, 0.2, 0.5, 1.0, 2.0, 0.3, 0.4, 0.6):
+        logits = 2 * torch.randn(12, generator=generator, dtype=torch.float64)
+        other = logits + shift * torch.randn(12, generator=generator, dtype=torch.float64)
+        rows = [one.expand(12, 12) for one in (logits, other)]
+        p, r = (Policy._process(nucleus, one, everything) for one in rows)
+        q = torch.softmax(other, -1)
+        mass = q[~r.outside].sum()
+        defined = torch.where(r.outside, q / (mass + q), q / mass)
+        torch.testing.assert_close(r.logprobs.exp(), defined)
+        inside = ~p.outside
+        chance = p.logprobs[inside].exp()
+        assert float(chance.sum()) == pytest.approx(1)
+        value = float((chance * (p.logprobs - r.logprobs)[inside]).sum())
+        assert math.log(0.9) <= value < math.inf
+        if bool((inside & r.outside).any()):
+            apart += 1
+        else:
+            assert value >= -1e-12
+    assert apart, "no pair had another set of tokens"

@@ -3,15 +3,15 @@
 Shapes: G samples in a group; N response tokens of one micro-batch, packed one after another.
 
 An algorithm never divides. `loss` returns **sums**, and the learner divides by the step's loss
-denominator, which is known only when the step's last group has arrived:
-
-- `loss_normalization: token`: every weight is 1, denominator = response tokens of the step
-  (DAPO, arXiv 2503.14476, eq. 8);
-- `loss_normalization: sequence`: weights are 1 / L of their sample, denominator = samples of the
-  step (GRPO, arXiv 2402.03300, eq. 3).
-
-Groups whose advantages are all 0 count in both denominators, whether they are computed or not.
+denominator, which is known only when the step's last group has arrived (`trainer.normalization`).
+Groups whose advantages are all 0 count in the denominator, whether they are computed or not.
 An empty batch (N = 0) has loss 0 and all sums 0; the learner does not run the model for it.
+
+A loss may depend on numbers that only the whole step has, such as the mean of its advantages, if
+its gradient is a sum of parts with such numbers as factors. `loss` then returns the further parts
+in `LossSums.parts`, and `finish` returns the factors when the last group has arrived. The learner
+keeps one sum of gradients for each part: every part costs a backward pass and a gradient's memory.
+A loss that has no such form cannot be streamed, and there is none here.
 
 Signals are what an algorithm measures of its own: the share of clipped tokens, a penalty. It
 declares each once in `signals` and returns its sum with every loss. A signal's value of a step is
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Rewards = NDArray[np.float64]
+
+STD_EPSILON = 1e-6
+"""Keeps the division finite; rewards that differ by less are noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,14 @@ class TokenBatch:
     """`[N]` 1 or 1 / L (see the module); 0 leaves a token out of loss and statistics."""
     reference_logprobs: Tensor | None = None
     """`[N]` under the initial model, without a gradient; None unless the algorithm needs them."""
+    owners: Tensor | None = None
+    """`[N]` int64 index of the token's sample in the micro-batch, from 0, never falling. Samples
+    are not divided between micro-batches. None: all tokens are of one sample."""
+    importance: Tensor | None = None
+    """`[N]` what the correction makes of the ratio of current and behaviour probability, without a
+    gradient (`trainer.corrections`). None: 1."""
+    kept: Tensor | None = None
+    """`[N]` 0 where the correction leaves a token out, else 1. None: 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +66,10 @@ class Signal:
 
     help: str
     """What it says and its unit, in one phrase; docs/monitoring.md has the same."""
-    per: Literal["token", "loss"] = "token"
-    """What its sum is divided by: the computed response tokens, or the step's loss denominator."""
+    per: Literal["token", "loss", "effective"] = "token"
+    """What becomes of its sum. token: divided by the computed response tokens. loss: divided by the
+    step's loss denominator. effective: the sum is `[2]`, of weights w and of their squares, and the
+    value is (sum of w)^2 / (tokens * sum of w^2), the share of tokens that count (Kish)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +80,29 @@ class LossSums:
     """Scalar, to be minimised: sum of weight times per-token loss."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Signal name to its scalar sum: all that the algorithm declares, and no others."""
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further parts of the loss by name, scalars; `finish` has their factors."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """What `finish` is told of a whole step."""
+
+    groups: int
+    groups_without_signal: int
+    """Whose advantages were all 0."""
+    tokens: int
+    """Response tokens that were computed."""
+    sums: Mapping[str, float]
+    """The sums of the signals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Factors of a step's sums: gradient = scale * loss + sum of factor * part, / denominator."""
+
+    scale: float = 1.0
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class Algorithm(Protocol):
@@ -94,6 +130,25 @@ class Algorithm(Protocol):
         """Summed policy loss of a micro-batch."""
 
 
+@runtime_checkable
+class FinishedByStep(Protocol):
+    """An algorithm whose loss has factors that are known at the end of a step only."""
+
+    @property
+    def needs_every_group(self) -> bool:
+        """Whether groups whose advantages are all 0 have a gradient too."""
+
+    def finish(self, step: StepSums) -> Finish:
+        """The factors. Pure."""
+
+
+def finisher(algorithm: Algorithm) -> FinishedByStep | None:
+    """The algorithm itself, without what wraps it, if its loss is finished by the step."""
+    while (inner := getattr(algorithm, "algorithm", None)) is not None:
+        algorithm = inner
+    return algorithm if isinstance(algorithm, FinishedByStep) else None
+
+
 def centred(rewards: Rewards) -> Rewards:
     """`[G]` rewards minus their mean; exactly 0 when all are equal, without rounding error.
 
@@ -105,6 +160,21 @@ def centred(rewards: Rewards) -> Rewards:
     if np.ptp(rewards) == 0:
         return np.zeros_like(rewards, np.float64)
     return np.asarray(rewards - rewards.mean(), np.float64)
+
+
+def per_group_std(rewards: Rewards) -> Rewards:
+    """`[G]` rewards minus their mean, over (their standard deviation with G - 1, plus 1e-6).
+
+    GRPO, arXiv 2402.03300, section 4.1.2. Exactly 0 when all are equal. Raises ValueError: G < 2.
+    """
+    out = centred(rewards)
+    return out / (np.std(rewards, ddof=1) + STD_EPSILON) if out.any() else out
+
+
+def leave_one_out(rewards: Rewards) -> Rewards:
+    """`[G]` each reward minus the mean of the others. Raises ValueError: G < 2."""
+    size = len(rewards)
+    return centred(rewards) * (size / (size - 1))
 
 
 def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, cap: float) -> Tensor:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import importlib
 from typing import cast
 
+from trainer import corrections
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.reference_kl import WithReferenceKl
 from trainer.algorithms.registry import target_of
 from trainer.config import TrainerConfig
+from trainer.corrections.apply import Corrected
 
 
 def make(config: TrainerConfig) -> Algorithm:
-    """The configured algorithm, with the KL penalty where `kl_coefficient` is above 0.
+    """The configured algorithm, with its correction, and the KL penalty if there is one.
 
     Raises:
         ImportError, AttributeError: the registered target does not exist.
     """
     module, _, name = target_of(config.algorithm).partition(":")
     made = getattr(importlib.import_module(module), name).from_config(config)
-    algorithm = cast("Algorithm", made)
+    algorithm: Algorithm = Corrected(
+        cast("Algorithm", made), corrections.make(config), config.log_ratio_clamp
+    )
     if config.kl_coefficient > 0:
-        return WithReferenceKl(algorithm, config.kl_coefficient)
+        return WithReferenceKl(
+            algorithm, config.kl_coefficient, config.kl_estimator, config.kl_clamp
+        )
     return algorithm

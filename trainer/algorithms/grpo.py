@@ -9,17 +9,18 @@ Loss of a token with current probability p, behaviour probability b (with which 
 and proximal probability x, in the decoupled form (arXiv 2110.00641, eq. 6; AReaL,
 2505.24298, eq. 5) with clip-higher (DAPO, eq. 8):
 
-    w = min(sg(x) / b, cap)        u = p / sg(x)
+    w = correction of sg(x) / b        u = p / sg(x)
     loss = -w * min(u * A, clip(u, 1 - low, 1 + high) * A)
 
 There is one pass over each batch and one step, so the policy "at arrival" is the current one:
 
-- `proximal_policy: current` (default): x = p. Then u = 1 and the gradient is -w A grad log p:
-  truncated importance sampling towards the newest policy. Nothing is clipped, and `clip_ratio_*`
+- `proximal_policy: current` (default): x = p, the proximal policy that AReaL computes again before
+  each step. Then u = 1 and the gradient is -w A grad log p: by default, truncated importance
+  sampling towards the newest policy, w = min(p / b, cap). Nothing is clipped, and `clip_ratio_*`
   have no effect. On-policy (b = p) this is the plain policy gradient.
 - `proximal_policy: behaviour`: x = b. Then w = 1, and u = p / b is PPO's clipped ratio against the
   policy that drew the token; for A < 0 the loss is bounded by dual clip at `cap` (arXiv 1912.09729,
-  eq. 5). Clipped tokens have no gradient.
+  eq. 5). Clipped tokens have no gradient. Of the correction, only what it leaves out has an effect.
 
 Both agree to first order when p and b are close. Empty batch: loss 0.
 """
@@ -30,7 +31,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
-import numpy as np
 import torch
 
 from trainer.algorithms.base import (
@@ -39,12 +39,10 @@ from trainer.algorithms.base import (
     Signal,
     TokenBatch,
     centred,
-    importance_weights,
+    per_group_std,
 )
+from trainer.algorithms.losses import Clip, capped, importance, score_function
 from trainer.config import TrainerConfig
-
-STD_EPSILON = 1e-6
-"""Keeps the division finite; rewards that differ by less are noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,44 +80,18 @@ class Grpo:
         Raises:
             ValueError: G < 2.
         """
-        out = centred(rewards)
-        if self.normalize_std and out.any():
-            out = out / (np.std(rewards, ddof=1) + STD_EPSILON)
-        return out
+        return per_group_std(rewards) if self.normalize_std else centred(rewards)
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """Summed loss of the module's equations."""
-        if self.proximal_policy == "current":
-            return self._truncated(batch)
-        return self._clipped(batch)
-
-    def _truncated(self, batch: TokenBatch) -> LossSums:
-        weight = importance_weights(batch.logprobs, batch.behaviour_logprobs, self.importance_cap)
-        # u is 1, written as a ratio so that its gradient is the equation's too.
-        ratio = torch.exp(batch.logprobs - batch.logprobs.detach())
-        kept = batch.weights != 0
+        if self.proximal_policy == "behaviour":
+            clip = Clip(self.clip_ratio_low, self.clip_ratio_high, self.importance_cap)
+            return clip.loss(batch, torch.exp(batch.logprobs - batch.behaviour_logprobs))
+        weight = importance(batch)
         return LossSums(
-            loss=-(batch.weights * weight * batch.advantages * ratio).sum(),
+            loss=score_function(batch, batch.advantages),
             sums={
                 "clip_ratio": torch.zeros_like(weight).sum(),
-                "importance_capped": ((weight >= self.importance_cap) & kept).sum(),
-            },
-        )
-
-    def _clipped(self, batch: TokenBatch) -> LossSums:
-        ratio = torch.exp(batch.logprobs - batch.behaviour_logprobs)
-        inside = ratio.clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
-        advantages = batch.advantages
-        surrogate = torch.minimum(ratio * advantages, inside * advantages)
-        floor = torch.where(advantages < 0, self.importance_cap * advantages, -torch.inf)
-        kept = batch.weights != 0
-        capped = (surrogate.detach() < floor) & kept
-        high = (advantages > 0) & (ratio > 1 + self.clip_ratio_high)
-        low = (advantages < 0) & (ratio < 1 - self.clip_ratio_low)
-        return LossSums(
-            loss=-(batch.weights * torch.maximum(surrogate, floor)).sum(),
-            sums={
-                "clip_ratio": ((high | low | capped) & kept).sum(),
-                "importance_capped": capped.sum(),
+                "importance_capped": capped(batch, weight, self.importance_cap),
             },
         )

@@ -1,21 +1,54 @@
-"""The KL penalty towards the initial model, added to the loss of any algorithm.
+"""The KL penalty towards the initial model, with the loss of any algorithm.
 
-GRPO (arXiv 2402.03300, eq. 4) estimates KL(current || reference) per token with the k3 estimator of
-Schulman's "Approximating KL divergence". For a token with current log-probability log p and
-log-probability log r under the reference, the initial model:
+For a token with current log-probability log p and log-probability log r under the reference, the
+initial model, the estimators of Schulman's "Approximating KL divergence":
 
-    k3   = r / p - 1 - log(r / p)                      never negative, 0 where p = r
-    loss = algorithm's loss + kl_coefficient * sum of weight * k3
+    k1 = log(p / r)                        of either sign
+    k2 = log(p / r)^2 / 2                  never negative
+    k3 = r / p - 1 - log(r / p)            never negative, 0 where p = r
 
-The gradient flows through p only. Empty batch: both terms are 0.
+They estimate the same number, but their gradients do not (arXiv 2506.09477), so each is used where
+its gradient means something (docs/algorithms.md has the proofs' results by enumeration):
+
+- `k3` (default; GRPO, arXiv 2402.03300, eq. 4) and `k2` are added to the loss, kl_coefficient
+  times,
+  with the token's weight. On-policy k2 has the gradient of KL(current || reference) of each token's
+  distribution, k3 that of KL(reference || current).
+- `k1` in a loss has a gradient whose mean is 0. So it is part of the reward (RLHF, REINFORCE++):
+  the
+  advantage of a token becomes A - kl_coefficient * (sum of k1 over it and the tokens after it),
+  without gradient. On-policy, with `loss_normalization: sample`, that is the gradient of the KL of
+  whole samples.
+
+`kl_clamp` bounds a token's k2 or k3 from above, and k1 on both sides; a token beyond it has no
+gradient of the penalty. The gradient flows through p only. Empty batch: both terms are 0.
+
+**Truncated sampling** (top-p, top-k, min-p). p and r are then renormalised over two sets of tokens,
+which may differ. The KL of two such distributions is infinite as soon as the policy's set has a
+token more. What is used is finite: a token drawn outside the reference's set is added to that set
+for this token, so r(x) = q(x) / (mass of the set + q(x)) with q before truncation. Where the
+reference's set holds the policy's, this is the KL. Otherwise the sum over the policy's tokens of p
+log(p / r) is at least log of the set's mass (-0.105 for top_p 0.9), so a k1 of that size below 0
+says nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from trainer.algorithms.base import Algorithm, LossSums, Rewards, Signal, TokenBatch
+from torch import Tensor
+
+from trainer.algorithms.base import (
+    Algorithm,
+    LossSums,
+    Rewards,
+    Signal,
+    TokenBatch,
+    finisher,
+)
+from trainer.algorithms.sequences import owners_of, sums_to_go
 
 _SIGNALS = {
     "policy_loss": Signal("loss without the KL penalty", per="loss"),
@@ -30,6 +63,9 @@ class WithReferenceKl:
     algorithm: Algorithm
     coefficient: float
     """Weight of the penalty, `trainer.kl_coefficient`."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    clamp: float | None = None
+    """Largest value of a token's estimate, in nats."""
 
     @property
     def signals(self) -> Mapping[str, Signal]:
@@ -53,11 +89,23 @@ class WithReferenceKl:
         """
         if batch.reference_logprobs is None:
             raise ValueError("the KL penalty needs reference_logprobs, and the batch has none")
+        kl = self._per_token(batch.reference_logprobs - batch.logprobs)
+        if self.estimator == "k1":
+            to_go = sums_to_go(kl.detach(), owners_of(batch))
+            batch = replace(batch, advantages=batch.advantages - self.coefficient * to_go)
         own = self.algorithm.loss(batch)
-        gap = batch.reference_logprobs - batch.logprobs
-        k3 = gap.exp() - 1 - gap
-        penalty = self.coefficient * (batch.weights * k3).sum()
-        return LossSums(
-            own.loss + penalty,
-            {**own.sums, "policy_loss": own.loss.detach(), "reference_kl": k3.detach().sum()},
-        )
+        sums = {**own.sums, "policy_loss": own.loss.detach(), "reference_kl": kl.detach().sum()}
+        if self.estimator == "k1":
+            return LossSums(own.loss, sums, own.parts)
+        penalty = self.coefficient * (batch.weights * kl).sum()
+        if finisher(self.algorithm) is None:
+            return LossSums(own.loss + penalty, sums)
+        # A part of its own, so that the step's factors do not change it.
+        return LossSums(own.loss, sums, {**own.parts, "reference_kl": penalty})
+
+    def _per_token(self, gap: Tensor) -> Tensor:
+        """`[N]` log(r / p) to `[N]` estimates."""
+        if self.estimator == "k1":
+            return -gap if self.clamp is None else (-gap).clamp(-self.clamp, self.clamp)
+        estimate = 0.5 * gap.square() if self.estimator == "k2" else gap.exp() - 1 - gap
+        return estimate if self.clamp is None else estimate.clamp(max=self.clamp)

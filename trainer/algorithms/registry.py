@@ -1,13 +1,76 @@
-"""Names of algorithms and where their classes lie. Knows no configuration and imports no torch."""
+"""Names of algorithms, where their classes lie, and their defaults. Light: imports no torch."""
 
 from __future__ import annotations
 
-_TARGETS = {
-    "grpo": "trainer.algorithms.grpo:Grpo",
-    "reinforce": "trainer.algorithms.reinforce:Reinforce",
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a name stands for."""
+
+    target: str
+    """ "module:Class"."""
+    smallest_group: int = 1
+    """2 where a sample is compared with the others of its group."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Settings of the trainer that have other defaults with this algorithm: those of its paper."""
+    only: Mapping[str, object] = field(default_factory=dict)
+    """Settings that have one possible value, because the equation has no other."""
+
+
+_CURRENT = {"proximal_policy": "current"}
+_BEHAVIOUR = {"proximal_policy": "behaviour"}
+_UNSCALED = {"advantage_normalization": "none"}
+
+_ENTRIES = {
+    "grpo": Entry("trainer.algorithms.grpo:Grpo", 2),
+    "dr_grpo": Entry(
+        "trainer.algorithms.dr_grpo:DrGrpo",
+        2,
+        defaults={"loss_normalization": "sample", **_UNSCALED},
+        only=_UNSCALED,
+    ),
+    "dapo": Entry(
+        "trainer.algorithms.dapo:Dapo", 2, defaults={"clip_ratio_high": 0.28, **_BEHAVIOUR}
+    ),
+    "reinforce": Entry("trainer.algorithms.reinforce:Reinforce", 2, only=_CURRENT),
+    "rloo": Entry(
+        "trainer.algorithms.rloo:Rloo",
+        2,
+        defaults={"loss_normalization": "sample", "correction": "sequence_truncated"},
+        only=_CURRENT,
+    ),
+    "reinforce_plus_plus": Entry(
+        "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlus", only=_CURRENT
+    ),
+    "reinforce_plus_plus_baseline": Entry(
+        "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline", 2, only=_CURRENT
+    ),
+    "gspo": Entry(
+        "trainer.algorithms.gspo:Gspo",
+        2,
+        defaults={
+            "clip_ratio_low": 3e-4,
+            "clip_ratio_high": 4e-4,
+            "loss_normalization": "sequence",
+            **_BEHAVIOUR,
+        },
+        only=_BEHAVIOUR,
+    ),
+    "cispo": Entry(
+        "trainer.algorithms.cispo:Cispo",
+        2,
+        defaults={"clip_ratio_low": 1.0, "clip_ratio_high": 4.0, **_BEHAVIOUR},
+        only=_BEHAVIOUR,
+    ),
+    "gpg": Entry(
+        "trainer.algorithms.gpg:Gpg", 2, defaults=_UNSCALED, only={**_CURRENT, **_UNSCALED}
+    ),
 }
 
-_SMALLEST_GROUPS = {"grpo": 2, "reinforce": 2}
+_TARGETS = {name: entry.target for name, entry in _ENTRIES.items()}
 
 
 def known_algorithms() -> tuple[str, ...]:
@@ -37,7 +100,17 @@ def smallest_group(name: str) -> int:
     2 where a sample is compared with the others of its group. An algorithm added by `register`
     decides when it is given a group.
     """
-    return _SMALLEST_GROUPS.get(name, 1)
+    return _ENTRIES[name].smallest_group if name in _ENTRIES else 1
+
+
+def defaults_of(name: object) -> Mapping[str, object]:
+    """The trainer's settings that have other defaults with this algorithm."""
+    return _ENTRIES[name].defaults if isinstance(name, str) and name in _ENTRIES else {}
+
+
+def only_values_of(name: str) -> Mapping[str, object]:
+    """The trainer's settings that have one possible value with this algorithm."""
+    return _ENTRIES[name].only if name in _ENTRIES else {}
 
 
 def target_of(name: str) -> str:

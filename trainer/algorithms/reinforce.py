@@ -1,11 +1,19 @@
-"""REINFORCE with the leave-one-out baseline (RLOO, arXiv 2402.14740, section 2.2).
+"""REINFORCE with the leave-one-out baseline (arXiv 2402.14740, section 2.2).
 
     A_i  = r_i - mean over j != i of r_j  =  (r_i - mean(r)) * G / (G - 1)
-    loss = -sg(w) * A * log p,    w = min(p / b, cap)
+    loss = -sg(w) * A * log p,    w = correction of p / b, by default min(p / b, cap)
 
-The gradient is unbiased where no weight reaches the cap. `advantage_normalization`,
-`proximal_policy` and `clip_ratio_*` have no effect. A group of one sample has no baseline and is
-refused. Denominators: see `trainer.algorithms.base`. Empty batch: loss 0.
+What its gradient estimates depends on the denominator and, for stale tokens, on the correction:
+
+- on-policy it is unbiased with `loss_normalization: sample` only. `token`, the default, divides by
+  the step's tokens, which depend on what was drawn; `sequence` gives short samples more weight.
+- stale tokens need the weight of the whole sample (`correction: sequence_truncated`), and it is
+  unbiased where no weight reaches the cap. A token's own weight leaves out that its prefix has
+  another probability now.
+
+docs/algorithms.md has the size of each bias on a small policy. `algorithm: rloo` is the same with
+unbiased defaults. `advantage_normalization` and `clip_ratio_*` have no effect. A group of one
+sample has no baseline and is refused. Empty batch: loss 0.
 """
 
 from __future__ import annotations
@@ -14,14 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from trainer.algorithms.base import (
-    LossSums,
-    Rewards,
-    Signal,
-    TokenBatch,
-    centred,
-    importance_weights,
-)
+from trainer.algorithms.base import LossSums, Rewards, Signal, TokenBatch, leave_one_out
+from trainer.algorithms.losses import capped, importance, weighted_logprobs
 from trainer.config import TrainerConfig
 
 
@@ -43,15 +45,12 @@ class Reinforce:
 
     def advantages(self, rewards: Rewards) -> Rewards:
         """`[G]` leave-one-out advantages. Raises ValueError: G < 2."""
-        size = len(rewards)
-        return centred(rewards) * (size / (size - 1))
+        return leave_one_out(rewards)
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """Summed loss of the module's equation."""
-        weight = importance_weights(batch.logprobs, batch.behaviour_logprobs, self.importance_cap)
+        weight = importance(batch)
         return LossSums(
-            loss=-(batch.weights * weight * batch.advantages * batch.logprobs).sum(),
-            sums={
-                "importance_capped": ((weight >= self.importance_cap) & (batch.weights != 0)).sum()
-            },
+            loss=weighted_logprobs(batch, weight),
+            sums={"importance_capped": capped(batch, weight, self.importance_cap)},
         )

@@ -169,6 +169,7 @@ def _load_learner(child: Child[TrainerMetrics], fence: Fence) -> Learner:
         temperature=config.sampling.temperature,
         truncation=config.sampling.truncation,
         total_steps=config.run.steps,
+        max_tokens=config.sampling.max_tokens,
         fence=fence,
     )
     if spec.resume_from is not None:

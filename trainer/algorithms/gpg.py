@@ -1,0 +1,62 @@
+"""GPG, Group Policy Gradient (arXiv 2504.02546): no ratio, no reference, no critic.
+
+    A_i  = r_i - mean(r)                 (the paper's F_norm = 1)
+    loss = -alpha * A * log p,           alpha = groups / groups with signal, of the step
+
+alpha makes up for groups whose rewards are all equal, which have no gradient and count in the
+denominator. It is known when the step's last group has arrived, and is a factor of the whole sum,
+so the loss is streamed. Stale tokens are weighed by the correction. Empty batch: loss 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from trainer.algorithms.base import (
+    Finish,
+    LossSums,
+    Rewards,
+    Signal,
+    StepSums,
+    TokenBatch,
+    centred,
+)
+from trainer.algorithms.losses import capped, importance, weighted_logprobs
+from trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Gpg:
+    """Centred rewards, the score function, and the step's factor."""
+
+    signals: ClassVar[Mapping[str, Signal]] = {
+        "importance_capped": Signal("share of tokens that reached `trainer.importance_cap`"),
+    }
+    needs_reference: ClassVar[bool] = False
+    needs_every_group: ClassVar[bool] = False
+
+    importance_cap: float
+
+    @classmethod
+    def from_config(cls, config: TrainerConfig) -> Self:
+        """Take what this algorithm needs from the trainer's settings."""
+        return cls(importance_cap=config.importance_cap)
+
+    def advantages(self, rewards: Rewards) -> Rewards:
+        """`[G]` rewards minus their mean. Raises ValueError: G < 2."""
+        return centred(rewards)
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """Summed loss of the module's equation, without alpha."""
+        weight = importance(batch)
+        return LossSums(
+            loss=weighted_logprobs(batch, weight),
+            sums={"importance_capped": capped(batch, weight, self.importance_cap)},
+        )
+
+    def finish(self, step: StepSums) -> Finish:
+        """Alpha; 0 if no group has signal."""
+        with_signal = step.groups - step.groups_without_signal
+        return Finish(scale=step.groups / with_signal if with_signal else 0.0)

@@ -1,0 +1,66 @@
+"""GSPO, Group Sequence Policy Optimization (arXiv 2507.18071, eq. 5 and 7).
+
+For a sample of L tokens with current and behaviour probabilities p and b:
+
+    A    = (r - mean(r)) / (std(r) + 1e-6)             advantage_normalization: std
+    s    = exp(1 / L * sum of log(p / b))              the sample's ratio, a geometric mean
+    loss = -min(s A, clip(s, 1 - low, 1 + high) A)     once a sample; the gradient flows through s
+
+A token's weight is 1 / L (`loss_normalization: sequence`), so that its sample's tokens add up to
+this loss. The ratio of a sample moves far less than a token's: `clip_ratio_low` is 3e-4 and
+`clip_ratio_high` 4e-4 by default (section 5.1). On-policy s = 1 and the gradient is GRPO's with
+`sequence`. Empty batch: loss 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+
+from trainer.algorithms.base import (
+    LossSums,
+    Rewards,
+    Signal,
+    TokenBatch,
+    centred,
+    per_group_std,
+)
+from trainer.algorithms.losses import Clip
+from trainer.algorithms.sequences import owners_of, sample_means
+from trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Gspo:
+    """Group-relative advantages and the clipped ratio of whole samples."""
+
+    signals: ClassVar[Mapping[str, Signal]] = {
+        "clip_ratio": Signal(
+            "share of tokens that have no gradient because their ratio was clipped"
+        ),
+    }
+    needs_reference: ClassVar[bool] = False
+
+    normalize_std: bool
+    clip: Clip
+
+    @classmethod
+    def from_config(cls, config: TrainerConfig) -> Self:
+        """Take what this algorithm needs from the trainer's settings."""
+        return cls(
+            normalize_std=config.advantage_normalization == "std",
+            clip=Clip(config.clip_ratio_low, config.clip_ratio_high),
+        )
+
+    def advantages(self, rewards: Rewards) -> Rewards:
+        """`[G]` group-relative advantages. Raises ValueError: G < 2."""
+        return per_group_std(rewards) if self.normalize_std else centred(rewards)
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """Summed loss of the module's equations."""
+        gap = batch.logprobs - batch.behaviour_logprobs
+        sums = self.clip.loss(batch, torch.exp(sample_means(gap, owners_of(batch))))
+        return LossSums(sums.loss, {"clip_ratio": sums.sums["clip_ratio"]})

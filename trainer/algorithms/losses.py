@@ -1,0 +1,80 @@
+"""Losses that several algorithms share: score function, clipped ratio, weighted log-probability.
+
+Shapes as in `trainer.algorithms.base`. With current probability p, behaviour probability b,
+advantage A, the token's weight v, and what the correction gives (importance w, kept m):
+
+    score function   -v w A u,  u = p / sg(p)          its gradient is -v w A grad log p
+    clipped          -v m min(r A, clip(r) A),  r = p / b, or any ratio given instead
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.base import LossSums, TokenBatch
+
+
+def importance(batch: TokenBatch) -> Tensor:
+    """`[N]` the correction's weights; 1 without a correction."""
+    if batch.importance is None:
+        return torch.ones_like(batch.logprobs.detach())
+    return batch.importance
+
+
+def kept(batch: TokenBatch) -> Tensor:
+    """`[N]` bool: tokens that neither their weight nor the correction leaves out."""
+    used = batch.weights != 0
+    return used if batch.kept is None else used & (batch.kept != 0)
+
+
+def score_function(batch: TokenBatch, advantages: Tensor) -> Tensor:
+    """Scalar: the score function with these advantages, `[N]`."""
+    # u is 1, written as a ratio so that its gradient is the equation's too.
+    ratio = torch.exp(batch.logprobs - batch.logprobs.detach())
+    return -(batch.weights * importance(batch) * advantages * ratio).sum()
+
+
+def weighted_logprobs(batch: TokenBatch, weight: Tensor) -> Tensor:
+    """Scalar: -v weight A log p, with `[N]` weights that have no gradient."""
+    return -(batch.weights * weight * batch.advantages * batch.logprobs).sum()
+
+
+def capped(batch: TokenBatch, weight: Tensor, cap: float) -> Tensor:
+    """Scalar: tokens whose `[N]` weight reached the cap."""
+    return ((weight >= cap) & kept(batch)).sum()
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """PPO's clip (arXiv 1707.06347, eq. 7), with dual clip (1912.09729, eq. 5)."""
+
+    low: float
+    """The ratio is clipped below 1 - this."""
+    high: float
+    """The ratio is clipped above 1 + this."""
+    dual: float = torch.inf
+    """For A < 0, the loss is bounded by the ratio's value at this."""
+
+    def loss(self, batch: TokenBatch, ratio: Tensor) -> LossSums:
+        """Loss with `[N]` ratios that carry the gradient, `clip_ratio`, and what dual clip did."""
+        inside = ratio.clamp(1 - self.low, 1 + self.high)
+        advantages = batch.advantages
+        surrogate = torch.minimum(ratio * advantages, inside * advantages)
+        floor = torch.where(advantages < 0, self.dual * advantages, -torch.inf)
+        used = kept(batch)
+        over = (surrogate.detach() < floor) & used
+        high = (advantages > 0) & (ratio > 1 + self.high)
+        low = (advantages < 0) & (ratio < 1 - self.low)
+        per_token = batch.weights * torch.maximum(surrogate, floor)
+        if batch.kept is not None:
+            per_token = per_token * batch.kept
+        return LossSums(
+            loss=-per_token.sum(),
+            sums={
+                "clip_ratio": ((high | low | over) & used).sum(),
+                "importance_capped": over.sum(),
+            },
+        )

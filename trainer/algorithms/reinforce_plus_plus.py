@@ -1,0 +1,104 @@
+"""REINFORCE++ (arXiv 2501.03262): advantages normalised over the whole step.
+
+With reward r of a token's sample, and mean and standard deviation over all tokens of the step:
+
+    a = r                      reinforce_plus_plus (a group may have one sample)
+    a = r - mean of the group  reinforce_plus_plus_baseline
+    A = (a - mean(a)) / std(a)
+    loss = -w * A * log p      w = correction of p / b
+
+With `kl_estimator: k1` the penalty is part of a: the paper's r - beta * sum of k1 from the token
+on.
+
+**Streaming.** Mean and standard deviation are known when the step's last group has arrived. Since
+the loss is linear in A, its gradient is
+
+    1 / std(a) * (gradient of -w a log p  -  mean(a) * gradient of -w log p)
+
+so the learner keeps two sums of gradients, and nothing waits: it costs a second backward pass and
+the memory of one more gradient. PPO's clip is not linear in A, since the sign of A decides which
+side is clipped. So there is none: in a single pass it clips nothing on-policy, and the correction
+bounds the weight of stale tokens. The standard deviation is the population's; a step in which a has
+none has no gradient. Empty batch: loss 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+
+from trainer.algorithms.base import (
+    STD_EPSILON,
+    Finish,
+    LossSums,
+    Rewards,
+    Signal,
+    StepSums,
+    TokenBatch,
+    centred,
+)
+from trainer.algorithms.losses import capped, importance, score_function
+from trainer.config import TrainerConfig
+
+UNIT = "unit"
+"""The part of the loss in which every advantage is 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReinforcePlusPlus:
+    """Rewards, normalised over the tokens of the step."""
+
+    signals: ClassVar[Mapping[str, Signal]] = {
+        "importance_capped": Signal("share of tokens that reached `trainer.importance_cap`"),
+        "advantage_mean": Signal("advantage before it is normalised over the step, mean"),
+        "advantage_square": Signal("advantage before it is normalised over the step, mean square"),
+    }
+    needs_reference: ClassVar[bool] = False
+    needs_every_group: ClassVar[bool] = True
+
+    importance_cap: float
+
+    @classmethod
+    def from_config(cls, config: TrainerConfig) -> Self:
+        """Take what this algorithm needs from the trainer's settings."""
+        return cls(importance_cap=config.importance_cap)
+
+    def advantages(self, rewards: Rewards) -> Rewards:
+        """`[G]` rewards as they are."""
+        return np.asarray(rewards, np.float64)
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """Summed loss with a as advantage, and its part with 1 as advantage."""
+        weight = importance(batch)
+        advantages = batch.advantages.double()
+        return LossSums(
+            loss=score_function(batch, batch.advantages),
+            sums={
+                "importance_capped": capped(batch, weight, self.importance_cap),
+                "advantage_mean": advantages.sum(),
+                "advantage_square": advantages.square().sum(),
+            },
+            parts={UNIT: score_function(batch, batch.advantages.new_ones(()))},
+        )
+
+    def finish(self, step: StepSums) -> Finish:
+        """Factors 1 / std(a) and -mean(a) / std(a)."""
+        mean = step.sums.get("advantage_mean", 0.0) / max(step.tokens, 1)
+        square = step.sums.get("advantage_square", 0.0) / max(step.tokens, 1)
+        std = math.sqrt(max(square - mean**2, 0.0))
+        if std <= STD_EPSILON * max(1.0, abs(mean)):
+            return Finish(scale=0.0, parts={UNIT: 0.0})
+        return Finish(scale=1 / std, parts={UNIT: -mean / std})
+
+
+@dataclass(frozen=True, slots=True)
+class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
+    """Rewards minus their group's mean, normalised over the tokens of the step."""
+
+    def advantages(self, rewards: Rewards) -> Rewards:
+        """`[G]` rewards minus their mean. Raises ValueError: G < 2."""
+        return centred(rewards)

@@ -1,0 +1,71 @@
+"""An algorithm with a correction, and the numbers by which people judge one.
+
+    effective_share      (sum w)^2 / (N sum w^2) of the weights w with which tokens are trained
+    chi_squared          mean of (p / b)^2 - 1, of the ratios before any correction: 0 on-policy
+    correction_masked    share of tokens that the correction leaves out
+
+The k3 estimate of KL(behaviour || current) is `mismatch.kl`, and over tokens of staleness 0, engine
+against trainer, `mismatch.fresh_kl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from trainer.algorithms.base import Algorithm, LossSums, Rewards, Signal, TokenBatch
+from trainer.algorithms.sequences import owners_of
+from trainer.corrections.base import Correction
+
+_SIGNALS = {
+    "effective_share": Signal(
+        "effective sample size of the corrected tokens, as a share of them", per="effective"
+    ),
+    "chi_squared": Signal(
+        "chi-squared divergence of the current policy from the behaviour policy, per token"
+    ),
+    "correction_masked": Signal("share of tokens that `trainer.correction` left out"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """Everything but the weights is the algorithm's own."""
+
+    algorithm: Algorithm
+    correction: Correction
+    log_ratio_clamp: float | None = None
+    """Bound of |log(p / b)|, nats; None: no bound."""
+
+    @property
+    def signals(self) -> Mapping[str, Signal]:
+        """Those of the algorithm, and the module's."""
+        return {**self.algorithm.signals, **_SIGNALS}
+
+    @property
+    def needs_reference(self) -> bool:
+        """As the algorithm's."""
+        return self.algorithm.needs_reference
+
+    def advantages(self, rewards: Rewards) -> Rewards:
+        """`[G]` advantages of the algorithm."""
+        return self.algorithm.advantages(rewards)
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """The algorithm's loss of the corrected batch."""
+        current = batch.logprobs.detach()
+        log_ratio = current - batch.behaviour_logprobs
+        if self.log_ratio_clamp is not None:
+            log_ratio = log_ratio.clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
+            batch = replace(batch, behaviour_logprobs=current - log_ratio)
+        found = self.correction(log_ratio, owners_of(batch))
+        own = self.algorithm.loss(replace(batch, importance=found.importance, kept=found.kept))
+        used, squares = found.importance.double(), (2 * log_ratio.double()).exp()
+        sums = {
+            "effective_share": torch.stack([used.sum(), used.square().sum()]),
+            "chi_squared": (squares - 1).sum(),
+            "correction_masked": (1 - found.kept).sum(),
+        }
+        return LossSums(own.loss, {**own.sums, **sums}, own.parts)

@@ -1,0 +1,50 @@
+"""What a correction is: a pure function of the log-ratios of a micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Weights(NamedTuple):
+    """What is made of N tokens, without gradients."""
+
+    importance: Tensor
+    """`[N]` weight of the token's score function; 0 where it is left out."""
+    kept: Tensor
+    """`[N]` 1, or 0 where the token is left out."""
+
+
+class Correction(Protocol):
+    """Pure: no state, no randomness."""
+
+    def __call__(self, log_ratio: Tensor, owners: Tensor, /) -> Weights:
+        """Weights of tokens.
+
+        Args:
+            log_ratio: `[N]` current minus behaviour log-probability, without a gradient.
+            owners: `[N]` int64 index of the token's sample.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Uncorrected:
+    """1 for every token."""
+
+    def __call__(self, log_ratio: Tensor, _owners: Tensor, /) -> Weights:
+        """All ones."""
+        ones = torch.ones_like(log_ratio)
+        return Weights(ones, ones)
+
+
+def inside(ratio: Tensor, low: float, high: float) -> Tensor:
+    """`[N]` bool: low <= ratio <= high."""
+    return (ratio >= low) & (ratio <= high)
+
+
+def masked(weight: Tensor, keep: Tensor) -> Weights:
+    """The weights where `keep` (`[N]` bool) is true, else 0."""
+    return Weights(torch.where(keep, weight, 0.0), keep.to(weight.dtype))

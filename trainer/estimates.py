@@ -1,0 +1,86 @@
+"""What the gradient of a configuration estimates. Pure; no torch.
+
+The policy gradient is that of the expected reward, a prompt's samples being drawn by the policy
+that is trained. An estimator is unbiased if its expectation is a positive multiple of it, the same
+for all prompts. tests/trainer/test_estimators.py compares what is said here with exact
+expectations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.config import TrainerConfig
+
+_SCORE_FUNCTION = (
+    "dr_grpo",
+    "gpg",
+    "grpo",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+)
+_NORMALISED_BY_STEP = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+_SCALED_BY_GROUP = ("cispo", "dapo", "grpo", "gspo")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What is known of a configuration."""
+
+    known: bool
+    """False for algorithms that were registered by a user."""
+    biases: tuple[str, ...]
+    """Why it is not the policy gradient; empty: it is unbiased."""
+
+
+def estimate_of(config: TrainerConfig, *, stale: bool) -> Estimate:
+    """Of the trainer's settings.
+
+    Args:
+        config: of the trainer.
+        stale: whether tokens may be of an older policy than the one that is trained.
+    """
+    if config.algorithm not in {*_SCORE_FUNCTION, *_SCALED_BY_GROUP}:
+        return Estimate(known=False, biases=())
+    found = [_of_normalization(config), _of_advantages(config)]
+    if config.overlong_buffer:
+        found.append("overlong_buffer changes the reward")
+    if stale:
+        found.append(_of_stale_tokens(config))
+    return Estimate(known=True, biases=tuple(one for one in found if one))
+
+
+def _of_normalization(config: TrainerConfig) -> str:
+    if config.loss_normalization == "token":
+        return "loss_normalization: token divides by a number of tokens that depends on the samples"
+    if config.loss_normalization == "sequence":
+        return "loss_normalization: sequence gives tokens of short samples more weight"
+    if config.algorithm == "gspo":
+        return "gspo's ratio has the gradient of a mean over the sample's tokens"
+    return ""
+
+
+def _of_advantages(config: TrainerConfig) -> str:
+    if config.algorithm in _NORMALISED_BY_STEP:
+        return "advantages are normalised by the step that they are part of"
+    if config.algorithm in _SCALED_BY_GROUP and config.advantage_normalization == "std":
+        return "advantage_normalization: std gives prompts with rare success or failure more weight"
+    if config.algorithm == "gpg":
+        return "gpg's factor for groups without signal depends on the samples"
+    return ""
+
+
+def _of_stale_tokens(config: TrainerConfig) -> str:
+    if config.proximal_policy == "behaviour" or config.algorithm not in _SCORE_FUNCTION:
+        return "stale tokens: the ratio is clipped, and a token's own leaves out its prefix"
+    if config.correction == "none":
+        return "stale tokens are trained as if they were not (correction: none)"
+    if config.correction == "sequence_truncated":
+        if config.importance_cap >= 1e6:
+            return ""
+        return "stale samples whose weight reaches importance_cap count less"
+    if config.correction == "sequence_masked":
+        return "stale samples outside correction_band are left out"
+    return "stale tokens: the weight of a token leaves out that its prefix is stale too"

@@ -1,0 +1,71 @@
+"""What a learner optimises: the configured algorithm, fitted to the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollout.trajectory import Trajectory
+from trainer.algorithms.base import Algorithm, Rewards, finisher
+from trainer.algorithms.factory import make
+from trainer.algorithms.overlong import overlong_penalties
+from trainer.config import TrainerConfig
+from trainer.errors import TrainerError
+from trainer.gradient_parts import GradientParts
+from trainer.normalization import denominator
+from trainer.totals import StepTotals
+
+
+class Objective:
+    """Advantages, and how a step's sums become a gradient. Attribute: `algorithm`.
+
+    Args:
+        config: the trainer's settings.
+        group_size: samples in every group.
+        max_tokens: of the longest response; None: not known.
+
+    Raises:
+        TrainerError: the algorithm cannot use groups of this size, or `overlong_buffer` is longer
+            than the longest response.
+    """
+
+    def __init__(self, config: TrainerConfig, group_size: int, max_tokens: int | None) -> None:
+        self.algorithm: Algorithm = make(config)
+        self._config = config
+        self._finisher = finisher(self.algorithm)
+        self._longest = max_tokens or 0
+        if config.overlong_buffer > self._longest:
+            raise TrainerError(
+                f"trainer.overlong_buffer ({config.overlong_buffer}) is longer than the longest "
+                f"response ({max_tokens})"
+            )
+        try:
+            self.algorithm.advantages(np.zeros(group_size))
+        except ValueError as error:
+            raise TrainerError(f"trainer.algorithm {config.algorithm!r}: {error}") from error
+
+    @property
+    def skips_zero_variance(self) -> bool:
+        """Whether groups whose advantages are all 0 are not computed."""
+        every = self._finisher is not None and self._finisher.needs_every_group
+        needed = every or self.algorithm.needs_reference
+        return self._config.skip_zero_variance_groups and not needed
+
+    def advantages(self, trajectories: Sequence[Trajectory], rewards: Rewards) -> Rewards:
+        """`[G]` rewards of the task to `[G]` advantages."""
+        penalties = overlong_penalties(
+            np.array([len(one.tokens) for one in trajectories]),
+            longest=self._longest,
+            buffer=self._config.overlong_buffer,
+        )
+        return self.algorithm.advantages(rewards + penalties)
+
+    def finish(self, totals: StepTotals, parts: GradientParts) -> float:
+        """Apply the step's factors to the summed gradients and the loss; gives the denominator."""
+        if self._finisher is not None and totals.groups:
+            factors = self._finisher.finish(totals.whole())
+            parts.finish(factors)
+            totals.finish(factors)
+        kind = self._config.loss_normalization
+        return denominator(kind, tokens=totals.tokens, samples=totals.samples)

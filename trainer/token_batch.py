@@ -1,0 +1,37 @@
+"""The response tokens of some samples, as a loss takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout.trajectory import Trajectory
+from trainer.algorithms.base import Rewards, TokenBatch
+from trainer.normalization import Normalization, token_weights
+
+
+def token_batch(
+    logprobs: Tensor,
+    trajectories: Sequence[Trajectory],
+    advantages: Rewards,
+    normalization: Normalization,
+) -> TokenBatch:
+    """B trajectories with `[N]` log-probabilities under the policy and `[B]` advantages."""
+    lengths = np.array([len(t.tokens) for t in trajectories])
+
+    def put(values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(logprobs.device, logprobs.dtype)
+
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    return TokenBatch(
+        logprobs=logprobs,
+        behaviour_logprobs=put(np.concatenate([t.behaviour_logprobs for t in trajectories])),
+        advantages=put(np.repeat(advantages, lengths)),
+        weights=put(np.repeat(token_weights(normalization, lengths), lengths)),
+        owners=torch.from_numpy(owners).to(logprobs.device),
+    )
