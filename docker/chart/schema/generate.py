@@ -54,7 +54,7 @@ def values_schema() -> dict[str, Any]:
     definitions = run.pop("$defs")
     for name, keys in OWNED.items():
         for key in keys:
-            del definitions[name]["properties"][key]
+            definitions[name]["properties"].pop(key, None)
     chart["$defs"] |= {f"config.{name}": schema for name, schema in definitions.items()}
     chart["properties"]["config"] = run
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | chart
