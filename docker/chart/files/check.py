@@ -1,4 +1,4 @@
-"""`helm test`: a pod of the run finds the controller, is let through, and sees it train: check.py HOST."""
+"""`helm test`: a pod of the run finds the controller and sees it train: check.py HOST."""
 
 import socket
 import sys
@@ -16,7 +16,9 @@ def trouble() -> str:
         socket.create_connection((HOST, 5900), timeout=5).close()
         urllib.request.urlopen(f"http://{HOST}:5990/readyz", timeout=5).close()
     except urllib.error.HTTPError:
-        return f"{HOST}:5900 takes connections, but the run does not train: read the controller's log"
+        return (
+            f"{HOST}:5900 takes connections, but the run does not train: read the controller's log"
+        )
     except OSError as error:
         return f"{HOST} is not reached: {error}"
     return ""

@@ -1,7 +1,7 @@
 """Serves the list of a run's processes for Prometheus's HTTP discovery: targets.py RUN.
 
-The run keeps it in /work/runs/prometheus-RUN.json. The controller calls itself by its host name there,
-which other pods cannot look up; its pod's address takes that place.
+The run keeps it in /work/runs/prometheus-RUN.json. The controller calls itself by its host name
+there, which other pods cannot look up; its pod's address takes that place.
 """
 
 import http.server

@@ -18,7 +18,14 @@ from asyncrl.config import RunConfig
 SCHEMA = Path(__file__).resolve().parents[1] / "values.schema.json"
 OWNED = {
     "RunSection": ["directory"],
-    "LauncherConfig": ["kind", "generators", "agents", "ray", "weights", "trusted_network"],
+    "LauncherConfig": [
+        *("kind", "generators", "ray", "weights", "trusted_network"),
+        *("gpus", "colocate", "pin_cores"),
+    ],
+    "AgentsConfig": [
+        *("listen", "control_port", "key_file", "max_generators", "place_seconds"),
+        "weights_directory",
+    ],
     "MonitoringConfig": ["host", "port", "metrics"],
 }
 """What the chart decides (templates/_helpers.tpl), by class."""
@@ -54,7 +61,7 @@ def values_schema() -> dict[str, Any]:
     definitions = run.pop("$defs")
     for name, keys in OWNED.items():
         for key in keys:
-            definitions[name]["properties"].pop(key, None)
+            del definitions[name]["properties"][key]
     chart["$defs"] |= {f"config.{name}": schema for name, schema in definitions.items()}
     chart["properties"]["config"] = run
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | chart

@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# A Kubernetes cluster of one node, in network and mount namespaces of its own: nothing of it is left
+# when this script ends. tests/deploy/kubernetes.sh starts it.
+#
+#   unshare -n -m bash node.sh DIRECTORY      needs root
+#
+# DIRECTORY/x holds what get.sh has put there. DIRECTORY/node is where the node keeps everything;
+# DIRECTORY/node/ready appears when it can take pods, and DIRECTORY/node/kubeconfig leads to it from
+# within these namespaces (nsenter -t PID -n -m).
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+X=$1/x W=$1/node
+rm -rf "$W"; mkdir -p "$W"/{certs,cni,kubelet,containerd,run,volume}
+export PATH=$X/k8s:$X/usr/bin:$X/usr/sbin:$PATH
+mount --make-rprivate /
+mount -t tmpfs none /run                      # containerd and kubelet want sockets and locks there
+mkdir -p /run/containerd
+ip link set lo up
+ip link add d0 type veth peer name d1         # the node's address, which outlives every pod
+ip link set d1 up; ip addr add 10.250.0.1/24 dev d0; ip link set d0 up; ip route add default dev d0
+echo 1 > /proc/sys/net/ipv4/ip_forward
+
+openssl genrsa -out "$W/sa.key" 2048 2> "$W/openssl.log"
+token=$(head -c 24 /dev/urandom | base64 | tr -d '+/=')
+(umask 077; echo "$token,admin,admin,system:masters" > "$W/tokens.csv")
+(umask 077; cat > "$W/kubeconfig" <<Y
+apiVersion: v1
+kind: Config
+clusters: [{name: c, cluster: {server: "https://10.250.0.1:6443", insecure-skip-tls-verify: true}}]
+users: [{name: u, user: {token: "$token"}}]
+contexts: [{name: c, context: {cluster: c, user: u}}]
+current-context: c
+Y
+)
+cat > "$W/kubelet.yaml" <<Y
+apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+address: 10.250.0.1
+authentication: {anonymous: {enabled: true}, webhook: {enabled: false}}
+authorization: {mode: AlwaysAllow}
+cgroupDriver: cgroupfs
+cgroupsPerQOS: false
+enforceNodeAllocatable: []
+failSwapOn: false
+clusterDNS: [10.250.0.1]
+clusterDomain: cluster.local
+resolvConf: ""
+evictionHard: {"nodefs.available": "1%", "imagefs.available": "1%", "memory.available": "100Mi"}
+imageGCHighThresholdPercent: 100
+makeIPTablesUtilChains: false
+Y
+cat > "$W/cni/10-bridge.conflist" <<Y
+{"cniVersion": "0.4.0", "name": "pods", "plugins": [{"type": "bridge", "bridge": "pods0", "isGateway": true,
+  "ipMasq": false, "ipam": {"type": "host-local", "dataDir": "$W/ipam", "ranges": [[{"subnet": "10.251.0.0/24"}]]}}]}
+Y
+cat > "$W/containerd.toml" <<Y
+version = 2
+root = "$W/containerd"
+state = "/run/containerd"
+[grpc]
+address = "/run/containerd/c.sock"
+[plugins."io.containerd.grpc.v1.cri"]
+sandbox_image = "docker.io/library/pause:test"
+restrict_oom_score_adj = true                 # not every sandbox lets root lower it
+[plugins."io.containerd.grpc.v1.cri".containerd]
+snapshotter = "overlayfs"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.grpc.v1.cri".cni]
+bin_dir = "$X/usr/lib/cni"
+conf_dir = "$W/cni"
+Y
+
+pids=()
+start() { local log=$1; shift; "$@" > "$W/$log.log" 2>&1 & pids+=($!); }
+finish() {
+  kill "${pids[@]}" 2> /dev/null || true
+  ctr -a /run/containerd/c.sock -n k8s.io tasks ls -q 2> /dev/null \
+    | xargs -r -n1 timeout 5 ctr -a /run/containerd/c.sock -n k8s.io tasks kill -s SIGKILL 2> /dev/null || true
+  wait 2> /dev/null || true
+}
+trap finish EXIT
+trap 'exit 0' TERM INT
+
+start etcd etcd --data-dir "$W/etcd" --listen-client-urls http://127.0.0.1:2379 \
+  --advertise-client-urls http://127.0.0.1:2379 --listen-peer-urls http://127.0.0.1:2380
+start containerd containerd -c "$W/containerd.toml"
+start apiserver kube-apiserver --etcd-servers=http://127.0.0.1:2379 --cert-dir="$W/certs" --secure-port=6443 \
+  --advertise-address=10.250.0.1 --service-account-issuer=https://kubernetes.default.svc \
+  --service-account-key-file="$W/sa.key" --service-account-signing-key-file="$W/sa.key" \
+  --token-auth-file="$W/tokens.csv" --authorization-mode=RBAC --service-cluster-ip-range=10.96.0.0/16 \
+  --kubelet-preferred-address-types=InternalIP
+for _ in $(seq 600); do
+  curl -skf -H "Authorization: Bearer $token" https://10.250.0.1:6443/readyz > /dev/null && break; sleep .5
+done
+start controller-manager kube-controller-manager --kubeconfig="$W/kubeconfig" --leader-elect=false \
+  --cert-dir="$W/certs" --service-account-private-key-file="$W/sa.key" --root-ca-file="$W/certs/apiserver.crt"
+start scheduler kube-scheduler --kubeconfig="$W/kubeconfig" --leader-elect=false --cert-dir="$W/certs"
+start names python3 "$here/names.py" "$W/kubeconfig" 10.250.0.1
+for image in "$1"/images/*.tar; do
+  timeout 600 ctr -a /run/containerd/c.sock -n k8s.io images import "$image" >> "$W/images.log" 2>&1
+done
+start kubelet kubelet --config="$W/kubelet.yaml" --kubeconfig="$W/kubeconfig" --container-runtime=remote \
+  --container-runtime-endpoint=unix:///run/containerd/c.sock --root-dir="$W/kubelet" --cert-dir="$W/certs" \
+  --hostname-override=node1 --node-ip=10.250.0.1
+touch "$W/ready"
+wait
