@@ -189,20 +189,15 @@ capabilities:
 {{- end }}
 {{- end }}
 
-{{/* Makes the built-in model, which is trained and not downloaded. */}}
-{{- define "asyncrl.modelContainer" -}}
+{{/* Before the containers: the pod's cache gets what the image's has (compiled kernels), and the built-in
+     model, which is trained and not downloaded; then `modelCommand`. */}}
+{{- define "asyncrl.initContainers" -}}
 {{- $model := .root.Values.config.model | default dict -}}
-{{- $command := .root.Values.modelCommand -}}
-{{- if and (not $command) (hasPrefix "builtin:" ($model.path | default "builtin:arithmetic")) -}}
-{{- $command = list "python" "/etc/asyncrl/model.py" -}}
-{{- end -}}
-{{- if $command }}
 initContainers:
-- name: model
+- name: cache
   image: {{ include "asyncrl.image" .root }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  command:
-    {{- toYaml $command | nindent 4 }}
+  command: [python, /etc/asyncrl/fill_cache.py, {{ hasPrefix "builtin:" ($model.path | default "builtin:arithmetic") | ternary "builtin" "none" }}]
   env:
     {{- include "asyncrl.env" . | nindent 4 }}
   resources:
@@ -210,9 +205,26 @@ initContainers:
   securityContext:
     {{- include "asyncrl.containerSecurity" . | nindent 4 }}
   volumeMounts:
-    {{- include "asyncrl.mounts" . | nindent 4 }}
+    - name: cache
+      mountPath: /pod/cache
+    - name: tmp
+      mountPath: /tmp
     - name: config
       mountPath: /etc/asyncrl
       readOnly: true
+{{- with .root.Values.modelCommand }}
+- name: model
+  image: {{ include "asyncrl.image" $.root }}
+  imagePullPolicy: {{ $.root.Values.image.pullPolicy }}
+  command:
+    {{- toYaml . | nindent 4 }}
+  env:
+    {{- include "asyncrl.env" $ | nindent 4 }}
+  resources:
+    {{- toYaml $.resources | nindent 4 }}
+  securityContext:
+    {{- include "asyncrl.containerSecurity" $ | nindent 4 }}
+  volumeMounts:
+    {{- include "asyncrl.mounts" $ | nindent 4 }}
 {{- end }}
 {{- end }}

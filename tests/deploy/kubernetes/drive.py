@@ -1,4 +1,4 @@
-"""Installs the chart on a cluster and does to it what happens in one: drive.py IMAGE [--storage CLASS].
+"""Installs the chart and does to it what happens in a cluster: drive.py IMAGE [--storage CLASS]
 
     install      training begins by itself and reaches step 5; `helm test` passes
     delete       the generator's pod, then the controller's: training goes on where it was
@@ -33,12 +33,12 @@ SECONDS = 900.0
 BEGAN = time.monotonic()
 
 
-class Failed(Exception):
+class FailedError(Exception):
     """The cluster did not do what it should."""
 
 
 def say(text: str) -> None:
-    print(f"{time.monotonic() - BEGAN:6.0f} s  {text}", flush=True)  # noqa: T201
+    print(f"{time.monotonic() - BEGAN:6.0f} s  {text}", flush=True)
 
 
 def kubectl(*words: str, check: bool = True) -> str:
@@ -46,7 +46,7 @@ def kubectl(*words: str, check: bool = True) -> str:
         ["kubectl", "-n", NAMESPACE, *words], capture_output=True, text=True, timeout=SECONDS
     )
     if check and done.returncode:
-        raise Failed(f"kubectl {' '.join(words)}: {done.stderr.strip()}")
+        raise FailedError(f"kubectl {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout.strip()
 
 
@@ -55,7 +55,7 @@ def wait_for(what: str, found: Callable[[], object], seconds: float = SECONDS) -
     until = time.monotonic() + seconds
     while not (result := found()):
         if time.monotonic() > until:
-            raise Failed(f"waited {seconds:.0f} s for {what}")
+            raise FailedError(f"waited {seconds:.0f} s for {what}")
         time.sleep(2)
     return result
 
@@ -194,7 +194,9 @@ def drive(image: str, storage: str) -> str:
         replaced("generator", generator)
         replaced("controller", CONTROLLER)
         kubectl("scale", "deployment", f"{RELEASE}-generator", "--replicas=2")
-        pair = wait_for("two generators", lambda: len(ready("generator")) == 2 and ready("generator"))
+        pair = wait_for(
+            "two generators", lambda: len(ready("generator")) == 2 and ready("generator")
+        )
         say(f"scaled: {', '.join(pair)}")
         before = steps()
         wait_for("two more steps", lambda: steps() >= before + 2)
@@ -204,13 +206,13 @@ def drive(image: str, storage: str) -> str:
         say("all pods have ended")
         *saved, last = checkpoints(image)
         if last not in saved:
-            raise Failed(f"the last step is {last}, and the checkpoints are those of {saved}")
+            raise FailedError(f"the last step is {last}, and the checkpoints are those of {saved}")
         install(helm, chosen)
         wait_for(f"step {last + 2}", lambda: steps() >= last + 2)
         say(f"installed again: goes on from step {last}, now {steps()}")
         helm.uninstall(RELEASE)
         wait_for("the end of all pods", lambda: not objects("pods"), 330)
-    return f"step 5, each pod deleted once, two generators, a checkpoint of step {last}, and on from it"
+    return f"step 5, each pod deleted, two generators, checkpoint of step {last}, and on from it"
 
 
 def main() -> int:
@@ -220,15 +222,15 @@ def main() -> int:
     asked = parser.parse_args()
     try:
         seen = drive(asked.image, asked.storage)
-    except (Failed, HelmError, subprocess.TimeoutExpired) as error:
-        print(kubectl("get", "pods", "-o", "wide", check=False))  # noqa: T201
-        print(kubectl("get", "events", "--sort-by=.lastTimestamp", check=False)[-4000:])  # noqa: T201
+    except (FailedError, HelmError, subprocess.TimeoutExpired) as error:
+        print(kubectl("get", "pods", "-o", "wide", check=False))
+        print(kubectl("get", "events", "--sort-by=.lastTimestamp", check=False)[-4000:])
         for container in ("controller", "trainer"):
             text = kubectl("logs", CONTROLLER, "-c", container, "--tail=30", check=False)
-            print(f"--- {container}\n{text}")  # noqa: T201
-        print(f"FAIL: {error}")  # noqa: T201
+            print(f"--- {container}\n{text}")
+        print(f"FAIL: {error}")
         return 1
-    print(f"PASS in {time.monotonic() - BEGAN:.0f} s: {seen}")  # noqa: T201
+    print(f"PASS in {time.monotonic() - BEGAN:.0f} s: {seen}")
     return 0
 
 

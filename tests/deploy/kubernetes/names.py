@@ -27,13 +27,14 @@ def follow(kubeconfig: str) -> None:
         f"{server}/api/v1/endpoints",
         headers={"Authorization": f"Bearer {config['users'][0]['user']['token']}"},
     )
-    unverified = ssl._create_unverified_context()  # noqa: S323, SLF001 - in a namespace of its own
+    unverified = ssl._create_unverified_context()  # noqa: S323 - in a namespace of its own
     while True:
         try:
             with urllib.request.urlopen(asked, timeout=5, context=unverified) as answer:  # noqa: S310
                 found: dict[str, list[str]] = {}
                 for one in json.load(answer)["items"]:
-                    place = f"{one['metadata']['name']}.{one['metadata']['namespace']}.svc.cluster.local"
+                    about = one["metadata"]
+                    place = f"{about['name']}.{about['namespace']}.svc.cluster.local"
                     for part in one.get("subsets") or []:
                         for address in part.get("addresses") or []:
                             found.setdefault(place, []).append(address["ip"])
@@ -42,7 +43,7 @@ def follow(kubeconfig: str) -> None:
                 table.clear()
                 table.update(found)
         except OSError as error:
-            print(error, flush=True)  # noqa: T201 - into its log
+            print(error, flush=True)
         time.sleep(1)
 
 
@@ -62,7 +63,9 @@ def reply(query: bytes) -> bytes:
     ]
     flags = b"\x84\x00" if found else b"\x84\x03"
     count = len(answers).to_bytes(2, "big")
-    return query[:2] + flags + b"\x00\x01" + count + b"\x00\x00\x00\x00" + question + b"".join(answers)
+    return (
+        query[:2] + flags + b"\x00\x01" + count + b"\x00\x00\x00\x00" + question + b"".join(answers)
+    )
 
 
 if __name__ == "__main__":
