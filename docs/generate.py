@@ -175,12 +175,14 @@ def alerts_page() -> str:
 
 def _alert(rule: Mapping[str, Any]) -> str:
     said, expression = rule["annotations"], str(rule["expr"]).strip()
-    lasting = f", after {rule['for']}" if "for" in rule else ""
-    return (
-        f"\n### {rule['alert']}\n\n**{rule['labels']['severity'].capitalize()}**{lasting}: "
-        f"{_without_templates(said['summary'])}\n\n**What to do.** {_marked(said['action'])}\n\n"
-        f"<details><summary>Raised while</summary>\n\n```promql\n{expression}\n```\n\n</details>"
+    paragraphs = (
+        f"\n### {rule['alert']}",
+        f"**{rule['labels']['severity'].capitalize()}**: {_without_templates(said['summary'])}",
+        f"**Raised when** {_prose(said['when'])}.",
+        f"**What to do.** {_marked(said['action'])}",
+        f"<details><summary>Expression</summary>\n\n```promql\n{expression}\n```\n\n</details>",
     )
+    return "\n\n".join(paragraphs)
 
 
 def _record(rule: Mapping[str, Any]) -> str:

@@ -39,6 +39,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point the links of a page of docs/ to where their targets are on the site."""
+    if page.file.src_uri.startswith("decisions/"):
+        page.meta["search"] = {"boost": 0.5}  # a setting's meaning comes before its history
     if page.file.generated_by:
         return markdown
     return for_site(markdown, f"docs/{page.file.src_uri}")

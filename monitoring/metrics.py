@@ -13,7 +13,7 @@ not exist there is a type error and not a series that is never set.
     metrics.generated_tokens.follow(engine.stats().tokens.generated)
     metrics.samples_finished.of("stop").inc()
 
-To add a metric, add a field and a line to docs/monitoring.md, which is tested against `all_specs`.
+To add a metric, add a field and run `make docs`, which makes docs/metrics.md.
 """
 
 from __future__ import annotations

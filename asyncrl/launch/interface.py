@@ -24,6 +24,10 @@ class ProcessHandle(Protocol):
     def exit_code(self) -> int | None:
         """None while the process runs; negative for a signal, as in `subprocess`."""
 
+    @property
+    def lost_with_machine(self) -> bool:
+        """Whether its machine was taken away: its replacement counts against no limit."""
+
     def cause(self) -> str:
         """Why it ended, where its exit code does not say it: a lost node. Otherwise empty."""
 

@@ -56,6 +56,11 @@ class LocalProcess:
         """Empty: this machine."""
         return ""
 
+    @property
+    def lost_with_machine(self) -> bool:
+        """No: this counts as its own fault."""
+        return False
+
     def cause(self) -> str:
         """Empty: the exit code says how it ended."""
         return ""

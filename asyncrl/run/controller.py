@@ -44,6 +44,8 @@ from collections.abc import Awaitable, Callable
 from asyncrl.config import RunConfig
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.evaluation.round import Accuracy
+from asyncrl.launch.agents.launcher import AgentsLauncher
+from asyncrl.run.arrivals import arrivals_of
 from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet
@@ -83,6 +85,7 @@ class Controller:
         hub: Hub[Message],
         progress: Progress,
         traces: GroupTraces | None = None,
+        agents: AgentsLauncher | None = None,
     ) -> None:
         self._config = config
         self._directory = directory
@@ -140,7 +143,14 @@ class Controller:
         scaling = Scaling(fleet, self._training, self._evaluation)
         self._orders.add(control.ScaleRequest, scaling.carry_out)
         self._watchdog = Watchdog(
-            fleet, restarts, training=self._training, evaluation=self._evaluation, progress=progress
+            fleet,
+            restarts,
+            training=self._training,
+            evaluation=self._evaluation,
+            progress=progress,
+            arrivals=arrivals_of(
+                agents, fleet, scaling, directory.path, self._why_no_order, progress.say
+            ),
         )
 
     @property

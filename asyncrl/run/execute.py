@@ -199,8 +199,6 @@ async def _run(
         page = open_page(config, directory, records, progress.say, closing)
         fleet = Fleet(config.launcher, launching.launcher, spec, hub, run_key)
         hub.refusals.on_cut_off = fleet.cut_off
-        if launching.agents is not None:
-            launching.agents.roster.is_ready = fleet.is_ready
         controller = Controller(
             config,
             prepared.task,
@@ -209,6 +207,7 @@ async def _run(
             hub=hub,
             progress=progress,
             traces=open_group_traces(config, state.trace_key, metrics, closing),
+            agents=launching.agents,
         )
         loop = asyncio.get_running_loop()
         launching.on_lost(lambda error: _tell(loop, controller, progress, error))

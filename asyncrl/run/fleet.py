@@ -304,23 +304,34 @@ class Fleet:
 
         None when the run is ending or `launcher.max_restarts` are used up.
         """
-        if self._ending or self._restarts >= self._config.max_restarts:
+        if not self._may_replace(lost):
             return None
-        self._restarts += 1
         base = lost.name.split(".")[0]
         name = f"{base}.{self._restarts + self._renamed}"
         return self._start(name, "generator", first=False).name
 
-    def restart_trainer(self, resume_from: int | None, fence: str = "") -> str | None:
+    def _may_replace(self, lost: Worker) -> bool:
+        """Whether a process may be replaced; counts it, unless its machine was taken away."""
+        if self._ending:
+            return False
+        if lost.handle.lost_with_machine:
+            self._renamed += 1
+            return True
+        if self._restarts >= self._config.max_restarts:
+            return False
+        self._restarts += 1
+        return True
+
+    def restart_trainer(self, lost: Worker, resume_from: int | None, fence: str = "") -> str | None:
         """Start a trainer in place of a lost one and return its name; None as for `restart`.
 
         Args:
+            lost: the trainer that it replaces.
             resume_from: the step of the checkpoint that it continues from; None: from the model.
             fence: its word (`trainer.fence`).
         """
-        if self._ending or self._restarts >= self._config.max_restarts:
+        if not self._may_replace(lost):
             return None
-        self._restarts += 1
         self.lineage += 1
         self._trainer_spec = replace(self._trainer_spec, resume_from=resume_from, fence=fence)
         self._trainer = self._start(f"trainer.{self.lineage}", "trainer", first=False).name

@@ -111,7 +111,7 @@ async def _open_agents(
         "",
         model_path,
         "cuda" if found.roster.generators_have_gpus else "cpu",
-        lambda _tell: None,
+        found.on_lost,
         found,
     )
 

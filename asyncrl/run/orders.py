@@ -98,6 +98,12 @@ def with_orders(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     return parse_config(values, source=f"the orders in {config.directory / ORDERS}")
 
 
+def last_scale(run: Path, generators: int) -> int | None:
+    """The number of generators that was ordered last, if it is the one that the run has."""
+    numbers = [int(one.arguments["generators"]) for one in read_orders(run) if one.order == "scale"]
+    return numbers[-1] if numbers and numbers[-1] == generators else None
+
+
 def _name_of(kind: type) -> str:
     """`ScaleRequest` is `scale`."""
     words = kind.__name__.removesuffix("Request")

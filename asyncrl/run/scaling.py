@@ -24,6 +24,8 @@ class Scaling:
         self._fleet = fleet
         self._training = training
         self._evaluation = evaluation
+        self.ordered: int | None = None
+        """Generators that the user has ordered last; None: there was no order."""
 
     async def carry_out(self, order: ScaleRequest) -> str:
         """Begin to change the number of generators; what happens now, in words.
@@ -42,15 +44,18 @@ class Scaling:
             indices = self._fleet.free_indices(missing)
             await self._fleet.make_room(indices)
             names = [self._fleet.join(index) for index in indices]
+            self.ordered = order.generators
             return f"{_listed(names)} will join"
+        self.ordered = order.generators
         leavers = present[order.generators :]
         for worker in leavers:
-            await self._leave(worker)
+            await self.leave(worker)
         if leavers:
             return f"{_listed([one.name for one in leavers])} will leave"
         return f"the run has {len(present)} generator(s) already"
 
-    async def _leave(self, worker: Worker) -> None:
+    async def leave(self, worker: Worker) -> None:
+        """Have a generator leave the run; what it has moves to others."""
         is_ready = worker.is_ready
         self._fleet.leave(worker)
         if not is_ready:

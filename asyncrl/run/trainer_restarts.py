@@ -72,6 +72,8 @@ class TrainerRestarts:
         Raises:
             RunFailed: another one would be lost as well, is not allowed, or has no checkpoint.
         """
+        if lost.waits_for_room:
+            raise RunFailed(f"{lost.name} {reason}")
         await self._training.trainer_lost()
         if self._waiter.stop_requested:
             self._progress.say("the run is stopping, so no other trainer is started")
@@ -87,7 +89,7 @@ class TrainerRestarts:
         # Their memory is needed: the new trainer reserves as much before it is ready.
         remove_weights(self._fleet.run_id, lost.name)
         resume_from = None if self._point.directory is None else self._point.step
-        name = self._fleet.restart_trainer(resume_from, fence)
+        name = self._fleet.restart_trainer(lost, resume_from, fence)
         if name is None:
             raise RunFailed(
                 f"the trainer {reason}, and launcher.max_restarts "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncrl.errors import RunFailed
 from asyncrl.evaluation.fleet import FleetEvaluation
+from asyncrl.run.arrivals import Arrivals
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.progress import Progress
 from asyncrl.run.trainer_restarts import TrainerRestarts
@@ -23,7 +24,9 @@ class Watchdog:
         training: Training,
         evaluation: FleetEvaluation,
         progress: Progress,
+        arrivals: Arrivals | None = None,
     ) -> None:
+        self._arrivals = arrivals
         self._fleet = fleet
         self._trainer_restarts = trainer_restarts
         self._training = training
@@ -74,6 +77,8 @@ class Watchdog:
                 f"{worker.name} waits for room on the cluster; the run continues with {others} "
                 "generator(s), and it joins when a node has room"
             )
+        if self._arrivals is not None:
+            await self._arrivals.check()
         for sentence in self._fleet.start_relays():
             self._progress.say(sentence)
         self._fleet.look_after_weights()
@@ -91,6 +96,12 @@ class Watchdog:
     def _replace(self, worker: Worker, reason: str) -> None:
         if worker.waits_for_room and not self._fleet.has_generators:
             raise RunFailed(f"{worker.name} {reason}, and no other generator is left")
+        if worker.handle.lost_with_machine and self._fleet.has_generators:
+            count = len(self._fleet.ordered)
+            self._progress.say(
+                f"the run continues with {count} generator(s); one joins when an agent comes"
+            )
+            return
         name = self._fleet.restart(worker)
         if name is not None:
             self._progress.say(f"started {name} in place of {worker.name}")

@@ -71,7 +71,7 @@ class Worker:
     @property
     def waits_for_room(self) -> bool:
         """Whether it was ordered, and the launcher has no node for it yet."""
-        return self.role == "generator" and not self.is_ready and self.node is None
+        return self.role != "relay" and not self.is_ready and self.node is None
 
     @property
     def is_leaving(self) -> bool:
@@ -114,7 +114,8 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
     """How a process ended; None if it lives. Kills one that was silent for too long."""
     code = worker.handle.exit_code()
     if code is not None:
-        if worker.is_leaving and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
+        leaves = worker.is_leaving or worker.handle.lost_with_machine
+        if leaves and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
             worker.has_left = True
             return "has left"
         how = worker.handle.cause() or _how_it_ended(code)
@@ -151,7 +152,8 @@ def _without_room(worker: Worker, now: float, limits: LauncherConfig) -> str | N
     if waited <= limits.cluster.place_seconds:
         return None
     worker.handle.end(by_force=True)
-    return f"found no room on the cluster for {waited:.0f} s ({limits.cluster_key}.place_seconds)"
+    where = "agent" if limits.kind == "agents" else "room on the cluster"
+    return f"found no {where} for {waited:.0f} s ({limits.cluster_key}.place_seconds)"
 
 
 def _how_it_ended(code: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,8 @@ def show_page(run: Path, port: int, say: Callable[[str], None]) -> None:
     from asyncrl.web.server import serve
 
     logging.getLogger("asyncrl.web").setLevel(logging.ERROR)
-    with listen(WebConfig(port=port)) as listening:
+    # uvicorn closes connections at Ctrl-C, and then raises it.
+    with contextlib.suppress(KeyboardInterrupt), listen(WebConfig(port=port)) as listening:
         say(f"{url_of(listening)} shows the ended run in {run}; Ctrl-C ends this page")
         asyncio.run(serve(run, Policy(is_loopback=True, token=None), listening, ended=True))
 

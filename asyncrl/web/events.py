@@ -10,9 +10,6 @@ from starlette.types import Receive, Scope, Send
 
 from asyncrl.web.feed import Feed
 
-SEND_SECONDS = 20.0
-"""A watcher that takes nothing for so long is disconnected."""
-
 
 class EventStream(Response):
     """`event: snapshot` with JSON, for as long as the watcher takes them."""
@@ -25,7 +22,7 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the watcher goes away, is too slow, or the feed ends."""
+        """Send until the watcher goes away or the feed ends."""
         left = asyncio.create_task(_left(receive))
         sending = asyncio.create_task(self._send(send))
         try:
@@ -33,7 +30,7 @@ class EventStream(Response):
         finally:
             for task in (left, sending):
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, TimeoutError):
+                with contextlib.suppress(asyncio.CancelledError):
                     await task
 
     async def _send(self, send: Send) -> None:
@@ -41,9 +38,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async with contextlib.aclosing(self._feed.watch()) as snapshots:
             async for snapshot in snapshots:
-                async with asyncio.timeout(SEND_SECONDS):
-                    body = b"event: snapshot\ndata: " + snapshot + b"\n\n"
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                body = b"event: snapshot\ndata: " + snapshot + b"\n\n"
+                await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"event: end\ndata: {}\n\n"})
 
 

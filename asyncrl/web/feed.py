@@ -11,6 +11,7 @@ snapshots, so nothing is kept for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -85,6 +86,10 @@ class Feed:
         self.closed = True
         async with self._newer:
             self._newer.notify_all()
+        if self._producer is not None:
+            self._producer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._producer
 
     async def _produce(self) -> None:
         """Until nobody watches."""

@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,46 +27,58 @@ MAX_CONNECTIONS = MAX_WATCHERS + 56
 """Further ones are answered with 503."""
 REQUEST_SECONDS = 20.0
 """Longest time for a request to arrive on a connection, and for a short answer to be taken."""
+SEND_SECONDS = 20.0
+"""A peer that does not take what waits for it, more than 64 KiB, is cut off after this time."""
 HEAD_BYTES = 16_384
 END_SECONDS = 1
 """Time that connections get when the process is asked to end."""
 
 
 class BoundedConnection(H11Protocol):
-    """A connection that is closed when nothing comes on it, or nothing is taken, for too long."""
+    """A connection that is cut when nothing comes on it, or nothing is taken, for too long."""
 
-    _deadline: asyncio.TimerHandle | None = None
+    _request_deadline: asyncio.TimerHandle | None = None
+    _answer_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first request has to come in time."""
         super().connection_made(transport)
-        self._wait()
+        self._await_request()
 
     def on_response_complete(self) -> None:
-        """The answer has to be taken, and the next request has to come, in time."""
+        """So has the next one."""
         super().on_response_complete()
-        self._wait()
+        self._await_request()
+
+    def pause_writing(self) -> None:
+        """The peer takes less than it is sent."""
+        super().pause_writing()
+        self._answer_deadline = self.loop.call_later(SEND_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has taken nearly all."""
+        super().resume_writing()
+        _cancel(self._answer_deadline)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""
-        if self._deadline is not None:
-            self._deadline.cancel()
+        _cancel(self._request_deadline)
+        _cancel(self._answer_deadline)
         super().connection_lost(exc)
 
-    @property
-    def _has_answered(self) -> bool:
-        """Whether no request is being answered."""
-        cycle: RequestResponseCycle | None = self.cycle
-        return cycle is None or cycle.response_complete
-
-    def _wait(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline = self.loop.call_later(REQUEST_SECONDS, self._end_idle)
+    def _await_request(self) -> None:
+        _cancel(self._request_deadline)
+        self._request_deadline = self.loop.call_later(REQUEST_SECONDS, self._end_idle)
 
     def _end_idle(self) -> None:
-        if self._has_answered:
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or cycle.response_complete:
             self.transport.abort()
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
 
 
 class Server(uvicorn.Server):
@@ -90,21 +103,33 @@ async def serve(run: Path, policy: Policy, listening: socket.socket, *, ended: b
         listening: a socket that listens.
         ended: whether the run has ended: its folder is shown, and no order is taken.
     """
-    with ThreadPoolExecutor(1, "files") as disk, contextlib.ExitStack() as closing:
-        steps = StepFile(run / "metrics.jsonl")
-        source: Source
-        sections: Sections
-        if ended:
-            source = EndedRun(run)
-            sections = EndedSections(source.data)
-        else:
-            source = link = ControllerLink(run)
-            closing.callback(link.close)
-            sections = LiveSections(run, steps)
-        feed = Feed(source, sections, disk)
-        guarded = Guarded(application(Api(run, source, steps, feed, disk)), policy)
-        with _without_noise():
-            await Server(_config(guarded), feed).serve([listening])
+    steps = StepFile(run / "metrics.jsonl")
+    if ended:
+        past = EndedRun(run)
+        await serve_from(Parts(run, past, EndedSections(past.data), steps), policy, listening)
+        return
+    link = ControllerLink(run)
+    with contextlib.closing(link):
+        await serve_from(Parts(run, link, LiveSections(run, steps), steps), policy, listening)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What is served."""
+
+    run: Path
+    """The run's folder."""
+    source: Source
+    sections: Sections
+    steps: StepFile
+
+
+async def serve_from(parts: Parts, policy: Policy, listening: socket.socket) -> None:
+    """Serve these parts until SIGTERM or SIGINT."""
+    with ThreadPoolExecutor(1, "files") as disk, _without_noise():
+        feed = Feed(parts.source, parts.sections, disk)
+        api = Api(parts.run, parts.source, parts.steps, feed, disk)
+        await Server(_config(Guarded(application(api), policy)), feed).serve([listening])
 
 
 def _config(guarded: Any) -> uvicorn.Config:

@@ -16,8 +16,6 @@ from wire.records import StepGroups, StepMetrics
 
 MAX_STEPS_IN_MEMORY = 2000
 """The page's curves show at most this many steps, the newest."""
-_CHECKED_BYTES = 512
-"""So many bytes before the place up to which the file was read have to be as they were."""
 
 
 class StepFile:
@@ -40,7 +38,7 @@ class StepFile:
         self._ends = array("q")
         self._read = 0
         self._before = b""
-        """The last bytes before `_read`."""
+        """The last line that was read; it has the time of its step, so no other equals it."""
         self._inode = -1
         self.damaged = 0
         """Lines that could not be decoded."""
@@ -76,7 +74,7 @@ class StepFile:
             if not line.endswith(b"\n"):
                 return
             start, self._read = self._read, self._read + len(line)
-            self._before = (self._before + line)[-_CHECKED_BYTES:]
+            self._before = line
             try:
                 self._add(self._decoder.decode(line), start)
             except (msgspec.DecodeError, UnicodeDecodeError):

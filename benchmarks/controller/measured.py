@@ -38,6 +38,8 @@ class Process:
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
 
+    lost_with_machine = False
+
     def cause(self) -> str:
         """Empty: its exit code says it."""
         return ""

@@ -28,8 +28,8 @@ SETTING = re.compile(
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 OF_RAY = re.compile(r"`ray [^`]*`")
 """A command of Ray, whose options are not ours."""
-NOT_SETTINGS = {"trainer.log", "model.save_pretrained"}
-"""A log file, and a method of transformers."""
+NOT_SETTINGS = {"run.yaml", "trainer.log", "model.save_pretrained"}
+"""Two files, and a method of transformers."""
 
 
 def messages() -> Iterator[tuple[str, str]]:

@@ -73,7 +73,7 @@ def test_bounds_choices_and_defaults_come_from_the_fields() -> None:
     assert threads == "integer ≥ 1, ≤ 1,024, or null; default: null"
     assert setting_named("sampling", "top_p").summary == "number ≥ 0.01, ≤ 1; default: 1.0"
     assert setting_named("engine", "kind").values == "`torch`, `vllm` or `sglang`"
-    assert setting_named("launcher", "kind").values == "`local` or `ray`"
+    assert setting_named("launcher", "kind").values == "`local`, `ray` or `agents`"
     assert setting_named("trainer", "betas").summary == "[number, number]; default: [0.9, 0.999]"
     assert setting_named("cache", "max_bytes").default == "1073741824 (1024 MiB)"
     assert setting_named("rewards.functions[]", "name").values == "text (not empty)"

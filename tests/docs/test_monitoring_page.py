@@ -28,15 +28,6 @@ def first_cells(heading: str, header: str) -> list[str]:
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
 
-def test_each_metric_has_a_line_with_its_label_and_kind() -> None:
-    documented = re.findall(r"^\| `(asyncrl_\w+)(?:\{([\w,]+)\})?` \| (\w+) \|", PAGE, re.MULTILINE)
-    assert len(documented) == len(SPECS)
-    assert set(documented) == {
-        (spec.name, ",".join(filter(None, (spec.label, spec.second_label))), spec.kind)
-        for spec in SPECS.values()
-    }
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_each_metric_that_a_page_names_exists(page: Path) -> None:
     named = re.findall(r"\b(asyncrl_[a-z_]+_[a-z_]*[a-z])(?:\{(\w+))?", page.read_text())

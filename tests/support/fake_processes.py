@@ -32,6 +32,8 @@ class FakeHandle:
     node: str | None = ""
     address: str = ""
 
+    lost_with_machine = False
+
     def cause(self) -> str:
         return ""
 

@@ -47,6 +47,8 @@ class ThreadHandle:
 
     node = ""
 
+    lost_with_machine = False
+
     def cause(self) -> str:
         return ""
 

@@ -91,6 +91,8 @@ class Agent:
         self._leave_at: float | None = None
         self._signals = 0
         self._over: str | None = None
+        self._late: list[str] = []
+        """Children that did not leave in time."""
         self._changed: asyncio.Event
         self._hosting: Hosting
         self._line: AgentLine
@@ -125,19 +127,24 @@ class Agent:
                     if not await self._join():
                         break
                     await self._serve()
+                    if self._is_leaving:
+                        break
                     await self._hosting.end_all()
                     self._hosting.forget()
                     if self._over is not None and settings.once:
                         break
                     self._session = ""
         finally:
-            killed = await self._hosting.end_all()
+            await self._hosting.end_all(by_force=bool(self._late))
+            if self._session:
+                await self._tell()
             self._line.close()
             end_beat()
-        if killed:
+        if self._late:
             raise AsyncrlError(
-                f"{', '.join(killed)} did not end in time and was killed; what it had is "
-                "generated again"
+                f"{', '.join(self._late)} did not leave within {settings.grace_seconds:g} s "
+                "(--grace) and was killed; what it had is generated again, or trained again from "
+                "the newest checkpoint"
             )
 
     @property
@@ -193,21 +200,8 @@ class Agent:
             now = time.monotonic()
             attempts += 1
             self._ip = await asyncio.to_thread(_own_address, self._settings.controller)
-            hello = from_agent.Hello(
-                self._settings.role,
-                socket.gethostname(),
-                self._settings.advertise or self._ip,
-                self._settings.gpus,
-                f"{sys.version_info.major}.{sys.version_info.minor}",
-                self._code,
-                beginning,
-            )
-            await self._line.send(hello)
-            message = await self._hear(BEAT_SECONDS)
-            if isinstance(message, to_agent.Refused):
-                raise UserError(f"the controller refuses this agent: {message.reason}")
-            if isinstance(message, to_agent.Welcome):
-                await self._welcomed(message)
+            await self._line.send(_hello(self._settings, self._ip, self._code, beginning))
+            if await self._is_welcome():
                 return True
             if self._line.refused >= REFUSED:
                 raise UserError(f"{self._settings.controller}: {await self._line.trouble()}")
@@ -222,6 +216,18 @@ class Agent:
             if attempts % int(AGAIN_SECONDS / BEAT_SECONDS) == 0:
                 self._connect_again()
             self._hosting.reap()
+        return False
+
+    async def _is_welcome(self) -> bool:
+        """Whether the controller answers within a second. Raises as `_join`."""
+        until = time.monotonic() + BEAT_SECONDS
+        while (left := until - time.monotonic()) > 0 and not self._is_leaving:
+            message = await self._hear(left)
+            if isinstance(message, to_agent.Refused):
+                raise UserError(f"the controller refuses this agent: {message.reason}")
+            if isinstance(message, to_agent.Welcome):
+                await self._welcomed(message)
+                return True
         return False
 
     def _connect_again(self) -> None:
@@ -260,11 +266,13 @@ class Agent:
         while True:
             now = time.monotonic()
             if self._is_leaving and not self._hosting.work:
-                await self._tell()
                 await self._last_files()
+                await self._tell()
+                logger.info("left run %s", self._run)
                 return
             if self._leave_at is not None and now > self._leave_at:
-                logger.warning("%s did not leave in time", ", ".join(self._hosting.work))
+                self._late = self._hosting.work
+                logger.warning("%s did not leave in time", ", ".join(self._late))
                 return
             if now - self._heard > self._lost_seconds:
                 logger.warning("the controller was silent for %.0f s", now - self._heard)
@@ -306,6 +314,18 @@ class Agent:
         """A relay here serves the files of the child that has left: let them be copied."""
         if any(one.code is None for one in self._hosting.processes):
             await asyncio.sleep(LAST_FILES_SECONDS)
+
+
+def _hello(settings: Settings, ip: str, code: str, beginning: str) -> from_agent.Hello:
+    return from_agent.Hello(
+        settings.role,
+        socket.gethostname(),
+        settings.advertise or ip,
+        settings.gpus,
+        f"{sys.version_info.major}.{sys.version_info.minor}",
+        code,
+        beginning,
+    )
 
 
 def _own_address(controller: str) -> str:

@@ -127,18 +127,13 @@ class Hosting:
             one.told = wanted
             one.child.end(one.by_force)
 
-    async def end_all(self, *, relays: bool = True) -> list[str]:
-        """End all children, and kill those that take longer than GRACE_SECONDS; those killed."""
-        living = [one for one in self._hosted.values() if not one.ended.is_set()]
-        living = [one for one in living if relays or one.role != "relay"]
-        for one in living:
-            self._end(one, ending=True, by_force=False)
-        await _ended(living, GRACE_SECONDS)
-        late = [one for one in living if not one.ended.is_set()]
-        for one in late:
-            self._end(one, ending=True, by_force=True)
-        await _ended(late, KILL_SECONDS)
-        return [one.name for one in late]
+    async def end_all(self, *, by_force: bool = False) -> None:
+        """End all children; kill those that take longer than GRACE_SECONDS, or all at once."""
+        for force in (False, True)[by_force:]:
+            living = [one for one in self._hosted.values() if not one.ended.is_set()]
+            for one in living:
+                self._end(one, ending=True, by_force=force)
+            await _ended(living, KILL_SECONDS if force else GRACE_SECONDS)
 
     def forget(self) -> None:
         """Another controller comes, which knows nothing of these."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import zmq
 from msgspec.structs import replace
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import UserError
+from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.launch.agents.members import AgentProcess
 from asyncrl.launch.agents.roster import Needs, Roster
 from asyncrl.launch.agents.secret import HUB
@@ -29,7 +30,11 @@ from wire import Hub, RunKey
 from wire.messages import from_agent, to_agent
 from wire.refusals import Refusals
 
+logger = logging.getLogger(__name__)
+
 BEAT_SECONDS = 1.0
+HEARD_SECONDS = 3.0
+"""An agent that has said nothing for so long is sent nothing until it is heard again."""
 
 
 class AgentsLauncher:
@@ -72,7 +77,19 @@ class AgentsLauncher:
                 f"({error.strerror}); HOST must be one of its own addresses (0.0.0.0: all), and no "
                 "other program may have the port, another run's controller neither"
             ) from error
+        self._on_lost: Callable[[AsyncrlError], None] = lambda _error: None
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._look())]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+
+    def on_lost(self, tell: Callable[[AsyncrlError], None]) -> None:
+        """Have somebody told if this launcher breaks, which is a defect."""
+        self._on_lost = tell
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a loop of the launcher of agents failed", exc_info=error)
+            self._on_lost(AsyncrlError(f"the launcher of agents broke: {error!r}"))
 
     async def _receive(self) -> None:
         while True:
@@ -100,8 +117,9 @@ class AgentsLauncher:
             self._loop.call_soon_threadsafe(self._send)
 
     def _send(self) -> None:
+        heard_since = time.monotonic() - HEARD_SECONDS
         for agent in self.roster.agents.values():
-            if agent.info is not None or agent.processes:
+            if agent.info is not None and agent.heard > heard_since:
                 self._hub.send_soon(agent.name, self.roster.orders(agent))
 
     @property
@@ -122,7 +140,7 @@ class AgentsLauncher:
         if offered < len(generators):
             raise UserError(
                 f"{len(generators)} more generator(s) need an agent each, and {offered} wait for "
-                "work: start more (`asyncrl agent --role generator`), and they join by themselves"
+                "work: start more (`asyncrl agent --role generator`), then order it again"
             )
 
     def give_room_back(self, _generator: int) -> None:

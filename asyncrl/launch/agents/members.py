@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+from msgspec.structs import replace
+
 from asyncrl.launch.nodes import NodeInfo
+from asyncrl.launch.start_order import start_order
 from asyncrl.processes.spec import ChildKeys, ChildSpec
-from wire.messages import from_agent
+from wire.messages import from_agent, to_agent
 
 LOST = -9
 """Exit code of the processes of an agent that was lost."""
@@ -61,6 +65,11 @@ class AgentProcess:
         found = "" if self.agent is None else self.agent.hello.address
         return "" if found.startswith("127.") else found
 
+    @property
+    def lost_with_machine(self) -> bool:
+        """Whether its agent was lost, or was told to end."""
+        return bool(self._lost) or (self.agent is not None and self.agent.leaves_at is not None)
+
     def cause(self) -> str:
         """Why it ended, where its exit code does not say it."""
         return self._lost or ("" if self.reported is None else self.reported.cause)
@@ -76,6 +85,14 @@ class AgentProcess:
         if self.reported is None:
             return "(waits for an agent)" if self.agent is None else "(is being started)"
         return "\n".join(self.reported.log_tail.splitlines()[-lines:]) or "(its log is empty)"
+
+    def wanted(self, mark: str, relay_per_node: bool, ready: bool) -> to_agent.Wanted:
+        """What its agent is to do with it; arguments as for `start_order`."""
+        start = None
+        if self.reported is None:
+            order = start_order(self.spec, mark=mark, relay_per_node=relay_per_node)
+            start = to_agent.Start(order, msgspec.msgpack.encode(self.keys))
+        return to_agent.Wanted(self.spec.name, start, self.ending, self.by_force, ready)
 
     def lose(self, cause: str) -> None:
         """Its agent is lost; a process ends once."""
@@ -108,3 +125,12 @@ class Agent:
         """Its trainer or generator."""
         found = (one for one in self.processes.values() if one.spec.role != "relay")
         return next(found, None)
+
+
+def info_of(agent: Agent, facts: str) -> NodeInfo:
+    """What an agent has found on its machine, JSON."""
+    found: dict[str, object] = msgspec.json.decode(facts)
+    known = {"id": agent.name, "ip": agent.hello.address, "gpus": agent.hello.gpus}
+    info = msgspec.convert(found | known, NodeInfo)
+    # Two containers may share memory and not the folder in which processes of a node meet.
+    return replace(info, memory=f"{info.memory} {info.disk}")

@@ -13,16 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
 from msgspec.structs import replace
 
-from asyncrl.launch.agents.members import Agent, AgentProcess
+from asyncrl.launch.agents.members import Agent, AgentProcess, info_of
 from asyncrl.launch.nodes import Machines, NodeInfo, unfit
-from asyncrl.launch.start_order import start_order
 from asyncrl.processes.spec import ChildKeys, ChildSpec, Role
 from wire.messages import from_agent, to_agent
 
-_LATE_SECONDS = 1.0
+_LATE_SECONDS = 5.0
 """If `look` is called this late, the controller itself was suspended or blocked in between."""
 
 
@@ -113,7 +111,7 @@ class Roster:
             return False
         agent.heard = now
         if agent.info is None and state.facts:
-            agent.info = self._info_of(agent, state.facts)
+            agent.info = info_of(agent, state.facts)
             self._machines.note(agent.info)
             self._say(f"agent {agent} has joined{self._why_idle(agent)}")
         if state.leaves_in is not None and agent.leaves_at is None:
@@ -128,15 +126,9 @@ class Roster:
                 del agent.processes[hosted.name]
                 failed = hosted.code != 0 and not process.ending and agent.leaves_at is None
                 agent.failures += failed and process.spec.role != "relay"
+        if agent.leaves_at is not None and not agent.processes:
+            del self.agents[name]  # it has nothing more to do with the run
         return True
-
-    def _info_of(self, agent: Agent, facts: str) -> NodeInfo:
-        hello = agent.hello
-        found: dict[str, object] = msgspec.json.decode(facts)
-        known = {"id": agent.name, "ip": hello.address, "gpus": hello.gpus}
-        info = msgspec.convert(found | known, NodeInfo)
-        # Two containers may share memory and not the folder in which processes of a node meet.
-        return replace(info, memory=f"{info.memory} {info.disk}")
 
     def _why_idle(self, agent: Agent) -> str:
         """Why an agent gets nothing to do; empty if it may."""
@@ -205,6 +197,11 @@ class Roster:
             count -= may_take and waiting.spec.role != "relay"
         return max(0, count)
 
+    def leaving(self) -> list[str]:
+        """Trainers and generators whose agents are to end."""
+        leavers = [one for one in self.agents.values() if one.leaves_at is not None]
+        return [one.work.spec.name for one in leavers if one.work is not None]
+
     def add(self, spec: ChildSpec, keys: ChildKeys, node: str | None) -> AgentProcess:
         """A process that is to be started.
 
@@ -253,18 +250,12 @@ class Roster:
 
     def orders(self, agent: Agent) -> to_agent.Orders:
         """All that an agent is to do."""
-        wanted = tuple(self._wanted(one) for one in agent.processes.values())
+        needs = self._needs
+        wanted = tuple(
+            one.wanted(needs.mark, needs.relay_per_node, self.is_ready(name))
+            for name, one in agent.processes.items()
+        )
         return to_agent.Orders(self.session, wanted, self._note(agent))
-
-    def _wanted(self, process: AgentProcess) -> to_agent.Wanted:
-        start = None
-        if process.reported is None:
-            order = start_order(
-                process.spec, mark=self._needs.mark, relay_per_node=self._needs.relay_per_node
-            )
-            start = to_agent.Start(order, msgspec.msgpack.encode(process.keys))
-        name = process.spec.name
-        return to_agent.Wanted(name, start, process.ending, process.by_force, self.is_ready(name))
 
     def _note(self, agent: Agent) -> str:
         if agent.work is not None or agent.info is None or agent.leaves_at is not None:
@@ -285,8 +276,6 @@ class Roster:
             silent = now - agent.heard
             if silent > self._needs.silence_seconds:
                 del self.agents[agent.name]
-                if agent.leaves_at is not None and not agent.processes:
-                    continue
                 self._lose(
                     agent, f"said nothing for {silent:.0f} s (launcher.agents.silence_seconds)"
                 )

@@ -80,6 +80,11 @@ class RayProcess:
         info = self._status.node
         return None if info is None or self._status.code is not None else info.id
 
+    @property
+    def lost_with_machine(self) -> bool:
+        """No: this counts as its own fault."""
+        return False
+
     def cause(self) -> str:
         """Why it ended, where its exit code does not say it."""
         return self._status.cause

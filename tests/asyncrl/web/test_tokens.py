@@ -1,0 +1,61 @@
+"""The file of the token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError, UserError
+from asyncrl.web.tokens import read_token, token_path, write_token
+
+
+def test_a_new_token_is_for_this_user_only(tmp_path: Path) -> None:
+    path = token_path(tmp_path, None)
+    path.write_text("an older token of anybody")
+    path.chmod(0o644)
+    write_token(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    first = read_token(path)
+    assert len(first) >= 40
+    write_token(path)
+    assert read_token(path) != first
+
+
+def test_a_link_in_the_place_of_the_token_is_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("precious")
+    token_path(tmp_path, None).symlink_to(other)
+    write_token(token_path(tmp_path, None))
+    assert other.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "contents", [b"", b"short", b"has several words in it", b"\xff" * 40, b"x" * 5000]
+)
+def test_what_is_no_token_is_refused(tmp_path: Path, contents: bytes) -> None:
+    path = tmp_path / "token"
+    path.write_bytes(contents)
+    with pytest.raises(UserError, match="does not hold a token"):
+        read_token(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nothing-here: No such file"):
+        read_token(tmp_path / "nothing-here")
+
+
+@pytest.mark.parametrize("host", ["192.168.0.7", "::", "10.0.0.5", "my-machine"])
+def test_another_address_without_a_token_is_no_configuration(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"monitoring\.web.*token_file"):
+        load_config(None, [f"monitoring.web.host='{host}'"])
+    named = ["monitoring.web.token_file=/run/secrets/token", f"monitoring.web.host='{host}'"]
+    assert load_config(None, named).monitoring.web.host == host
+    off = ["monitoring.web.enabled=false", f"monitoring.web.host='{host}'"]
+    assert not load_config(None, off).monitoring.web.enabled
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.3.2.1"])
+def test_loopback_needs_none(host: str) -> None:
+    assert load_config(None, [f"monitoring.web.host='{host}'"]).monitoring.web.token_file is None
