@@ -68,7 +68,7 @@ grafana-schema: ## check the dashboard against the types that Grafana publishes 
 
 bench: $(VENV)/.vllm $(VENV)/.bench ## quick version of every benchmark, JSON into benchmarks/results/local/
 	@mkdir -p benchmarks/results/local
-	for name in cache scheduler delivery vllm_host torch_host engines exactness rollout pipeline paced peers chaos hostile vocabulary weights; do \
+	for name in cache scheduler delivery vllm_host torch_host engines exactness rollout pipeline paced peers chaos hostile vocabulary weights web_watchers; do \
 	  $(VENV)/bin/python -m benchmarks.$$name --quick --json benchmarks/results/local/$$name.json || exit 1; \
 	done
 

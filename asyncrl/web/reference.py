@@ -34,7 +34,7 @@ def reference_page(openapi: Mapping[str, Any]) -> str:
             element(
                 "main",
                 element("h1", "HTTP API"),
-                [element("p", paragraph, class_="about") for paragraph in paragraphs],
+                [element("p", _with_code(text), class_="about") for text in paragraphs],
                 element(
                     "p",
                     "For programs: ",
@@ -52,6 +52,12 @@ def reference_page(openapi: Mapping[str, Any]) -> str:
     return f"<!doctype html>\n{document}\n"
 
 
+def _with_code(text: str) -> list[Child]:
+    """The text, with what is between backticks as code."""
+    parts = text.split("`")
+    return [element("code", part) if index % 2 else part for index, part in enumerate(parts)]
+
+
 def _operation(
     path: str, method: str, about: Mapping[str, Any], openapi: Mapping[str, Any]
 ) -> Child:
@@ -63,7 +69,7 @@ def _operation(
     return element(
         "section",
         element("h3", element("code", f"{method.upper()} {path}")),
-        element("p", about.get("description", "")),
+        element("p", _with_code(about.get("description", ""))),
         element("table", taken) if taken else None,
         element(
             "details", element("summary", "Answers"), element("table", answers), class_="answers"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
 import socket
@@ -253,7 +254,8 @@ def test_who_takes_nothing_is_disconnected(
         with client.snapshots() as snapshots:
             seen = [next(snapshots)["watchers"] for _ in range(2)]
             assert max(seen) <= 2
-            assert next(one for one in snapshots if one["watchers"] == 1), "the other watches on"
+            following = itertools.islice(snapshots, 200)
+            assert any(one["watchers"] == 1 for one in following), "the slow one is not cut off"
 
 
 @pytest.mark.parametrize("start", [b"", b"GET /api/status HTTP/1.1\r\nHost: loc"])

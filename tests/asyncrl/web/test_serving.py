@@ -1,0 +1,42 @@
+"""The process of the page ends with the controller, however that ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import page_of_a_controller
+import pytest
+from asyncrl_runs import until
+from synthetic_run import make_run
+
+from asyncrl.launch.identity import is_running
+from asyncrl.launch.records import ProcessRecord
+from monitoring.jsonl import read_jsonl
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_killed_controller_takes_its_page_along(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    command = [sys.executable, str(Path(page_of_a_controller.__file__)), str(run)]
+    path = os.pathsep.join(sys.path)
+    environment = os.environ | {"PYTHONPATH": path}
+    controller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert controller.stdout is not None
+        url = controller.stdout.readline().strip()
+        with urllib.request.urlopen(url, timeout=100) as reply:  # noqa: S310
+            assert b"<html" in reply.read()
+        (record,) = read_jsonl(run / "processes.jsonl", ProcessRecord)
+        assert record.name == "web"
+        assert is_running(record.process)
+    finally:
+        controller.kill()
+        controller.communicate()
+    until(lambda: not is_running(record.process), seconds=60, what="the page's process to end")
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url, timeout=60)  # noqa: S310
