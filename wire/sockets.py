@@ -109,7 +109,12 @@ class Hub(Generic[In]):
         self._keys = keys
         self.refusals = Refusals() if refusals is None else refusals
         self._handshakes = HandshakeWatch(self._socket, self.refusals)
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:  # the port is in use, or the address is of no network here
+            self._handshakes.close()
+            self._socket.close(linger=0)
+            raise
         self._received = self._refused = 0
         self._max_bytes = max_bytes
         self._decoder: FrameDecoder[In] = FrameDecoder(incoming, max_bytes=max_bytes)

@@ -44,6 +44,10 @@ def agent(
     ports: Annotated[
         str, typer.Option(metavar="FIRST-LAST", help="To listen at; default: any that are free.")
     ] = "",
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65534, help="Of the child's metrics; a relay has the next one."),
+    ] = None,
     grace: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="To leave in after SIGTERM.")
     ] = 600.0,
@@ -78,6 +82,7 @@ def agent(
         runs=runs,
         advertise=advertise,
         ports=ports,
+        metrics_port=metrics_port,
         gpus=count_gpus(),
         grace_seconds=grace,
         once=once,

@@ -23,7 +23,7 @@ import msgspec
 from asyncrl.config import RunConfig
 from asyncrl.errors import first_error
 from asyncrl.processes.spec import ChildKeys, ChildSpec
-from monitoring.exporter import Exporter, exporter_for
+from monitoring.exporter import Exporter
 from monitoring.metrics import ProcessMetrics, new_registry
 from monitoring.timeline import Timeline
 from monitoring.tracing.tracer import Tracer
@@ -126,7 +126,7 @@ async def bring_up(
                 timeline_file(spec, config, "timeline"), spec.name, observe=metrics.observe_span
             )
             closing.callback(timeline.close)
-            exporter = exporter_for(config.monitoring, registry, spec.process_index)
+            exporter = spec.exporter(config.monitoring, registry)
             if exporter is not None:
                 closing.callback(exporter.close)
             tracer = _tracer(spec, config, closing, metrics, timeline)

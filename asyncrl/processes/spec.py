@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from asyncrl.config import RunConfig, load_config, parse_config
+from monitoring.config import MonitoringConfig
+from monitoring.exporter import Exporter, exporter_for
 from wire.keys import HubKeys, LineKeys, RunKey
 from wire.weights.layout import SHARED_MEMORY
 from wire.wrong_policy import TokenizerDigest
@@ -50,6 +53,8 @@ class ChildSpec(msgspec.Struct, frozen=True):
     ports: tuple[int, ...] = ()
     """That it listens at, in this order, where the user has fixed them: of the trainer for
     trajectories; of a relay for its trainer's weights, its node's weights and files."""
+    metrics_port: int | None = None
+    """Where it serves its metrics, if its node has fixed that; None: `monitoring.port` says."""
     advertised: str = ""
     """Host under which other machines reach what it listens at; empty: the one that it binds."""
     gpus: int = 0
@@ -79,6 +84,12 @@ class ChildSpec(msgspec.Struct, frozen=True):
     def generator(self) -> int:
         """Number of a generator, which its replacements have too."""
         return int(self.name.removeprefix("generator-").split(".")[0])
+
+    def exporter(self, config: MonitoringConfig, registry: CollectorRegistry) -> Exporter | None:
+        """What serves its metrics; None where they are turned off. Raises ExporterError."""
+        if self.metrics_port is None:
+            return exporter_for(config, registry, self.process_index)
+        return exporter_for(config.model_copy(update={"port": self.metrics_port}), registry, 0)
 
     def bind_to(self, index: int = 0) -> str:
         """Where it listens for data: `data_address`, with the port of this index if it is fixed."""

@@ -17,7 +17,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     engine = subprocess.Popen(["sleep", "600"], start_new_session=True)
     spec = json.loads(sys.argv[1])
-    heard = sys.stdin.buffer.read().decode()
+    heard = sys.stdin.buffer.read().decode(errors="replace")
     shown = {
         "pids": [os.getpid(), engine.pid],
         "parent": spec["parent"] == os.getppid(),

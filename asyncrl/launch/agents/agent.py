@@ -64,6 +64,8 @@ class Settings:
     advertise: str = ""
     """Host under which other machines reach this one; empty: as the controller sees it."""
     ports: str = ""
+    metrics_port: int | None = None
+    """Of the trainer or generator; the relay has the next one. None: any that is free."""
     gpus: int = 0
     grace_seconds: float = 600.0
     once: bool = False
@@ -184,6 +186,8 @@ class Agent:
             "gpus": spec["gpus"],
             "advertised": settings.advertise,
         }
+        if settings.metrics_port is not None:
+            changes["metrics_port"] = settings.metrics_port + (spec["role"] == "relay")
         ip = "0.0.0.0" if settings.advertise else self._ip  # noqa: S104 - with keys
         run = "" if settings.runs is None else str((settings.runs / self._run).absolute())
         return Place(self.name, ip, None, changes, run)

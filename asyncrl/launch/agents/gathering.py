@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import Interrupted, UserError
+from asyncrl.errors import UserError
 from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.launch.agents.roster import Needs
 from asyncrl.launch.agents.secret import read_secret
@@ -115,8 +115,7 @@ async def _gather(launcher: AgentsLauncher, config: RunConfig, say: Callable[[st
                 say(f"waiting at {settings.listen} for {missing}")
             launcher.changed.clear()
             if ended.is_set():
-                say(f"ended while it waited at {settings.listen} for {missing}")
-                raise Interrupted
+                raise UserError(f"ended while it waited at {settings.listen} for {missing}")
             await _first_of(launcher.changed, ended)
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):

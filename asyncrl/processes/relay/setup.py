@@ -14,7 +14,6 @@ from asyncrl.processes.relay.weights import RelayWeights
 from asyncrl.processes.shared_memory import weights_id
 from asyncrl.processes.spec import ChildSpec, RelayKeys
 from monitoring.errors import MonitoringError
-from monitoring.exporter import exporter_for
 from monitoring.instruments import new_registry
 from monitoring.relay_metrics import RelayMetrics
 from wire.addresses import MeetingPlace
@@ -40,7 +39,7 @@ async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
         control = passing.line
         control.refusals.count = metrics.count_refused
         try:
-            exporter = exporter_for(spec.config().monitoring, registry, spec.process_index)
+            exporter = spec.exporter(spec.config().monitoring, registry)
             if exporter is not None:
                 closing.callback(exporter.close)
             weights = RelayWeights(

@@ -1,7 +1,13 @@
-"""A run on agents: real processes of this machine, as in containers of three machines."""
+"""A run on agents: real processes of this machine, as in containers of three machines.
+
+`tests/deploy/agents.py` kills and returns every part of such a run.
+"""
 
 from __future__ import annotations
 
+import re
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,25 +37,38 @@ def the_run_is_exact(command: CommandLine) -> None:
     assert worst_mismatch(steps) < 1e-3
 
 
-def test_a_run_on_three_agents(tmp_path: Path, own_model: Path, agents: Agents) -> None:
+def test_a_run_whose_agents_come_and_go(tmp_path: Path, own_model: Path, agents: Agents) -> None:
     command = CommandLine(tmp_path / "runs", own_model)
     key = ["-m", "asyncrl", "agent-key", str(agents.key_file)]
-    assert call([command.arguments()[0], *key]).returncode == 0
-    processes = [
-        agents.start("t", "trainer", "--once"),
-        agents.start("g", "generator", "--once", "--ports", f"{agents.port + 2}-{agents.port + 9}"),
-        agents.start("h", "generator", "--once"),
-    ]
+    assert call([sys.executable, *key]).returncode == 0
+    settings = {"launcher__agents__relays": "always", "run__steps": 1_000_000}
+
+    def steps_more(count: int, what: str) -> None:
+        before = command.steps() if (command.folder / "metrics.jsonl").exists() else 0
+        until(lambda: command.steps() >= before + count, seconds=240, what=what)
+
+    trainer = agents.start("t", "trainer", "--once")
+    first = agents.start("g", "generator", "--ports", f"{agents.port + 2}-{agents.port + 9}")
     try:
-        done = command.run(
-            *agents.settings, launcher__generators=2, launcher__agents__relays="always"
-        )
+        run = command.start("--continue", *agents.settings, **settings)
+        until(lambda: (command.folder / "metrics.jsonl").exists(), seconds=240, what="training")
+        steps_more(1, "the first step")
+        second = agents.start("h", "generator", "--once")
+        log = command.folder / "logs" / "generator-1.log"
+        until(lambda: log.exists() and "forward" in log.read_text(), seconds=240, what="a joiner")
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(timeout=240) == 0, agents.said("g")
+        assert "left run your-own" in agents.said("g")
+        steps_more(2, "steps of the one that joined")
+        assert call([sys.executable, "-m", "asyncrl", "stop", str(command.folder)]).returncode == 0
+        said = run.communicate(timeout=240)[0]
+        assert run.returncode == 0, said
+        assert re.search(r"generator-0 leaves; samples that move with their tokens: \d", said), said
+        assert "was lost" not in said
     finally:
         command.end()
-    assert done.returncode == 0, done.stdout
     the_run_is_exact(command)
-    for process in processes:
-        assert process.wait(timeout=30) == 0
-    assert "relay-2" in "".join(one.name for one in (command.folder / "logs").iterdir())
-    until(lambda: not command.children("generator"), seconds=30, what="the generators' end")
-    until(lambda: not command.children("trainer"), seconds=30, what="the trainer's end")
+    assert trainer.wait(timeout=60) == second.wait(timeout=60) == 0
+    until(lambda: not command.children("generator"), seconds=60, what="the generators' end")
+    until(lambda: not command.children("trainer"), seconds=60, what="the trainer's end")
+    until(lambda: not command.children("relay"), seconds=60, what="the relays' end")
