@@ -97,7 +97,7 @@ def uid(name: str) -> str:
 def values(image: str, storage: str) -> dict[str, Any]:
     """Small pods, and a run that is long enough."""
     repository, _, tag = image.rpartition(":")
-    small = {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
+    small = {"requests": {"cpu": "400m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
     return {
         "image": {"repository": repository, "tag": tag, "pullPolicy": "IfNotPresent"},
         "config": {
@@ -107,7 +107,8 @@ def values(image: str, storage: str) -> dict[str, Any]:
             "sampling": {"max_tokens": 24},
             "trainer": {"checkpoint_every": 50},
             "evaluation": {"prompts": 8, "samples": 1},
-            "launcher": {"max_restarts": 100},
+            # A machine that does other work too must not fail this.
+            "launcher": {"max_restarts": 100, "agents": {"silence_seconds": 120}},
         },
         "controller": {"resources": small, "terminationGracePeriodSeconds": 300},
         "trainer": {"resources": small},

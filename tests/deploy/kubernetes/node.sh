@@ -51,7 +51,7 @@ makeIPTablesUtilChains: false
 Y
 cat > "$W/cni/10-bridge.conflist" <<Y
 {"cniVersion": "0.4.0", "name": "pods", "plugins": [{"type": "bridge", "bridge": "pods0", "isGateway": true,
-  "ipMasq": false, "ipam": {"type": "host-local", "dataDir": "$W/ipam", "ranges": [[{"subnet": "10.251.0.0/24"}]]}}]}
+  "ipMasq": false, "ipam": {"type": "host-local", "dataDir": "$W/ipam", "routes": [{"dst": "0.0.0.0/0"}], "ranges": [[{"subnet": "10.251.0.0/24"}]]}}]}
 Y
 cat > "$W/containerd.toml" <<Y
 version = 2
