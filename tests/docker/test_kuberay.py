@@ -1,4 +1,4 @@
-"""The example for KubeRay; `tests/deploy/kuberay.py CRD.yaml` checks it against KubeRay's schema."""
+"""The example for KubeRay; `tests/deploy/kuberay.py CRD.yaml` checks it by KubeRay's schema."""
 
 from __future__ import annotations
 
