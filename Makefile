@@ -15,6 +15,7 @@ SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check insta
 # Tools of one target each, apart from the environment: what they depend on changes nothing in it.
 TOOLS   := $(VENV)-tools
 LOCKS   := cpu-vllm cpu cuda
+DEPLOY_DIR ?= /var/tmp/asyncrl-deploy
 # Whole files per worker, long ones first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
@@ -87,8 +88,9 @@ sbom: $(TOOLS)/.ready ## list of the Python packages of each image (CycloneDX, d
 	for name in $(LOCKS); do $(TOOLS)/bin/python -W ignore -m cyclonedx_py requirements requirements/$$name.lock --pyproject pyproject.toml \
 	  --output-reproducible --output-file dist/sbom/asyncrl-$$name.cdx.json || exit 1; done
 
-test-deploy: ## Docker Compose for real: as root on Linux; starts a daemon of its own where there is none (half an hour)
-	bash tests/deploy/compose.sh
+test-deploy: $(VENV)/.dev ## Docker Compose and Kubernetes for real, each in a verdict: root on Linux, nothing else prepared (half an hour)
+	SAVE=$(DEPLOY_DIR)/asyncrl.tar DEPLOY_DIR=$(DEPLOY_DIR) bash tests/deploy/compose.sh
+	IMAGE_ARCHIVE=$(DEPLOY_DIR)/asyncrl.tar DEPLOY_DIR= PYTHON=$(abspath $(VENV))/bin/python bash tests/deploy/kubernetes.sh || [ $$? = 3 ]
 
 bench: $(VENV)/.vllm $(VENV)/.bench ## quick version of every benchmark, JSON into benchmarks/results/local/
 	@mkdir -p benchmarks/results/local

@@ -11,6 +11,7 @@
 # Half an hour on two cores, a third of it for the image. Everything that it makes is called
 # asyncrl-test, and removed at the end.
 #   STEPS   optimizer steps of the first run (default 30)
+#   SAVE    file for the image, as asyncrl:test, which kubernetes.sh takes (in DEPLOY_DIR)
 #   DEPLOY_DIR, TORCH_INDEX   see the other two scripts
 set -Eeuo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -23,7 +24,7 @@ if [ -z "${ASYNCRL_OWN_DAEMON:-}" ] && ! docker info >/dev/null 2>&1; then
   exec "$here/dockerd.sh" tests/deploy/compose.sh
 fi
 
-export ASYNCRL_IMAGE=asyncrl-test ASYNCRL_RUN=first ASYNCRL_STEPS=${STEPS:-30}
+export BUILDX_GIT_INFO=false ASYNCRL_IMAGE=asyncrl-test ASYNCRL_RUN=first ASYNCRL_STEPS=${STEPS:-30}
 export ASYNCRL_WEB_PORT=${ASYNCRL_WEB_PORT:-18080} GRAFANA_PORT=${GRAFANA_PORT:-13000}
 files=(-f docker/compose.yaml)
 services=(controller trainer generator prometheus)
@@ -143,6 +144,10 @@ prometheus_steps() { [ "$(promql 'asyncrl_steps_total{run="second"}' | grep -oE 
 
 say "building the image"
 build
+if [ -n "${SAVE:-}" ]; then
+  docker tag asyncrl-test asyncrl:test
+  docker save asyncrl:test >"$SAVE"
+fi
 passed "image of $(docker image inspect -f '{{.Size}}' asyncrl-test | numfmt --to=si)B after $((SECONDS - began)) s"
 dc config --quiet
 dc -f docker/compose.gpu.yaml config --quiet

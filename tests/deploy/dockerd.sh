@@ -78,7 +78,7 @@ JSON
     || { echo "the daemon did not start; $DEPLOY_DIR/dockerd.log ends with:" >&2; tail -5 "$DEPLOY_DIR/dockerd.log" >&2; exit 2; }
   cd "$repo"
   env -i PATH="$PATH" TERM="${TERM:-dumb}" LANG=C.UTF-8 HOME=/root ASYNCRL_OWN_DAEMON=1 DEPLOY_DIR="$DEPLOY_DIR" \
-    STEPS="${STEPS:-}" KEEP="${KEEP:-}" "$@"
+    STEPS="${STEPS:-}" KEEP="${KEEP:-}" SAVE="${SAVE:-}" "$@"
 }
 
 if [ "${1:-}" = --inside ]; then shift; inside "$@"; exit; fi
