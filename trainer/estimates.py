@@ -32,7 +32,8 @@ class Estimate:
     known: bool
     """False for algorithms that were registered by a user."""
     biases: tuple[str, ...]
-    """Why it is not the policy gradient; empty: it is unbiased."""
+    """What makes it differ from the policy gradient, a few words each; empty: it is unbiased.
+    docs/algorithms.md says why."""
 
 
 def estimate_of(config: TrainerConfig, *, stale: bool) -> Estimate:
@@ -46,7 +47,7 @@ def estimate_of(config: TrainerConfig, *, stale: bool) -> Estimate:
         return Estimate(known=False, biases=())
     found = [_of_normalization(config), _of_advantages(config)]
     if config.overlong_buffer:
-        found.append("overlong_buffer changes the reward")
+        found.append("overlong_buffer")
     if stale:
         found.append(_of_stale_tokens(config))
     return Estimate(known=True, biases=tuple(one for one in found if one))
@@ -54,33 +55,33 @@ def estimate_of(config: TrainerConfig, *, stale: bool) -> Estimate:
 
 def _of_normalization(config: TrainerConfig) -> str:
     if config.loss_normalization == "token":
-        return "loss_normalization: token divides by a number of tokens that depends on the samples"
+        return "loss_normalization: token"
     if config.loss_normalization == "sequence":
-        return "loss_normalization: sequence gives tokens of short samples more weight"
+        return "loss_normalization: sequence"
     if config.algorithm == "gspo":
-        return "gspo's ratio has the gradient of a mean over the sample's tokens"
+        return "the mean over tokens in its ratio"
     return ""
 
 
 def _of_advantages(config: TrainerConfig) -> str:
     if config.algorithm in _NORMALISED_BY_STEP:
-        return "advantages are normalised by the step that they are part of"
+        return "advantages normalised over the step"
     if config.algorithm in _SCALED_BY_GROUP and config.advantage_normalization == "std":
-        return "advantage_normalization: std gives prompts with rare success or failure more weight"
+        return "advantage_normalization: std"
     if config.algorithm == "gpg":
-        return "gpg's factor for groups without signal depends on the samples"
+        return "its factor for groups without signal"
     return ""
 
 
 def _of_stale_tokens(config: TrainerConfig) -> str:
     if config.proximal_policy == "behaviour" or config.algorithm not in _SCORE_FUNCTION:
-        return "stale tokens: the ratio is clipped, and a token's own leaves out its prefix"
+        return "clipped ratios of stale tokens"
     if config.correction == "none":
-        return "stale tokens are trained as if they were not (correction: none)"
+        return "stale tokens without a correction"
     if config.correction == "sequence_truncated":
         if config.importance_cap >= 1e6:
             return ""
-        return "stale samples whose weight reaches importance_cap count less"
+        return "stale samples beyond importance_cap"
     if config.correction == "sequence_masked":
-        return "stale samples outside correction_band are left out"
-    return "stale tokens: the weight of a token leaves out that its prefix is stale too"
+        return "stale samples outside correction_band"
+    return "stale tokens weighed one by one"

@@ -1,8 +1,9 @@
-"""Five lines that say what a run is about to do. Pure, but for the headers of the model's files.
+"""Six lines that say what a run is about to do. Pure, but for the headers of the model's files.
 
 model      /models/qwen3-1.7b: qwen3, 1.7 billion parameters
 data       gsm8k.jsonl: 7,200 prompts to train on, 273 held out; 100 steps of 16 prompts x 8 samples
 mode       verify: generated ahead of time, verified by the policy in training; exactly on-policy
+training   rloo: an unbiased gradient; on-policy, nothing to correct
 processes  trainer on GPU 1 (26 GiB), 1 generator (vllm) on GPU 0; ...
 results    runs/first: report.html, result.json, checkpoints/
 """
@@ -19,6 +20,7 @@ from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.prompts import Task
+from trainer.estimates import estimate_of
 from wire.weights.layout import SHARED_MEMORY
 
 _MAX_HEADER = 100 * 2**20
@@ -72,6 +74,24 @@ def mode_line(config: RunConfig) -> str:
     elif config.scheduler.sample_deadline_seconds is not None:
         promise = "not exact, because of scheduler.sample_deadline_seconds"
     return _line("mode", f"{mode}: {how}; {promise}")
+
+
+def training_line(config: RunConfig) -> str:
+    """What the gradient estimates, and what is done about tokens of older policies."""
+    trainer, stale = config.trainer, config.scheduler.max_off_policy_steps > 0
+    found = estimate_of(trainer, stale=stale)
+    what = "an unbiased gradient"
+    if not found.known:
+        what = "an algorithm of your own"
+    elif found.biases:
+        what = f"gradient biased by {', '.join(found.biases)}"
+    correction = "on-policy, nothing to correct"
+    if stale:
+        in_loss = trainer.proximal_policy == "behaviour" and trainer.correction == "token_truncated"
+        correction = f"correction: {'the ratio in the loss' if in_loss else trainer.correction}"
+    elif config.cache.reuse == "lenient" or config.scheduler.sample_deadline_seconds is not None:
+        correction = "no correction for what is not exact"
+    return _line("training", f"{trainer.algorithm}: {what}; {correction}")
 
 
 def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -> str:

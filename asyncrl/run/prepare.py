@@ -36,7 +36,7 @@ class Prepared:
 def prepare(config: RunConfig, console: Console) -> Prepared:
     """Check the machine and the rewards, make or find the model, load the data.
 
-    Says in five lines what the run is about to do. Creates no run folder.
+    Says in six lines what the run is about to do. Creates no run folder.
 
     Raises:
         UserError: this machine, the model, the data or a reward cannot be used.
@@ -56,6 +56,7 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
 
         token_bytes(task.tokenizer)
     say(overview.mode_line(config))
+    say(overview.training_line(config))
     say(overview.processes_line(config, gpus, overview.parameters(Path(model_path))))
     say(overview.results_line(config))
     return Prepared(config, model_path, task, gpus)

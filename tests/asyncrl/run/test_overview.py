@@ -1,4 +1,4 @@
-"""The five lines with which a run begins."""
+"""The six lines with which a run begins."""
 
 from __future__ import annotations
 
@@ -44,6 +44,40 @@ def test_a_size_that_cannot_be_read_refuses_nothing(tmp_path: Path, damage: byte
     line = overview.model_line(config(), str(tmp_path))
     assert line == "model      builtin:arithmetic: its size is not known yet"
     assert overview.parameters(tmp_path / "none") is None
+
+
+STD = "loss_normalization: token, advantage_normalization: std"
+
+IN_LOSS = "correction: the ratio in the loss"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"trainer": {"algorithm": "rloo"}},
+            "rloo: an unbiased gradient; on-policy, nothing to correct",
+        ),
+        ({}, f"grpo: gradient biased by {STD}; on-policy, nothing to correct"),
+        (
+            {
+                "trainer": {"algorithm": "dr_grpo", "correction": "none"},
+                "scheduler": {"max_off_policy_steps": 1},
+            },
+            "dr_grpo: gradient biased by stale tokens without a correction; correction: none",
+        ),
+        (
+            {"trainer": {"algorithm": "cispo"}, "scheduler": {"max_off_policy_steps": 1}},
+            f"cispo: gradient biased by {STD}, clipped ratios of stale tokens; {IN_LOSS}",
+        ),
+        (
+            {"trainer": {"algorithm": "rloo"}, "cache": {"reuse": "lenient"}},
+            "rloo: an unbiased gradient; no correction for what is not exact",
+        ),
+    ],
+)
+def test_a_run_says_what_its_gradient_estimates(settings: Any, expected: str) -> None:
+    assert overview.training_line(config(**settings)) == f"training   {expected}"
 
 
 def test_the_data_are_counted() -> None:

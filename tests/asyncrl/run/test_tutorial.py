@@ -117,7 +117,7 @@ def test_the_commands_of_the_tutorial(tmp_path: Path, shell: dict[str, str]) -> 
 
 
 def the_output_is_as_on_the_page(output: str) -> None:
-    """The five lines, but for numbers; what the page names is printed."""
+    """The six lines, but for numbers; what the page names is printed."""
     shown = re.search(r"```\n(model .*?)```", PAGE.read_text(), re.DOTALL)
     assert shown is not None
 
@@ -126,8 +126,8 @@ def the_output_is_as_on_the_page(output: str) -> None:
 
     expected = without_numbers(shown[1])
     printed = without_numbers(output)
-    assert len(expected) == 5
+    assert len(expected) == 6
     begin = printed.index(expected[0])
-    assert printed[begin : begin + 5] == expected
+    assert printed[begin : begin + 6] == expected
     assert "first: held-out accuracy before training: N ± N" in " ".join(printed)
     assert "accuracy N ± N (N of N held-out samples right)" in " ".join(printed)
