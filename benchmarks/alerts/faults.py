@@ -131,6 +131,13 @@ FAULTS = (
         settings=("sampling.max_tokens=6",),
         from_start=True,
     ),
+    Fault(
+        "KV space for four answers",
+        _names("KvFull"),
+        follow=_STALLED,
+        settings=("engine.kind=vllm", "engine.vllm.kv_cache_gib=0.001"),
+        from_start=True,
+    ),
     Fault("reward that fails", _names("RewardErrors")),
     Fault(
         "full disk",
@@ -140,7 +147,3 @@ FAULTS = (
     ),
     Fault("stranger at a socket", _names("StrangersRefused"), strike=knock),
 )
-NOT_INJECTED = {
-    "AsyncrlKvFull": "the torch engine reserves KV space for each slot, so nothing waits for it",
-}
-"""By alert: why no fault here raises it."""
