@@ -45,7 +45,7 @@ class FaultyWeights(ModuleWeights):
             with torch.no_grad():
                 for tensor in self._own.values():
                     if tensor.dtype.is_floating_point and tensor.dim() > 1:
-                        tensor.add_(0.1 * tensor.std() * torch.randn_like(tensor))
+                        tensor.add_(0.3 * tensor.std() * torch.randn_like(tensor))
 
 
 def _compared(kept: Any, verdict: Any) -> NoiseFloor:

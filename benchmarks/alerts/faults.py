@@ -116,6 +116,8 @@ FAULTS = (
         "wrong weights",
         _names("WrongPolicy", "LogprobMismatch"),
         follow=_names("RejectedShareJumped", "NothingToLearn", "AnswersTruncated"),
+        # Of groups without signal no log-probability is computed otherwise.
+        settings=("trainer.skip_zero_variance_groups=false",),
     ),
     Fault(
         "policy that runs away",
