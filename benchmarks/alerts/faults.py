@@ -134,10 +134,10 @@ FAULTS = (
         from_start=True,
     ),
     Fault(
-        "KV space for four answers",
+        "KV space for two answers",
         _names("KvFull"),
         follow=_STALLED,
-        settings=("engine.kind=vllm", "engine.vllm.kv_cache_gib=0.001"),
+        settings=("engine.kind=vllm", "engine.vllm.kv_cache_gib=0.0003"),
         from_start=True,
     ),
     Fault("reward that fails", _names("RewardErrors")),

@@ -139,7 +139,7 @@ def examine(fault: Fault | None, patience: Patience) -> Finding:
         else:
             runs.mkdir()
         settings = SETTINGS + (fault.settings if fault else ())
-        run = SwitchedRun(Setup(CONFIG, runs, settings, 300.0), "watched", STEPS)
+        run = SwitchedRun(Setup(CONFIG, runs, settings, 600.0), "watched", STEPS)
         run.scratch = scratch
         prometheus = closing.enter_context(
             watching(runs, scratch / "prometheus", faster_by=patience.faster)
