@@ -21,7 +21,7 @@ PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run test check lint types format docs site bench locks sbom test-deploy prometheus chromium grafana-schema clean
+.PHONY: help setup setup-sglang run test check lint types format docs site bench locks sbom test-deploy prometheus chromium alerts grafana-schema clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,6 +66,9 @@ docs: $(VENV)/.dev ## make what is generated again: reference pages, picture of 
 site: $(VENV)/.dev ## the pages of docs/ as a site that needs no network: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "open site/index.html; the search needs: python3 -m http.server --bind 127.0.0.1 --directory site"
+
+alerts: $(VENV)/.vllm prometheus ## raise each alert by a fault in a real run, half an hour
+	$(VENV)/bin/python -m benchmarks.alerts
 
 grafana-schema: ## check the dashboard against the types that Grafana publishes (npm)
 	bash monitoring/dashboards/check_schema.sh
