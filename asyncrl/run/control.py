@@ -104,6 +104,11 @@ def _door(run: Path) -> tuple[str, RunKey]:
             f"`{resume_command(run)}`, or write its report with `{command_for('report', run)}`; "
             f"its logs are in {run / 'logs'}"
         )
+    if not state.control_address:
+        raise UserError(
+            f"the run in {run} is starting and cannot be asked yet: its launcher waits for a "
+            "cluster or for agents. What it waits for is in the output of `asyncrl run`"
+        )
     folder = Path(state.control_address.removeprefix("ipc://")).parent
     if not folder.is_dir() or not is_private(folder):
         raise UserError(

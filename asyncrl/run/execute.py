@@ -172,6 +172,7 @@ async def _run(
             raise UserError(str(error)) from error
         closing.callback(_clean_up, runtime, targets)
         records = ProcessRecords(directory.path)
+        directory.write_state()  # it is starting
         launching = await open_launcher(
             prepared,
             directory.path,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.launch.agents.config import host_and_port
 from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.launch.agents.roster import Needs
 from asyncrl.launch.agents.secret import read_secret
@@ -55,6 +57,7 @@ async def open_agents(
     """
     settings = config.launcher.agents
     assert settings.key_file is not None  # noqa: S101 - the configuration is checked
+    _check_control(settings.control)
     secret = read_secret(Path(settings.key_file), "launcher.agents.key_file")
     file, token = run_directory / NODES_FILE, secrets.token_hex(16)
     file.write_text(token, encoding="utf-8")
@@ -89,6 +92,20 @@ async def open_agents(
     return launcher
 
 
+def _check_control(address: str) -> None:
+    """Find out whether the run's processes can be listened for there. Raises UserError."""
+    host, port = host_and_port(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host.strip("[]"), port), family=family).close()
+    except OSError as error:
+        raise UserError(
+            f"launcher.agents.control_port: this machine cannot listen at {address} "
+            f"({error.strerror}); another program has the port, or the host of "
+            "launcher.agents.listen is none of its addresses"
+        ) from error
+
+
 async def _gather(launcher: AgentsLauncher, config: RunConfig, say: Callable[[str], None]) -> None:
     """Wait for the agents. A signal ends the wait."""
     loop, settings = asyncio.get_running_loop(), config.launcher.agents
@@ -113,6 +130,8 @@ async def _gather(launcher: AgentsLauncher, config: RunConfig, say: Callable[[st
             if now - said > _SAY_SECONDS:
                 said = now
                 say(f"waiting at {settings.listen} for {missing}")
+                for sentence in launcher.roster.of_no_use():
+                    say(f"of no use is {sentence}")
             launcher.changed.clear()
             if ended.is_set():
                 raise UserError(f"ended while it waited at {settings.listen} for {missing}")

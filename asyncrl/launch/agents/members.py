@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -62,8 +62,9 @@ class AgentProcess:
     @property
     def address(self) -> str:
         """Of its machine, where others reach it; empty: the controller's machine, or not placed."""
-        found = "" if self.agent is None else self.agent.hello.address
-        return "" if found.startswith("127.") else found
+        if self.agent is None or self.agent.is_on_loopback:
+            return ""
+        return self.agent.hello.address
 
     @property
     def lost_with_machine(self) -> bool:
@@ -121,6 +122,11 @@ class Agent:
         return f"{self.name} ({self.hello.role})"
 
     @property
+    def is_on_loopback(self) -> bool:
+        """Whether its machine is reached at an address that is good on one machine only."""
+        return self.hello.address.startswith(("127.", "[::1]", "localhost"))
+
+    @property
     def work(self) -> AgentProcess | None:
         """Its trainer or generator."""
         found = (one for one in self.processes.values() if one.spec.role != "relay")
@@ -134,3 +140,14 @@ def info_of(agent: Agent, facts: str) -> NodeInfo:
     info = msgspec.convert(found | known, NodeInfo)
     # Two containers may share memory and not the folder in which processes of a node meet.
     return replace(info, memory=f"{info.memory} {info.disk}")
+
+
+def out_of_reach(agent: Agent, everyone: Iterable[Agent]) -> str | None:
+    """Why other machines cannot reach an agent's processes, or it not theirs; None: they can."""
+    advice = "start that agent with --advertise and its machine's address"
+    for one in everyone:
+        if agent.is_on_loopback and not one.is_on_loopback:
+            return f"it reaches the controller at {agent.hello.address} only, others not: {advice}"
+        if one.is_on_loopback and one.work is not None and not agent.is_on_loopback:
+            return f"agent {one} has a process at {one.hello.address}: {advice}"
+    return None

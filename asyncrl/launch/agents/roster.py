@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from asyncrl.launch.agents.members import Agent, AgentProcess, info_of
+from asyncrl.launch.agents.members import Agent, AgentProcess, info_of, out_of_reach
 from asyncrl.launch.nodes import Machines, NodeInfo, unfit
 from asyncrl.processes.spec import ChildKeys, ChildSpec, Role
 from wire.messages import from_agent, to_agent
 
+_SPARE = "; this is a spare"
 _LATE_SECONDS = 5.0
 """If `look` is called this late, the controller itself was suspended or blocked in between."""
 
@@ -152,10 +153,17 @@ class Roster:
                 f"checkpoints go, and {agent.info} does not: mount the same volume there, and name "
                 "it with --runs if its path is another one"
             )
+        if (reason := out_of_reach(agent, self.agents.values())) is not None:
+            return reason
         wanted = self._gpus.get(role, 0)
         if agent.hello.gpus < wanted:
             return f"the {role} needs {wanted} GPU(s), and {agent.info} has {agent.hello.gpus}"
         return None
+
+    def of_no_use(self) -> list[str]:
+        """Why agents that wait cannot be used, for the user."""
+        notes = [(str(one), self._note(one)) for one in self.agents.values()]
+        return [f"{one}: {note}" for one, note in notes if note and not note.endswith(_SPARE)]
 
     def free(self, role: Role, *, fresh: bool = False) -> list[Agent]:
         """Agents with room for a trainer or generator, the best one first.
@@ -264,7 +272,7 @@ class Roster:
         reasons = [self.unfit(agent, role) for role in roles if agent.hello.role in (role, "any")]
         if all(reason is not None for reason in reasons):
             return str(reasons[0])
-        return f"run {self._needs.run} needs no further {agent.hello.role} now; this is a spare"
+        return f"run {self._needs.run} needs no further {agent.hello.role} now{_SPARE}"
 
     def look(self, now: float) -> None:
         """Look for agents that are silent, or did not leave in time."""

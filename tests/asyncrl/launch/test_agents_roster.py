@@ -162,6 +162,22 @@ def test_a_trainer_needs_the_runs_folder_and_a_generator_does_not() -> None:
     assert "model's folder /model does not exist" in world.said[-1]
 
 
+def test_a_process_at_loopback_serves_one_machine_only() -> None:
+    world = World()
+    world.hello("a", "trainer", address="127.0.0.1")
+    world.state("a")
+    assert world.roster.could_begin_with()[0]
+    world.join("b", "generator")
+    assert world.roster.could_begin_with() == (False, 1)
+    assert any("a (trainer): it reaches the controller at 127.0.0.1" in one
+               for one in world.roster.of_no_use())  # fmt: skip
+    del world.roster.agents["b"]
+    world.start("trainer", "trainer")
+    world.join("c", "generator")
+    assert world.roster.offered() == 0
+    assert "agent a (trainer) has a process at 127.0.0.1" in world.said[-1]
+
+
 def test_one_agent_for_any_role_cannot_be_both() -> None:
     world = World()
     world.join("a")
