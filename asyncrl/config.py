@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from asyncrl.changes import Changes, refuse_unknown, values_at
 from asyncrl.config_errors import mistakes
 from asyncrl.errors import ConfigError
 from asyncrl.launch.config import LauncherConfig
@@ -68,6 +69,11 @@ class RunSection(BaseModel):
     that version: other weights, another temperature, another tokenizer, KV of older weights.
     `stop`: the run ends before it trains on such tokens. `warn`: it continues and says so in the
     terminal, metrics.jsonl, result.json and the report."""
+    changes: Changes = {}
+    """Settings that change during the run, by the first step that has them:
+    `{100: {trainer.learning_rate: 1.0e-6}}`. `asyncrl set` adds to them. Possible are
+    trainer.learning_rate, trainer.checkpoint_every, scheduler.max_off_policy_steps,
+    scheduler.max_runahead_groups, scheduler.on_update and scheduler.sample_deadline_seconds."""
     log_samples: Annotated[Literal["off", "jsonl"], BeforeValidator(unquoted_off)] = "off"
     """`jsonl`: write every trained sample with its text to RUN/samples/000001.jsonl and following
     files of up to 64 MB."""
@@ -194,6 +200,24 @@ class RunConfig(BaseModel):
             listed = ". Nor does it work with ".join(found)
             raise ValueError(f"run.repeatable: true does not work with {listed}")
         return self
+
+    @model_validator(mode="after")
+    def _every_change_leaves_a_whole_configuration(self) -> Self:
+        refuse_unknown(self.run.changes)
+        for step in sorted(self.run.changes):
+            try:
+                self.at(step)
+            except ValidationError as error:
+                wrong = "; ".join(mistakes({}, error, RunConfig))
+                raise ValueError(f"run.changes, step {step}: {wrong}") from error
+        return self
+
+    def at(self, step: int) -> RunConfig:
+        """The configuration of a step: with the changes (`run.changes`) up to it, and no others."""
+        if not self.run.changes:
+            return self
+        values = self.model_dump(mode="json")
+        return RunConfig.model_validate(values_at(values, self.run.changes, step))
 
     @property
     def samples_follow_policy(self) -> bool:

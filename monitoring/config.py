@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from monitoring.log_level import LogLevel
+
 MAX_PORT = 65_535
 
 LiveMode = Literal["auto", "rich", "plain", "off"]
@@ -137,6 +139,8 @@ class MonitoringConfig(BaseModel):
     live: Annotated[LiveMode, BeforeValidator(unquoted_off)] = "auto"
     """The view of a running run: a panel (rich), one line per step (plain), nothing (off), or the
     panel in a terminal and lines elsewhere (auto)."""
+    log_level: LogLevel = "info"
+    """How much the processes of a run write to RUN/logs: debug, info, warning or error."""
     report_samples: int = Field(default=8, ge=0, le=200)
     """How many sample trajectories report.html shows at most."""
     timeline: bool = True

@@ -63,16 +63,44 @@ at least b - k. `verify`: a sample with an older token is not delivered. A gener
 is at least b - k verifies it first, and the result has only tokens of that version or later. Step b
 is trained from version b, so the staleness of each token is at most k. No sample is dropped for
 being stale, so long answers do not starve.
+
+Bounds may change while a run trains, at the first step of which no group was ever issued: each step
+has its own bounds, and everything above holds with those of the step. A group may start when it and
+all groups before it may. `keep` is then `verify` without run-ahead: nothing is ever too old.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 from scheduler.config import SchedulerConfig
 
 
-@dataclass(frozen=True, slots=True)
+class Bounds(NamedTuple):
+    """How far ahead the groups of some steps may start, and how old their tokens may be."""
+
+    first_step: int
+    """The first of these steps; the last one is before the next `Bounds`."""
+    max_off_policy_steps: int
+    """k: the largest staleness that a token may have when it is trained on."""
+    verifies: bool
+    """Whether tokens that are too old are verified. If not, they must never be generated."""
+    max_runahead_groups: int
+    """Groups that may be started beyond those that need no verification; 0 unless `verifies`."""
+
+    @classmethod
+    def of(cls, config: SchedulerConfig, first_step: int = 0) -> Bounds:
+        """The rule that a configuration asks for."""
+        return cls(
+            first_step=first_step,
+            max_off_policy_steps=config.max_off_policy_steps,
+            verifies=config.on_update == "verify",
+            max_runahead_groups=config.runahead_groups,
+        )
+
+
 class Admission:
     """Decides how far ahead groups may be started, and how old a token may be.
 
@@ -82,50 +110,111 @@ class Admission:
         3
         >>> admission.min_version(step=2)
         2
+        >>> one = SchedulerConfig(on_update="keep", max_off_policy_steps=1)
+        >>> admission.change(Bounds.of(one, first_step=2))
+        >>> admission.min_version(step=1), admission.min_version(step=2)
+        (1, 1)
+        >>> admission.last_group_to_start(policy_version=1)
+        11
     """
 
-    groups_per_step: int
-    max_off_policy_steps: int
-    """k: the largest staleness that a token may have when it is trained on."""
-    verifies: bool
-    """Whether tokens that are too old are verified. If not, they must never be generated."""
-    max_runahead_groups: int
-    """Groups that may be started beyond those that need no verification; 0 unless `verifies`."""
+    def __init__(self, groups_per_step: int, bounds: Bounds) -> None:
+        self.groups_per_step = groups_per_step
+        self.bounds = [bounds]
+        """By their first step, ascending. The first ones are those of step 0 on."""
+        self.verifies = bounds.verifies
+        """Whether tokens can be verified: there are, or were, bounds that need it."""
 
     @classmethod
-    def of(cls, config: SchedulerConfig) -> Admission:
-        """The rule that a configuration asks for."""
-        return cls(
-            groups_per_step=config.groups_per_step,
-            max_off_policy_steps=config.max_off_policy_steps,
-            verifies=config.on_update == "verify",
-            max_runahead_groups=config.runahead_groups,
-        )
+    def of(
+        cls, config: SchedulerConfig, changes: Mapping[int, SchedulerConfig] = MappingProxyType({})
+    ) -> Admission:
+        """The rule that a configuration asks for, with others from some steps on."""
+        admission = cls(config.groups_per_step, Bounds.of(config))
+        for step, changed in changes.items():
+            admission.change(Bounds.of(changed, step))
+        return admission
+
+    def change(self, bounds: Bounds) -> None:
+        """Have other bounds from a step on, of which no group was ever issued.
+
+        They replace those that were to begin at this step.
+        """
+        kept = [one for one in self.bounds if one.first_step != bounds.first_step]
+        self.bounds = sorted([*kept, bounds])
+        self.verifies |= bounds.verifies
 
     @property
     def max_groups_in_flight(self) -> int:
         """Upper bound on the groups that are issued and not consumed."""
-        return (self.max_off_policy_steps + 1) * self.groups_per_step + self.max_runahead_groups
+        return max(
+            (one.max_off_policy_steps + 1) * self.groups_per_step + one.max_runahead_groups
+            for one in self.bounds
+        )
+
+    def of_step(self, step: int) -> Bounds:
+        """The bounds of a step."""
+        return next(one for one in reversed(self.bounds) if one.first_step <= step)
 
     def last_group_to_start(self, policy_version: int) -> int:
         """The last group whose samples may be started under this version."""
-        return self.last_due_group(policy_version) + self.max_runahead_groups
+        return self._last_group(policy_version, ahead=True)
 
     def last_due_group(self, policy_version: int) -> int:
-        """The last group whose tokens need no verification if drawn under this version."""
-        return (policy_version + self.max_off_policy_steps + 1) * self.groups_per_step - 1
+        """The last group up to which no tokens need verification if drawn under this version."""
+        return self._last_group(policy_version, ahead=False)
+
+    def last_deliverable_group(self, policy_version: int) -> int:
+        """No later group can have been delivered while this was the newest version.
+
+        Where the bounds have become wider, a step can be delivered before earlier ones.
+        """
+        ends = [
+            min(self._limit(one, policy_version, ahead=False), last)
+            for one, last in self._with_last_groups()
+            if self._limit(one, policy_version, ahead=False)
+            >= one.first_step * self.groups_per_step
+        ]
+        return max(ends, default=-1)
 
     def first_version_to_start(self, group: int) -> int:
         """The lowest version under which the group's samples may be started."""
-        return -((self.last_group_to_start(0) - group) // self.groups_per_step)
+        return max(
+            -((self._limit(one, 0, ahead=True) - min(group, last)) // self.groups_per_step)
+            for one, last in self._with_last_groups()
+            if one.first_step * self.groups_per_step <= group
+        )
 
     def min_version(self, step: int) -> int:
         """The lowest policy version that may have drawn a token that this step trains on.
 
         Never negative: a token of an unknown policy (`UNKNOWN_VERSION`) is always too old.
         """
-        return max(0, step - self.max_off_policy_steps)
+        return max(0, step - self.of_step(step).max_off_policy_steps)
 
     def versions_ahead(self, step: int, policy_version: int) -> int:
         """By how many versions a sample of this step would run ahead; 0: it is due."""
-        return max(0, step - self.max_off_policy_steps - policy_version)
+        return max(0, step - self.of_step(step).max_off_policy_steps - policy_version)
+
+    def _limit(self, bounds: Bounds, version: int, *, ahead: bool) -> int:
+        """The last group that these bounds, if there were no others, admit under this version."""
+        groups = (version + bounds.max_off_policy_steps + 1) * self.groups_per_step - 1
+        return groups + bounds.max_runahead_groups if ahead else groups
+
+    def _last_group(self, version: int, *, ahead: bool) -> int:
+        """The last group before the first one that its bounds do not admit."""
+        if len(self.bounds) == 1:
+            return self._limit(self.bounds[0], version, ahead=ahead)
+        reached = -1
+        for one, last in self._with_last_groups():
+            first = one.first_step * self.groups_per_step
+            limit = self._limit(one, version, ahead=ahead)
+            if limit < last:
+                return max(limit, first - 1)
+            reached = last
+        return reached
+
+    def _with_last_groups(self) -> list[tuple[Bounds, int]]:
+        """Each bounds with the last group that they are for; of the last ones, any group."""
+        following = [one.first_step * self.groups_per_step - 1 for one in self.bounds[1:]]
+        return list(zip(self.bounds, [*following, 1 << 62], strict=True))

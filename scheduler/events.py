@@ -11,6 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from rollout.trajectory import SampleId
+from scheduler.config import SchedulerConfig
 
 
 class GeneratorJoined(msgspec.Struct, frozen=True, gc=False):
@@ -144,6 +145,18 @@ class GeneratorRewound(msgspec.Struct, frozen=True, gc=False):
     samples nothing until it has installed others."""
 
 
+class BoundsChanged(msgspec.Struct, frozen=True, gc=False):
+    """The user changed how far generation may run ahead: for the steps that nothing is begun of."""
+
+    configs: dict[int, SchedulerConfig]
+    """By the first step that has each. Only `max_off_policy_steps`, `on_update` and
+    `max_runahead_groups` differ."""
+
+
+class DrainRequested(msgspec.Struct, frozen=True, gc=False):
+    """Begin no group, train the steps whose groups are all begun, then end the run."""
+
+
 class StopRequested(msgspec.Struct, frozen=True, gc=False):
     """Finish the current step, then end the run; see `scheduler.scheduler` for the details."""
 
@@ -172,6 +185,8 @@ Event = (
     | TrainerJoined
     | TrainerLost
     | GeneratorRewound
+    | BoundsChanged
+    | DrainRequested
     | StopRequested
     | PauseRequested
     | ResumeRequested

@@ -34,13 +34,24 @@ class RunControl:
     def on_stop(self, _: events.StopRequested) -> None:
         """Withdraw the steps that need not be trained, and finish the current one."""
         state = self._state
-        if state.stopping or state.finished is not None:
-            return
+        last = max(state.step, state.next_undeclared - 1)
+        if state.finished is None and (not state.stopping or last < state.last_step):
+            self._end_after(last)
+
+    def on_drain(self, _: events.DrainRequested) -> None:
+        """Withdraw what is not begun, and what does not fill a step, and finish the rest."""
+        state = self._state
+        if not state.stopping and state.finished is None:
+            self._end_after(state.last_begun_step)
+
+    def _end_after(self, last: int) -> None:
+        """Train up to this step, unless nothing of it is begun, and end."""
+        state = self._state
         state.stopping = True
-        if not state.trainer_joined:
+        if not state.trainer_joined or last < state.step:
             self._steps.end_run(RunOutcome.STOPPED)
             return
-        last = state.last_step = max(state.step, state.next_undeclared - 1)
+        state.last_step = last
         self._work.discard([group for group in state.groups.values() if group.step > last])
         state.ledger.withdraw_after(last)
         settled = sum(state.ledger.progress(state.step))

@@ -48,8 +48,9 @@ class SampleEvents:
         if (too_old and not self._admission.verifies) or oldest > state.published:
             raise SenderOutOfStep(
                 f"sample {event.sample} of {generator.name} has tokens of policy version "
-                f"{oldest}, but is for step {group.step}, with max_off_policy_steps "
-                f"{state.config.max_off_policy_steps} and version {state.published} published"
+                f"{oldest}, but is for step {group.step}, which allows none below "
+                f"{self._admission.min_version(group.step)}, with version {state.published} "
+                "published"
             )
         if not too_old:
             state.samples_finished += 1

@@ -45,15 +45,18 @@ Stopping. `StopRequested` finishes the current step (its samples are still start
 after a loss) and all later steps that are already declared, since the trainer trains those without
 asking. The work of all other steps is withdrawn at once. `FinishRun` follows. The run ends at once
 if no sample of the current step was started, or if no generator is left to generate them. A paused
-run is resumed so that it can stop.
+run is resumed so that it can stop. `DrainRequested` is a stop after the last step of which every
+group is begun: no other group is begun, and what is begun of later steps is withdrawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from scheduler import commands, events, invariants
+from scheduler.admission import Bounds
 from scheduler.commands import Command
 from scheduler.config import SchedulerConfig
 from scheduler.errors import ImpossibleEvent, SenderOutOfStep
@@ -79,6 +82,7 @@ class Scheduler:
         total_steps: steps of the whole run; the last one is `total_steps - 1`.
         group_key: prompt index of a group, so that a prompt returns to the generator that had it
             in the previous epoch; None for no such preference.
+        changes: other bounds (`scheduler.admission`), by the first step with each.
 
     Raises:
         SchedulerError: from the constructor, if there is no step to train; from `on_event`, if an
@@ -93,8 +97,9 @@ class Scheduler:
         first_step: int,
         total_steps: int,
         group_key: Callable[[int], int] | None = None,
+        changes: Mapping[int, SchedulerConfig] = MappingProxyType({}),
     ) -> None:
-        self.state = SchedulerState.new(config, first_step, total_steps)
+        self.state = SchedulerState.new(config, first_step, total_steps, changes)
         """For reading only."""
         self._commands = self.state.commands
         verification = Verification(self.state)
@@ -121,6 +126,8 @@ class Scheduler:
             events.StepFinished: self._steps.on_step_finished,
             events.WeightsPublished: self._on_weights_published,
             events.WeightsInstalled: self._weights.on_weights_installed,
+            events.BoundsChanged: self._on_bounds_changed,
+            events.DrainRequested: self._run_control.on_drain,
             events.StopRequested: self._run_control.on_stop,
             events.PauseRequested: self._run_control.on_pause,
             events.ResumeRequested: self._run_control.on_resume,
@@ -209,6 +216,17 @@ class Scheduler:
         generator = self.state.generators.get(event.generator)
         if generator is not None:
             self.state.placement.measured(generator, event.tokens_per_row_second)
+
+    def _on_bounds_changed(self, event: events.BoundsChanged) -> None:
+        state = self.state
+        if min(event.configs, default=0) < state.first_free_step:
+            raise ImpossibleEvent(
+                f"the bounds of step {min(event.configs)} were changed, of which groups were issued"
+            )
+        for step, config in event.configs.items():
+            state.admission.change(Bounds.of(config, step))
+        self._steps.open()
+        self._work.place_waiting()
 
     def _on_weights_published(self, event: events.WeightsPublished) -> None:
         if event.policy_version > self.state.published:

@@ -6,7 +6,9 @@ owns the rule behind `last_open_group`, `scheduler.records` the state of each sa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from rollout.trajectory import SampleId
 from scheduler.admission import Admission
@@ -70,7 +72,13 @@ class SchedulerState:
     """Largest staleness of a finished sample's oldest token (`SampleEvents`)."""
 
     @classmethod
-    def new(cls, config: SchedulerConfig, first_step: int, total_steps: int) -> SchedulerState:
+    def new(
+        cls,
+        config: SchedulerConfig,
+        first_step: int,
+        total_steps: int,
+        changes: Mapping[int, SchedulerConfig] = MappingProxyType({}),
+    ) -> SchedulerState:
         """The state of a run before its first event.
 
         Raises:
@@ -83,7 +91,7 @@ class SchedulerState:
         placement = Placement(config.group_size)
         return cls(
             config=config,
-            admission=Admission.of(config),
+            admission=Admission.of(config, changes),
             total_steps=total_steps,
             ledger=Ledger(groups_per_step=config.groups_per_step, first_step=first_step),
             placement=placement,
@@ -102,6 +110,28 @@ class SchedulerState:
     def step(self) -> int:
         """The current step: the next one to be trained, or the one in training."""
         return self.ledger.next_step
+
+    @property
+    def last_begun_step(self) -> int:
+        """The last step up to which every group is begun; before the current step if that is not.
+
+        A group is begun from the start of its first sample on.
+        """
+        waiting = [one.index for one in self.groups.values() if one.untouched]
+        first = min([*waiting, self.ledger.next_group])
+        return max(first // self.config.groups_per_step, self.next_undeclared) - 1
+
+    def groups_begun_after(self, step: int) -> int:
+        """Groups of later steps than this one of which a sample was started."""
+        flying = sum(one.step > step and not one.untouched for one in self.groups.values())
+        last = (self.ledger.next_group - 1) // self.config.groups_per_step
+        settled = (self.ledger.progress(later)[0] for later in range(step + 1, last + 1))
+        return flying + sum(settled)
+
+    @property
+    def first_free_step(self) -> int:
+        """The first step of which no group was ever issued."""
+        return -(-self.ledger.issued_below // self.config.groups_per_step)
 
     @property
     def last_open_group(self) -> int:

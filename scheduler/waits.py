@@ -99,9 +99,10 @@ def _next_step(state: SchedulerState) -> list[str]:
     step = group // state.config.groups_per_step
     if step >= state.total_steps:
         return []
-    limits = f"scheduler.max_off_policy_steps is {admission.max_off_policy_steps}"
-    if admission.verifies:
-        limits += f", max_runahead_groups {admission.max_runahead_groups}"
+    bounds = admission.of_step(step)
+    limits = f"scheduler.max_off_policy_steps is {bounds.max_off_policy_steps}"
+    if bounds.verifies:
+        limits += f", max_runahead_groups {bounds.max_runahead_groups}"
     version = admission.first_version_to_start(group)
     return [f"step {step} waits for policy version {version} to be published ({limits})"]
 

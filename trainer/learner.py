@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,7 @@ class Learner:
             "fused": config.fused,
         }
         self._config = config
-        self._model_path = model_path
-        self._group_size = group_size
+        self._model_path, self._group_size = model_path, group_size
         self._total_steps = total_steps
         self._settings = settings_of(
             config,
@@ -117,6 +116,8 @@ class Learner:
         self.initial_weights = fingerprint(self.tensors()).whole
         """Digest of the weights that the run started from; empty if its checkpoint lacks it."""
         self._version = 0
+        self.peak_rates: Mapping[int, float] = {}
+        """Peak learning rates that replace the configured one, by the first step with each."""
         self._fence = fence
         self._reset()
 
@@ -188,10 +189,9 @@ class Learner:
             NonFiniteError: the gradient is not finite; weights, optimizer and version are
                 unchanged and the gradient sums are dropped.
         """
-        rate = learning_rate(self._config, self._version, self._total_steps)
-        totals = self._totals
+        rate = learning_rate(self._config, self._version, self._total_steps, self.peak_rates)
+        totals, norm = self._totals, 0.0
         denominator = self._objective.finish(totals, self._parts)
-        norm = 0.0
         if totals.groups:
             try:
                 model, limit = self._policy.model, self._config.max_grad_norm

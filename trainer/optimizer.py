@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +13,25 @@ from trainer.config import TrainerConfig
 from trainer.errors import NonFiniteError, TrainerError
 
 
-def learning_rate(config: TrainerConfig, step: int, total_steps: int | None) -> float:
+def learning_rate(
+    config: TrainerConfig,
+    step: int,
+    total_steps: int | None,
+    peaks: Mapping[int, float] = MappingProxyType({}),
+) -> float:
     """Learning rate of optimizer step `step` (from 0): linear warm-up, then the schedule.
+
+    `peaks` replaces the configured peak, by the first step with each value. The shape stays.
 
     Raises:
         TrainerError: cosine or linear has no last step, or one inside the warm-up.
     """
+    peak = peaks[max(past)] if (past := [one for one in peaks if one <= step]) else None
+    peak = config.learning_rate if peak is None else peak
     if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+        return peak * (step + 1) / (config.warmup_steps + 1)
     if config.learning_rate_schedule == "constant":
-        return config.learning_rate
+        return peak
     end = config.schedule_steps or total_steps
     if end is None or end <= config.warmup_steps:
         raise TrainerError(
@@ -32,7 +42,7 @@ def learning_rate(config: TrainerConfig, step: int, total_steps: int | None) -> 
     share = 1 - progress
     if config.learning_rate_schedule == "cosine":
         share = 0.5 * (1 + math.cos(math.pi * progress))
-    span = config.learning_rate - config.learning_rate_minimum
+    span = peak - config.learning_rate_minimum
     return config.learning_rate_minimum + span * share
 
 

@@ -1,4 +1,4 @@
-"""Orders to an active run: `pause`, `resume`, `scale`, `stop`."""
+"""Orders to an active run: `pause`, `resume`, `drain`, `checkpoint`, `set`, `scale`, `stop`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from asyncrl.cli.app import STEERING, RunName, Runs, app
 from asyncrl.errors import UserError
 from asyncrl.run.command_lines import DEFAULT_RUNS
+from asyncrl.suggestions import shortened
 
 if TYPE_CHECKING:
     from wire.messages import control
@@ -54,6 +55,50 @@ def scale(
     from wire.messages import control
 
     _request(name, runs, control.ScaleRequest(generators))
+
+
+@app.command(rich_help_panel=STEERING, epilog="Example: asyncrl drain arithmetic")
+def drain(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
+    """Begin no other group, train the steps that are begun as a whole, end the run.
+
+    `stop` ends it sooner: it gives up all steps but the current one.
+    """
+    from wire.messages import control
+
+    _request(name, runs, control.DrainRequest())
+
+
+@app.command(rich_help_panel=STEERING, epilog="Example: asyncrl checkpoint arithmetic")
+def checkpoint(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
+    """Write a checkpoint now, and return when it is on the disk. The run continues."""
+    from wire.messages import control
+
+    _request(name, runs, control.CheckpointRequest())
+
+
+@app.command(
+    "set", rich_help_panel=STEERING, epilog="Example: asyncrl set trainer.learning_rate=1e-6"
+)
+def set_setting(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="[RUN] KEY=VALUE", help="A setting and its new value, as YAML."),
+    ],
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Change a setting of an active run; it stays so when the run is resumed.
+
+    docs/steering.md lists the settings and from when on each holds.
+    """
+    from wire.messages import control
+
+    name, assignment = (None, words[0]) if len(words) == 1 else (words[0], words[1])
+    key, separator, value = assignment.partition("=")
+    if len(words) > 2 or not separator or not key.strip():
+        raise UserError(
+            f"write it as asyncrl set [RUN] KEY=VALUE, not as {shortened(' '.join(words))!r}"
+        )
+    _request(name, runs, control.SetRequest(key.strip(), value))
 
 
 def _request(name: str | None, runs: Path, request: control.Request) -> None:

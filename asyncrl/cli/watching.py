@@ -1,13 +1,19 @@
-"""Commands that look at a run and change nothing: `status`, `report`."""
+"""Commands that look at runs and change nothing: `status`, `watch`, `logs`, `samples`, and more."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from pathlib import Path
+from typing import Annotated
 
 import typer
+from rich.markup import escape
+from rich.text import Text
 
 from asyncrl.cli.app import WATCHING, Json, RunName, Runs, app
-from asyncrl.errors import AsyncrlError
+from asyncrl.cli.terminal import TerminalConsole
+from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.run.command_lines import DEFAULT_RUNS
 
 
@@ -36,3 +42,154 @@ def report(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     from monitoring.report.write import write_report
 
     typer.echo(f"report: {write_report(find_run(name, runs))}")
+
+
+@app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl watch arithmetic")
+def watch(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
+    """Show an active run live, until it ends or Ctrl-C. The run does not notice.
+
+    In a terminal it is the panel of `asyncrl run`, elsewhere a line per step.
+    """
+    import asyncio
+
+    from asyncrl.run import watching
+    from asyncrl.run.directory import find_run
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(watching.watch(find_run(name, runs), TerminalConsole()))
+
+
+@app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl logs -f trainer")
+def logs(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN] [PROCESS]", help="Default: all processes of the newest run."),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Print what is written from now on, too.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("-n", "--lines", min=0, help="Last lines of each log to begin with.")
+    ] = 50,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Print the logs of a run's processes, such as trainer or generator-0."""
+    from asyncrl.run import log_reading
+    from asyncrl.run.directory import is_alive
+
+    run, process = _run_and_process(words or [], runs)
+    log_reading.find_logs(run, process)
+    reader = log_reading.LogReader(lambda: log_reading.find_logs(run, process), lines)
+    found = log_reading.follow(reader, lambda: not is_alive(run)) if follow else reader.new_lines()
+    with contextlib.suppress(KeyboardInterrupt):
+        for source, line in found:
+            typer.echo(line if process is not None else f"{source} | {line}")
+
+
+def _run_and_process(words: list[str], runs: Path) -> tuple[Path, str | None]:
+    """What `asyncrl logs` is asked for. One word is a run if there is one of that name."""
+    from asyncrl.run.directory import find_run
+
+    if len(words) > 2:
+        raise UserError("write it as asyncrl logs [RUN] [PROCESS]")
+    if len(words) == 2:
+        return find_run(words[0], runs), words[1]
+    if not words:
+        return find_run(None, runs), None
+    try:
+        return find_run(words[0], runs), None
+    except UserError:
+        return find_run(None, runs), words[0]
+
+
+@app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl samples arithmetic -n 2")
+def samples(
+    name: RunName = None,
+    count: Annotated[int, typer.Option("-n", min=1, max=200, help="How many.")] = 4,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Print the last sample trajectories, tokens in the colour of their origin.
+
+    They are a choice of a few per step; run.log_samples=jsonl keeps all.
+    """
+    from asyncrl.run.directory import find_run
+    from monitoring.sample_text import legend, newest, sample_text
+    from monitoring.samples import read_samples
+
+    run = find_run(name, runs)
+    found = newest(read_samples(run / "samples.jsonl"), count)
+    if not found:
+        raise UserError(f"{run} has no sample yet: the first ones come with its first step")
+    console = TerminalConsole(highlight=False)
+    colours = console.is_terminal and not console.no_color
+    console.print(legend(colours=colours), soft_wrap=True)
+    for record in found:
+        console.print()
+        console.print(sample_text(record, colours=colours), soft_wrap=True)
+
+
+@app.command("list", rich_help_panel=WATCHING, epilog="Example: asyncrl list")
+def list_all(runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
+    """List the runs of a folder, the one that changed last first."""
+    from rich.table import Table
+
+    from asyncrl.run.run_list import list_runs
+    from monitoring.wording import number
+
+    found = list_runs(runs)
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        return
+    if not found:
+        typer.echo(f"there is no run in {runs}; `asyncrl init` and `asyncrl run` begin one")
+        return
+    table = Table("run", "state", "step", "reward", "accuracy", box=None, pad_edge=False)
+    for run in found:
+        accuracy = f"{number(run.accuracy_before)} → {number(run.accuracy_after)}"
+        steps = f"{run.step} of {run.steps}" if run.steps is not None else str(run.step)
+        table.add_row(Text(run.name), run.state, steps, number(run.reward, 3), accuracy)
+    TerminalConsole(highlight=False).print(table)
+
+
+@app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl compare first second")
+def compare(
+    names: Annotated[
+        list[str], typer.Argument(metavar="RUN RUN...", help="Names or folders, 2 to 12.")
+    ],
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write curves and tables here.")
+    ] = None,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Compare runs: results, reward curves, and the settings that differ."""
+    from rich.table import Table
+
+    from asyncrl.run.directory import find_run
+    from monitoring.report import compare as comparing
+    from monitoring.report.data import load_run
+    from monitoring.wording import sparkline, without_controls
+
+    if not 2 <= len(names) <= 12:
+        raise UserError(f"give the names of 2 to 12 runs, not {len(names)}")
+    found = [load_run(find_run(name, runs)) for name in names]
+    console = TerminalConsole(highlight=False)
+    for rows in (comparing.table(found), comparing.differences(found)):
+        if not rows:
+            continue
+        names_of = [escape(without_controls(run.name)) for run in found]
+        table = Table("", *names_of, box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in (row.name, *row.values)))
+        console.print(table)
+        console.print()
+    for one in comparing.CURVES[:1]:
+        for run in found:
+            values = [value for value in comparing.curve(run, one) if value is not None]
+            ends = f"{values[0]:.3f} → {values[-1]:.3f}" if values else "no step yet"
+            line = f"{one.title} {sparkline(values)} {ends}  {without_controls(run.name)}"
+            console.print(Text(line), soft_wrap=True)
+    if html is not None:
+        html.write_text(comparing.comparison_page(found), encoding="utf-8")
+        console.print(Text(f"page: {html}"), soft_wrap=True)

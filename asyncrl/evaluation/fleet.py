@@ -29,6 +29,10 @@ class FleetEvaluation:
         self.current: EvaluationRound | None = None
         """The round in progress."""
 
+    def configure(self, config: EvaluationConfig) -> None:
+        """Have another time limit, from the next round on."""
+        self._config = config
+
     async def measure(self, number: int) -> Accuracy | None:
         """Sample every held-out prompt; None if it was not finished.
 

@@ -20,6 +20,8 @@ class CheckpointRecord:
     def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
         self._directory = directory
         self._say = say
+        self.listeners: list[Callable[[CheckpointWritten | CheckpointFailed], None]] = []
+        """Are told of every attempt."""
         self._failed: CheckpointFailed | None = None
 
     def written(self, message: CheckpointWritten) -> None:
@@ -27,6 +29,11 @@ class CheckpointRecord:
         if self._failed is not None:
             self._say(f"checkpoints can be written now: {message.path}")
         self._failed = None
+        self._tell(message)
+
+    def _tell(self, message: CheckpointWritten | CheckpointFailed) -> None:
+        for listener in self.listeners:
+            listener(message)
 
     def failed(self, message: CheckpointFailed) -> None:
         """The disk did not take a checkpoint."""
@@ -36,6 +43,7 @@ class CheckpointRecord:
                 f"{message.retry_version} or at the end of the run; {self._newest()}"
             )
         self._failed = message
+        self._tell(message)
 
     def missing(self, steps: int) -> str | None:
         """Why the state after `steps` steps is not saved; None if it is, or there is none."""

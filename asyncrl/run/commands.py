@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from msgspec.structs import replace
+
+from asyncrl.config_by_step import ConfigByStep
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.moves import Moves
 from asyncrl.run.progress import Progress
@@ -26,14 +29,15 @@ class CommandExecutor:
         progress: Progress,
         moves: Moves,
         *,
-        rebuild_kv: bool,
+        config: ConfigByStep,
     ) -> None:
         self._requests = requests
         self._reports = reports
         self._fleet = fleet
         self._progress = progress
         self._moves = moves
-        self._rebuild_kv = rebuild_kv
+        self.config = config
+        """Orders of the user replace it."""
         self.finished: commands.FinishRun | None = None
         """The scheduler's last command, once it has been given."""
         self.lineage = 0
@@ -60,6 +64,10 @@ class CommandExecutor:
 
     async def _start_sample(self, command: commands.StartSample) -> None:
         request = self._requests.generate(command.sample, command.priority)
+        whole = self.config.whole.scheduler
+        settings = self.config.at(command.sample.group // whole.groups_per_step).scheduler
+        if settings.sample_deadline_seconds is not None:
+            request = replace(request, deadline_seconds=settings.sample_deadline_seconds)
         await self._fleet.send(command.generator, request)
 
     async def _verify_samples(self, command: commands.VerifySamples) -> None:
@@ -69,11 +77,12 @@ class CommandExecutor:
         return self._requests.verify(command.samples, command.min_version, lineage=self.lineage)
 
     async def _install_weights(self, command: commands.InstallWeights) -> None:
+        version = command.policy_version
         # A newer version may be installed: the one named may be overwritten already.
         self._fleet.install(
             command.generator,
-            command.policy_version,
-            rebuild_kv=self._rebuild_kv,
+            version,
+            rebuild_kv=self.config.at(version).scheduler.on_update == "recompute",
             verify=tuple(self._verification(one) for one in command.verify),
         )
 

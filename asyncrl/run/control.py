@@ -9,12 +9,13 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from asyncrl.config import load_config
 from asyncrl.errors import UserError
 from asyncrl.run.command_lines import command_for, resume_command
 from asyncrl.run.directory import is_alive, read_state
 from wire import Hub, Line, RunKey, Unreachable
 from wire.addresses import is_private
-from wire.errors import KeyUnusable
+from wire.errors import KeyUnusable, NoReply
 from wire.messages import control
 from wire.refusals import Refusals
 
@@ -27,6 +28,9 @@ _REQUEST_BYTES = 1 << 16
 """Longest request that the controller accepts."""
 _QUEUED_REQUESTS = 100
 """Requests, and replies that nobody reads, that may wait for each peer."""
+
+_AT_ONCE = 200
+"""Requests that are being answered at the same time."""
 
 _HUB = "user"
 
@@ -62,16 +66,37 @@ def user_hub(address: str, key: RunKey, refusals: Refusals) -> Hub[control.Reque
 async def serve_control(
     hub: Hub[control.Request], answer: Callable[[control.Request], Awaitable[control.Reply]]
 ) -> None:
-    """Answer requests one after the other, until cancelled. A request that fails is refused."""
-    while True:
-        peer, request = await hub.receive()
-        try:
-            reply = await answer(request)
-        except Exception as error:
-            logger.exception("%s of %s failed", type(request).__name__, peer)
-            reply = control.Refused(f"the controller failed to carry it out: {error}")
-        with contextlib.suppress(Unreachable):  # the user did not wait
-            await hub.send(peer, reply)
+    """Answer requests, until cancelled. A request that fails is refused.
+
+    One that takes long (a checkpoint) holds up no other. At most `_AT_ONCE` are being answered.
+    """
+    answering: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            peer, request = await hub.receive()
+            if len(answering) >= _AT_ONCE:
+                await asyncio.wait(answering, return_when=asyncio.FIRST_COMPLETED)
+            task = asyncio.create_task(_answer(hub, peer, request, answer))
+            answering.add(task)
+            task.add_done_callback(answering.discard)
+    finally:
+        for task in answering:
+            task.cancel()
+
+
+async def _answer(
+    hub: Hub[control.Request],
+    peer: str,
+    request: control.Request,
+    answer: Callable[[control.Request], Awaitable[control.Reply]],
+) -> None:
+    try:
+        reply = await answer(request)
+    except Exception as error:
+        logger.exception("%s of %s failed", type(request).__name__, peer)
+        reply = control.Refused(f"the controller failed to carry it out: {error}")
+    with contextlib.suppress(Unreachable):  # the user did not wait
+        await hub.send(peer, reply)
 
 
 def ask(run: Path, request: control.Request) -> control.Reply:
@@ -81,12 +106,24 @@ def ask(run: Path, request: control.Request) -> control.Reply:
         UserError: the run is not active, or its sockets cannot be trusted.
         NoReply: the controller did not answer in time.
     """
-    return asyncio.run(send_request(*_door(run), request))
+    return asyncio.run(send_order(run, request))
 
 
 async def send_order(run: Path, request: control.Request) -> control.Reply:
     """As `ask`, for callers with an event loop."""
-    return await send_request(*_door(run), request)
+    address, key = _door(run)
+    try:
+        return await send_request(address, key, request, _patience(run, request))
+    except NoReply:
+        _door(run)  # raises if the run has ended meanwhile
+        raise
+
+
+def _patience(run: Path, request: control.Request) -> float:
+    """Longest wait for the answer, in seconds; to `checkpoint`, until it is on the disk."""
+    if not isinstance(request, control.CheckpointRequest):
+        return REPLY_SECONDS
+    return REPLY_SECONDS + load_config(run / "config.yaml").launcher.checkpoint_seconds
 
 
 def open_line(run: Path) -> Line[control.Reply]:
@@ -127,11 +164,13 @@ def _line(address: str, key: RunKey) -> Line[control.Reply]:
     return Line(address, key.line(_HUB, name), control.Reply)
 
 
-async def send_request(address: str, key: RunKey, request: control.Request) -> control.Reply:
+async def send_request(
+    address: str, key: RunKey, request: control.Request, seconds: float = REPLY_SECONDS
+) -> control.Reply:
     """Send one request and wait for the reply. Raises NoReply."""
     line = _line(address, key)
     try:
         await line.send(request)
-        return await line.receive_within(REPLY_SECONDS, what="the controller's answer")
+        return await line.receive_within(seconds, what="the controller's answer")
     finally:
         line.close()

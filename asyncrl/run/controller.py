@@ -51,8 +51,8 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.group_traces import GroupTraces
 from asyncrl.run.inbox import Inbox, Message
+from asyncrl.run.live_settings import LiveSettings
 from asyncrl.run.moves import Moves
-from asyncrl.run.orders import Orders
 from asyncrl.run.policy_watch import PolicyWatch
 from asyncrl.run.progress import Progress
 from asyncrl.run.sample_requests import SampleRequests
@@ -60,6 +60,7 @@ from asyncrl.run.scaling import Scaling
 from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
 from asyncrl.run.unfinished_work import UnfinishedWork
+from asyncrl.run.user_requests import UserRequests
 from asyncrl.run.waiting import Waiter
 from asyncrl.run.watchdog import Watchdog
 from asyncrl.tasks.prompts import Task
@@ -107,8 +108,17 @@ class Controller:
             moves=self._moves,
             traces=traces,
         )
+        self._training.trained_steps = directory.resume_point.step
         self._checkpoints = CheckpointRecord(directory.path / "checkpoints", progress.say)
         self._unfinished = UnfinishedWork(config, directory.path, fleet, requests, progress.say)
+        self._settings = LiveSettings(
+            config,
+            directory,
+            fleet,
+            training=self._training,
+            evaluation=self._evaluation,
+            unfinished=self._unfinished,
+        )
         self.accuracy_before: Accuracy | None = None
         """Held-out accuracy before training, once it is known."""
         self.has_begun = False
@@ -136,12 +146,20 @@ class Controller:
             unfinished=self._unfinished,
             policy_watch=PolicyWatch(config.run.on_wrong_policy, fleet, progress, self._waiter),
             moves=self._moves,
-        )
-        self._orders = Orders(
-            directory.path, lambda: self._training.trained_steps, self._why_no_order
+            settings=self._settings,
         )
         scaling = Scaling(fleet, self._training, self._evaluation)
-        self._orders.add(control.ScaleRequest, scaling.carry_out)
+        self._requests = UserRequests(
+            directory,
+            fleet,
+            training=self._training,
+            waiter=self._waiter,
+            settings=self._settings,
+            scaling=scaling,
+            snapshot=self._status,
+            stop=self.stop,
+        )
+        self._checkpoints.listeners.append(self._requests.checkpoint_ended)
         self._watchdog = Watchdog(
             fleet,
             restarts,
@@ -149,7 +167,7 @@ class Controller:
             evaluation=self._evaluation,
             progress=progress,
             arrivals=arrivals_of(
-                agents, fleet, scaling, directory.path, self._why_no_order, progress.say
+                agents, fleet, scaling, directory.path, self._requests.why_no_order, progress.say
             ),
         )
 
@@ -205,11 +223,11 @@ class Controller:
         except TimeoutError:
             return None
 
-    async def stop(self) -> None:
-        """Finish the current step, then end the run."""
+    async def stop(self, *, drain: bool = False) -> None:
+        """Finish the current step, or all steps that are begun, then end the run."""
         self._waiter.stop_requested = True
         self._progress.stopping = True
-        await self._training.apply(events.StopRequested())
+        await self._training.apply(events.DrainRequested() if drain else events.StopRequested())
         self._waiter.notify()
 
     def fail(self, error: Exception) -> None:
@@ -218,32 +236,10 @@ class Controller:
 
     async def answer(self, request: control.Request) -> control.Reply:
         """Carry out a user's request."""
-        match request:
-            case control.StatusRequest():
-                status = self._progress.status(self._fleet, self._evaluation.current)
-                return control.StatusReply(status)
-            case control.StopRequest():
-                await self.stop()
-                return control.Accepted("finishing the current step, then writing a checkpoint")
-            case control.PauseRequest():
-                if not self._training.is_running:
-                    return control.Refused("the run is not training now; only training can pause")
-                await self._training.apply(events.PauseRequested())
-                return control.Accepted("the generators pause")
-            case control.ResumeRequest():
-                await self._training.apply(events.ResumeRequested())
-                return control.Accepted("the generators continue")
-            case control.ScaleRequest():
-                return await self._orders.answer(request)
-            case control.DrainRequest() | control.CheckpointRequest() | control.SetRequest():
-                return control.Refused("this order is not built yet")
+        return await self._requests.answer(request)
 
-    def _why_no_order(self) -> str | None:
-        if self._waiter.stop_requested:
-            return "the run is stopping; nothing of it can be changed any more"
-        if self._training.has_begun and not self._training.has_steps_left:
-            return "the run has trained all its steps and is about to end"
-        return None
+    def _status(self) -> control.StatusReply:
+        return self._progress.status(self._fleet, self._evaluation.current)
 
     async def _evaluate_before(self) -> Accuracy | None:
         """Measure the accuracy before training, unless the run was resumed and knows it."""

@@ -196,6 +196,16 @@ class RunDirectory:
         except OSError as error:
             logger.warning("cannot write %s: %s", self.path / "run.json", error.strerror)
 
+    def write_config(self, config: RunConfig) -> None:
+        """Replace config.yaml, which processes read when they start.
+
+        A disk that does not take it does not end the run: orders.jsonl has what was changed.
+        """
+        try:
+            write_atomically(self.path / "config.yaml", dump_config(config))
+        except OSError as error:
+            logger.warning("cannot write %s: %s", self.path / "config.yaml", error.strerror)
+
     def write_result(self, result: RunResult) -> None:
         """Write result.json. Raises OSError."""
         text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()

@@ -10,10 +10,11 @@ from importlib import metadata
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.launch.gpus import find_gpus, torch_build
+from asyncrl.launch.gpus import Gpu, find_gpus, torch_build
 from asyncrl.launch.placement import VISIBLE
 from asyncrl.run.devices import place
 from asyncrl.run.launching import slots_of
+from asyncrl.run.machine_checks import check_everything
 from asyncrl.run.preflight import check_machine
 from engine.errors import EngineStartError
 from engine.sglang.config import SglangConfig
@@ -31,6 +32,10 @@ def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
     """
     for line in _machine():
         say(line)
+    say("")
+    findings = list(check_everything(config, _gpus(), torch_build()))
+    for finding in sorted(findings, key=lambda one: not one.fix):
+        say(str(finding))
     say("")
     for line in _limits(config):
         say(line)
@@ -71,6 +76,13 @@ def _machine() -> list[str]:
         "size there"
     )
     return found
+
+
+def _gpus() -> list[Gpu] | None:
+    try:
+        return list(find_gpus())
+    except UserError:
+        return None
 
 
 def _sglang(config: SglangConfig) -> str:

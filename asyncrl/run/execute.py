@@ -238,13 +238,13 @@ async def _run(
             ended = "stopped"
             raise
         finally:
-            user.cancel()
             listing.cancel()
             await page.close()
             try:
                 await fleet.shut_down()
             except WaitTimeout as error:
                 console.print(str(error), style="yellow", soft_wrap=True)
+            user.cancel()  # only now: orders given meanwhile are answered, with a refusal
             _end_escaped(records, console)
             unsaved = await controller.unsaved()
             _clean_up(runtime, targets)

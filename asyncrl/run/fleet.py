@@ -138,6 +138,10 @@ class Fleet:
         """Send to a process. A message to a dead one is dropped; `deaths` will report it."""
         self._hub.send_soon(name, message)
 
+    def configure(self, config: LauncherConfig) -> None:
+        """Have other limits; the number of generators is another order's."""
+        self._config = self.relays.config = config
+
     @property
     def config(self) -> LauncherConfig:
         """How many generators there are, and how many processes may be replaced."""

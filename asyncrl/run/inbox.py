@@ -14,6 +14,7 @@ from asyncrl.processes.spec import Role
 from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet
+from asyncrl.run.live_settings import LiveSettings
 from asyncrl.run.moves import Moves
 from asyncrl.run.paced_writes import PacedWrites
 from asyncrl.run.policy_watch import PolicyWatch
@@ -69,7 +70,9 @@ class Inbox:
         unfinished: UnfinishedWork,
         policy_watch: PolicyWatch,
         moves: Moves,
+        settings: LiveSettings | None = None,
     ) -> None:
+        self._settings = settings
         self._moves = moves
         self._speeds = SpeedMeter()
         self._moving: set[asyncio.Task[None]] = set()
@@ -254,6 +257,8 @@ class Inbox:
         if worker is self._fleet.trainer:
             self._fleet.look_after_weights()
             self._policy_watch.compare()
+            if self._settings is not None:
+                await self._settings.tell_trainer()
             await self._trainer_restarts.ready(worker, message.initial_weights)
 
     async def _step_finished(self, worker: Worker, message: from_trainer.StepFinished) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -25,6 +24,7 @@ from monitoring.metrics_log import MetricsLog
 from monitoring.run_view import RunView
 from scheduler.scheduler import Scheduler
 from scheduler.view import SchedulerView
+from wire.messages.control import StatusReply
 from wire.messages.from_trainer import StepFinished
 from wire.noise_floor import NoiseFloor
 from wire.on_policy import OnPolicySteps
@@ -326,8 +326,8 @@ class Progress:
             waiting_for=waiting_for,
         )
 
-    def status(self, fleet: Fleet, evaluation: EvaluationRound | None) -> dict[str, Any]:
-        """The answer to `asyncrl status`, as plain values."""
+    def status(self, fleet: Fleet, evaluation: EvaluationRound | None) -> StatusReply:
+        """The answer to `asyncrl status` and `watch`."""
         view = self._run_view(fleet, evaluation, self._snapshot())
         processes = {
             worker.name: {
@@ -337,13 +337,14 @@ class Progress:
             }
             for worker in fleet.everyone()
         }
-        return {
+        status = {
             "run": self._config.run.name,
             "steps": self._config.run.steps,
             "engine": self._config.engine_kinds,
             **view.as_status(),
             "processes": processes,
         }
+        return StatusReply(status, msgspec.to_builtins(view))
 
     def result(
         self, before: Accuracy | None, after: Accuracy | None, *, total_seconds: float

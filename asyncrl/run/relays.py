@@ -43,7 +43,7 @@ class Relays:
         next_index: Callable[[], int],
     ) -> None:
         self._next_index = next_index
-        self._config = config
+        self.config = config
         self._launcher = launcher
         self._spec = trainer_spec
         self._run_key = run_key
@@ -107,10 +107,10 @@ class Relays:
         name = f"relay-{list(self._of_nodes).index(node)}"
         said = []
         if earlier:
-            lost, limit = earlier[-1], self._config.cluster.max_relay_restarts
+            lost, limit = earlier[-1], self.config.cluster.max_relay_restarts
             if self._restarts >= limit:
                 raise RunFailed(
-                    f"{lost.name} was lost, and {self._config.cluster_key}.max_relay_restarts "
+                    f"{lost.name} was lost, and {self.config.cluster_key}.max_relay_restarts "
                     f"({limit}) does not allow another; its last words:\n{lost.handle.log_tail()}"
                 )
             self._restarts += 1

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from asyncrl.config import RunConfig
+from asyncrl.config_by_step import ConfigByStep
 from asyncrl.errors import RunFailed
 from asyncrl.run.commands import CommandExecutor
 from asyncrl.run.fleet import Fleet
@@ -33,6 +35,8 @@ class Training:
 
     The scheduler exists from the start of the training phase on, and also handles events of the
     final evaluation. Events before that are ignored: `run` tells it the state of all processes.
+
+    Long because the phase, the events and the orders of users share one scheduler and its lock.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class Training:
         traces: GroupTraces | None = None,
     ) -> None:
         self._traces = traces
-        self._config = config
+        self._config = ConfigByStep(config)
         self._requests = requests
         self._fleet = fleet
         self._progress = progress
@@ -66,7 +70,7 @@ class Training:
             fleet,
             progress,
             moves,
-            rebuild_kv=config.scheduler.on_update == "recompute",
+            config=self._config,
         )
 
     @property
@@ -90,7 +94,7 @@ class Training:
     @property
     def verifies(self) -> bool:
         """Whether tokens that were drawn elsewhere can be judged (`on_update: verify`)."""
-        return self._config.scheduler.on_update == "verify"
+        return self._config.verifies
 
     @property
     def has_steps_left(self) -> bool:
@@ -102,7 +106,7 @@ class Training:
     @property
     def is_complete(self) -> bool:
         """Whether every step of the run is trained."""
-        return self.trained_steps >= self._config.run.steps
+        return self.trained_steps >= self._config.whole.run.steps
 
     async def run(self) -> None:
         """Train until the last step, or until the user stops the run.
@@ -130,7 +134,7 @@ class Training:
         """Wait for a trainer, as one that was lost may be being replaced; False if stopped."""
         await self._waiter.until(
             lambda: self._fleet.trainer.state == "ready" or self._waiter.stop_requested,
-            seconds=self._config.launcher.startup_seconds,
+            seconds=self._config.whole.launcher.startup_seconds,
             what=lambda: f"{self._fleet.trainer.name} to become ready",
         )
         return not self._waiter.stop_requested
@@ -139,10 +143,12 @@ class Training:
         """Make the scheduler and tell it of the processes."""
         first_step = self.trained_steps
         await self._return_generators(first_step)
+        config = self._config.whole
         self._scheduler = Scheduler(
-            self._config.scheduler,
+            config.scheduler,
             first_step=first_step,
-            total_steps=self._config.run.steps,
+            total_steps=config.run.steps,
+            changes=self._config.scheduler_changes,
             group_key=self._requests.prompt_index,
         )
         await self._fresh_reports()
@@ -171,7 +177,7 @@ class Training:
             await self._fleet.send(worker.name, Rewind(version, self._fleet.lineage))
         await self._waiter.until(
             lambda: not ahead(),
-            seconds=self._config.launcher.silence_seconds,
+            seconds=self._config.whole.launcher.silence_seconds,
             what=lambda: f"{', '.join(one.name for one in ahead())} to return to step {version}",
         )
 
@@ -225,7 +231,7 @@ class Training:
     async def step_finished(self, report: StepFinished) -> None:
         """The trainer took a step. Raises as `apply`."""
         await self.apply(events.StepFinished(report.step, report.groups))
-        settled = (report.step + 1) * self._config.scheduler.groups_per_step
+        settled = (report.step + 1) * self._config.whole.scheduler.groups_per_step
         self._reports.forget_before(settled)
         await self._moves.forget_before(settled)
 
@@ -240,32 +246,74 @@ class Training:
             return
         # One event at a time, so that commands are sent in the order of the decisions.
         async with self._deciding:
-            try:
-                began = time.monotonic()
-                decided = self._scheduler.on_event(event)
-                self._progress.decided(type(event).__name__, time.monotonic() - began)
-                if isinstance(event, events.TrainerJoined):
-                    self._executor.lineage = event.lineage
-                if self._scheduler.state.finished is None:
-                    self._executor.finished = None  # steps were lost after the last one
-                if self._traces is not None:
-                    self._traces.note(event, decided)
-                for command in decided:
-                    await self._executor.execute(command)
-            except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-                logger.exception("a defect")
-                raise RunFailed(
-                    f"the scheduler could not handle {type(event).__name__}, which is a defect: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+            await self._decide(self._scheduler, event)
+
+    async def _decide(self, scheduler: Scheduler, event: events.Event) -> None:
+        try:
+            began = time.monotonic()
+            decided = scheduler.on_event(event)
+            self._progress.decided(type(event).__name__, time.monotonic() - began)
+            if isinstance(event, events.TrainerJoined):
+                self._executor.lineage = event.lineage
+            if scheduler.state.finished is None:
+                self._executor.finished = None  # steps were lost after the last one
+            if self._traces is not None:
+                self._traces.note(event, decided)
+            for command in decided:
+                await self._executor.execute(command)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            logger.exception("a defect")
+            raise RunFailed(
+                f"the scheduler could not handle {type(event).__name__}, which is a defect: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         if self._executor.finished is not None:
             self._waiter.notify()
+
+    @property
+    def next_undeclared_step(self) -> int:
+        """The first step that the trainer has not been told to train."""
+        scheduler = self._scheduler
+        return self.trained_steps if scheduler is None else scheduler.state.next_undeclared
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """Once training has begun."""
+        return self._scheduler
+
+    def take_over(self, config: ConfigByStep) -> None:
+        """Have another configuration, whose bounds the scheduler has already."""
+        self._config = self._executor.config = config
+
+    async def configure(
+        self, config_from: Callable[[int], RunConfig], done: Callable[[RunConfig], None]
+    ) -> int:
+        """Change settings of the steps of which no group was issued; the first of them.
+
+        Args:
+            config_from: gives the run's configuration with the change at this step.
+            done: is told that configuration before anything else can be decided.
+
+        Raises:
+            UserError: that of `config_from`; nothing is changed.
+        """
+        async with self._deciding:
+            scheduler = self._scheduler
+            step = self.trained_steps if scheduler is None else scheduler.state.first_free_step
+            whole = config_from(step)
+            config = ConfigByStep(whole)
+            if scheduler is not None:
+                later = {at: one for at, one in config.scheduler_changes.items() if at >= step}
+                await self._decide(scheduler, events.BoundsChanged(later))
+            self.take_over(config)
+            done(whole)
+        return step
 
     async def _fresh_reports(self) -> None:
         """Wait until every generator has reported since now, so that totals are current."""
         now = time.monotonic()
         await self._waiter.until(
             lambda: all(worker.reported > now for worker in self._fleet.generators()),
-            seconds=self._config.launcher.silence_seconds,
+            seconds=self._config.whole.launcher.silence_seconds,
             what=lambda: "reports of the generators",
         )

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.config import RunConfig
+from asyncrl.config_by_step import ConfigByStep
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.unfinished_folders import remove_unfinished, unfinished_folder
@@ -45,7 +46,8 @@ class UnfinishedWork:
         requests: SampleRequests,
         say: Callable[[str], None],
     ) -> None:
-        self._scheduler = config.scheduler
+        self.config = ConfigByStep(config)
+        """Of the run. Orders of the user replace it."""
         self._path = path.resolve()
         self._fleet = fleet
         self._requests = requests
@@ -60,9 +62,9 @@ class UnfinishedWork:
             published: newest published version. Samples of later steps than it makes due have not
                 been delivered anywhere, so none is missing because of its contents.
         """
-        if self._scheduler.on_update != "verify":
+        if not self.config.verifies:
             return
-        due = published + self._scheduler.max_off_policy_steps
+        due = self.config.admission.last_deliverable_group(published)
         try:
             await asyncio.to_thread(remove_unfinished, self._path, unless=self._is_kept(version))
         except OSError as error:
@@ -74,7 +76,7 @@ class UnfinishedWork:
                 str(folder / f"{worker.name}.bin"),
                 version,
                 self._settings,
-                first_group=(due + 1) * self._scheduler.groups_per_step,
+                first_group=due + 1,
             )
             await self._fleet.send(worker.name, command)
 
@@ -85,7 +87,7 @@ class UnfinishedWork:
 
     async def restore(self, version: int) -> None:
         """The run continues from this checkpoint: find the samples to continue."""
-        if self._scheduler.on_update != "verify":
+        if not self.config.verifies:
             return
         files = sorted(unfinished_folder(self._path, version).glob("*.bin"))
         restored = 0

@@ -10,7 +10,8 @@ import numpy as np
 
 from asyncrl.processes.generator.activity import Activity
 from asyncrl.processes.generator.controller_line import ControllerLine
-from asyncrl.processes.generator.generation import HeldSample, SampleGenerator
+from asyncrl.processes.generator.generation import SampleGenerator
+from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.process import GeneratorProcess
 from asyncrl.processes.generator.reports import GeneratorRecords
 from asyncrl.processes.generator.sample_rewards import SampleRewards

@@ -26,8 +26,8 @@ SETTING = re.compile(
     rf"\b({'|'.join(RunConfig.model_fields)})((?:\.[a-z_]+)+)(?:[:=] ?([a-z0-9_]+))?"
 )
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
-OF_RAY = re.compile(r"`ray [^`]*`")
-"""A command of Ray, whose options are not ours."""
+OF_OTHERS = re.compile(r"`(ray|docker|pip) [^`]*`")
+"""A command of another tool, whose options are not ours."""
 NOT_SETTINGS = {"run.yaml", "trainer.log", "model.save_pretrained"}
 """Two files, and a method of transformers."""
 
@@ -110,7 +110,7 @@ def test_messages_name_options_and_commands_that_exist() -> None:
     for place, text in MESSAGES:
         if not place.startswith(("asyncrl/", "trainer/", "monitoring/")):
             continue
-        named = OPTION.findall(OF_RAY.sub("", text))
+        named = OPTION.findall(OF_OTHERS.sub("", text))
         wrong += [f"{place}: {option}" for option in named if option not in options]
         for command in re.findall(r"`asyncrl ([a-z]+)", text):
             if command not in commands:

@@ -176,6 +176,45 @@ def test_a_prompt_returns_to_its_generator_in_the_next_epoch():
     assert {world.placed[g] for g in range(8)} == {"g0", "g1"}
 
 
+@pytest.mark.parametrize("kept", [0, 2])
+def test_a_drained_run_trains_the_steps_that_are_begun_and_begins_nothing(kept):
+    """With bound 2 and room for all samples, steps 0 to 2 are begun; with room for 2, one group."""
+    world = make_world(max_off_policy_steps=2, steps=9, groups_per_step=2, group_size=2)
+    world.join(12 if kept else 1)
+    world.trainer_joins()
+    begun = set(world.placed)
+    world.drain()
+    run_clocked(world, random.Random(1))
+    assert world.finished is RunOutcome.STOPPED
+    assert set(world.placed) == begun
+    assert world.trained == (kept + 1 if kept else 0)
+    assert set(world.consumed) == (begun if kept else set())
+
+
+def test_bounds_change_from_the_first_step_that_nothing_is_begun_of():
+    """One policy step of staleness, then none with run-ahead, then none without."""
+    world = make_world(on_update="verify", max_off_policy_steps=1, max_runahead_groups=1, steps=12)
+    for slots in (3, 8, 1):
+        world.join(slots)
+    world.trainer_joins()
+    keep = {"on_update": "keep", "max_runahead_groups": None}
+    orders = [
+        {"max_off_policy_steps": 0, "max_runahead_groups": 6},
+        keep | {"max_off_policy_steps": 0},
+        keep | {"max_off_policy_steps": 3},
+    ]
+
+    def order(world, _):
+        if orders and world.trained >= 3 * (4 - len(orders)) - 2:
+            world.change(world.config.model_copy(update=orders.pop(0)))
+
+    run_clocked(world, random.Random(2), on_time=order)
+    assert world.finished is RunOutcome.DONE
+    assert len(world.changes) == 3
+    assert not orders
+    assert not world.failed
+
+
 def test_a_resumed_run_begins_at_its_step():
     config = SchedulerConfig(group_size=2, groups_per_step=3, on_update="keep")
     world = World(config, first_step=3, total_steps=5)
@@ -300,6 +339,17 @@ class AnyOrder(RuleBasedStateMachine):
     def user_stops(self, odds):
         if odds == 0:
             self.world.tell(events.StopRequested())
+        elif odds == 1:
+            self.world.drain()
+
+    @precondition(lambda self: len(self.world.changes) < 3)
+    @rule(bound=st.integers(0, 3), ahead=st.sampled_from([None, 1, 2, 5]))
+    def bounds_change(self, bound, ahead):
+        mode = "verify" if ahead and self.world.verifies else "keep"
+        changed = {"max_off_policy_steps": bound, "on_update": mode, "max_runahead_groups": None}
+        if mode == "verify":
+            changed["max_runahead_groups"] = ahead
+        self.world.change(self.world.config.model_copy(update=changed))
 
     @invariant()
     def state_is_consistent(self):

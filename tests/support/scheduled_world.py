@@ -3,6 +3,7 @@
 import re
 
 from scheduled_generator import FakeGenerator
+from scheduled_orders import Orders
 
 from rollout.trajectory import SampleId
 from scheduler import events
@@ -11,7 +12,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
 
 
-class World:
+class World(Orders):
     """Fake generators and a fake trainer that carry out commands and assert that each is allowed.
 
     A test chooses what happens next from `enabled`, so it decides the order of all events.
@@ -45,6 +46,7 @@ class World:
         self.joined = 0
         self.staleness: list[int] = []
         self.verified = 0
+        Orders.__init__(self)
         self.leavers: set[str] = set()
         self.moved = 0
 
@@ -134,7 +136,7 @@ class World:
 
     def _consume(self, step):
         groups = self.declared.pop(step)
-        size, bound = self.config.group_size, self.config.max_off_policy_steps
+        size, bound = self.config.group_size, self.of_step(step).max_off_policy_steps
         for group in groups:
             assert group // self.config.groups_per_step == step
             assert group not in self.consumed, "a group was trained on twice"
@@ -232,10 +234,13 @@ class World:
         g, step = self.generators[c.generator], c.sample.group // self.config.groups_per_step
         assert self.finished is None
         assert c.sample.group <= self.scheduler.state.admission.last_group_to_start(g.version)
-        assert c.priority == max(0, step - self.config.max_off_policy_steps - g.reported)
-        if self.config.on_update != "verify" or g.kv_used >= self.config.runahead_kv_limit:
-            assert step - g.version <= self.config.max_off_policy_steps
+        bound = self.of_step(step).max_off_policy_steps
+        assert c.priority == max(0, step - bound - g.reported)
+        mode = self.of_step(step).on_update
+        if mode != "verify" or g.kv_used >= self.config.runahead_kv_limit:
+            assert step - g.version <= bound
         assert self.trained <= step < self.total_steps
+        assert self.begun is None or c.sample.group in self.begun
         assert self.config.partial_rollout or g.install is None
         assert c.sample.group not in self.failed
         for other in self.generators.values():
@@ -243,7 +248,7 @@ class World:
             assert c.sample not in other.held
         assert not any(isinstance(command, RewindGenerator) for command in g.unread)
         if c.generator in self.leavers:
-            assert self.config.on_update != "verify"
+            assert not self.verifies
             assert self.placed[c.sample.group] == c.generator, "it begins no group"
         g.running[c.sample] = g.version if g.version >= 0 else None
         assert len(g.running) <= g.limit
@@ -277,7 +282,7 @@ class World:
 
     def _do_release_samples(self, c):
         assert c.generator in self.leavers
-        assert self.config.on_update == "verify"
+        assert self.verifies
         g = self.generators[c.generator]
         assert c.samples
         assert not g.sending.intersection(c.samples)

@@ -51,9 +51,12 @@ class SetRequest(Message, frozen=True):
 
 
 class StatusReply(Message, frozen=True):
-    """A snapshot of the run, for people and scripts."""
+    """A snapshot of the run."""
 
     status: dict[str, Any]
+    """For people and scripts: `asyncrl status --json`."""
+    view: dict[str, Any] = {}
+    """What the live view shows, as plain values (`monitoring.run_view`)."""
 
 
 class Accepted(Message, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -48,6 +48,8 @@ class Generate(Message, frozen=True):
     """0: needed now. Above 0: run-ahead, by this many versions; preemptible."""
     unfinished: Unfinished | None = None
     """Begin with these tokens. If they cannot be read, begin without any, with `seed`."""
+    deadline_seconds: float | None = None
+    """As `scheduler.sample_deadline_seconds` of its step; None: it has none."""
 
 
 class Verify(Message, frozen=True):
@@ -169,6 +171,12 @@ class Resume(Message, frozen=True):
     """Continue after a `Pause`."""
 
 
+class SetLogLevel(Message, frozen=True):
+    """Write more or less to the log (`monitoring.log_level`)."""
+
+    level: Literal["debug", "info", "warning", "error"]
+
+
 class Shutdown(Message, frozen=True):
     """End the process; answer with `Goodbye`."""
 
@@ -186,5 +194,6 @@ ToGenerator = (
     | Discard
     | Pause
     | Resume
+    | SetLogLevel
     | Shutdown
 )

@@ -42,6 +42,23 @@ class Expect(Message, frozen=True):
     samples: tuple[ExpectedSample, ...]
 
 
+class Configure(Message, frozen=True):
+    """Settings that were changed while the run trains. Replaces those of earlier ones.
+
+    What changes at a step is sent before the plan of that step.
+    """
+
+    config_json: str
+    """The run's whole configuration."""
+
+
+class WriteCheckpoint(Message, frozen=True):
+    """Write a checkpoint of the present version.
+
+    Answer with CheckpointWritten or CheckpointFailed, also if it is on the disk already.
+    """
+
+
 class Shutdown(Message, frozen=True):
     """End the process; answer with `Goodbye`."""
 
@@ -49,4 +66,4 @@ class Shutdown(Message, frozen=True):
     """Write a checkpoint first."""
 
 
-ToTrainer = StepPlan | Expect | Shutdown
+ToTrainer = StepPlan | Expect | Configure | WriteCheckpoint | Shutdown

@@ -16,21 +16,17 @@ class Deadlines:
 
     Args:
         samples: in generation.
-        seconds: the deadline; None: there is none.
     """
 
-    def __init__(self, samples: Samples, seconds: float | None) -> None:
+    def __init__(self, samples: Samples) -> None:
         self._samples = samples
-        self._seconds = seconds
 
     def end_overdue(self) -> None:
         """Interrupt the samples that are past the deadline; they end with reason `deadline`."""
-        if self._seconds is None:
-            return
-        started_before = time.monotonic() - self._seconds
+        now = time.monotonic()
         for generation in self._samples.in_generation:
-            started = generation.first_token_at
-            if started is None or started >= started_before:
+            started, seconds = generation.first_token_at, generation.deadline_seconds
+            if started is None or seconds is None or now - started <= seconds:
                 continue
             if not generation.awaits_verification and not generation.expired:
                 generation.expired = True

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.processes.generator.controller_line import ControllerLine
-from asyncrl.processes.generator.generation import HeldSample
+from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.reports import GeneratorRecords
 from asyncrl.rewards.calls import Reward

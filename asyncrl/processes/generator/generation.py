@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.noise_floor import NoiseFloorProbe
 from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.processes.generator.sample_traces import AttemptTrace, SampleTraces
@@ -37,7 +38,6 @@ from rollout.trajectory import (
     SampleId,
     Trajectory,
     TrajectoryBuilder,
-    VerifiableTrajectory,
 )
 from wire.frames import decode_tokens
 from wire.messages.to_generator import PromptPayload
@@ -57,21 +57,6 @@ class PendingVerification(NamedTuple):
     min_version: int
 
 
-@dataclass(frozen=True, slots=True)
-class HeldSample:
-    """A finished sample that was not delivered yet."""
-
-    trajectory: VerifiableTrajectory
-    prompt: PromptPayload
-    reward: asyncio.Task[Reward]
-    """Computed after the sample has left its slot; raises AsyncrlError."""
-
-    def without_versions_after(self, version: int) -> HeldSample:
-        """The same sample, now that the policies of later versions are gone."""
-        trajectory = self.trajectory.without_versions_after(version)
-        return self if trajectory is self.trajectory else replace(self, trajectory=trajectory)
-
-
 @dataclass(slots=True)
 class SampleGeneration:
     """The state of one sample in generation; see the diagram of this module. It does no I/O."""
@@ -89,6 +74,8 @@ class SampleGeneration:
     """Verification was requested under weights of at least this version; -1: never."""
     previously_held: HeldSample | None = None
     """The sample as it was before this verification. Its reward holds if no token changes."""
+    deadline_seconds: float | None = None
+    """Longest time from its first token on (`deadlines`); None: there is none."""
     purpose: str = "train"
     """Prefix of the request ids."""
     lineage: int = 0
@@ -359,7 +346,8 @@ class SampleGenerator:
                     reward = self.rewards.start(generation.prompt, trajectory)
                     if self._traces is not None and generation.purpose == "train":
                         self._traces.rewarding(generation.sample, reward)
-                return HeldSample(trajectory, generation.prompt, reward)
+                seconds = generation.deadline_seconds
+                return HeldSample(trajectory, generation.prompt, reward, seconds)
 
     async def _attempt(self, generation: SampleGeneration) -> FinishReason:
         """Serve one request to its end and append its tokens as they come."""

@@ -43,6 +43,7 @@ from asyncrl.processes.generator.unfinished_files import UnfinishedFiles
 from asyncrl.processes.generator.weight_installs import WeightInstalls
 from engine.errors import EngineError
 from engine.protocol import Engine
+from monitoring.log_level import set_log_level
 from rollout.trajectory import SampleId
 from wire import Line
 from wire.messages import data, from_generator, to_generator
@@ -62,7 +63,6 @@ class GeneratorProcess:
         trainer: the line to the trainer.
         records: where numbers and samples are recorded.
         lenient_reuse: rollouts of earlier epochs, see `lenient_reuse`.
-        deadline_seconds: see `deadlines`.
         kv_limit: see `preemption`.
         stops_on_wrong_policy: see `weight_installs`.
         here: see `unfinished_files`.
@@ -77,7 +77,6 @@ class GeneratorProcess:
         records: GeneratorRecords,
         *,
         lenient_reuse: LenientReuse | None = None,
-        deadline_seconds: float | None = None,
         kv_limit: float = 1.0,
         stops_on_wrong_policy: bool = True,
         here: Callable[[str], Path] = Path,
@@ -92,7 +91,7 @@ class GeneratorProcess:
             controller.generator, engine, generator, metrics, records.engine_log
         )
         self.samples = Samples(generator, controller, self._reports, self._tasks, lenient_reuse)
-        self.deadlines = Deadlines(self.samples, deadline_seconds)
+        self.deadlines = Deadlines(self.samples)
         self._preemption = Preemption(engine, self.samples, metrics, kv_limit=kv_limit)
         self._evaluation = Evaluation(generator, controller)
         self.deliveries = Deliveries(self.samples.held, trainer, controller, records, lenient_reuse)
@@ -142,7 +141,11 @@ class GeneratorProcess:
 
     async def _dispatch_commands(self) -> None:
         while not self._tasks.ended:
-            await self._dispatch(await self._controller.receive())
+            command = await self._controller.receive()
+            if isinstance(command, to_generator.SetLogLevel):
+                set_log_level(command.level)
+            else:
+                await self._dispatch(command)
 
     async def _dispatch(self, command: to_generator.ToGenerator) -> None:
         match command:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig
-from asyncrl.processes.generator.generation import HeldSample
+from asyncrl.processes.generator.held_sample import HeldSample
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
 from rollout.trajectory import Provenance, SampleId
 

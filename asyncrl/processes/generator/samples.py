@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from asyncrl.processes.generator.background import BackgroundTasks
 from asyncrl.processes.generator.controller_line import ControllerLine
-from asyncrl.processes.generator.generation import HeldSample, SampleGeneration, SampleGenerator
+from asyncrl.processes.generator.generation import SampleGeneration, SampleGenerator
+from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.reports import GeneratorReports
 from engine.errors import RequestError
@@ -74,7 +75,9 @@ class Samples:
             seed = command.unfinished.seed
         elif self._lenient_reuse is not None:
             tokens = self._lenient_reuse.tokens_to_verify(prompt.prompt_id, sample.sample)
-        self._start(SampleGeneration(sample, prompt, seed, command.priority, tokens))
+        generation = SampleGeneration(sample, prompt, seed, command.priority, tokens)
+        generation.deadline_seconds = command.deadline_seconds
+        self._start(generation)
 
     async def verify(self, sample: SampleId, seed: int, min_version: int) -> None:
         """Have the tokens of a sample verified, if any is older than `min_version`.
@@ -95,6 +98,7 @@ class Samples:
                         tokens_to_verify=held.trajectory.kept(),
                         min_version=min_version,
                         previously_held=held,
+                        deadline_seconds=held.deadline_seconds,
                     )
                 )
         elif sample in self._generating:

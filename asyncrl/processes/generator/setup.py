@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig
+from asyncrl.config_by_step import ConfigByStep
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.bring_up import (
     bring_up,
@@ -35,6 +36,7 @@ from cache.place import CachePlace
 from engine.errors import EngineError, EngineStartError, RequestError
 from engine.factory import create_engine
 from monitoring.errors import MonitoringError
+from monitoring.log_level import set_log_level
 from monitoring.metrics import GeneratorMetrics
 from monitoring.spans import SpanKind
 from wire import Line
@@ -49,6 +51,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
     async with bring_up(spec, keys, to_generator.ToGenerator, GeneratorMetrics, _failure) as child:
         check_given_gpus(spec)
         config, closing = child.config, child.closing
+        set_log_level(config.monitoring.log_level)
         with child.timeline.span(SpanKind.STARTING):
             tokenizer = await load_checked_tokenizer(
                 child, partial(from_generator.WrongPolicyFound, spec.name)
@@ -97,7 +100,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
                 engine,
                 SampleRewards(rewards, decode, child.metrics),
                 sampling,
-                noise_floor_every=EVERY if config.scheduler.on_update == "verify" else None,
+                noise_floor_every=EVERY if ConfigByStep(config).verifies else None,
                 traces=traces,
             ),
             ControllerLine(spec.name, child.control),
@@ -110,7 +113,6 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
                 traces,
             ),
             lenient_reuse=LenientReuse.from_config(config.cache),
-            deadline_seconds=config.scheduler.sample_deadline_seconds,
             kv_limit=config.scheduler.runahead_kv_limit,
             stops_on_wrong_policy=config.run.on_wrong_policy == "stop",
             here=spec.here,

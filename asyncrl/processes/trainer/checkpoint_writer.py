@@ -49,7 +49,7 @@ class CheckpointWriter:
 
     def __init__(self, learner: Learner, *, limit_seconds: float) -> None:
         self._learner = learner
-        self._limit_seconds = limit_seconds
+        self.limit_seconds = limit_seconds
         self._hanging: _Writing | None = None
 
     async def write(self, path: Path, steps: Sequence[TrainedStep]) -> None:
@@ -67,8 +67,8 @@ class CheckpointWriter:
             target=self._write, args=(writing, tuple(steps)), name="checkpoint", daemon=True
         ).start()
         ended, waited = asyncio.wrap_future(writing.ended), 0.0
-        while waited < self._limit_seconds:
-            piece, began = min(_PIECE_SECONDS, self._limit_seconds - waited), time.monotonic()
+        while waited < self.limit_seconds:
+            piece, began = min(_PIECE_SECONDS, self.limit_seconds - waited), time.monotonic()
             if (await asyncio.wait({ended}, timeout=piece))[0]:
                 return ended.result()
             waited += min(piece, time.monotonic() - began)

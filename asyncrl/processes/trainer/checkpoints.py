@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from asyncrl.config_by_step import ConfigByStep
 from asyncrl.processes.trainer.checkpoint_writer import CheckpointWriter
 from asyncrl.processes.trainer.step_trainer import TrainerRecords
 from monitoring.spans import SpanKind
@@ -41,7 +43,7 @@ class Checkpoints:
         self._learner = learner
         self._writer = CheckpointWriter(learner, limit_seconds=limit_seconds)
         self._directory = directory
-        self._every = every
+        self._every: Callable[[int], int] = lambda _version: every
         self._metrics = records.metrics
         self._timeline = records.timeline
         self._sample_log = records.samples
@@ -51,6 +53,12 @@ class Checkpoints:
         self._unsaved: list[TrainedStep] = []
         self._metrics.checkpoint_every.set(every)
         self._metrics.checkpointed.set(time.time())
+
+    def configure(self, config: ConfigByStep) -> None:
+        """Take over what the user changed."""
+        self._every = lambda version: config.at(version).trainer.checkpoint_every
+        self._writer.limit_seconds = config.whole.launcher.checkpoint_seconds
+        self._metrics.checkpoint_every.set(self._every(self._learner.policy_version))
 
     def finished(self, step: StepFinished) -> None:
         """Note a step, which the next checkpoint will hold."""
@@ -68,8 +76,15 @@ class Checkpoints:
     async def save_if_due(self) -> CheckpointWritten | CheckpointFailed | None:
         """Save every so many steps, or try again; None if the present version is not due."""
         version = self._learner.policy_version
+        every = self._every(version)
         is_retry = self._retry_at is not None and version >= self._retry_at
-        return await self.save() if is_retry or version % self._every == 0 else None
+        return await self.save() if is_retry or version % every == 0 else None
+
+    async def save_as_ordered(self) -> CheckpointWritten | CheckpointFailed:
+        """Save the present version unless it is saved already."""
+        version = self._learner.policy_version
+        saved = CheckpointWritten(version, str(path_of(self._directory, version)))
+        return await self.save() or saved
 
     async def save(self) -> CheckpointWritten | CheckpointFailed | None:
         """Save the present version; None if it is saved already."""
@@ -85,7 +100,8 @@ class Checkpoints:
                 await self._writer.write(path, self._unsaved)
         except CheckpointUnwritable as error:
             self._failures += 1
-            self._retry_at = version + min(2 ** (self._failures - 1), self._every)
+            wait = min(2 ** (self._failures - 1), self._every(version))
+            self._retry_at = version + wait
             self._metrics.checkpoints_failed.of(error.cause).inc()
             return CheckpointFailed(version, error.cause, str(error), self._retry_at)
         self._metrics.checkpoint_time.observe(time.monotonic() - began)

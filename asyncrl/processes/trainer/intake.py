@@ -62,7 +62,7 @@ class Intake:
     ) -> None:
         self._queue = queue
         self._check = check
-        self._max_early = max_early
+        self.max_early = max_early
         self._functions = functions
         self._orders: dict[SampleId, tuple[Expect, ExpectedSample]] = {}
         self._early: defaultdict[str, OrderedDict[SampleId, tuple[TrajectoryDelivery, float]]]
@@ -95,7 +95,7 @@ class Intake:
             early = self._early[generator]
             early[delivery.sample] = delivery, now
             early.move_to_end(delivery.sample)
-            if len(early) > self._max_early:
+            if len(early) > self.max_early:
                 sample, _ = early.popitem(last=False)
                 raise _not_ordered(sample, generator)
             return False

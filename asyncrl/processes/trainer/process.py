@@ -20,15 +20,19 @@ trajectory that arrives twice is acknowledged twice and kept once.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 
 import msgspec
 
+from asyncrl.config import RunConfig, parse_config
+from asyncrl.config_by_step import ConfigByStep
 from asyncrl.errors import AsyncrlError
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.intake import DeliveryNotKept, Intake
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
+from monitoring.log_level import set_log_level
 from wire import Hub, Line
 from wire.decoding import FrameRefused, Reason
 from wire.messages import data, from_trainer, to_trainer
@@ -84,6 +88,7 @@ class TrainerProcess:
         self._plans: dict[int, frozenset[int]] = {}
         self._changed = asyncio.Event()
         self._shutdown: to_trainer.Shutdown | None = None
+        self._wants_checkpoint = False
         self._cut_off: list[from_trainer.PeerCutOff] = []
         generators.refusals.on_cut_off = self._note_cut_off
 
@@ -119,6 +124,15 @@ class TrainerProcess:
             for task in background:
                 task.cancel()
         await self._control.send(from_trainer.Goodbye())
+
+    def configure(self, config: RunConfig) -> None:
+        """Take over settings that may change while the run trains."""
+        set_log_level(config.monitoring.log_level)
+        by_step = ConfigByStep(config)
+        self._steps.configure(by_step)
+        self._checkpoints.configure(by_step)
+        in_flight = by_step.admission.max_groups_in_flight
+        self._intake.max_early = in_flight * config.scheduler.group_size
 
     async def _receive_deliveries(self) -> None:
         while True:
@@ -161,6 +175,11 @@ class TrainerProcess:
                 case to_trainer.Expect() as order:
                     for peer, delivery in self._intake.expect(order, next_step=self._steps.step):
                         await self._take_in(peer, delivery)
+                case to_trainer.Configure() as changed:
+                    source = "the configuration that the controller sent"
+                    self.configure(parse_config(json.loads(changed.config_json), source=source))
+                case to_trainer.WriteCheckpoint():
+                    self._wants_checkpoint = True
                 case to_trainer.Shutdown() as shutdown:
                     self._shutdown = shutdown
             self._changed.set()
@@ -168,6 +187,9 @@ class TrainerProcess:
     async def _train(self) -> None:
         """Accumulate whole groups as they arrive; take a step when its plan is fulfilled."""
         while self._shutdown is None:
+            if self._wants_checkpoint:  # between two groups: the weights are those of a step
+                self._wants_checkpoint = False
+                await self._control.send(await self._checkpoints.save_as_ordered())
             step, done = self._steps.step, self._steps.done
             plan = self._plans.get(step)
             group = self._queue.take(step, allowed=self._allowed(step, plan))

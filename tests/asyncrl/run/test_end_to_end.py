@@ -23,12 +23,14 @@ from whole_checkpoints import truncate
 
 from asyncrl.config import load_config
 from asyncrl.launch.identity import status_of
+from asyncrl.run.control import ask
 from asyncrl.run.directory import RunDirectory, read_state
 from benchmarks.watching_prometheus import Prometheus, watching
 from monitoring.dashboards.panels import ROWS
 from monitoring.discovery import targets_file
 from monitoring.group_account import read_account
 from monitoring.trained_samples import read_trained_samples
+from wire.messages import control
 from wire.unfinished import read_index
 
 pytestmark = pytest.mark.slow
@@ -98,11 +100,13 @@ def test_a_killed_trainer_is_replaced_and_continues_from_its_newest_checkpoint(
 def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpoint(
     command_line: CommandLine,
 ) -> None:
-    """A stopped generator remains; the resumed run ends it."""
+    """A stopped generator remains; the resumed run ends it. An order holds from its step again."""
     sets: dict[str, object] = {"trainer__checkpoint_every": 2, "run__log_samples": "jsonl"}
     sets |= {"sampling__stop": '["e"]', "sampling__top_k": 20}
     process = command_line.start(run__steps=STEPS, **sets)
     until(lambda: command_line.steps() >= 5, seconds=200, what="five steps")
+    order = ask(command_line.folder, control.SetRequest("trainer.learning_rate", "1e-5"))
+    assert isinstance(order, control.Accepted)
     (stopped,) = command_line.children("generator")
     os.kill(stopped, signal.SIGSTOP)
     state = json.loads((command_line.folder / "run.json").read_text())
@@ -139,6 +143,11 @@ def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpo
     assert steps == list(range(STEPS + 2))
     assert command_line.metrics()[: min(kept, len(before))] == before[:kept]
     assert command_line.result().steps == STEPS + 2
+    rates = [step.learning.learning_rate for step in command_line.metrics()]
+    assert order.step is not None
+    assert order.step > kept, "the run continues from before the order"
+    assert {rates[0], 1e-5} != {1e-5}
+    assert rates == [rates[0]] * order.step + [1e-5] * (STEPS + 2 - order.step)
     samples = list(read_trained_samples(command_line.folder / "samples"))
     ended = [one for one in samples if "e" in one.response]
     assert ended, "no response has the stop string"

@@ -180,7 +180,7 @@ def test_a_run_that_is_resumed_without_lenient_reuse_stays_off_policy(tmp_path: 
     resumed.begin(3)
     resumed.finish(3, LearnerMetrics(exactly_on_policy=True), TrainerTimes())
     resumed.progress.show(resumed.fleet, None)
-    assert resumed.progress.status(resumed.fleet, None)["exactly_on_policy"] is False
+    assert resumed.progress.status(resumed.fleet, None).status["exactly_on_policy"] is False
     assert resumed.progress.result(None, None, total_seconds=1.0).exactly_on_policy is False
     counts = {of: resumed.gauge("asyncrl_on_policy_steps", exactly=of) for of in ("yes", "no")}
     assert counts == {"yes": 1, "no": 3}
@@ -195,7 +195,7 @@ def test_status_and_live_view_show_the_last_step(watched: Watched) -> None:
     watched.fleet.report(0, TokenCounts(generated=100, drafted=40, accepted=20))
     watched.progress.show(watched.fleet, None)
     step = watched.finish(0, sent(), TrainerTimes(wait_seconds=1e9))
-    status = watched.progress.status(watched.fleet, None)
+    status = watched.progress.status(watched.fleet, None).status
     assert status["reward_mean"] == step.learning.reward_mean
     assert status["trainer_idle"] == step.idle.trainer == pytest.approx(1.0)
     assert (status["draft_acceptance"], status["drafted_share"]) == (0.5, 0.2)
@@ -213,9 +213,9 @@ def test_groups_are_counted_over_a_resume(tmp_path: Path) -> None:
         StepMetrics(step=1, time=1.0, groups=StepGroups(trained=(4, 5, 6, 7))),
     ]
     watched = Watched(tmp_path / "metrics.jsonl", earlier=before)
-    assert watched.progress.status(watched.fleet, None)["groups_trained"] == 7
+    assert watched.progress.status(watched.fleet, None).status["groups_trained"] == 7
     watched.begin(2)
-    status = watched.progress.status(watched.fleet, None)
+    status = watched.progress.status(watched.fleet, None).status
     assert (status["groups_trained"], status["groups_failed"]) == (13, 3)
     assert (status["groups_in_flight"], status["groups_delivered"]) == (12, 3)
     watched.progress.training_ends()

@@ -44,7 +44,7 @@ class Scaled(Run):
         super().__init__(path, steps=3, **(settings or VERIFY))
         self.refusal: str | None = None
         self.orders = Orders(
-            self.directory.path, lambda: self.training.trained_steps, lambda: self.refusal
+            self.directory.path, lambda: self.training.trained_steps, lambda _: self.refusal
         )
         scaling = Scaling(self.fleet, self.training, self.evaluation)
         self.orders.add(ScaleRequest, scaling.carry_out)

@@ -11,7 +11,7 @@ from wire.messages import to_generator as tg
 
 def test_a_sample_past_its_deadline_ends_with_the_tokens_that_it_has():
     async def scenario(harness: GeneratorHarness) -> None:
-        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7, deadline_seconds=1e-9))
         harness.process.end_overdue()
         assert not harness.engine.interrupted, "it has no token yet"
         harness.engine.feed("train-5.1", [3], 1)
@@ -21,12 +21,12 @@ def test_a_sample_past_its_deadline_ends_with_the_tokens_that_it_has():
         await settle()
         assert [(f.length, f.finish_reason) for f in harness.finished()] == [(2, "deadline")]
 
-    play(scenario, deadline_seconds=1e-9)
+    play(scenario)
 
 
 def test_a_pause_does_not_count_towards_the_deadline():
     async def scenario(harness: GeneratorHarness) -> None:
-        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7, deadline_seconds=1e-9))
         harness.engine.feed("train-5.1", [3], 1)
         await settle()
         (generation,) = harness.process.samples.in_generation
@@ -41,7 +41,7 @@ def test_a_pause_does_not_count_towards_the_deadline():
         harness.process.end_overdue()
         assert harness.engine.interrupted == ["train-5.1"]
 
-    play(scenario, deadline_seconds=1e-9)
+    play(scenario)
 
 
 def test_a_verification_gets_a_deadline_of_its_own():

