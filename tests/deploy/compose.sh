@@ -13,6 +13,7 @@
 #   STEPS   optimizer steps of the first run (default 30)
 #   SAVE    file for the image, as asyncrl:test, which kubernetes.sh takes (in DEPLOY_DIR)
 #   DEPLOY_DIR, TORCH_INDEX   see the other two scripts
+# With pipefail, a reader that ends early (head, grep -q) would fail its writer by SIGPIPE: they read all.
 set -Eeuo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 cd "$here/../.."
@@ -71,7 +72,7 @@ restarted() { [ "$(docker inspect -f '{{.RestartCount}}' "$1")" -gt "$2" ] && [ 
 
 crash() {  # SERVICE: its first container dies as if it had run out of memory, and Docker starts it again
   local id count
-  id=$(dc ps -q "$1" | head -1)
+  id=$(dc ps -q "$1" | sed -n 1p)
   count=$(docker inspect -f '{{.RestartCount}}' "$id")
   kill -KILL "$(docker inspect -f '{{.State.Pid}}' "$id")"
   until_true 120 "Docker to start $1 again" restarted "$id" "$count"
@@ -103,7 +104,7 @@ up() { dc up --wait --wait-timeout 900 --no-build --quiet-pull "$@" >"$scratch/u
 check_containers() {
   local service id found secrets
   for service in "${services[@]}"; do
-    id=$(dc ps -q "$service" | head -1)
+    id=$(dc ps -q "$service" | sed -n 1p)
     found=$(docker inspect -f '{{.HostConfig.ReadonlyRootfs}} {{.HostConfig.CapDrop}} {{.HostConfig.SecurityOpt}}' "$id")
     [ "$found" = "true [ALL] [no-new-privileges:true]" ] || fail "$service: $found"
     # Of process 1 and, below --init, of its child.
@@ -121,9 +122,9 @@ check_containers() {
   passed "published: $found"
   secrets="$(in_controller cat /keys/web/token) $(in_controller python -c 'print(open("/keys/agents/key","rb").read().hex())')"
   for found in $secrets; do
-    ! dc logs --no-color | grep -qF "$found" || fail "a secret is in the logs"
-    ! docker inspect $(dc ps -aq) | grep -qF "$found" || fail "a secret is in docker inspect"
-    ! for id in $(dc ps -q); do docker exec "$id" sh -c 'cat /proc/[0-9]*/cmdline'; done | grep -qaF "$found" || fail "a secret is in a command line"
+    ! dc logs --no-color | grep -F "$found" >/dev/null || fail "a secret is in the logs"
+    ! docker inspect $(dc ps -aq) | grep -F "$found" >/dev/null || fail "a secret is in docker inspect"
+    ! for id in $(dc ps -q); do docker exec "$id" sh -c 'cat /proc/[0-9]*/cmdline'; done | grep -aF "$found" >/dev/null || fail "a secret is in a command line"
   done
   [ -z "$(docker run --rm --network none --entrypoint find asyncrl-test /keys -type f)" ] || fail "the image has keys"
   passed "the secrets are in no log, no command line, no environment and not in the image"
