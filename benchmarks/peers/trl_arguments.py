@@ -37,6 +37,10 @@ def grpo_arguments(config: RunConfig, *, micro_batch: int, vllm: bool = False) -
     samples = config.scheduler.groups_per_step * config.scheduler.group_size
     if trainer.algorithm != "grpo":
         raise NotComparableError(f"trainer.algorithm {trainer.algorithm!r}: only grpo is compared")
+    if trainer.loss_normalization not in LOSSES:
+        raise NotComparableError(
+            f"trainer.loss_normalization {trainer.loss_normalization!r}: TRL has no such loss"
+        )
     if trainer.learning_rate_schedule != "constant" or trainer.warmup_steps:
         raise NotComparableError("a learning rate that changes is not compared")
     if sampling.stop:
