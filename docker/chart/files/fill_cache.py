@@ -12,8 +12,10 @@ import sys
 IMAGE, POD = pathlib.Path("/cache"), pathlib.Path("/pod/cache")
 
 for one in IMAGE.iterdir() if IMAGE.is_dir() else ():
-    if one.is_dir():
+    try:
         shutil.copytree(one, POD / one.name, dirs_exist_ok=True)
+    except (OSError, shutil.Error) as error:  # it is only a cache: what is missing is made again
+        sys.stdout.write(f"{one} is not copied as a whole: {error}\n")
 if sys.argv[1] == "builtin":
     os.environ["XDG_CACHE_HOME"] = os.environ["HOME"] = str(POD)
     os.environ["NUMBA_CACHE_DIR"] = str(POD / "numba")
