@@ -80,6 +80,11 @@ def ready(component: str) -> list[str]:
     ]
 
 
+def working() -> list[dict[str, Any]]:
+    """The run's pods, without those of tests."""
+    return objects("pods", "controller") + objects("pods", "generator")
+
+
 def steps() -> int:
     """How many steps are recorded; 0 if the controller's pod cannot say."""
     text = kubectl(
@@ -203,7 +208,7 @@ def drive(image: str, storage: str) -> str:
         wait_for("two more steps", lambda: steps() >= before + 2)
         helm.uninstall(RELEASE)
         say("uninstalled")
-        wait_for("the end of all pods", lambda: not objects("pods"), 330)
+        wait_for("the end of all pods", lambda: not working(), 330)
         say("all pods have ended")
         *saved, last = checkpoints(image)
         if last not in saved:
@@ -212,7 +217,7 @@ def drive(image: str, storage: str) -> str:
         wait_for(f"step {last + 2}", lambda: steps() >= last + 2)
         say(f"installed again: goes on from step {last}, now {steps()}")
         helm.uninstall(RELEASE)
-        wait_for("the end of all pods", lambda: not objects("pods"), 330)
+        wait_for("the end of all pods", lambda: not working(), 330)
     return f"step 5, each pod deleted, two generators, checkpoint of step {last}, and on from it"
 
 
