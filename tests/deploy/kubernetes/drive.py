@@ -140,7 +140,7 @@ def replaced(component: str, name: str) -> None:
 
 
 def checkpoints(image: str) -> list[int]:
-    """Steps of the checkpoints in the volume, read by a pod of its own, and how many steps are recorded."""
+    """Steps of the checkpoints in the volume, as a pod of its own reads them, and records."""
     claim = f"runs-{CONTROLLER}"
     script = (
         f"import json,pathlib; r=pathlib.Path('{RUN}'); "
