@@ -64,7 +64,7 @@ docs: $(VENV)/.dev ## make what is generated again: reference pages, picture of 
 	$(VENV)/bin/python -m monitoring.dashboards
 
 site: $(VENV)/.dev ## the pages of docs/ as a site that needs no network: site/index.html
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 	@echo "open site/index.html; the search needs: python3 -m http.server --bind 127.0.0.1 --directory site"
 
 alerts: $(VENV)/.vllm prometheus ## raise each alert by a fault in a real run, half an hour
