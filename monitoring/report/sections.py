@@ -45,13 +45,14 @@ def orders(data: RunData) -> Markup | None:
     lines = [
         element(
             "li",
-            f"from step {one.step} on: ",
+            f"step {one.step}: ",
             element("b", " ".join([one.order, *(f"{k}={v}" for k, v in one.arguments.items())])),
             f" ({one.effect})",
         )
         for one in data.orders
     ]
-    return section("Orders", "Given while the run was active.", element("ul", lines))
+    about = "Given while the run was active; each with the steps that were trained when it held."
+    return section("Orders", about, element("ul", lines))
 
 
 def settings(data: RunData) -> Markup | None:

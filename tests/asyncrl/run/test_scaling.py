@@ -289,4 +289,4 @@ def test_the_report_shows_orders(tmp_path: Path) -> None:
     shown = orders(load_run(run.directory.path))
     assert shown is not None
     assert "<b>scale generators=2</b> (generator-1 will join)" in shown
-    assert "from step 0 on" in shown
+    assert "step 0: " in shown
