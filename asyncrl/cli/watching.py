@@ -169,6 +169,7 @@ def compare(
     from asyncrl.run.directory import find_run
     from monitoring.report import compare as comparing
     from monitoring.report.data import load_run
+    from monitoring.report.series import thin
     from monitoring.wording import sparkline, without_controls
 
     if not 2 <= len(names) <= 12:
@@ -188,7 +189,8 @@ def compare(
         for run in found:
             values = [value for value in comparing.curve(run, one) if value is not None]
             ends = f"{values[0]:.3f} → {values[-1]:.3f}" if values else "no step yet"
-            line = f"{one.title} {sparkline(values)} {ends}  {without_controls(run.name)}"
+            whole = [value for value in thin(values, 32) if value is not None]
+            line = f"{one.title} {sparkline(whole)} {ends}  {without_controls(run.name)}"
             console.print(Text(line), soft_wrap=True)
     if html is not None:
         html.write_text(comparing.comparison_page(found), encoding="utf-8")
