@@ -33,10 +33,16 @@ class CommandLine:
     runs: Path
     model: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
+    files_before: set[Path] = field(default_factory=lambda: _files_in_memory())
+    """What killed runs of others left in /dev/shm."""
 
     @property
     def folder(self) -> Path:
         return self.runs / "your-own"
+
+    def files_in_memory(self) -> set[Path]:
+        """What runs of this name have in /dev/shm now."""
+        return _files_in_memory() - self.files_before
 
     def arguments(self, *more: str, **settings: object) -> list[str]:
         values = {"model.path": self.model, "run.directory": self.runs} | {
@@ -146,6 +152,10 @@ def call(arguments: list[str], timeout: float = 240) -> subprocess.CompletedProc
         timeout=timeout,
         check=False,
     )
+
+
+def _files_in_memory() -> set[Path]:
+    return set(Path("/dev/shm").glob("asyncrl-your-own-*"))  # noqa: S108
 
 
 def until(condition: Callable[[], Any], *, seconds: float, what: str) -> None:

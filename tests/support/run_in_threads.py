@@ -46,6 +46,7 @@ class ThreadHandle:
             self._error = error
 
     node = ""
+    address = ""
 
     lost_with_machine = False
 

@@ -77,7 +77,7 @@ def process_named(command_line: CommandLine, name: str) -> int:
 def ends_with_nothing_left(command_line: CommandLine) -> None:
     until(lambda: not processes_of(command_line), seconds=PATIENCE, what="the end of all processes")
     until(
-        lambda: not list(Path("/dev/shm").glob("asyncrl-your-own-*")),  # noqa: S108
+        lambda: not command_line.files_in_memory(),
         seconds=PATIENCE,
         what="the removal of files in memory",
     )
