@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ from asyncrl.rewards.process_tree import descendants
 from asyncrl.run.control import ask
 from asyncrl.run.directory import read_state
 from benchmarks.hostile.victim import CONTROLLER, Order
+from monitoring.discovery import targets_file
 from monitoring.metrics_log import read_metrics
 from wire import RunKey
 from wire.messages import control
@@ -93,11 +95,15 @@ class Run:
 
     def ports(self) -> dict[str, int]:
         """The metrics port of each process."""
-        state = read_state(self.folder)
-        own = re.search(r"http://127\.0\.0\.1:(\d+)/metrics", self.output())
-        if state is None or own is None:
-            raise RunError(f"{self.folder.name} serves no metrics: {self.output()[-2000:]}")
-        return {CONTROLLER: int(own[1]), **state.metrics_ports}
+        try:
+            listed = json.loads(targets_file(self.folder).read_text())
+        except FileNotFoundError as error:
+            raise RunError(
+                f"{self.folder.name} serves no metrics: {self.output()[-2000:]}"
+            ) from error
+        return {
+            one["labels"]["instance"]: int(one["targets"][0].rpartition(":")[2]) for one in listed
+        }
 
     def refused(self) -> Counter[str]:
         """Frames that all processes have refused so far, by reason."""
