@@ -17,7 +17,6 @@ Synchronous and single-threaded; the trainer process decides when to call which 
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,20 +30,15 @@ from torch import Tensor
 from rollout.trajectory import FloatArray, Trajectory
 from rollout.truncation import EVERYTHING, Truncation
 from trainer import checkpoint, checkpoint_files
-from trainer.algorithms.base import Rewards
+from trainer.accumulation import Accumulation
 from trainer.checkpoint_manifest import settings_of
 from trainer.config import TrainerConfig
-from trainer.disagreement import SUMS, disagreement_of
 from trainer.errors import BatchError, CheckpointError, NonFiniteError
 from trainer.fence import UNFENCED, Fence
-from trainer.gradient_parts import GradientParts
 from trainer.group_check import check_group, check_trajectory
 from trainer.objective import Objective
 from trainer.optimizer import learning_rate, make_adamw, take_step
-from trainer.packing import split_by_tokens
-from trainer.policy import PackedBatch, Policy
-from trainer.token_batch import token_batch
-from trainer.totals import StepTotals
+from trainer.policy import Policy
 from wire.records import LearnerMetrics, TrainedStep
 from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import Fingerprint
@@ -104,12 +98,11 @@ class Learner:
             truncation=truncation,
         )
         self._objective = Objective(config, group_size, max_tokens)
-        self._algorithm = self._objective.algorithm
         self._policy = Policy(
             model_path, gradient_checkpointing=config.gradient_checkpointing, **common
         )
         self._reference: Policy | None = None
-        if self._algorithm.needs_reference:
+        if self._objective.algorithm.needs_reference:
             self._reference = Policy(model_path, **common)
             self._reference.model.requires_grad_(requires_grad=False)
         self._optimizer = make_adamw(self._policy.model, config)
@@ -159,24 +152,9 @@ class Learner:
             vocab_size=self._policy.vocab_size,
             policy_version=self._version,
         )
-        if group in self._seen:
+        if group in self._sums.groups:
             raise BatchError(f"group {group} was already added to step {self._version}")
-        advantages = self._objective.advantages(trajectories, values)
-        silent = not advantages.any()
-        disagreement = np.zeros((len(trajectories), SUMS))
-        if not (silent and self._objective.skips_zero_variance):
-            for indices in split_by_tokens(
-                [len(t.prompt_tokens) + len(t.tokens) for t in trajectories],
-                self._config.micro_batch_tokens,
-            ):
-                disagreement[indices] = self._accumulate(
-                    [trajectories[i] for i in indices], advantages[indices], group
-                )
-        self._seen.add(group)
-        self._totals.add_group(
-            trajectories, values, policy_version=self._version, zero_variance=silent
-        )
-        return disagreement
+        return self._sums.add(group, trajectories, values, self._version)
 
     def step(self) -> LearnerMetrics:
         """Divide, clip, AdamW; `policy_version` grows by one. Returns the step's metrics.
@@ -190,8 +168,8 @@ class Learner:
                 unchanged and the gradient sums are dropped.
         """
         rate = learning_rate(self._config, self._version, self._total_steps, self.peak_rates)
-        totals, norm = self._totals, 0.0
-        denominator = self._objective.finish(totals, self._parts)
+        totals, norm = self._sums.totals, 0.0
+        denominator = self._sums.finish()
         if totals.groups:
             try:
                 model, limit = self._policy.model, self._config.max_grad_norm
@@ -265,37 +243,9 @@ class Learner:
         self._version, self.initial_weights = loaded.policy_version, loaded.initial_weights
         self._reset()
 
-    def _accumulate(
-        self, trajectories: Sequence[Trajectory], advantages: Rewards, group: int
-    ) -> NDArray[np.float64]:
-        """Forward and backward of one micro-batch; gives `[B, SUMS]` as `add_group` does."""
-        packed = PackedBatch.of(
-            [(t.prompt_tokens, t.tokens) for t in trajectories], self._policy.device
-        )
-        scores = self._policy.score(packed)
-        batch = token_batch(
-            scores.logprobs, trajectories, advantages, self._config.loss_normalization
-        )
-        if self._reference is not None:
-            with torch.no_grad():
-                initial = self._reference.score(packed).logprobs
-            batch = dataclasses.replace(batch, reference_logprobs=initial)
-        sums = self._algorithm.loss(batch)
-        if not bool(torch.isfinite(sums.loss)):
-            raise NonFiniteError(f"group {group}: the loss is {float(sums.loss.detach())}")
-        self._parts.add(sums.parts)
-        sums.loss.backward()
-        stale = np.concatenate([t.staleness(self._version) for t in trajectories])
-        fresh = torch.from_numpy(stale == 0).to(self._policy.device)
-        self._totals.add_tokens(batch, scores, sums, fresh)
-        current = np.array([one.oldest_version == self._version for one in trajectories])
-        return disagreement_of(scores.logprobs, scores.entropy, trajectories, current)
-
     def _reset(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        self._totals = StepTotals(self._algorithm.signals)
-        self._parts = GradientParts(list(self._policy.model.parameters()))
-        self._seen: set[int] = set()
+        self._sums = Accumulation(self._config, self._objective, self._policy, self._reference)
 
 
 def resolve_device(name: str) -> torch.device:
