@@ -1,4 +1,4 @@
-"""The gradient sums of one optimizer step, and what is measured beside them.
+"""The gradient sums of one optimizer step, and what is measured with them.
 
 ```
 group ─► add ─► micro-batches ─► forward, loss, backward ─► .grad and parts += sums
