@@ -47,8 +47,12 @@ class TrainerConfig(BaseModel):
     """current: decoupled objective with truncated importance weights; a single pass clips nothing.
     behaviour: PPO's clipped ratio against the policy that drew the tokens."""
     importance_cap: float = Field(default=2.0, ge=1, le=1e6)
-    """Largest importance weight of a token. current: the weight is truncated to it; behaviour:
-    PPO's dual clip for negative advantages."""
+    """Largest importance weight of a token or sample: the correction truncates it to this. Without
+    effect, and refused, with proximal_policy: behaviour (`dapo`, `gspo`, `cispo`)."""
+    dual_clip: float | None = Field(default=None, gt=1, le=1e6)
+    """PPO's dual clip: with a negative advantage, a token's loss grows up to this ratio and no
+    further. For proximal_policy: behaviour; unset: none, as in GRPO's and DAPO's papers. 3 is
+    usual."""
     correction: Literal[
         "token_truncated",
         "token_masked",
@@ -163,12 +167,36 @@ class TrainerConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _the_penalty_fits_the_algorithm(self) -> Self:
+        if self.algorithm == "gpg" and self.kl_estimator == "k1" and self.kl_coefficient > 0:
+            raise ValueError(
+                "kl_estimator: k1 is part of the advantages, which algorithm: gpg multiplies by "
+                "groups / groups with signal, so the penalty would grow with the groups without "
+                "signal and vanish in a step without any signal; choose k2 or k3"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _the_correction_has_an_effect(self) -> Self:
         if self.proximal_policy == "behaviour" and self.correction == "sequence_truncated":
             raise ValueError(
                 "correction: sequence_truncated is a weight, but with proximal_policy: behaviour "
                 f"the loss of {self.algorithm} holds the ratio already; choose sequence_masked, "
                 "sequence_rejected, token_masked or none"
+            )
+        cap = self.importance_cap
+        if (
+            self.proximal_policy == "behaviour"
+            and cap != type(self).model_fields["importance_cap"].default
+        ):
+            raise ValueError(
+                f"importance_cap: {cap} has no effect with proximal_policy: behaviour, whose loss "
+                "holds the ratio; leave it out. PPO's dual clip is dual_clip"
+            )
+        if self.dual_clip is not None and self.proximal_policy == "current":
+            raise ValueError(
+                f"dual_clip: {self.dual_clip} has no effect with proximal_policy: current, where "
+                "importance_cap bounds the weight; leave it out"
             )
         if self.correction_band is not None and not self.correction.endswith(
             ("masked", "rejected")

@@ -99,7 +99,7 @@ def test_clipped_ratio(
     ratio: float, advantage: float, loss: float, has_gradient: bool, clipped: int, capped: int
 ) -> None:
     config = TrainerConfig(
-        proximal_policy="behaviour", clip_ratio_low=0.2, clip_ratio_high=0.28, importance_cap=3.0
+        proximal_policy="behaviour", clip_ratio_low=0.2, clip_ratio_high=0.28, dual_clip=3.0
     )
     got, grad, sums = _loss(config, ratio, advantage)
     assert got == pytest.approx(loss)
@@ -137,6 +137,10 @@ def test_own_algorithms_are_registered_by_name() -> None:
         ({"warmup_steps": 9, "schedule_steps": 9}, "greater than"),
         ({"betas": (0.9, 1.0)}, "betas"),
         ({"importance_cap": 0.5}, "importance_cap"),
+        ({"algorithm": "dapo", "importance_cap": 3.0}, "PPO's dual clip is dual_clip"),
+        ({"dual_clip": 3.0}, "no effect with proximal_policy: current"),
+        ({"algorithm": "gspo", "dual_clip": 3.0}, "only dual_clip: None"),
+        ({"algorithm": "gpg", "kl_coefficient": 0.1, "kl_estimator": "k1"}, "choose k2 or k3"),
         ({"algorithm": "dr_grpo", "advantage_normalization": "std"}, "only advantage_norm.*none"),
         ({"algorithm": "gspo", "proximal_policy": "current"}, "only proximal_policy: behaviour"),
         ({"algorithm": "gpg", "proximal_policy": "behaviour"}, "only proximal_policy: current"),

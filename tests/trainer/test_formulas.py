@@ -170,7 +170,7 @@ def others(r: Array) -> Array:
 PUBLISHED: dict[str, tuple[Callable[[Array], Array], Formula, str]] = {
     "grpo": (standardised, score_of(cut, loss_is_weight=True), "token"),
     "dr_grpo": (plain, score_of(cut, loss_is_weight=True), "sample"),
-    "dapo": (standardised, clip_of(0.2, 0.28, 2.0), "token"),
+    "dapo": (standardised, clip_of(0.2, 0.28), "token"),
     "reinforce": (others, score_of(cut, loss_is_weight=False), "token"),
     "rloo": (others, score_of(whole, loss_is_weight=False), "sample"),
     "gspo": (standardised, gspo, "sequence"),
@@ -209,6 +209,17 @@ def close(got: tuple[float, list[Array]], want: tuple[float, list[Array]]) -> No
     assert got[0] == pytest.approx(want[0], rel=1e-12, abs=1e-13)
     for mine, theirs in zip(got[1], want[1], strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_with_the_behaviour_policy_there_is_no_clip_but_the_papers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GRPO, eq. 3: with a negative advantage a token keeps its gradient at any ratio above 1."""
+    step = step_of(1, spread=2.0)
+    advantages_of, _, normalisation = PUBLISHED[name]
+    monkeypatch.setitem(PUBLISHED, "here", (advantages_of, clip_of(0.2, 0.2), normalisation))
+    close(trained(step, algorithm=name, proximal_policy="behaviour"), published("here", step))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -19,14 +19,16 @@ There is one pass over each batch and one step, so the policy "at arrival" is th
   sampling towards the newest policy, w = min(p / b, cap). Nothing is clipped, and `clip_ratio_*`
   have no effect. On-policy (b = p) this is the plain policy gradient.
 - `proximal_policy: behaviour`: x = b. Then w = 1, and u = p / b is PPO's clipped ratio against the
-  policy that drew the token; for A < 0 the loss is bounded by dual clip at `cap` (arXiv 1912.09729,
-  eq. 5). Clipped tokens have no gradient. Of the correction, only what it leaves out has an effect.
+  policy that drew the token, as in GRPO's eq. 3 and DAPO's eq. 8. Clipped tokens have no gradient.
+  `dual_clip`, by default off, bounds the loss for A < 0 (arXiv 1912.09729, eq. 5), which those
+  papers do not. Of the correction, only what it leaves out has an effect.
 
 Both agree to first order when p and b are close. Empty batch: loss 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
@@ -62,6 +64,8 @@ class Grpo:
     importance_cap: float
     clip_ratio_low: float
     clip_ratio_high: float
+    dual_clip: float
+    """Infinite: none."""
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
@@ -72,6 +76,7 @@ class Grpo:
             importance_cap=config.importance_cap,
             clip_ratio_low=config.clip_ratio_low,
             clip_ratio_high=config.clip_ratio_high,
+            dual_clip=math.inf if config.dual_clip is None else config.dual_clip,
         )
 
     def advantages(self, rewards: Rewards) -> Rewards:
@@ -85,7 +90,7 @@ class Grpo:
     def loss(self, batch: TokenBatch) -> LossSums:
         """Summed loss of the module's equations."""
         if self.proximal_policy == "behaviour":
-            clip = Clip(self.clip_ratio_low, self.clip_ratio_high, self.importance_cap)
+            clip = Clip(self.clip_ratio_low, self.clip_ratio_high, self.dual_clip)
             return clip.loss(batch, torch.exp(batch.logprobs - batch.behaviour_logprobs))
         weight = importance(batch)
         return LossSums(

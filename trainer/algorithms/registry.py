@@ -23,6 +23,7 @@ class Entry:
 _CURRENT = {"proximal_policy": "current"}
 _BEHAVIOUR = {"proximal_policy": "behaviour"}
 _UNSCALED = {"advantage_normalization": "none"}
+_NO_DUAL_CLIP = {"dual_clip": None}
 
 _ENTRIES = {
     "grpo": Entry("trainer.algorithms.grpo:Grpo", 2),
@@ -57,13 +58,13 @@ _ENTRIES = {
             "loss_normalization": "sequence",
             **_BEHAVIOUR,
         },
-        only=_BEHAVIOUR,
+        only={**_BEHAVIOUR, **_NO_DUAL_CLIP},
     ),
     "cispo": Entry(
         "trainer.algorithms.cispo:Cispo",
         2,
         defaults={"clip_ratio_low": 1.0, "clip_ratio_high": 4.0, **_BEHAVIOUR},
-        only=_BEHAVIOUR,
+        only={**_BEHAVIOUR, **_NO_DUAL_CLIP},
     ),
     "gpg": Entry(
         "trainer.algorithms.gpg:Gpg", 2, defaults=_UNSCALED, only={**_CURRENT, **_UNSCALED}
