@@ -28,6 +28,8 @@ from trainer.gradient_parts import GradientParts
 from trainer.objective import Objective
 from trainer.packing import split_by_tokens
 from trainer.policy import PackedBatch, Policy
+from trainer.ranks import World
+from trainer.ranks.totals import of_all_ranks
 from trainer.token_batch import token_batch
 from trainer.totals import StepTotals
 
@@ -84,8 +86,13 @@ class Accumulation:
         self.totals.add_group(trajectories, rewards, policy_version=version, zero_variance=silent)
         return disagreement
 
-    def finish(self) -> float:
-        """Apply the factors that need the whole step; gives the loss's denominator."""
+    def finish(self, world: World) -> float:
+        """Apply the factors that need the whole step; gives the loss's denominator.
+
+        From then on `totals` are those of all ranks. A collective of them, which may raise
+        RankLost.
+        """
+        self.totals = of_all_ranks(self.totals, world)
         return self._objective.finish(self.totals, self._parts)
 
     def _add_micro_batch(

@@ -5,6 +5,7 @@ TrainerError
 ├── BatchError             a group was refused (size, tokens, version, twice): nothing accumulated
 ├── NonFiniteError         a loss or gradient is not finite: the weights are untouched
 ├── Superseded             another trainer was started in this one's place
+├── RankLost               another rank of the trainer was lost, or is late
 └── CheckpointError        a checkpoint cannot be read or resumed from
     └── CheckpointUnwritable  it cannot be written: the disk is full, read-only, or at fault
 
@@ -34,6 +35,10 @@ class NonFiniteError(TrainerError):
 
 class Superseded(TrainerError):  # noqa: N818 - says what happened
     """Another trainer was started in place of this one, which must not write any more."""
+
+
+class RankLost(TrainerError):  # noqa: N818 - says what happened
+    """Another rank of the trainer did not take part in an exchange; the trainer is replaced."""
 
 
 class CheckpointError(TrainerError):

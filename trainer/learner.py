@@ -37,8 +37,10 @@ from trainer.errors import BatchError, CheckpointError, NonFiniteError
 from trainer.fence import UNFENCED, Fence
 from trainer.group_check import check_group, check_trajectory
 from trainer.objective import Objective
-from trainer.optimizer import learning_rate, make_adamw, take_step
+from trainer.optimizer import learning_rate
 from trainer.policy import Policy
+from trainer.ranks import ALONE, World
+from trainer.ranks.update import Update
 from wire.records import LearnerMetrics, TrainedStep
 from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import Fingerprint
@@ -57,6 +59,7 @@ class Learner:
         total_steps: where cosine and linear schedules end unless `schedule_steps` is set.
         max_tokens: of the longest response, for `overlong_buffer`.
         fence: keeps a trainer that was replaced from writing checkpoints.
+        world: the ranks that train the model together; `step` and `save` are collectives of them.
 
     Raises:
         UnsupportedModelError: the model cannot be loaded or trained packed.
@@ -75,6 +78,7 @@ class Learner:
         total_steps: int | None = None,
         max_tokens: int | None = None,
         fence: Fence = UNFENCED,
+        world: World = ALONE,
     ) -> None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -105,7 +109,8 @@ class Learner:
         if self._objective.algorithm.needs_reference:
             self._reference = Policy(model_path, **common)
             self._reference.model.requires_grad_(requires_grad=False)
-        self._optimizer = make_adamw(self._policy.model, config)
+        self.world = world
+        self._update = Update(self._policy.model, config, world)
         self.initial_weights = fingerprint(self.tensors()).whole
         """Digest of the weights that the run started from; empty if its checkpoint lacks it."""
         self._version = 0
@@ -113,6 +118,7 @@ class Learner:
         """Peak learning rates that replace the configured one, by the first step with each."""
         self._fence = fence
         self._reset()
+        world.agree(self.initial_weights, "the weights of model.path")
 
     @property
     def policy_version(self) -> int:
@@ -159,6 +165,9 @@ class Learner:
     def step(self) -> LearnerMetrics:
         """Divide, clip, AdamW; `policy_version` grows by one. Returns the step's metrics.
 
+        With several ranks the gradients and the totals are those of all, also where this rank had
+        no group.
+
         Without any group the weights stay as they are (no decay, no momentum) and only the
         version grows: a step all of whose groups failed does not stop the run, and has
         `batch.groups` 0. A step all of whose advantages are 0 is an ordinary step with gradient 0.
@@ -166,14 +175,14 @@ class Learner:
         Raises:
             NonFiniteError: the gradient is not finite; weights, optimizer and version are
                 unchanged and the gradient sums are dropped.
+            RankLost: another rank did not take part.
         """
         rate = learning_rate(self._config, self._version, self._total_steps, self.peak_rates)
-        totals, norm = self._sums.totals, 0.0
-        denominator = self._sums.finish()
+        denominator, norm = self._sums.finish(self.world), 0.0
+        totals = self._sums.totals
         if totals.groups:
             try:
-                model, limit = self._policy.model, self._config.max_grad_norm
-                norm = take_step(self._optimizer, model, rate, denominator, limit)
+                norm = self._update.step(rate, denominator, self._config.max_grad_norm)
             except NonFiniteError as error:
                 self._reset()
                 raise NonFiniteError(f"step {self._version}: {error}") from error
@@ -213,10 +222,14 @@ class Learner:
         Raises:
             CheckpointUnwritable: the disk does not take it; those that exist are untouched.
             Superseded: another trainer was started in place of this one.
+            RankLost: another rank did not take part; rank 0 writes.
         """
+        optimizer = self._update.state_dict()
+        if not self.world.leads:
+            return
         contents = checkpoint.Contents(
             model=self._policy.model,
-            optimizer=self._optimizer.state_dict(),
+            optimizer=optimizer,
             model_path=self._model_path,
             policy_version=self._version,
             settings=self._settings,
@@ -235,7 +248,7 @@ class Learner:
         """
         loaded = checkpoint.read(directory, self._policy.model, self._settings)
         try:
-            self._optimizer.load_state_dict(loaded.optimizer)
+            self._update.load_state_dict(loaded.optimizer)
         except (KeyError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the optimizer state in {directory} does not fit the model: {error}"
@@ -244,7 +257,7 @@ class Learner:
         self._reset()
 
     def _reset(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self._update.zero_grad()
         self._sums = Accumulation(self._config, self._objective, self._policy, self._reference)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.config import TrainerConfig
 from trainer.errors import NonFiniteError, TrainerError
@@ -46,12 +46,22 @@ def learning_rate(
     return config.learning_rate_minimum + span * share
 
 
-def make_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """Fused AdamW, on the CPU too; weight decay applies to matrices, not to norms and biases."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def make_adamw(
+    parameters: Sequence[Tensor], config: TrainerConfig, matrices: Sequence[bool] | None = None
+) -> torch.optim.AdamW:
+    """Fused AdamW, on the CPU too; weight decay applies to matrices, not to norms and biases.
+
+    Args:
+        parameters: that it changes, or a rank's rows of them.
+        config: the trainer's settings.
+        matrices: which of them are matrices; None: those of two dimensions or more.
+    """
+    if matrices is None:
+        matrices = [one.ndim >= 2 for one in parameters]
+    kinds = list(zip(parameters, matrices, strict=True))
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p, matrix in kinds if matrix], "weight_decay": config.weight_decay},
+        {"params": [p for p, matrix in kinds if not matrix], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -62,17 +72,24 @@ def make_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     )
 
 
-def scale_and_clip(parameters: Iterable[Tensor], denominator: float, max_norm: float) -> float:
+def scale_and_clip(
+    parameters: Iterable[Tensor],
+    denominator: float,
+    max_norm: float,
+    norm_of_all: Callable[[float], float] = float,
+) -> float:
     """Divide summed gradients by the denominator and clip their global norm; returns the norm.
 
     The returned norm is that before clipping. It is computed from the sums, so that both factors
-    are applied in one pass.
+    are applied in one pass. `norm_of_all` makes it of the norm of these parameters, where other
+    ranks have the others.
 
     Raises:
         NonFiniteError: the norm is not finite; the gradients are unchanged.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(grads)) / denominator if grads else 0.0
+    norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+    norm = norm_of_all(norm) / denominator
     if not math.isfinite(norm):
         raise NonFiniteError(f"the gradient's norm is {norm}")
     factor = min(1.0, max_norm / (norm + 1e-12)) / denominator
@@ -83,22 +100,22 @@ def scale_and_clip(parameters: Iterable[Tensor], denominator: float, max_norm: f
 
 def take_step(
     optimizer: torch.optim.Optimizer,
-    model: nn.Module,
+    parameters: Sequence[Tensor],
     rate: float,
     denominator: float,
     max_norm: float,
+    norm_of_all: Callable[[float], float] = float,
 ) -> float:
     """Divide the summed gradients, clip them and step; returns their norm before clipping.
 
     Raises:
         NonFiniteError: a gradient is not finite; the weights are unchanged.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
     for parameter in parameters:
         # AdamW skips a parameter without gradient, momentum and decay included.
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    norm = scale_and_clip(parameters, denominator, max_norm)
+    norm = scale_and_clip(parameters, denominator, max_norm, norm_of_all)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()

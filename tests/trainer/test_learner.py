@@ -50,7 +50,7 @@ def _gradient(learner: Learner, batch: Sequence[Group]) -> dict[str, torch.Tenso
     """The step's gradient as AdamW would get it, unclipped."""
     for trajectories, rewards in batch:
         learner.add_group(trajectories, rewards)
-    denominator = learner._sums.finish()
+    denominator = learner._sums.finish(learner.world)
     scale_and_clip(learner.policy.model.parameters(), denominator, float("inf"))
     return {
         n: p.grad.clone() for n, p in learner.policy.model.named_parameters() if p.grad is not None

@@ -1,0 +1,204 @@
+"""Learners of several ranks, each in a process of its own, connected by gloo.
+
+    python -m ranked_learner JOB FOLDER MODEL
+
+It loads torch once and forks the ranks. Rank 0 of each world writes what the learner came to into
+FOLDER, for `test_ranks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from trainer.checkpoint_files import path_of
+from trainer.config import TrainerConfig
+from trainer.errors import RankLost
+from trainer.learner import Learner
+from trainer.ranks import World, shards
+from trainer.ranks.world import join
+
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"kl_coefficient": 0.1, "weight_decay": 0.1},
+    "reinforce_plus_plus": {"max_grad_norm": 0.05},
+}
+GROUPS, STEPS = 5, 2
+DEALS: dict[str, Callable[[int, int], int]] = {
+    "in turn": lambda group, size: group % size,
+    "all to the last": lambda _group, size: size - 1,
+    "at random": lambda group, size: (7 * group + 3) // 2 % size,
+}
+
+
+def groups_of(step: int) -> list[tuple[list[Trajectory], np.ndarray]]:
+    """The groups of a step; one of them has no signal."""
+    rng = np.random.default_rng(step)
+    found = []
+    for index in range(GROUPS):
+        rewards = np.ones(4) if index == 1 else rng.normal(size=4)
+        found.append((_group(GROUPS * step + index, rng, step), rewards.astype(np.float32)))
+    return found
+
+
+def _group(group: int, rng: np.random.Generator, version: int) -> list[Trajectory]:
+    prompt = rng.integers(0, 32, rng.integers(1, 6)).astype(np.int32)
+    out = []
+    for sample in range(4):
+        length = int(rng.integers(1, 14))
+        tokens = rng.integers(0, 32, length).astype(np.int32)
+        behaviour = rng.normal(-3.5, 0.5, length).astype(np.float32)
+        builder = TrajectoryBuilder(SampleId(group, sample), f"p{group}", prompt)
+        builder.append(
+            tokens=tokens,
+            logprobs=behaviour,
+            topk_ids=tokens[:, None],
+            topk_logprobs=behaviour[:, None],
+            noise_seeds=np.full(length, 17, np.uint64),
+            provenance=np.full(length, Provenance.SAMPLED, np.uint8),
+            policy_version=version,
+        )
+        out.append(builder.finish("stop"))
+    return out
+
+
+def learner_of(case: str, model: str, world: World) -> Learner:
+    values = {"dtype": "float64", "learning_rate": 1e-3, "device": "cpu", "algorithm": case}
+    config = TrainerConfig.model_validate(values | CASES[case])
+    return Learner(config, model, group_size=4, seed=1, world=world)
+
+
+def train(learner: Learner, step: int, deal: str) -> dict[str, Any]:
+    """One step, with this rank's groups in an order of its own; the step's metrics."""
+    world = learner.world
+    own = [
+        group
+        for index, group in enumerate(groups_of(step))
+        if DEALS[deal](index, world.size) == world.rank
+    ]
+    order = np.random.default_rng(world.rank + 10 * step).permutation(len(own))
+    for place in order if deal == "at random" else range(len(own)):
+        learner.add_group(*own[place])
+    return msgspec.to_builtins(learner.step())
+
+
+def steps(folder: Path, model: str, world: World) -> None:
+    """Two steps of each case and deal; rank 0 writes weights, moments and metrics."""
+    for case in CASES:
+        for deal in DEALS:
+            if world.size == 1 and deal != "in turn":
+                continue
+            learner = learner_of(case, model, world)
+            metrics = [train(learner, 0, deal)]
+            moments = {
+                index: 10 * entries["exp_avg"]  # of the first step: a copy
+                for index, entries in learner._update.state_dict()["state"].items()
+            }
+            metrics.append(train(learner, 1, deal))
+            if not world.leads:
+                continue
+            name = folder / f"{case} {deal} {world.size}"
+            tensors = {f"weight {name}": t.contiguous() for name, t in learner.tensors()}
+            tensors |= {f"gradient {index}": one for index, one in moments.items()}
+            save_file(tensors, f"{name}.safetensors")
+            Path(f"{name}.json").write_text(json.dumps(metrics))
+
+
+def saved(folder: Path, model: str, world: World) -> None:
+    """A checkpoint after a step, then another step."""
+    learner = learner_of("grpo", model, world)
+    train(learner, 0, "in turn")
+    learner.save(path_of(folder / f"of {world.size}", 1))
+    world.barrier("the end of the test")
+
+
+def resumed(folder: Path, model: str, world: World) -> None:
+    """A step after each checkpoint that `saved` wrote."""
+    for before in (1, 2, 4):
+        learner = learner_of("grpo", model, world)
+        learner.restore(path_of(folder / f"of {before}", 1))
+        train(learner, 1, "at random")
+        if world.leads:
+            tensors = {name: one.contiguous() for name, one in learner.tensors()}
+            save_file(tensors, folder / f"{before} to {world.size}.safetensors")
+
+
+def lost(folder: Path, model: str, world: World) -> None:
+    """The last rank ends in the middle of a step; the others say what they waited for."""
+    learner = learner_of("grpo", model, world)
+    (folder / f"listens {world.rank}").write_text(json.dumps(_listening()))
+    world.barrier("the middle of the test")
+    if world.rank == world.size - 1:
+        os._exit(0)
+    try:
+        train(learner, 0, "in turn")
+    except RankLost as error:
+        (folder / f"lost {world.rank}").write_text(str(error))
+
+
+def _listening() -> list[str]:
+    """Hexadecimal addresses that this process listens at."""
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the folder itself
+            own.add(str(descriptor.readlink()))
+    found = []
+    for line in [
+        *Path("/proc/self/net/tcp").read_text().splitlines()[1:],
+        *Path("/proc/self/net/tcp6").read_text().splitlines()[1:],
+    ]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+            found.append(fields[1].split(":")[0])
+    return found
+
+
+JOBS = {one.__name__: one for one in (steps, saved, resumed, lost)}
+
+
+def main(job: str, folder: Path, model: str, sizes: Sequence[int]) -> int:
+    """Run a job in worlds of these sizes; how many ranks failed."""
+    torch.set_num_threads(1)
+    shards.BUCKET_BYTES = 40_000  # several buckets
+    children = []
+    for size in sizes:
+        for rank in range(size):
+            child = os.fork()
+            if child:
+                children.append(child)
+                continue
+            try:
+                world = join(
+                    folder / f"meeting-{job}-{size}",
+                    rank,
+                    size,
+                    on_gpu=False,
+                    join_seconds=120,
+                    seconds=120,
+                )
+                JOBS[job](folder, model, world)
+                world.close()
+            except BaseException:  # noqa: BLE001 - a fork must not return
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[2])
+    failed = 0
+    for name in sys.argv[1].split(","):
+        failed += main(name, where, sys.argv[3], (2,) if name == "lost" else (1, 2, 4))
+    sys.exit(failed)

@@ -1,0 +1,119 @@
+"""Several ranks train what one would: real processes, connected by gloo over loopback."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from ranked_learner import CASES, DEALS
+from safetensors.torch import load_file
+
+from trainer.errors import RankLost, TrainerError
+from trainer.ranks import ALONE, World
+from trainer.ranks.totals import _TOGETHER
+from trainer.ranks.world import join
+from trainer.totals import StepTotals
+
+SIZES = (2, 4)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory, model_path: Callable[[str], str]) -> Path:
+    """The folder of all jobs of `ranked_learner`; torch is loaded once for them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "ranked_learner", "steps,saved,resumed,lost", str(folder)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, model_path("qwen3")], env=environment, capture_output=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("deal", DEALS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_gradient_and_the_step_are_those_of_one_rank(
+    ran: Path, case: str, deal: str, size: int
+) -> None:
+    want = load_file(ran / f"{case} in turn 1.safetensors")
+    got = load_file(ran / f"{case} {deal} {size}.safetensors")
+    assert got.keys() == want.keys()
+    assert any(name.startswith("gradient") and bool(one.any()) for name, one in want.items())
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, atol=1e-10, rtol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_step_reports_the_samples_of_all_ranks(ran: Path, case: str, size: int) -> None:
+    want = json.loads((ran / f"{case} in turn 1.json").read_text())
+    for deal in DEALS:
+        assert json.loads((ran / f"{case} {deal} {size}.json").read_text()) == [
+            pytest.approx(one, rel=1e-10, abs=1e-12) if not isinstance(one, dict) else _near(one)
+            for one in want
+        ]
+
+
+def _near(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _near(one) for key, one in value.items()}
+    return pytest.approx(value, rel=1e-9, abs=1e-12) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("after", [1, *SIZES])
+@pytest.mark.parametrize("before", [1, *SIZES])
+def test_a_checkpoint_continues_on_another_number_of_ranks(
+    ran: Path, before: int, after: int
+) -> None:
+    want = load_file(ran / "1 to 1.safetensors")
+    got = load_file(ran / f"{before} to {after}.safetensors")
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, atol=1e-10, rtol=1e-10, msg=name)
+
+
+def test_a_lost_rank_is_noticed_and_what_was_waited_for_is_said(ran: Path) -> None:
+    said = (ran / "lost 0").read_text()
+    assert said.startswith("rank 0 of 2 waited ")
+    assert "for the other ranks of the trainer to exchange the step's totals, and lost one" in said
+
+
+def test_ranks_listen_on_loopback_only(ran: Path) -> None:
+    for rank in range(2):
+        addresses = json.loads((ran / f"listens {rank}").read_text())
+        assert addresses
+        assert set(addresses) == {"0100007F"}
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankLost, match=r"rank-0, rank-2 of the trainer did not come within 0 s"):
+        join(tmp_path / "meeting", 1, 3, on_gpu=False, join_seconds=0.2, seconds=1)
+
+
+def test_a_trainer_of_one_process_exchanges_nothing() -> None:
+    assert join(Path(), 0, 1, on_gpu=False, join_seconds=0, seconds=0) is ALONE
+    assert (ALONE.decided(True, ""), ALONE.any(False, ""), ALONE.norm(2.5)) == (True, False, 2.5)
+    ALONE.barrier("nothing")
+    ALONE.agree("x", "nothing")
+    ALONE.close()
+
+
+def test_ranks_that_loaded_other_weights_are_refused() -> None:
+    class Others(World):
+        def gather(self, own: bytes, what: str) -> list[bytes]:
+            return [own, b"other"]
+
+    with pytest.raises(TrainerError, match="disagree on the weights: rank 0: mine; rank 1: other"):
+        Others(0, 2).agree("mine", "the weights")
+
+
+def test_every_total_of_a_step_is_put_together() -> None:
+    names = {field.name for field in dataclasses.fields(StepTotals)} - {"signals"}
+    assert names == _TOGETHER.keys(), "say how the ranks' values of a new field become one"

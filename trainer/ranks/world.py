@@ -1,0 +1,176 @@
+"""The ranks of a trainer, and what they exchange: bytes and tensors, never pickles.
+
+Every exchange is a collective: all ranks must make the same ones in the same order. Whoever waits
+in one is told when another rank is lost, or has not come within the limit; then the whole trainer
+is replaced. `ALONE` is a trainer of one process. It exchanges nothing, and waits for nobody.
+
+    >>> ALONE.leads, ALONE.gather(b"tokens", "totals")
+    (True, [b'tokens'])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import struct
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.errors import RankLost, TrainerError
+
+_LOOPBACK = "lo"
+"""Linux's name of the interface that no other machine reaches."""
+_PREFIX = "rank-"
+
+
+class World:
+    """One rank among others. `join` makes one of several.
+
+    Args:
+        rank: of this process, from 0.
+        size: how many ranks there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank publishes weights, writes checkpoints and reports steps."""
+        return self.rank == 0
+
+    def gather(self, own: bytes, what: str) -> list[bytes]:
+        """What each rank gave, by rank; `what` is for the error.
+
+        Raises:
+            RankLost: another rank did not take part.
+        """
+        if self.size == 1:
+            return [own]
+        with self._waiting(what):
+            sizes = torch.empty(self.size, dtype=torch.int64)
+            dist.all_gather_into_tensor(sizes, torch.tensor([len(own)]))
+            longest = max(1, int(sizes.max()))
+            padded = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
+            received = torch.empty(self.size * longest, dtype=torch.uint8)
+            dist.all_gather_into_tensor(received, padded)
+        rows = received.view(self.size, longest)
+        return [rows[rank, :size].numpy().tobytes() for rank, size in enumerate(sizes.tolist())]
+
+    def barrier(self, what: str) -> None:
+        """Wait until every rank is here. Raises as `gather`."""
+        self.gather(b"", what)
+
+    def decided(self, own: bool, what: str) -> bool:
+        """What rank 0 has decided. Raises as `gather`."""
+        return self.gather(b"\1" if own else b"", what)[0] == b"\1"
+
+    def any(self, own: bool, what: str) -> bool:
+        """Whether it is so on any rank. Raises as `gather`."""
+        return b"\1" in self.gather(b"\1" if own else b"", what)
+
+    def agree(self, own: str, what: str) -> None:
+        """Make sure that all ranks have the same.
+
+        Raises:
+            TrainerError: they do not.
+            RankLost: as `gather`.
+        """
+        found = self.gather(own.encode(), what)
+        if len(set(found)) > 1:
+            said = "; ".join(f"rank {rank}: {one.decode()}" for rank, one in enumerate(found))
+            raise TrainerError(f"the ranks of the trainer disagree on {what}: {said}")
+
+    def norm(self, own: float) -> float:
+        """Euclidean norm over all ranks, of each rank's norm; the same number on each."""
+        if self.size == 1:
+            return own
+        found = self.gather(struct.pack("<d", own), "the gradient's norm")
+        return math.hypot(*(struct.unpack("<d", one)[0] for one in found))
+
+    def reduce_scatter(self, own: Tensor, given: Tensor, what: str) -> None:
+        """Sum `[size, n]` over the ranks and put this rank's row into `own` `[n]`."""
+        with self._waiting(what):
+            dist.reduce_scatter_tensor(own, given.view(-1))
+
+    def all_gather(self, all_rows: Tensor, own: Tensor, what: str) -> None:
+        """Put each rank's `own` `[n]` into its row of `[size, n]`."""
+        with self._waiting(what):
+            dist.all_gather_into_tensor(all_rows.view(-1), own)
+
+    def close(self) -> None:
+        """Leave. Idempotent; waits for nobody."""
+        if self.size > 1 and dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:  # torch's DistError and Gloo's are of this kind
+            first = next(iter(str(error).splitlines()), "")
+            seconds = time.monotonic() - began
+            raise RankLost(
+                f"rank {self.rank} of {self.size} waited {seconds:.1f} s for the other ranks of "
+                f"the trainer to exchange {what}, and lost one: {first}"
+            ) from error
+
+
+ALONE = World()
+"""A trainer of one process."""
+
+
+def join(
+    meeting: Path, rank: int, size: int, *, on_gpu: bool, join_seconds: float, seconds: float
+) -> World:
+    """Meet the other ranks, through a file, and connect to them over the loopback interface.
+
+    Once per process.
+
+    Args:
+        meeting: a file that does not exist yet, in a folder that only this user can access.
+        rank: of this process.
+        size: how many ranks there are; 1: nobody is met.
+        on_gpu: whether tensors are exchanged between GPUs (NCCL); otherwise by gloo.
+        join_seconds: longest wait for the others to come.
+        seconds: longest wait within an exchange.
+
+    Raises:
+        RankLost: some did not come.
+    """
+    if size == 1:
+        return ALONE
+    # Neither gloo nor NCCL knows keys, so nobody on the network may reach their sockets.
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
+    store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=join_seconds))
+    names = [f"{_PREFIX}{one}" for one in range(size)]
+    store.set(names[rank], "here")
+    try:
+        store.wait(names, timedelta(seconds=join_seconds))
+    except RuntimeError as error:
+        missing = [name for name in names if not store.check([name])]
+        raise RankLost(
+            f"{', '.join(missing)} of the trainer did not come within {join_seconds:.0f} s "
+            "(launcher.startup_seconds)"
+        ) from error
+    world = World(rank, size)
+    with world._waiting("addresses"):  # noqa: SLF001 - its own module
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=seconds),
+        )
+    return world
