@@ -59,7 +59,7 @@ class Learner:
         total_steps: where cosine and linear schedules end unless `schedule_steps` is set.
         max_tokens: of the longest response, for `overlong_buffer`.
         fence: keeps a trainer that was replaced from writing checkpoints.
-        world: the ranks that train the model together; `step` and `save` are collectives of them.
+        world: the ranks; `step` and `save` are collectives of them, which may raise RankLost.
 
     Raises:
         UnsupportedModelError: the model cannot be loaded or trained packed.
@@ -91,8 +91,7 @@ class Learner:
             "truncation": truncation,
             "fused": config.fused,
         }
-        self._config = config
-        self._model_path, self._group_size = model_path, group_size
+        self._config, self._model_path, self._group_size = config, model_path, group_size
         self._total_steps = total_steps
         self._settings = settings_of(
             config,
@@ -165,9 +164,6 @@ class Learner:
     def step(self) -> LearnerMetrics:
         """Divide, clip, AdamW; `policy_version` grows by one. Returns the step's metrics.
 
-        With several ranks the gradients and the totals are those of all, also where this rank had
-        no group.
-
         Without any group the weights stay as they are (no decay, no momentum) and only the
         version grows: a step all of whose groups failed does not stop the run, and has
         `batch.groups` 0. A step all of whose advantages are 0 is an ordinary step with gradient 0.
@@ -175,7 +171,6 @@ class Learner:
         Raises:
             NonFiniteError: the gradient is not finite; weights, optimizer and version are
                 unchanged and the gradient sums are dropped.
-            RankLost: another rank did not take part.
         """
         rate = learning_rate(self._config, self._version, self._total_steps, self.peak_rates)
         denominator, norm = self._sums.finish(self.world), 0.0
@@ -222,7 +217,6 @@ class Learner:
         Raises:
             CheckpointUnwritable: the disk does not take it; those that exist are untouched.
             Superseded: another trainer was started in place of this one.
-            RankLost: another rank did not take part; rank 0 writes.
         """
         optimizer = self._update.state_dict()
         if not self.world.leads:
