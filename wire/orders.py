@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+Value = bool | int | float | str | None
+
 
 class OrderRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An order of the user that changed a run: a line of orders.jsonl."""
@@ -19,3 +21,6 @@ class OrderRecord(msgspec.Struct, frozen=True, kw_only=True):
     """When it was given, in seconds since 1970."""
     effect: str
     """What the user was told."""
+    before: Value | msgspec.UnsetType = msgspec.UNSET
+    """Of `set` and `scale`: what the configuration says without the order. Whoever names this value
+    again on a resume repeats an old command, and does not take the order back."""

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -122,8 +123,9 @@ def run(
 
     with contextlib.suppress(OSError):  # `execute` says what cannot be read
         refuse_unfit(config, resume=resume, clean=clean)
-        if resume:
-            config = with_orders(config, overrides or [])
+    if resume:
+        say = partial(console.print, highlight=False, soft_wrap=True)
+        config = with_orders(config, overrides or [], say)
     from asyncrl.health import Health
     from asyncrl.run.execute import execute
     from asyncrl.run.prepare import prepare

@@ -130,5 +130,5 @@ def arrivals_of(
     if agents is None:
         return None
     agents.roster.is_ready = fleet.is_ready
-    scaling.ordered = last_scale(run, fleet.config.generators)
+    scaling.ordered = last_scale(run)
     return Arrivals(agents, fleet, scaling, why_closed=why_closed, say=say)

@@ -42,6 +42,7 @@ from asyncrl.run.leftovers import clear_leftovers
 from asyncrl.run.resuming import find_resume_point
 from monitoring.jsonl import read_undamaged
 from trainer.checkpoint_files import ResumePoint
+from trainer.fence import raise_fence
 from wire.atomic_files import write_atomically
 from wire.records import RunResult, StepMetrics
 from wire.wrong_policy import TokenizerDigest
@@ -103,9 +104,12 @@ class RunDirectory:
         *,
         lock: int,
         resume_point: ResumePoint,
+        fence: str,
         previous_config: str | None,
     ) -> None:
         self.path = path
+        self.fence = fence
+        """The word of its next trainer (`trainer.fence`)."""
         self.resume_point = resume_point
         """Where the run continues; a new run starts at step 0 without a checkpoint."""
         self.state = state
@@ -168,7 +172,8 @@ class RunDirectory:
             _clear_after_earlier(path, config.run.name, say)
             if clean:
                 _empty(path)
-            if resume:  # only now does nothing else write checkpoints
+            fence = raise_fence(path) if resume else ""
+            if resume:  # only now does nothing else write checkpoints, on no machine
                 point = find_resume_point(path, config, resume_from)
                 (path / "result.json").unlink(missing_ok=True)
         except BaseException:
@@ -182,6 +187,7 @@ class RunDirectory:
             _new_state(path, resume=resume),
             lock=lock,
             resume_point=point,
+            fence=fence or raise_fence(path),
             previous_config=previous,
         )
 

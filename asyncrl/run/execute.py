@@ -50,7 +50,6 @@ from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics, new_registry
 from monitoring.metrics_log import MetricsLog, read_metrics
 from monitoring.report.write import write_report
-from trainer.fence import raise_fence
 from wire import Hub, RunKey, RuntimeDirectory
 from wire.errors import AddressTooLong
 from wire.messages import control
@@ -379,7 +378,7 @@ def _trainer_spec(
         tokenizer=tokenizer,
         resume_from=None if point.directory is None else point.step,
         engine_device=launching.engine_device,
-        fence=raise_fence(directory.path),
+        fence=directory.fence,
         run_id=local_run_id(prepared.config.run.name, os.getpid()),
         trace_key=directory.state.trace_key,
     )

@@ -76,10 +76,12 @@ class LiveSettings:
             return await self._change(key, value, when)
 
     async def _change(self, key: str, value: Any, when: When) -> Effect:
+        before = _value(self.config, key)
         if when == "at once":
             config = _with(self.config, {key: value})
             await self._take_over(config)
-            return Effect(f"{key} is {_shown(config, key)} from now on")
+            text = f"{key} is {_shown(config, key)} from now on"
+            return Effect(text, self._training.trained_steps, before)
         if when == "next step":
             step = self._training.next_undeclared_step
             self.config = self._from_step(step, key, value)
@@ -89,7 +91,7 @@ class LiveSettings:
             )
         await self._take_over(self.config)
         text = f"{key} is {_shown(self.config.at(step), key)} from step {step} on"
-        return Effect(text + _until(self.config, key, step), step)
+        return Effect(text + _until(self.config, key, step), step, before)
 
     def _note(self, config: RunConfig) -> None:
         self.config = config

@@ -19,17 +19,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.changes import AT_A_STEP, Value
+from asyncrl.changes import AT_A_STEP
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import UserError
 from asyncrl.yaml_text import parse_yaml
+from monitoring.errors import RecordError
 from monitoring.jsonl import JsonlWriter, read_undamaged
 from wire.messages import control
-from wire.orders import OrderRecord
+from wire.orders import OrderRecord, Value
 
 logger = logging.getLogger(__name__)
 
 ORDERS = "orders.jsonl"
+_MODE, _RUNAHEAD = "scheduler.on_update", "scheduler.max_runahead_groups"
+"""A mode that does not verify has no run-ahead, so an order of the first changes both."""
 Order = (
     control.PauseRequest
     | control.ResumeRequest
@@ -49,6 +52,8 @@ class Effect(NamedTuple):
     text: str
     step: int | None = None
     """Trained steps when it takes effect; None: as many as are trained now."""
+    before: Value | msgspec.UnsetType = msgspec.UNSET
+    """As in `OrderRecord`."""
 
 
 class Orders:
@@ -95,13 +100,14 @@ class Orders:
     def _acknowledge(self, order: Order, effect: str | Effect) -> control.Accepted:
         done = effect if isinstance(effect, Effect) else Effect(effect)
         step = self._trained_steps() if done.step is None else done.step
-        text = done.text if isinstance(effect, Effect) else f"{effect} (from step {step} on)"
+        text = done.text if done.step is not None else f"{done.text} (from step {step} on)"
         record = OrderRecord(
             order=_name_of(type(order)),
             arguments=msgspec.structs.asdict(order),
             step=step,
             time=time.time(),
             effect=done.text,
+            before=done.before,
         )
         try:
             _append(self._path, record)
@@ -113,63 +119,128 @@ class Orders:
 
 def read_orders(run: Path) -> list[OrderRecord]:
     """The orders of a run, in the order in which they were given. Damaged lines are left out."""
-    path = run / ORDERS
-    return read_undamaged(path, OrderRecord)[0] if path.exists() else []
+    return _read(run / ORDERS)[0]
 
 
-def with_orders(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+def _read(path: Path) -> tuple[list[OrderRecord], list[RecordError]]:
+    return read_undamaged(path, OrderRecord) if path.exists() else ([], [])
+
+
+def with_orders(
+    config: RunConfig, overrides: Sequence[str], say: Callable[[str], None] = logger.warning
+) -> RunConfig:
     """The configuration with which a run is resumed: its orders stay in force.
 
     Args:
         config: as it was given.
-        overrides: settings that the user has named again, which win: `KEY=VALUE`.
+        overrides: settings that the user has named again, `KEY=VALUE`. Such a value takes back the
+            orders of its setting, unless it is one that an order has replaced: then the user
+            repeats the command that the run began with.
+        say: tells the user which orders are taken back or cannot be read.
+
+    Raises:
+        UserError: the orders cannot be read.
     """
-    named = {one.partition("=")[0].strip() for one in overrides}
-    values = config.model_dump(mode="json")
-    changes = {step: dict(settings) for step, settings in config.run.changes.items()}
-    for record in read_orders(config.directory):
-        if record.order == "scale" and "launcher.generators" not in named:
-            values["launcher"]["generators"] = record.arguments["generators"]
-        elif record.order == "set" and "run.changes" not in named:
-            _change_again(record, values, changes, is_named=record.arguments["key"] in named)
-    values["run"]["changes"] = {step: settings for step, settings in changes.items() if settings}
-    return parse_config(values, source=f"the orders in {config.directory / ORDERS}")
+    path = config.directory / ORDERS
+    try:
+        records, damaged = _read(path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}). It has the orders that stay in force, such "
+            "as `asyncrl set`: make it readable, or move it away to continue without them"
+        ) from error
+    for one in damaged:
+        say(f"{one}: the order of this line is left out")
+    replay = _Replay(config, {one.partition("=")[0].strip() for one in overrides}, say)
+    for record in records:
+        if record.order == "scale":
+            replay.scale(record)
+        elif record.order == "set":
+            replay.set(record)
+    return parse_config(replay.values(), source=f"the orders in {path}")
 
 
-def last_scale(run: Path, generators: int) -> int | None:
-    """The number of generators that was ordered last, if it is the one that the run has."""
+def last_scale(run: Path) -> int | None:
+    """The number of generators that was ordered last; None: there was no such order."""
     numbers = [int(one.arguments["generators"]) for one in read_orders(run) if one.order == "scale"]
-    return numbers[-1] if numbers and numbers[-1] == generators else None
+    return numbers[-1] if numbers else None
 
 
-def _change_again(
-    record: OrderRecord,
-    values: dict[str, Any],
-    changes: dict[int, dict[str, Value]],
-    *,
-    is_named: bool,
-) -> None:
-    """Have a setting that was ordered in force again, from the step from which it was.
+class _Replay:
+    """Gives a configuration the orders of its run again, one after the other.
 
     Args:
-        record: the order.
-        values: the configuration, changed.
-        changes: its `run.changes`, changed.
-        is_named: whether the user has named the setting again, so that the order does not count.
-            The configuration may be the run's own copy, which has the order as well.
+        config: as it was given. It may be the run's own copy, which has the orders as well.
+        named: settings that the user has named again.
+        say: tells the user something.
     """
-    key, text = str(record.arguments["key"]), str(record.arguments["value"])
-    value = parse_yaml(text, source=f"the value of {key}")
-    if key not in AT_A_STEP:
+
+    def __init__(self, config: RunConfig, named: set[str], say: Callable[[str], None]) -> None:
+        self._given = config.model_dump(mode="json")
+        self._values = config.model_dump(mode="json")
+        self._changes = {step: dict(settings) for step, settings in config.run.changes.items()}
+        self._named = named
+        self._say = say
+        self._before: dict[str, list[Value]] = {}
+        """Values that orders have replaced, by setting."""
+        self._most: int | None = None
+        """Generators that the user has ordered last, where agents come and go."""
+
+    def values(self) -> dict[str, Any]:
+        """The configuration with the orders so far."""
+        changes = {step: settings for step, settings in self._changes.items() if settings}
+        self._values["run"]["changes"] = changes
+        launcher = self._values["launcher"]
+        if self._most is not None and self._most < launcher["generators"]:
+            self._say(f"`asyncrl scale` ordered {self._most} generator(s) last: no more will begin")
+            launcher["generators"] = self._most
+        return self._values
+
+    def scale(self, record: OrderRecord) -> None:
+        """The number of generators. With agents it is a bound: they come when they come."""
+        generators = int(record.arguments["generators"])
+        if self._values["launcher"]["kind"] == "agents":
+            self._most = generators
+        elif self._holds(record, "launcher.generators", f"scale --generators {generators}"):
+            self._values["launcher"]["generators"] = generators
+
+    def set(self, record: OrderRecord) -> None:
+        """A setting, from the step on from which it was in force."""
+        key, text = str(record.arguments["key"]).strip(), str(record.arguments["value"])
+        value = parse_yaml(text, source=f"the value of {key}")
+        holds = self._holds(record, key, f"set {key}={text}")
+        if key not in AT_A_STEP:
+            section, name = key.split(".")
+            if holds:
+                self._values[section][name] = value
+            return
+        changed = self._changes.setdefault(record.step, {})
+        if holds:
+            changed[key] = value
+            if key == _MODE and value != "verify":
+                changed[_RUNAHEAD] = None
+            return
+        changed.pop(key, None)
+        if key == _MODE and changed.get(_RUNAHEAD, 0) is None:
+            del changed[_RUNAHEAD]
+
+    def _holds(self, record: OrderRecord, key: str, words: str) -> bool:
+        """Whether an order stays in force; says why not."""
+        if record.before is not msgspec.UNSET:
+            self._before.setdefault(key, []).append(record.before)
+        order = f"the order `asyncrl {words}` of step {record.step}"
+        if "run.changes" in self._named and record.order == "set":
+            self._say(f"{order} is taken back: --set names run.changes")
+            return False
+        if key not in self._named:
+            return True
         section, name = key.split(".")
-        if not is_named:
-            values[section][name] = value
-    elif is_named:
-        changes.get(record.step, {}).pop(key, None)
-    else:
-        changes.setdefault(record.step, {})[key] = value
-        if key == "scheduler.on_update" and value != "verify":
-            changes[record.step]["scheduler.max_runahead_groups"] = None
+        given = self._given[section][name]
+        if given in self._before.get(key, ()):
+            self._say(f"{order} stays in force: --set {key} names a value from before it")
+            return True
+        self._say(f"{order} is taken back: --set {key} names another value")
+        return False
 
 
 def _name_of(kind: type) -> str:

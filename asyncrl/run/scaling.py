@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncrl.errors import UserError
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.run.fleet import Fleet
+from asyncrl.run.orders import Effect
 from asyncrl.run.training import Training
 from asyncrl.run.worker import Worker
 from scheduler.events import GeneratorLeaves
@@ -27,7 +28,7 @@ class Scaling:
         self.ordered: int | None = None
         """Generators that the user has ordered last; None: there was no order."""
 
-    async def carry_out(self, order: ScaleRequest) -> str:
+    async def carry_out(self, order: ScaleRequest) -> Effect:
         """Begin to change the number of generators; what happens now, in words.
 
         Raises:
@@ -38,6 +39,9 @@ class Scaling:
                 f"a run needs at least one generator, and {order.generators} were ordered; "
                 "`asyncrl pause` stops generation, `asyncrl stop` ends the run"
             )
+        return Effect(await self._change(order), before=self._fleet.config.generators)
+
+    async def _change(self, order: ScaleRequest) -> str:
         present = self._fleet.ordered
         missing = order.generators - len(present)
         if missing > 0:

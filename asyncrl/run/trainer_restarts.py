@@ -147,6 +147,8 @@ class TrainerRestarts:
         self._progress.rewound(earlier, step)
 
     def _give_up_if_hopeless(self, lost: Worker, reason: str) -> None:
+        if lost.has_left:
+            return  # its machine was taken away, with notice: that says nothing of the next one
         code = lost.handle.exit_code()
         if not self._fleet.lineage and not lost.is_ready and code is not None and code >= 0:
             raise RunFailed(

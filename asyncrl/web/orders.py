@@ -63,7 +63,7 @@ def scale_request(arguments: ScaleArguments) -> control.ScaleRequest:
 
 def set_request(arguments: SetArguments) -> control.SetRequest:
     """The request for a setting. Its value is YAML there, of which JSON is a part."""
-    return control.SetRequest(arguments.key, as_yaml(arguments.value))
+    return control.SetRequest(arguments.key.strip(), as_yaml(arguments.value))
 
 
 def as_yaml(value: Any) -> str:

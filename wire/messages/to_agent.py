@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+NO_SESSION = ""
+"""Orders of this session tell an agent that it is not known: it ends what it has and says hello."""
+
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of this direction."""
@@ -66,6 +69,7 @@ class Orders(Message, frozen=True):
     """
 
     session: str
+    """Of this controller, or NO_SESSION."""
     processes: tuple[Wanted, ...] = ()
     note: str = ""
     """What the agent waits for, for its log."""

@@ -6,7 +6,7 @@ serve     consumes: orders. produces: its state, every second and when something
           waits for: the controller. bounded by: `lost_seconds`; then its children are ended
 leave     after SIGTERM: the controller takes its child out of the run. bounded by: the grace period
 
-A controller that is not the one that an agent has children of is answered with their end.
+An agent that a controller does not know (any more) ends its children and says hello again.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ class Agent:
                 isinstance(message, to_agent.Orders | to_agent.Welcome)
                 and message.session != self._session
             ):
-                logger.info("another controller is there")
+                logger.info("the controller has given up this agent, or is another one")
                 return
 
     def _say_note(self, note: str) -> None:

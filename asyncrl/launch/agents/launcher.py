@@ -98,8 +98,8 @@ class AgentsLauncher:
             if isinstance(message, from_agent.Hello):
                 self._hub.send_soon(name, self.roster.hello(name, message, now))
             elif not self.roster.state(name, message, now):
-                # Of another session: it ends what it has, and says hello.
-                self._hub.send_soon(name, to_agent.Orders(self.roster.session))
+                # Of another session, or given up by this one: it ends what it has, and says hello.
+                self._hub.send_soon(name, to_agent.Orders(to_agent.NO_SESSION))
             else:
                 self.roster.place()
             self.changed.set()

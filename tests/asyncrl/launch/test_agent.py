@@ -134,6 +134,28 @@ def test_children_of_a_controller_that_is_gone_end_before_another_is_served(tmp_
     asyncio.run(check())
 
 
+def test_an_agent_that_was_cut_off_for_a_while_joins_again(tmp_path: Path) -> None:
+    port = free_ports(2)
+
+    async def check() -> None:
+        (tmp_path / ".nodes").write_text("t", encoding="utf-8")
+        found = launcher(port, tmp_path)
+        async with agent(port):
+            await until(lambda: found.roster.free("generator"), "the agent")
+            pids = await started(found, tmp_path, "generator-0")
+            (known,) = found.roster.agents.values()
+            lost = known.work
+            assert lost
+            known.heard -= 100.0
+            found.roster.look(time.monotonic())
+            assert lost.lost_with_machine
+            await until(lambda: found.roster.free("generator"), "the agent, once more")
+            await until(lambda: not any(map(is_alive, pids)), "the end of the lost child")
+        await found.close()
+
+    asyncio.run(check())
+
+
 def test_a_child_that_does_not_leave_in_time_is_killed_and_named(tmp_path: Path) -> None:
     port = free_ports(2)
 

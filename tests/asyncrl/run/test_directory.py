@@ -18,13 +18,16 @@ from asyncrl.errors import UserError
 from asyncrl.launch.identity import status_of
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes import shared_memory
-from asyncrl.run import failed_starts
+from asyncrl.run import directory, failed_starts
 from asyncrl.run.control import ask
 from asyncrl.run.directory import RunDirectory, find_run, is_alive, read_state
 from asyncrl.run.execute import execute
 from asyncrl.run.prepare import Prepared
 from asyncrl.run.resuming import checkpoint_settings
 from asyncrl.tasks.prompts import LoadedTask
+from trainer.checkpoint_files import ResumePoint
+from trainer.errors import Superseded
+from trainer.fence import Fence
 from wire.messages.control import StatusRequest
 
 
@@ -44,6 +47,31 @@ def test_a_name_in_use_is_refused_unless_resumed_or_cleaned(tmp_path: Path) -> N
     assert (made.path / "checkpoints" / "step-000001").exists()
     RunDirectory.create(config, resume=False, clean=True).close()
     assert not (made.path / "checkpoints" / "step-000001").exists()
+
+
+def test_a_trainer_of_a_killed_controller_is_fenced_off_before_a_checkpoint_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may live on, on a machine of an agent, and would remove the one that is chosen."""
+    config = config_in(tmp_path)
+    made = RunDirectory.create(config, resume=False, clean=False)
+    made.close()
+    write_whole(made.path / "checkpoints", 1, settings=checkpoint_settings(config))
+    old = Fence(made.path, made.fence)
+    old.check()
+    find, fenced = directory.find_resume_point, []
+
+    def choose(*arguments: Any) -> ResumePoint:
+        with pytest.raises(Superseded):
+            old.check()
+        fenced.append(True)
+        return find(*arguments)
+
+    monkeypatch.setattr(directory, "find_resume_point", choose)
+    again = RunDirectory.create(config, resume=True, clean=False)
+    again.close()
+    assert fenced
+    Fence(made.path, again.fence).check()
 
 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:

@@ -95,7 +95,10 @@ def test_a_learning_rate_holds_from_the_first_step_that_was_not_planned(tmp_path
         assert ConfigByStep(config).peak_rates == {0: 1e-5, 1: 2e-5}
         assert load_config(run.directory.path / "config.yaml") == config, "for the next trainer"
         assert same(with_orders(run.config, []), config), "also from a checkpoint before step 1"
-        assert with_orders(config, ["trainer.learning_rate=3e-5"]).run.changes == {}
+        rate = run.config.trainer.learning_rate
+        assert [one.before for one in read_orders(run.directory.path)] == [rate, rate]
+        again = with_orders(config, [f"trainer.learning_rate={rate}"])
+        assert same(again, config), "the command of the first start is repeated"
         training.cancel()
 
     asyncio.run(scenario())
@@ -184,6 +187,8 @@ def test_a_limit_holds_at_once_and_in_a_resumed_run(tmp_path: Path) -> None:
     assert reply == Accepted("launcher.silence_seconds is 7.0 from now on", 0)
     assert run.fleet.config.silence_seconds == 7
     assert with_orders(run.config, []).launcher.silence_seconds == 7
+    (order,) = read_orders(run.directory.path)
+    assert order.before == run.config.launcher.silence_seconds
     assert asyncio.run(run.set("monitoring.log_level", "debug")) is not None
     assert (G, tg.SetLogLevel("debug")) in run.hub.take()
 

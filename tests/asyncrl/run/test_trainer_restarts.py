@@ -294,6 +294,24 @@ def test_a_trainer_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+def test_trainers_that_leave_with_their_machine_are_replaced_again_and_again(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        run = Run(tmp_path, steps=4, max_restarts=0)
+        run.fleet.trainer.is_ready = False
+        name = "trainer"
+        for number, code in enumerate([143, 0, 0, 0, 0, 0], start=1):
+            run.hub.launcher.handles[name].lost_with_machine = True
+            await lose(run, name, code)
+            name = f"trainer.{number}"
+            await run.hear(name, ft.TrainerReady(0, weights(0), None))
+            run.training.trained_steps = 0
+        assert run.fleet.trainer.name == "trainer.6"
+
+    asyncio.run(check())
+
+
 def test_a_users_mistake_ends_the_run_although_the_trainer_is_replaced(tmp_path: Path) -> None:
     async def check() -> None:
         run = Run(tmp_path, steps=4)
