@@ -169,13 +169,24 @@ class RunConfig(BaseModel):
     def _every_process_has_a_port(self) -> Self:
         base, launcher = self.monitoring.port, self.launcher
         # The trainer, the generators and their replacements follow the controller.
-        last = 1 + launcher.generators + launcher.max_restarts
+        ranks = self.trainer.ranks
+        last = ranks + launcher.generators + ranks * launcher.max_restarts
         if self.monitoring.metrics and base and base + last > MAX_PORT:
             raise ValueError(
                 f"monitoring.port: {base} leaves no port for every process of the run: "
                 f"{launcher.generators} generator(s), up to {launcher.max_restarts} restart(s) and "
                 f"the trainer take the {last} ports after it. It must be at most "
                 f"{MAX_PORT - last}, or 0 for any free ports"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_are_on_this_machine(self) -> Self:
+        if self.trainer.ranks > 1 and self.launcher.kind != "local":
+            raise ValueError(
+                f"trainer.ranks: {self.trainer.ranks} works with launcher.kind: local only, where "
+                f"the ranks meet on one machine; with launcher.kind: {self.launcher.kind} set "
+                "trainer.ranks: 1"
             )
         return self
 

@@ -3,10 +3,11 @@
     cores       0 .. t-1       t .. 2t-1      2t .. 3t-1     3t ..
     process     generator-0    generator-1    trainer        controller and reward workers
 
-Each process has t threads. If no core is left, the controller and the reward workers share the
-trainer's cores. Their work is short (some milliseconds per sample), and the trainer can be late by
-that much, whereas a delayed generator delays every row of its step. The generator's own event loop
-(messages, detokenization) stays on the generator's cores, because it runs between its steps.
+Each process has t threads; each rank of a trainer is a process. If no core is left, the controller
+and the reward workers share the trainer's cores. Their work is short (some milliseconds per
+sample), and the trainer can be late by that much, whereas a delayed generator delays every row of
+its step. The generator's own event loop (messages, detokenization) stays on the generator's cores,
+because it runs between its steps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import UserError
+from asyncrl.trainer_names import rank_of
 
 HELPER_CORES = "ASYNCRL_HELPER_CORES"
 """Environment variable with the cores of a process's reward workers, such as `1` or `2,3`."""
@@ -28,18 +30,22 @@ class CorePlan:
 
     generators: tuple[tuple[int, ...], ...]
     trainer: tuple[int, ...]
+    """Of all its ranks, side by side."""
     helpers: tuple[int, ...]
     """Of the controller and the reward workers: the remaining cores, or else the trainer's."""
+    ranks: int = 1
+    """Of the trainer."""
 
     def of(self, name: str) -> tuple[int, ...]:
         """Cores of a process by its name; a replacement (`generator-0.1`) has its predecessor's."""
         if not name.startswith("generator-"):
-            return self.trainer
+            size = len(self.trainer) // self.ranks
+            return self.trainer[rank_of(name) * size :][:size]
         return self.generators[int(name.removeprefix("generator-").split(".")[0])]
 
 
 def divide_machine(
-    *, generators: int, threads: int | None, pin_cores: bool
+    *, generators: int, threads: int | None, pin_cores: bool, ranks: int = 1
 ) -> tuple[int, CorePlan | None]:
     """Threads of each process of a run, and its cores if they are to be pinned.
 
@@ -47,36 +53,44 @@ def divide_machine(
         generators: number of generators; one trainer is added.
         threads: of each process; None: an even share of the available cores.
         pin_cores: keep each process on cores of its own.
+        ranks: processes of the trainer.
 
     Raises:
         UserError: there are too few cores to pin, or the system cannot pin.
     """
     can_pin = hasattr(os, "sched_getaffinity")
     available = sorted(os.sched_getaffinity(0)) if can_pin else [0, 1]
-    threads = threads or max(1, len(available) // (generators + 1))
+    threads = threads or max(1, len(available) // (generators + ranks))
     if not pin_cores:
         return threads, None
     if not can_pin:
         raise UserError("launcher.pin_cores: this system cannot pin processes; leave pin_cores out")
-    return threads, plan_cores(available, generators=generators, threads=threads)
+    return threads, plan_cores(available, generators=generators, threads=threads, ranks=ranks)
 
 
-def plan_cores(available: Sequence[int], *, generators: int, threads: int) -> CorePlan:
-    """Give each generator and the trainer `threads` cores of their own.
+def plan_cores(
+    available: Sequence[int], *, generators: int, threads: int, ranks: int = 1
+) -> CorePlan:
+    """Give each generator and each rank of the trainer `threads` cores of their own.
 
     Raises:
         UserError: there are not enough cores.
     """
-    needed = (generators + 1) * threads
+    needed = (generators + ranks) * threads
     if needed > len(available):
         raise UserError(
-            f"launcher.pin_cores: {generators} generator(s) and a trainer with {threads} thread(s) "
-            f"each need {needed} cores, and this process may use {len(available)}. Lower "
+            f"launcher.pin_cores: {generators} generator(s) and {_trainer(ranks)} with {threads} "
+            f"thread(s) each need {needed} cores, and this process may use {len(available)}. Lower "
             "launcher.threads or launcher.generators, or leave pin_cores out"
         )
     cores = sorted(available)
-    blocks = [tuple(cores[i * threads : (i + 1) * threads]) for i in range(generators + 1)]
-    return CorePlan(tuple(blocks[:-1]), blocks[-1], tuple(cores[needed:]) or blocks[-1])
+    blocks = [tuple(cores[i * threads : (i + 1) * threads]) for i in range(generators)]
+    trainer = tuple(cores[generators * threads : needed])
+    return CorePlan(tuple(blocks), trainer, tuple(cores[needed:]) or trainer, ranks)
+
+
+def _trainer(ranks: int) -> str:
+    return "a trainer" if ranks == 1 else f"a trainer of {ranks} ranks"
 
 
 def stay_on(cores: Sequence[int], pid: int = 0) -> None:

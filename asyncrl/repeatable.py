@@ -41,6 +41,11 @@ def clock_dependencies(
             f"engine.kind: {kind}, because its log-probabilities depend on what else is in "
             "the batch; set engine.kind: torch"
         )
+    if trainer.ranks > 1:
+        yield (
+            f"trainer.ranks: {trainer.ranks}, because the order in which groups finish decides "
+            "which rank gets them, and so the rounding of their sum; set trainer.ranks: 1"
+        )
     for key, value, works in (
         ("engine.device", engine.device, "cpu"),
         ("engine.dtype", engine.dtype, "float32"),

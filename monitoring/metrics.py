@@ -194,6 +194,10 @@ class TrainerMetrics(ProcessMetrics):
     train_time: Histogram = histogram(
         "asyncrl_train_seconds", "Forward, backward and optimizer work of one step."
     )
+    rank_wait: Histogram = histogram(
+        "asyncrl_rank_wait_seconds",
+        "Wait of a rank of the trainer, in one step, for the ranks that still compute gradients.",
+    )
     publish_time: Histogram = histogram(
         "asyncrl_weights_publish_seconds", "Writing one version of the weights for the generators."
     )

@@ -1,8 +1,9 @@
 """`samples/000001.jsonl` and so on: every sample that a run has trained on, once.
 
 The files hold the samples in the order of their steps. A full file is followed by the next number,
-and the oldest files are removed when all together exceed a limit. The trainer is the only writer.
-It drops the records of steps that it repeats before it adds any (`truncate`).
+and the oldest files are removed when all together exceed a limit. The trainer is the only writer;
+its ranks from 1 on write the samples that they have trained on to `samples/rank-1/` and so on. It
+drops the records of steps that it repeats before it adds any (`truncate`).
 
 Example:
     >>> record = TrainedSample(
@@ -17,6 +18,7 @@ Example:
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import os
 import shutil
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 64 << 20
 """A file that has reached this size is followed by the next one."""
+_RANK = "rank-"
 _FILES_IN_LIMIT = 8
 """A limit is divided into at least this many files, so that removing one frees a small part."""
 
@@ -133,11 +136,25 @@ def sample_files(folder: Path) -> list[Path]:
 
 
 def read_trained_samples(folder: Path) -> Iterator[TrainedSample]:
-    """All records of a sample log, file by file, in the order of their steps.
+    """All records of a sample log, those of all ranks, in the order of their steps.
 
     Raises:
         RecordError: a line other than an incomplete last one cannot be decoded.
     """
+    records = (_records(one) for one in [folder, *_folders_of_ranks(folder)])
+    yield from heapq.merge(*records, key=lambda record: record.step)
+
+
+def folder_of_rank(folder: Path, rank: int) -> Path:
+    """Where a rank of the trainer writes, in the folder of a sample log."""
+    return folder / f"{_RANK}{rank}" if rank else folder
+
+
+def _folders_of_ranks(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{_RANK}*"))
+
+
+def _records(folder: Path) -> Iterator[TrainedSample]:
     for path in sample_files(folder):
         yield from read_jsonl(path, TrainedSample)
 
@@ -150,11 +167,12 @@ def truncate(folder: Path, *, before_step: int) -> None:
     Raises:
         OSError: a file could not be read, cut or removed.
     """
-    for path, keep in _files_with(folder, before_step):
-        if keep:
-            os.truncate(path, keep)
-        else:
-            path.unlink()
+    for own in [folder, *_folders_of_ranks(folder)]:
+        for path, keep in _files_with(own, before_step):
+            if keep:
+                os.truncate(path, keep)
+            else:
+                path.unlink()
 
 
 def copy_later(folder: Path, target: Path, *, from_step: int) -> None:
@@ -165,6 +183,8 @@ def copy_later(folder: Path, target: Path, *, from_step: int) -> None:
     Raises:
         OSError: a file could not be read or written.
     """
+    for own in _folders_of_ranks(folder):
+        copy_later(own, target / own.name, from_step=from_step)
     for path, keep in _files_with(folder, from_step):
         target.mkdir(parents=True, exist_ok=True)
         if not keep:

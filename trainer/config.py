@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trainer.algorithms.registry import defaults_of, known_algorithms, only_values_of
-from wire.limits import MAX_STEPS, MAX_THREADS, MAX_TOKENS
+from wire.limits import MAX_STEPS, MAX_THREADS, MAX_TOKENS, WEEK_SECONDS
 
 
 class TrainerConfig(BaseModel):
@@ -102,6 +102,12 @@ class TrainerConfig(BaseModel):
     """auto (a GPU where there is one), cpu, cuda. `launcher.gpus` says which GPU."""
     threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)
     """Torch threads of the trainer's process; unset: torch decides."""
+    ranks: int = Field(default=1, ge=1, le=1024)
+    """Processes that train together, each on its share of the groups and, with GPUs, on a GPU of
+    its own. They share the optimizer's state (docs/trainer.md). With launcher.kind: local."""
+    rank_seconds: float = Field(default=1800.0, gt=0, le=WEEK_SECONDS)
+    """Longest wait of a rank for the others in the middle of a step, while they compute what is
+    left of theirs. Then the trainer counts as lost."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third slower."""
     fused: bool = True

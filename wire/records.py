@@ -232,6 +232,9 @@ class TrainerTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Of `wait_seconds`: until the step's first group was complete."""
     wait_last_seconds: float = 0.0
     """Of `wait_seconds`: for the step's last group, the one with the slowest sample."""
+    rank_idle_seconds: float = 0.0
+    """Mean over the trainer's ranks of the time in which the busiest one still computed gradients
+    and this one had none left; 0 with one rank."""
 
     def within(self, step_seconds: float) -> TrainerTimes:
         """The waits that lie within a step of this length.

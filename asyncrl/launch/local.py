@@ -93,6 +93,7 @@ class LocalLauncher:
         logs: folder of their log files.
         records: where each child is recorded.
         generators: number of generators; one trainer is added.
+        ranks: processes of the trainer.
         threads: of each process; None: an even share of the available cores.
         pin_cores: keep each process on cores of its own (`asyncrl.cores`). This process is pinned
             when it starts its first child.
@@ -108,6 +109,7 @@ class LocalLauncher:
         records: ProcessRecords,
         *,
         generators: int,
+        ranks: int = 1,
         threads: int | None = None,
         pin_cores: bool = False,
         gpus: GpuPlan | None = None,
@@ -116,7 +118,7 @@ class LocalLauncher:
         self._records = records
         self._gpus = gpus
         self._threads, self._plan = divide_machine(
-            generators=generators, threads=threads, pin_cores=pin_cores
+            generators=generators, threads=threads, pin_cores=pin_cores, ranks=ranks
         )
 
     @property

@@ -4,8 +4,9 @@
     process     generator-0    generator-1    trainer
 
 A generator has t GPUs (`tensor_parallel_size` of its engine), side by side, so that those of one
-generator are those that the machine connects best. A replacement gets its predecessor's.
-A process sees its own GPUs only: CUDA_VISIBLE_DEVICES names them as the user's did.
+generator are those that the machine connects best. Each rank of the trainer has one. A replacement
+gets its predecessor's. A process sees its own GPUs only: CUDA_VISIBLE_DEVICES names them as the
+user's did.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import Gpu
+from asyncrl.trainer_names import rank_of
 from engine.config import EngineKind
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -30,7 +32,7 @@ class GpuNeeds:
     per_generator: int
     """0: they run on the CPU."""
     trainer: int
-    """0: it runs on the CPU."""
+    """One for each of its ranks; 0: it runs on the CPU."""
     colocate: bool = False
     """The trainer shares the first GPUs of the last generator."""
     engine: EngineKind = "vllm"
@@ -68,7 +70,7 @@ class GpuPlan:
     def of(self, name: str) -> tuple[Gpu, ...]:
         """GPUs of a process by its name; a replacement (`generator-0.1`) has its predecessor's."""
         if not name.startswith("generator-"):
-            return self.trainer
+            return self.trainer[rank_of(name) : rank_of(name) + 1]
         return self.generators[int(name.removeprefix("generator-").split(".")[0])]
 
     def with_generators(self, count: int) -> GpuPlan:

@@ -76,6 +76,10 @@ class ChildSpec(msgspec.Struct, frozen=True):
     """Where that relay listens; the launcher knows it on the process's node only."""
     trace_key: str = ""
     """Of the run (`monitoring.tracing.ids`)."""
+    rank: int = 0
+    """Of a trainer's process, among its ranks."""
+    ranks: int = 1
+    """Processes of the trainer."""
     config_json: str = ""
     """The run's resolved configuration; empty: it is read from the run directory. A process of
     another node may not see that one."""
@@ -84,6 +88,15 @@ class ChildSpec(msgspec.Struct, frozen=True):
     def generator(self) -> int:
         """Number of a generator, which its replacements have too."""
         return int(self.name.removeprefix("generator-").split(".")[0])
+
+    def data_address_of(self, rank: int) -> str:
+        """Where a rank of a trainer on this machine listens for trajectories."""
+        return f"{self.data_address}-{rank}" if rank else self.data_address
+
+    @property
+    def meeting(self) -> Path:
+        """The file through which the ranks of a trainer meet, in the run's private folder."""
+        return Path(self.data_address.removeprefix("ipc://")).parent / f"ranks-{self.lineage}"
 
     def exporter(self, config: MonitoringConfig, registry: CollectorRegistry) -> Exporter | None:
         """What serves its metrics; None where they are turned off. Raises ExporterError."""

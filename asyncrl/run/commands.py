@@ -8,6 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from asyncrl.config_by_step import ConfigByStep
+from asyncrl.run.dealing import Deals
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.moves import Moves
 from asyncrl.run.progress import Progress
@@ -40,6 +41,7 @@ class CommandExecutor:
         """Orders of the user replace it."""
         self.finished: commands.FinishRun | None = None
         """The scheduler's last command, once it has been given."""
+        self._deals = Deals(config.whole.trainer.ranks)
         self.lineage = 0
         """Of the trainer that the scheduler was told of last."""
         self._handlers: dict[type, Callable[[Any], Awaitable[None]]] = {
@@ -102,17 +104,29 @@ class CommandExecutor:
         by_generator: dict[str, list[SampleId]] = {}
         for generator, sample in command.samples:
             by_generator.setdefault(generator, []).append(sample)
-        for generator, samples in by_generator.items():
-            expected = self._reports.expectation(command.step, generator, samples)
-            await self._fleet.send(self._fleet.trainer.name, expected)
+        orders = {
+            generator: self._reports.expectation(command.step, generator, samples)
+            for generator, samples in by_generator.items()
+        }
+        rank = self._deals.rank_of(
+            command.group,
+            step=command.step,
+            tokens=sum(one.length for order in orders.values() for one in order.samples),
+            lineage=self.lineage,
+        )
+        trainer = self._fleet.ranks[rank]
+        for generator, order in orders.items():
+            await self._fleet.send(trainer.name, order)
+            samples = tuple(by_generator[generator])
             message = to_generator.Deliver(
-                command.step, tuple(samples), self.lineage, self._fleet.trainer.data_address
+                command.step, samples, self.lineage, trainer.data_address, rank
             )
             await self._fleet.send(generator, message)
 
     async def _declare_step(self, command: commands.DeclareStep) -> None:
-        plan = to_trainer.StepPlan(command.step, command.groups)
-        await self._fleet.send(self._fleet.trainer.name, plan)
+        dealt = self._deals.by_rank(command.step, command.groups)
+        for worker, groups in zip(self._fleet.ranks, dealt, strict=True):
+            await self._fleet.send(worker.name, to_trainer.StepPlan(command.step, groups))
 
     async def _discard_samples(self, command: commands.DiscardSamples) -> None:
         await self._fleet.send(command.generator, to_generator.Discard(command.samples))

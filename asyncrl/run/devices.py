@@ -48,7 +48,7 @@ def needs_of(config: RunConfig, *, any_gpu: bool) -> GpuNeeds:
     return GpuNeeds(
         generators=config.launcher.generators,
         per_generator=engine.gpus if any_gpu and engine.device != "cpu" else 0,
-        trainer=1 if any_gpu and config.trainer.device != "cpu" else 0,
+        trainer=config.trainer.ranks if any_gpu and config.trainer.device != "cpu" else 0,
         colocate=config.launcher.colocate,
         engine="vllm" if engine.kind == "torch" else engine.kind,
     )

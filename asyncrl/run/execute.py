@@ -374,6 +374,7 @@ def _trainer_spec(
         data_address=launching.data_address,
         parent=os.getpid(),
         threads=1,
+        ranks=prepared.config.trainer.ranks,
         stop_tokens=prepared.task.stop_tokens,
         tokenizer=tokenizer,
         resume_from=None if point.directory is None else point.step,

@@ -18,6 +18,7 @@ from asyncrl.run.installations import Installations
 from asyncrl.run.node_files import NodeFiles
 from asyncrl.run.relays import Relays
 from asyncrl.run.worker import Worker, cause_of_death, what_starts
+from asyncrl.trainer_names import trainer_name
 from monitoring.discovery import Target
 from wire import Hub, RunKey
 from wire.decoding import FrameRefused, Reason
@@ -63,7 +64,8 @@ class Fleet:
         self.installations = Installations(self.relays, run_key, hub.send_soon, self.cut_off)
         run = Path(trainer_spec.run_directory)
         self.files = NodeFiles(self.relays, run_key, hub.send_soon, run)
-        self._trainer = ""
+        self.ranks: list[Worker] = []
+        """The processes of the present trainer, by rank. They are lost and replaced together."""
         self.lineage = 0
         """How many trainers the run had before the present one."""
         self._restarts = self._renamed = self._started = 0
@@ -72,7 +74,7 @@ class Fleet:
 
     def start_all(self) -> None:
         """Start the trainer and the generators."""
-        self._trainer = self._start("trainer", "trainer").name
+        self._start_trainer(first=True)
         for index in range(self._config.generators):
             self._start(f"generator-{index}", "generator")
 
@@ -114,7 +116,13 @@ class Fleet:
         self._started += 1
         return self._started
 
-    def _start(self, name: str, role: Role, *, first: bool = True) -> Worker:
+    def _start_trainer(self, *, first: bool) -> None:
+        self.ranks = [
+            self._start(trainer_name(rank, self.lineage), "trainer", first=first, rank=rank)
+            for rank in range(self._trainer_spec.ranks)
+        ]
+
+    def _start(self, name: str, role: Role, *, first: bool = True, rank: int = 0) -> Worker:
         relayed = self._launcher.uses_relays
         spec = replace(
             self._trainer_spec,
@@ -125,6 +133,8 @@ class Fleet:
             first=first,
             lineage=self.lineage,
             relayed=relayed,
+            rank=rank,
+            data_address=self._trainer_spec.data_address_of(rank),
         )
         keys = keys_of(self._run_key, name, role, relayed=relayed)
         self._workers[name] = Worker(name, role, self._launcher.start(spec, keys))
@@ -137,6 +147,11 @@ class Fleet:
     ) -> None:
         """Send to a process. A message to a dead one is dropped; `deaths` will report it."""
         self._hub.send_soon(name, message)
+
+    async def send_trainer(self, message: to_trainer.ToTrainer) -> None:
+        """Send to all ranks of the trainer, in the same place among their other messages."""
+        for worker in self.ranks:
+            self._hub.send_soon(worker.name, message)
 
     def configure(self, config: LauncherConfig) -> None:
         """Have other limits; the number of generators is another order's."""
@@ -154,8 +169,8 @@ class Fleet:
 
     @property
     def trainer(self) -> Worker:
-        """The present trainer: the one that was started last."""
-        return self._workers[self._trainer]
+        """Rank 0 of the present trainer, the one that was started last."""
+        return self.ranks[0]
 
     @property
     def weights(self) -> WeightManifest | None:
@@ -277,7 +292,17 @@ class Fleet:
                 worker.is_gone = True
                 self._hub.abandon(worker.name)
                 found.append((worker, reason))
+        if any(worker.is_gone for worker in self.ranks):
+            self._end_trainer()
         return found
+
+    def _end_trainer(self) -> None:
+        """Kill the ranks of a trainer that has lost one. They are not reported as well."""
+        for worker in self.ranks:
+            if not worker.is_gone:
+                worker.is_gone = True
+                worker.handle.end(by_force=True)
+                self._hub.abandon(worker.name)
 
     def _forgive(self, now: float, missed: float, *, is_held: bool) -> None:
         """The time since the last call may be nobody's silence and no delay."""
@@ -330,7 +355,7 @@ class Fleet:
         """Start a trainer in place of a lost one and return its name; None as for `restart`.
 
         Args:
-            lost: the trainer that it replaces.
+            lost: the trainer that it replaces, or one of its ranks.
             resume_from: the step of the checkpoint that it continues from; None: from the model.
             fence: its word (`trainer.fence`).
         """
@@ -338,8 +363,8 @@ class Fleet:
             return None
         self.lineage += 1
         self._trainer_spec = replace(self._trainer_spec, resume_from=resume_from, fence=fence)
-        self._trainer = self._start(f"trainer.{self.lineage}", "trainer", first=False).name
-        return self._trainer
+        self._start_trainer(first=False)
+        return " and ".join(worker.name for worker in self.ranks)
 
     def refuse(self, name: str, reason: Reason, text: str) -> None:
         """Refuse a message that was decoded; it counts like a frame that was not."""

@@ -251,9 +251,18 @@ class Inbox:
             await self._training.apply(events.SpeedMeasured(worker.name, speed))
 
     async def _trainer_ready(self, worker: Worker, message: from_trainer.TrainerReady) -> None:
-        worker.ready(message.policy_version, 0, message.metrics_port)
         worker.weights, worker.data_address = message.manifest, message.data_address
+        worker.trainer_ready = message
+        ranks = self._fleet.ranks
+        if not any(one is worker for one in ranks):
+            ranks = [worker]
+        said = [one.trainer_ready for one in ranks if one.trainer_ready is not None]
+        if len(said) < len(ranks):
+            return
+        for one, ready in zip(ranks, said, strict=True):
+            one.ready(ready.policy_version, 0, ready.metrics_port)
         self._write_ports()
+        worker, message = ranks[0], said[0]
         if worker is self._fleet.trainer:
             self._fleet.look_after_weights()
             self._policy_watch.compare()
@@ -288,6 +297,8 @@ class Inbox:
 
     async def _trainer_report(self, worker: Worker, message: from_trainer.TrainerReport) -> None:
         worker.trainer_report = message
+        if worker is not self._fleet.trainer:  # which says when a step is finished
+            worker.policy_version = message.policy_version
 
     async def _delivery_refused(
         self, worker: Worker, message: from_trainer.DeliveryRefused

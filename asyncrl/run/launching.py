@@ -69,6 +69,7 @@ async def open_launcher(
         run / "logs",
         records,
         generators=config.launcher.generators,
+        ranks=config.trainer.ranks,
         threads=config.launcher.threads,
         pin_cores=config.launcher.pin_cores,
         gpus=prepared.gpus,

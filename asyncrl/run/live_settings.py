@@ -142,7 +142,7 @@ class LiveSettings:
 
     async def tell_trainer(self) -> None:
         """Have the trainer know all changes, before it is told of any further step."""
-        await self._fleet.send(self._fleet.trainer.name, configure_message(self.config))
+        await self._fleet.send_trainer(configure_message(self.config))
 
 
 def configure_message(config: RunConfig) -> to_trainer.Configure:

@@ -27,8 +27,8 @@ _MAX_HEADER = 100 * 2**20
 """Bytes; the safetensors format allows no longer header."""
 _PROCESS = 0.6 * 2**30
 """Bytes of a process that has loaded torch, measured on a CPU (PSS)."""
-_TRAINED = 16
-"""Bytes a parameter: weights, gradients and Adam's two moments, in float32."""
+_TRAINED, _MOMENTS = 8, 8
+"""Bytes a parameter: weights and gradients, and Adam's two moments, which ranks share; float32."""
 
 
 def model_line(config: RunConfig, model: str) -> str:
@@ -102,7 +102,7 @@ def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -
         gpus: of each process; None: the launcher places them, or there are none.
         count: parameters of the model; None: not known yet.
     """
-    launcher = config.launcher
+    launcher, ranks = config.launcher, config.trainer.ranks
     on_cpu = launcher.kind == "local" and (gpus is None or not gpus.generators[0])
     trainer_on_cpu = launcher.kind == "local" and (gpus is None or not gpus.trainer)
     trainer = _where(config, None if gpus is None else gpus.trainer)
@@ -110,17 +110,20 @@ def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -
     more = "plus KV and activations"
     if count is not None:
         each = 4 if config.engine.dtype == "float32" or _auto_float32(config, on_cpu) else 2
-        learned = count * (_TRAINED + (4 if config.trainer.kl_coefficient > 0 else 0))
+        reference = 4 if config.trainer.kl_coefficient > 0 else 0
+        learned = count * (_TRAINED + _MOMENTS / ranks + reference)
         trainer += f", {_size(learned + _PROCESS * trainer_on_cpu)}"
+        trainer += " each" if ranks > 1 else ""
         if on_cpu:
             generator += f", {_size(2 * each * count + _PROCESS)}"
             generator += " each" if launcher.generators > 1 else ""
         more = f"plus KV, activations and {_size(2 * each * count)} of {SHARED_MEMORY}"
+    name = f"trainer of {ranks} ranks" if ranks > 1 else "trainer"
     several = "s" if launcher.generators > 1 else ""
     spare = "" if gpus is None or not gpus.spare else f"; not used: {_names(gpus.spare)}"
     return _line(
         "processes",
-        f"trainer: {trainer}; {launcher.generators:,} generator{several} ({config.engine_kinds}): "
+        f"{name}: {trainer}; {launcher.generators:,} generator{several} ({config.engine_kinds}): "
         f"{generator}; {more}{spare}",
     )
 

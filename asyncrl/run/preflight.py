@@ -39,7 +39,10 @@ def check_machine(config: RunConfig) -> None:
     elif launcher.kind == "local":
         _check_threads(config)
         divide_machine(
-            generators=launcher.generators, threads=launcher.threads, pin_cores=launcher.pin_cores
+            generators=launcher.generators,
+            threads=launcher.threads,
+            pin_cores=launcher.pin_cores,
+            ranks=config.trainer.ranks,
         )
     if config.task.map is not None:
         check_name(MAP, config.task.map)

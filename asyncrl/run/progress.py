@@ -304,7 +304,8 @@ class Progress:
         self._count()
         left = self._config.run.steps - self._step
         elapsed = time.monotonic() - self._totals.began
-        trainer = fleet.trainer.trainer_report
+        reports = [one.trainer_report for one in fleet.ranks]
+        queued = [one.queued_trajectories for one in reports if one is not None]
         waiting_for = snapshot.waits[0] if snapshot is not None and snapshot.waits else None
         if snapshot is None and not fleet.all_ready:
             waiting_for = f"the run waits for {fleet.unready()} to become ready"
@@ -320,7 +321,7 @@ class Progress:
             groups_delivered=None if snapshot is None else snapshot.groups_waiting,
             samples_running=None if snapshot is None else snapshot.samples_running,
             samples_held=None if snapshot is None else snapshot.samples_held,
-            samples_queued=None if trainer is None else trainer.queued_trajectories,
+            samples_queued=sum(queued) if queued else None,
             eta_seconds=elapsed / self._steps_here * left if self._steps_here else None,
             accuracy_before=self._accuracy_before,
             waiting_for=waiting_for,

@@ -87,7 +87,8 @@ class TrainerRestarts:
                 f"the trainer {reason}, and the run cannot continue: {error}"
             ) from error
         # Their memory is needed: the new trainer reserves as much before it is ready.
-        remove_weights(self._fleet.run_id, lost.name)
+        remove_weights(self._fleet.run_id, self._fleet.trainer.name)
+        before = " and ".join(worker.name for worker in self._fleet.ranks)
         resume_from = None if self._point.directory is None else self._point.step
         name = self._fleet.restart_trainer(lost, resume_from, fence)
         if name is None:
@@ -99,7 +100,7 @@ class TrainerRestarts:
         repeated = max(0, self._training.trained_steps - self._point.step)
         start = "the checkpoint of" if self._point.directory is not None else "the model at"
         self._progress.say(
-            f"started {name} in place of {lost.name}, from {start} step {self._point.step}; "
+            f"started {name} in place of {before}, from {start} step {self._point.step}; "
             f"steps to train again: {repeated}"
         )
 

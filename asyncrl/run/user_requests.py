@@ -145,7 +145,7 @@ class UserRequests:
                 "order again when `asyncrl status` shows it as ready"
             )
         self._checkpoint = asyncio.get_running_loop().create_future()
-        await self._fleet.send(trainer.name, to_trainer.WriteCheckpoint())
+        await self._fleet.send_trainer(to_trainer.WriteCheckpoint())
         try:
             while not self._checkpoint.done():
                 await asyncio.wait({self._checkpoint}, timeout=1.0)

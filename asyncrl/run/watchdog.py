@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncrl.errors import RunFailed
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.run.arrivals import Arrivals
@@ -44,6 +46,7 @@ class Watchdog:
                 any more.
         """
         deaths = self._fleet.deaths(is_held=self._training.is_held)
+        lost = first_cause(deaths)
         for worker, reason in deaths:
             self._progress.say(_what_died(worker, reason))
             if worker.was_overdue and not self._training.verifies:
@@ -54,10 +57,9 @@ class Watchdog:
                 )
             if not worker.has_left:
                 self._progress.died(worker.role, worker.name)
-            if worker.role == "relay":
-                continue
-            if worker.is_trainer:
-                await self._trainer_restarts.replace(worker, reason)
+            if worker.role != "generator":
+                if lost is not None and worker is lost[0]:
+                    await self._trainer_restarts.replace(*lost)
                 continue
             self._fleet.installations.drop(worker.name)
             await self._evaluation.lost(worker)
@@ -111,6 +113,16 @@ class Watchdog:
                 f"({self._fleet.config.max_restarts}) does not allow another; its last words:\n"
                 f"{worker.handle.log_tail()}"
             )
+
+
+def first_cause(deaths: Sequence[tuple[Worker, str]]) -> tuple[Worker, str] | None:
+    """Of the ranks of a trainer that have died, the one that probably did so first, and how.
+
+    A rank that has lost another ends by itself. One that was killed, perhaps for memory, did not.
+    """
+    ranks = [death for death in deaths if death[0].is_trainer]
+    killed = [death for death in ranks if (death[0].handle.exit_code() or 0) < 0]
+    return next(iter(killed or ranks), None)
 
 
 def _what_died(worker: Worker, reason: str) -> str:

@@ -55,6 +55,8 @@ class Worker:
     """When the last report of a generator came (monotonic seconds)."""
     generator_report: from_generator.GeneratorReport | None = None
     trainer_report: from_trainer.TrainerReport | None = None
+    trainer_ready: from_trainer.TrainerReady | None = None
+    """What a rank of the trainer said when it could take samples; it is ready when all can."""
     relay: from_relay.RelayReady | None = None
     """What a relay said when it was ready: where its parts listen."""
 

@@ -22,6 +22,7 @@ from asyncrl.errors import UserError
 from asyncrl.processes.generator.engine_log import EngineRecord
 from asyncrl.simulation.cost import MeasuredCost
 from asyncrl.simulation.lengths import Survival
+from asyncrl.trainer_names import rank_of
 from engine.drafting.calibration import rising
 from monitoring.jsonl import read_jsonl
 from monitoring.metrics_log import read_metrics
@@ -240,7 +241,7 @@ def _spans(directory: Path) -> tuple[dict[str, list[Span]], list[Span]]:
     for path in sorted((directory / "timeline").glob("*.jsonl")):
         if path.stem.startswith("generator"):
             generators[path.stem] = read_spans(path)
-        elif path.stem.startswith("trainer"):
+        elif path.stem.startswith("trainer") and rank_of(path.stem) == 0:
             trainer += read_spans(path)
     return generators, trainer
 

@@ -29,6 +29,7 @@ from rollout.trajectory import SampleId, Trajectory
 from trainer.disagreement import SUMS
 from trainer.errors import CheckpointUnwritable
 from trainer.group_check import check_trajectory
+from trainer.ranks import ALONE
 from wire.messages import data, to_trainer
 from wire.records import StalenessMetrics, TrainedStep
 from wire.refusals import Refusals
@@ -43,6 +44,7 @@ class FakeLearner:
     """Remembers the groups of each step."""
 
     initial_weights = "those of the test"
+    world = ALONE
 
     def __init__(self) -> None:
         self.policy_version = self.staleness = 0

@@ -57,11 +57,11 @@ class World:
             return [own]
         with self._waiting(what):
             sizes = torch.empty(self.size, dtype=torch.int64)
-            dist.all_gather_into_tensor(sizes, torch.tensor([len(own)]))
+            dist.all_gather_single(sizes, torch.tensor([len(own)]))
             longest = max(1, int(sizes.max()))
             padded = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
             received = torch.empty(self.size * longest, dtype=torch.uint8)
-            dist.all_gather_into_tensor(received, padded)
+            dist.all_gather_single(received, padded)
         rows = received.view(self.size, longest)
         return [rows[rank, :size].numpy().tobytes() for rank, size in enumerate(sizes.tolist())]
 
@@ -99,12 +99,12 @@ class World:
     def reduce_scatter(self, own: Tensor, given: Tensor, what: str) -> None:
         """Sum `[size, n]` over the ranks and put this rank's row into `own` `[n]`."""
         with self._waiting(what):
-            dist.reduce_scatter_tensor(own, given.view(-1))
+            dist.reduce_scatter_single(own, given.view(-1))
 
     def all_gather(self, all_rows: Tensor, own: Tensor, what: str) -> None:
         """Put each rank's `own` `[n]` into its row of `[size, n]`."""
         with self._waiting(what):
-            dist.all_gather_into_tensor(all_rows.view(-1), own)
+            dist.all_gather_single(all_rows.view(-1), own)
 
     def close(self) -> None:
         """Leave. Idempotent; waits for nobody."""

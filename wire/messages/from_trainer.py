@@ -25,7 +25,8 @@ class TrainerReady(Message, frozen=True):
 
     policy_version: int
     """Optimizer steps done, which is also the index of the next step."""
-    manifest: WeightManifest
+    manifest: WeightManifest | None
+    """None: another rank of the trainer publishes them."""
     metrics_port: int | None = None
     """None: it serves no metrics."""
     initial_weights: str = ""
@@ -36,7 +37,7 @@ class TrainerReady(Message, frozen=True):
 
 
 class StepFinished(Message, frozen=True):
-    """An optimizer step is done and its weights are published."""
+    """An optimizer step is done and its weights are published. Rank 0 says it for all ranks."""
 
     step: int
     """The step trained, from 0; the new policy version is step + 1."""

@@ -155,6 +155,8 @@ class Deliver(Message, frozen=True):
     data_address: str = ""
     """Where that trainer takes them; empty: where it always was. A restarted trainer may be on
     another node."""
+    rank: int = 0
+    """Of that trainer, to which they go."""
 
 
 class Discard(Message, frozen=True):

@@ -12,7 +12,10 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepPlan(Message, frozen=True):
-    """The groups that a step trains on. Sent once per step, when the set is final."""
+    """The groups that a step trains on. Sent once per step, when the set is final.
+
+    Each rank of the trainer is told its own groups, and has them all by then. It may have none.
+    """
 
     step: int
     groups: tuple[int, ...]
@@ -53,7 +56,9 @@ class Configure(Message, frozen=True):
 
 
 class WriteCheckpoint(Message, frozen=True):
-    """Write a checkpoint of the present version.
+    """Write a checkpoint of the present version, after the last step whose plan was sent.
+
+    All ranks of a trainer are sent it between the same two plans.
 
     Answer with CheckpointWritten or CheckpointFailed, also if it is on the disk already.
     """

@@ -14,9 +14,9 @@ from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.reports import GeneratorRecords
+from asyncrl.processes.generator.trainer_lines import TrainerLines
 from asyncrl.rewards.calls import Reward
 from rollout.trajectory import SampleId
-from wire import Line
 from wire.frames import encode_trajectory
 from wire.messages import data, from_generator, to_generator
 
@@ -35,6 +35,8 @@ class _Unacknowledged:
     """When it was last sent (monotonic seconds)."""
     began: float
     """When it was first sent."""
+    rank: int
+    """Of the trainer, that it is for."""
     times: int = 1
     """How often it was sent."""
     patience: float = field(default_factory=lambda: RESEND_SECONDS)
@@ -47,7 +49,7 @@ class Deliveries:
 
     Args:
         held: finished samples by id; a delivered one is removed.
-        trainer: the line to the trainer.
+        trainer: the lines to the trainer's ranks.
         controller: is told of acknowledged and of failed samples.
         records: count deliveries and record a few samples.
         lenient_reuse: remembers what was delivered; None unless configured.
@@ -56,7 +58,7 @@ class Deliveries:
     def __init__(
         self,
         held: dict[SampleId, HeldSample],
-        trainer: Line[data.ToGeneratorData],
+        trainer: TrainerLines,
         controller: ControllerLine,
         records: GeneratorRecords,
         lenient_reuse: LenientReuse | None,
@@ -117,8 +119,9 @@ class Deliveries:
     def _send(self, held: HeldSample, reward: Reward, command: to_generator.Deliver) -> None:
         """Send a sample; those of a group travel together."""
         step = command.step
+        line = self._trainer.to(command.rank)
         if command.data_address:
-            self._trainer.move_to(command.data_address)
+            line.move_to(command.data_address)
         delivery = encode_trajectory(
             held.trajectory,
             reward=reward.value,
@@ -127,14 +130,14 @@ class Deliveries:
             lineage=command.lineage,
         )
         now = time.monotonic()
-        self._unacknowledged[held.trajectory.id] = _Unacknowledged(delivery, now, now)
+        self._unacknowledged[held.trajectory.id] = _Unacknowledged(delivery, now, now, command.rank)
         self.newest_step = max(self.newest_step, step)
         if self._lenient_reuse is not None:
             self._lenient_reuse.remember(held.trajectory)
         if self._recorder is not None:
             self._recorder.consider(held, reward=reward.value, step=step)
         self._metrics.deliveries.inc()
-        self._trainer.send_soon(delivery)
+        line.send_soon(delivery)
 
     async def receive_acknowledgements(self) -> None:
         """Report acknowledged samples and resend the others. Runs until it is cancelled."""
@@ -171,4 +174,4 @@ class Deliveries:
                 waiting.times += 1
                 self._metrics.deliveries.inc()
                 self._metrics.redeliveries.inc()
-                await self._trainer.send(waiting.delivery)
+                await self._trainer.to(waiting.rank).send(waiting.delivery)

@@ -39,6 +39,7 @@ from asyncrl.processes.generator.preemption import Preemption
 from asyncrl.processes.generator.reports import GeneratorRecords, GeneratorReports
 from asyncrl.processes.generator.rescoring import Rescoring
 from asyncrl.processes.generator.samples import Samples
+from asyncrl.processes.generator.trainer_lines import TrainerLines
 from asyncrl.processes.generator.unfinished_files import UnfinishedFiles
 from asyncrl.processes.generator.weight_installs import WeightInstalls
 from engine.errors import EngineError
@@ -60,12 +61,13 @@ class GeneratorProcess:
         engine: started.
         generator: generates samples with that engine.
         controller: the line to the controller.
-        trainer: the line to the trainer.
+        trainer: the line to the trainer, or to its rank 0.
         records: where numbers and samples are recorded.
         lenient_reuse: rollouts of earlier epochs, see `lenient_reuse`.
         kv_limit: see `preemption`.
         stops_on_wrong_policy: see `weight_installs`.
         here: see `unfinished_files`.
+        other_ranks: the lines to the trainer's ranks from 1 on.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class GeneratorProcess:
         kv_limit: float = 1.0,
         stops_on_wrong_policy: bool = True,
         here: Callable[[str], Path] = Path,
+        other_ranks: Sequence[Line[data.ToGeneratorData]] = (),
     ) -> None:
         metrics = records.metrics
         self._engine = engine
@@ -94,7 +97,8 @@ class GeneratorProcess:
         self.deadlines = Deadlines(self.samples)
         self._preemption = Preemption(engine, self.samples, metrics, kv_limit=kv_limit)
         self._evaluation = Evaluation(generator, controller)
-        self.deliveries = Deliveries(self.samples.held, trainer, controller, records, lenient_reuse)
+        lines = TrainerLines([trainer, *other_ranks])
+        self.deliveries = Deliveries(self.samples.held, lines, controller, records, lenient_reuse)
         self._installs = WeightInstalls(
             engine,
             self.samples,

@@ -79,14 +79,18 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
         closing.callback(log.close)
         recorder = SampleRecorder(child.directory, tokenizer, config)
         closing.callback(recorder.close)
-        trainer_line: Line[Any] = Line(
-            spec.data_address,
-            keys.data,
-            data.ToGeneratorData,
-            Refusals(child.metrics.count_refused),
-            together_bytes=ONE_PART,
-        )
-        closing.callback(trainer_line.close)
+        trainer_lines: list[Line[Any]] = [
+            Line(
+                spec.data_address_of(rank),
+                keys.data,
+                data.ToGeneratorData,
+                Refusals(child.metrics.count_refused),
+                together_bytes=ONE_PART,
+            )
+            for rank in range(spec.ranks)
+        ]
+        for line in trainer_lines:
+            closing.callback(line.close)
         sampling = config.sampling.params(
             stop_tokens=spec.stop_tokens,
             stop_rule=stop_rule(tokenizer, config.sampling.stop),
@@ -104,7 +108,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
                 traces=traces,
             ),
             ControllerLine(spec.name, child.control),
-            trainer_line,
+            trainer_lines[0],
             GeneratorRecords(
                 child.metrics,
                 Activity(child.timeline, child.metrics, timeline_file(spec, config, "slots")),
@@ -116,6 +120,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
             kv_limit=config.scheduler.runahead_kv_limit,
             stops_on_wrong_policy=config.run.on_wrong_policy == "stop",
             here=spec.here,
+            other_ranks=trainer_lines[1:],
         )
         with without_collecting_the_start():
             await process.run(metrics_port=child.metrics_port)

@@ -52,6 +52,11 @@ class CheckpointWriter:
         self.limit_seconds = limit_seconds
         self._hanging: _Writing | None = None
 
+    @property
+    def hangs(self) -> bool:
+        """Whether a checkpoint that was given up is still being written, so that none can begin."""
+        return self._hanging is not None and not self._hanging.ended.done()
+
     async def write(self, path: Path, steps: Sequence[TrainedStep]) -> None:
         """Write the learner's present state.
 

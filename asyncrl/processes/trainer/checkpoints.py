@@ -73,12 +73,26 @@ class Checkpoints:
         )
         self._metrics.unsaved.set(len(self._unsaved))
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the present version is one of every so many, or is to be tried again."""
+        version = self._learner.policy_version
+        is_retry = self._retry_at is not None and version >= self._retry_at
+        return is_retry or version % self._every(version) == 0
+
+    @property
+    def can_save(self) -> bool:
+        """Whether `save` would begin to write: there is something new, and the disk answers."""
+        return self._learner.policy_version != self._saved_version and not self._writer.hangs
+
+    @property
+    def path(self) -> Path:
+        """Of the present version's checkpoint."""
+        return path_of(self._directory, self._learner.policy_version)
+
     async def save_if_due(self) -> CheckpointWritten | CheckpointFailed | None:
         """Save every so many steps, or try again; None if the present version is not due."""
-        version = self._learner.policy_version
-        every = self._every(version)
-        is_retry = self._retry_at is not None and version >= self._retry_at
-        return await self.save() if is_retry or version % every == 0 else None
+        return await self.save() if self.is_due else None
 
     async def save_as_ordered(self) -> CheckpointWritten | CheckpointFailed:
         """Save the present version unless it is saved already."""

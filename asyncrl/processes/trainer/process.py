@@ -15,6 +15,10 @@ A group's gradient is accumulated as soon as the group is whole, in a repeatable
 groups before it have been accumulated. The optimizer steps when every group of the step's plan has
 been accumulated. Trajectories of later steps wait in the queue. A
 trajectory that arrives twice is acknowledged twice and kept once.
+
+A trainer of several ranks has a process for each, which is told its own groups. What all ranks do
+together, steps and checkpoints, follows from the commands, which all get in the same order: a plan
+is carried out by all or by none, and a checkpoint is of the step after the last plan before it.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import deque
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -88,7 +94,10 @@ class TrainerProcess:
         self._plans: dict[int, frozenset[int]] = {}
         self._changed = asyncio.Event()
         self._shutdown: to_trainer.Shutdown | None = None
-        self._wants_checkpoint = False
+        self._newest_plan = -1
+        """The last step whose plan came."""
+        self._ordered_checkpoints: deque[int] = deque()
+        """A checkpoint is to be written, for each, as soon as this step has been trained."""
         self._cut_off: list[from_trainer.PeerCutOff] = []
         generators.refusals.on_cut_off = self._note_cut_off
 
@@ -120,7 +129,7 @@ class TrainerProcess:
             ]
             await self._train()
             if self._shutdown is not None and self._shutdown.checkpoint:
-                await self._send_if_any(await self._checkpoints.save())
+                await self._save(self._checkpoints.save)
             for task in background:
                 task.cancel()
         await self._control.send(from_trainer.Goodbye())
@@ -170,6 +179,7 @@ class TrainerProcess:
         while True:
             match await self._control.receive():
                 case to_trainer.StepPlan(step=step, groups=groups):
+                    self._newest_plan = max(self._newest_plan, step)
                     if step >= self._steps.step:
                         self._plans[step] = frozenset(groups)
                 case to_trainer.Expect() as order:
@@ -179,17 +189,18 @@ class TrainerProcess:
                     source = "the configuration that the controller sent"
                     self.configure(parse_config(json.loads(changed.config_json), source=source))
                 case to_trainer.WriteCheckpoint():
-                    self._wants_checkpoint = True
+                    self._ordered_checkpoints.append(self._newest_plan)
                 case to_trainer.Shutdown() as shutdown:
                     self._shutdown = shutdown
             self._changed.set()
 
     async def _train(self) -> None:
         """Accumulate whole groups as they arrive; take a step when its plan is fulfilled."""
-        while self._shutdown is None:
-            if self._wants_checkpoint:  # between two groups: the weights are those of a step
-                self._wants_checkpoint = False
-                await self._control.send(await self._checkpoints.save_as_ordered())
+        while not self._is_over():
+            if self._ordered_checkpoints and self._steps.step > self._ordered_checkpoints[0]:
+                self._ordered_checkpoints.popleft()
+                # Between two groups: the weights are those of a step.
+                await self._save(self._checkpoints.save_as_ordered)
             step, done = self._steps.step, self._steps.done
             plan = self._plans.get(step)
             group = self._queue.take(step, allowed=self._allowed(step, plan))
@@ -206,6 +217,11 @@ class TrainerProcess:
                 self._changed.clear()
                 size = self._groups_per_step if plan is None else len(plan)
                 await self._steps.wait(self._changed, waited_for(len(done), size))
+
+    def _is_over(self) -> bool:
+        """Whether to train no more. What other ranks carry out is carried out first."""
+        ordered = self._steps.step in self._plans or bool(self._ordered_checkpoints)
+        return self._shutdown is not None and not (self._steps.has_peers and ordered)
 
     def _allowed(self, step: int, plan: frozenset[int] | None) -> frozenset[int] | None:
         """The groups that may be accumulated next; None: any of the step.
@@ -224,20 +240,33 @@ class TrainerProcess:
         wrong = await self._steps.wrong_policies()
         for found in wrong:
             await self._control.send(found)
-        if wrong and self._stops_on_wrong_policy:
+        if await self._steps.meet(bool(wrong) and self._stops_on_wrong_policy):
+            self._plans.clear()
+            self._ordered_checkpoints.clear()
             while self._shutdown is None:  # the controller ends the run; nothing is trained on
                 self._changed.clear()
                 await self._steps.wait(self._changed, "the run's end")
             return
+        self._plans.pop(self._steps.step, None)
         finished = await self._steps.finish_step()
-        self._plans.pop(finished.step, None)
         self._queue.forget_before(self._steps.step)
-        self._checkpoints.finished(finished)
         self._intake.forget_before(self._steps.step)
-        await self._control.send(finished)
-        await self._send_if_any(await self._checkpoints.save_if_due())
+        if finished is not None:
+            self._checkpoints.finished(finished)
+            await self._control.send(finished)
+        await self._save(self._checkpoints.save_if_due, self._checkpoints.is_due)
 
-    async def _send_if_any(self, message: msgspec.Struct | None) -> None:
+    async def _save(
+        self, save: Callable[[], Awaitable[msgspec.Struct | None]], wanted: bool = True
+    ) -> None:
+        """Have rank 0 save if that is wanted; the others give it their part."""
+        checkpoints = self._checkpoints
+        takes_all = await self._steps.decided(wanted and checkpoints.can_save)
+        if not self._steps.leads:
+            if takes_all:
+                await self._steps.help_to_save(checkpoints.path)
+            return
+        message = await save() if wanted else None
         if message is not None:
             await self._control.send(message)
 

@@ -60,6 +60,7 @@ class TrainedSampleLog:
         settings: `run.log_samples` and its companions.
         metrics: count the records that could not be written.
         fence: keeps a trainer that was replaced from writing.
+        ranks: of the trainer, which share the limit.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class TrainedSampleLog:
         settings: RunSection,
         metrics: TrainerMetrics,
         fence: Fence = UNFENCED,
+        ranks: int = 1,
     ) -> None:
-        self._files = SampleFiles(folder, limit_bytes=settings.log_samples_mb << 20)
+        limit = (settings.log_samples_mb << 20) // ranks
+        self._files = SampleFiles(folder, limit_bytes=limit)
         self._folder = folder
         self._tokenizer = tokenizer
         self._with_tokens = settings.log_sample_tokens

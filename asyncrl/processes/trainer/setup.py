@@ -24,12 +24,14 @@ from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
 from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
+from monitoring.trained_samples import folder_of_rank
 from scheduler.admission import Admission
 from trainer.checkpoint_files import path_of
 from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
-from trainer.errors import BatchError, NonFiniteError, Superseded, TrainerError
+from trainer.errors import BatchError, NonFiniteError, RankLost, Superseded, TrainerError
 from trainer.fence import Fence
 from trainer.learner import Learner, resolve_device
+from trainer.ranks.world import join
 from wire import Hub
 from wire.errors import PublishError, WireError
 from wire.frames import max_delivery_bytes
@@ -61,7 +63,8 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         with child.timeline.span(SpanKind.STARTING):
             learner = _load_learner(child, fence)
         fence.check()
-        drop_repeated(child.directory / "samples", learner.policy_version)
+        if learner.world.leads:
+            drop_repeated(child.directory / "samples", learner.policy_version)
         engines_on_cpu = _generates_on_cpu(spec, config)
         name = config.engine.weights_dtype(on_cpu=engines_on_cpu)
         engine_dtype: torch.dtype = getattr(torch, name)
@@ -95,7 +98,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             records,
             engine_dtype=engine_dtype,
             samples_follow_policy=config.samples_follow_policy,
-            sender=_sender(child, learner.policy.device, generators.address),
+            sender=_sender(child, learner, generators.address),
         )
         checkpoints = Checkpoints(
             learner,
@@ -124,14 +127,12 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             )
 
 
-def _sender(
-    child: Child[TrainerMetrics], device: torch.device, address: str
-) -> WeightSender | None:
-    """What broadcasts the weights, if the user wants it and trusts the network.
+def _sender(child: Child[TrainerMetrics], learner: Learner, address: str) -> WeightSender | None:
+    """What broadcasts the weights, if the user wants it and trusts the network; on rank 0.
 
     Args:
         child: this process.
-        device: of the trainer.
+        learner: whose weights they are.
         address: that generators reach this process at. The sender listens there too, and on
             loopback if that is no network's.
 
@@ -139,7 +140,7 @@ def _sender(
         AsyncrlError: it cannot listen there.
     """
     config, broadcasts = child.config, child.metrics.weight_broadcasts
-    if config.launcher.weights != "broadcast":
+    if config.launcher.weights != "broadcast" or not learner.world.leads:
         return None
     generators = range(config.launcher.generators)
     host = urlsplit(address).hostname if address.startswith("tcp:") else None
@@ -147,7 +148,7 @@ def _sender(
         sender = WeightSender(
             host or "127.0.0.1",
             members=sum(config.engine.of_generator(one).gpus for one in generators),
-            device=device,
+            device=learner.policy.device,
             note=lambda outcome: broadcasts.of(outcome).inc(),
         )
     except OSError as error:
@@ -164,6 +165,15 @@ def _load_learner(child: Child[TrainerMetrics], fence: Fence) -> Learner:
             "run.repeatable: true works on a CPU only, and trainer.device: auto chose a GPU; set "
             "trainer.device: cpu"
         )
+    world = join(
+        spec.meeting,
+        spec.rank,
+        spec.ranks,
+        on_gpu=resolve_device(config.trainer.device).type == "cuda",
+        join_seconds=config.launcher.startup_seconds,
+        seconds=config.trainer.rank_seconds,
+    )
+    child.closing.callback(world.close)
     learner = Learner(
         config.trainer.model_copy(update={"threads": spec.threads}),
         spec.model_path,
@@ -174,6 +184,7 @@ def _load_learner(child: Child[TrainerMetrics], fence: Fence) -> Learner:
         total_steps=config.run.steps,
         max_tokens=config.sampling.max_tokens,
         fence=fence,
+        world=world,
     )
     if spec.resume_from is not None:
         learner.restore(path_of(child.directory / "checkpoints", spec.resume_from))
@@ -201,7 +212,9 @@ async def _sample_log(child: Child[TrainerMetrics], fence: Fence) -> TrainedSamp
     if settings.log_samples == "off":
         return None
     tokenizer = await load_checked_tokenizer(child, from_trainer.WrongPolicyFound)
-    return TrainedSampleLog(child.directory / "samples", tokenizer, settings, child.metrics, fence)
+    spec = child.spec
+    folder = folder_of_rank(child.directory / "samples", spec.rank)
+    return TrainedSampleLog(folder, tokenizer, settings, child.metrics, fence, spec.ranks)
 
 
 def _failure(_spec: ChildSpec, error: BaseException) -> from_trainer.Failure | None:
@@ -209,5 +222,5 @@ def _failure(_spec: ChildSpec, error: BaseException) -> from_trainer.Failure | N
     if not isinstance(error, AsyncrlError | TrainerError | MonitoringError | WireError):
         return None
     by_user = isinstance(error, UserError | TrainerError | MonitoringError)
-    internal = isinstance(error, BatchError | NonFiniteError | PublishError | Superseded)
+    internal = isinstance(error, BatchError | NonFiniteError | PublishError | RankLost | Superseded)
     return from_trainer.Failure(str(error), user_error=by_user and not internal)

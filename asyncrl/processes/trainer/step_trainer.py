@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
@@ -15,6 +15,12 @@ import torch
 from asyncrl.config_by_step import ConfigByStep
 from asyncrl.processes.trainer.group_queue import WholeGroup
 from asyncrl.processes.trainer.policy_check import PolicyCheck
+from asyncrl.processes.trainer.rank_parts import (
+    gathered,
+    lost_to_imbalance,
+    mean_terms,
+    part_of,
+)
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
@@ -45,9 +51,11 @@ class TrainerRecords:
 class StepTrainer:
     """The learner and its publisher, on the time line. The learner works in a thread.
 
+    With several ranks, `meet`, `decided` and `finish_step` are collectives of all.
+
     Args:
         learner: computes gradients and takes optimizer steps.
-        publisher: publishes the weights after each step.
+        publisher: publishes the weights after each step; used by rank 0.
         records: metrics and the time line.
         engine_dtype: data type of the weights that the engines decode with.
         samples_follow_policy: as in `RunConfig`, until `configure`.
@@ -65,6 +73,7 @@ class StepTrainer:
         sender: WeightSender | None = None,
     ) -> None:
         self._learner = learner
+        self._world = learner.world
         self._sender = sender
         self._publisher = publisher
         self._engine_dtype = engine_dtype
@@ -85,13 +94,23 @@ class StepTrainer:
         self._samples = 0
         self._terms: list[tuple[float, ...]] = []
         self._to_log: list[WholeGroup] = []
-        self._train_seconds = 0.0
+        self._train_seconds = self._gradient_seconds = 0.0
         self._waited: defaultdict[str, float] = defaultdict(float)
 
     @property
     def step(self) -> int:
         """The step being trained: the number of optimizer steps taken, which is the version."""
         return self._learner.policy_version
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, or the only one."""
+        return self._world.leads
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether the trainer has other ranks."""
+        return self._world.size > 1
 
     def configure(self, config: ConfigByStep) -> None:
         """Take over what changes at steps to come."""
@@ -103,8 +122,14 @@ class StepTrainer:
         """As `Learner.initial_weights`."""
         return self._learner.initial_weights
 
-    async def publish(self) -> WeightManifest:
-        """Publish the present weights with their fingerprint. Raises PublishError."""
+    async def publish(self) -> WeightManifest | None:
+        """Publish the present weights with their fingerprint; only rank 0 does.
+
+        Raises:
+            PublishError: they cannot be published.
+        """
+        if not self._world.leads:
+            return None
         with self._timeline.span(SpanKind.TRANSFERRING_WEIGHTS, version=self.step):
             return await asyncio.to_thread(self._publish)
 
@@ -129,6 +154,7 @@ class StepTrainer:
         self._terms += [terms for terms in group.terms if terms]
         if self._sample_log is not None:
             self._to_log.append(group)
+        self._gradient_seconds += time.monotonic() - began
         self._count_training(time.monotonic() - began)
 
     async def wait(self, changed: asyncio.Event, cause: str) -> None:
@@ -144,8 +170,33 @@ class StepTrainer:
             return []
         return await asyncio.to_thread(self._check.findings, self.step)
 
-    async def finish_step(self) -> StepFinished:
-        """Take the optimizer step and publish the new weights.
+    async def meet(self, own: bool) -> bool:
+        """Wait until all ranks have the gradients of their groups; whether any of them says so.
+
+        Raises:
+            RankLost: one was lost, or did not come within `trainer.rank_seconds`.
+        """
+        if self._world.size == 1:
+            return own
+        began, cause = time.monotonic(), "other ranks"
+        with self._timeline.waiting(cause, step=self.step):
+            found = await asyncio.to_thread(self._world.any, own, f"step {self.step}")
+        self._waited[cause] += time.monotonic() - began
+        self._metrics.rank_wait.observe(time.monotonic() - began)
+        return found
+
+    async def decided(self, own: bool) -> bool:
+        """What rank 0 has decided about the next thing to do. Raises RankLost."""
+        if self._world.size == 1:
+            return own
+        return await asyncio.to_thread(self._world.decided, own, "what rank 0 decides")
+
+    async def help_to_save(self, path: Path) -> None:
+        """Give rank 0 what it needs of this rank for a checkpoint. Raises RankLost."""
+        await asyncio.to_thread(self._learner.save, path)
+
+    async def finish_step(self) -> StepFinished | None:
+        """Take the optimizer step and publish the new weights; rank 0 says what came of it.
 
         Raises:
             TrainerError: the step failed.
@@ -156,7 +207,15 @@ class StepTrainer:
         with self._timeline.span(SpanKind.TRAINING, step=step):
             learned = await asyncio.to_thread(self._learner.step)
         self._trace("optimizer step", groups, step, began)
-        follow = self._samples_follow_policy(step) and (self._check is None or self._check.follows)
+        own = part_of(
+            groups,
+            self._samples,
+            self._terms,
+            busy_seconds=self._gradient_seconds,
+            follows=self._check is None or self._check.follows,
+        )
+        parts = await asyncio.to_thread(gathered, own, self._world)
+        follow = self._samples_follow_policy(step) and all(part.follows for part in parts)
         on_policy = follow and learned.staleness.max == 0
         metrics = msgspec.structs.replace(learned, exactly_on_policy=on_policy)
         self._count_training(time.monotonic() - began)
@@ -170,10 +229,14 @@ class StepTrainer:
             wait_seconds=sum(self._waited.values()),
             wait_first_seconds=self._waited["first group"],
             wait_last_seconds=self._waited["last group"],
+            rank_idle_seconds=lost_to_imbalance(parts),
         )
-        terms = tuple(math.fsum(values) / len(values) for values in zip(*self._terms, strict=True))
-        finished = StepFinished(step, groups, manifest, metrics, times, terms)
-        self._measure(finished)
+        finished: StepFinished | None = None
+        if manifest is not None:
+            groups = tuple(sorted(group for part in parts for group in part.groups))
+            terms = mean_terms(parts)
+            finished = StepFinished(step, groups, manifest, metrics, times, terms)
+            self._measure(finished, samples=sum(part.samples for part in parts))
         self._start_step()
         return finished
 
@@ -190,12 +253,12 @@ class StepTrainer:
         self._train_seconds += seconds
         self.busy_seconds += seconds
 
-    def _measure(self, finished: StepFinished) -> None:
+    def _measure(self, finished: StepFinished, *, samples: int) -> None:
         metrics, manifest = self._metrics, finished.manifest
         metrics.publish(finished.metrics)
         metrics.steps.inc()
         metrics.tokens.inc(finished.metrics.batch.tokens)
-        metrics.samples.inc(self._samples)
+        metrics.samples.inc(samples)
         metrics.train_time.observe(finished.times.train_seconds)
         metrics.publish_time.observe(finished.times.publish_seconds)
         metrics.weights_size.set(manifest.nbytes)

@@ -97,6 +97,42 @@ def test_a_killed_trainer_is_replaced_and_continues_from_its_newest_checkpoint(
     assert not list(left), "a dead trainer's weights are still in shared memory"
 
 
+def test_a_trainer_of_two_ranks_trains_every_group_once_also_when_one_of_them_is_killed(
+    command_line: CommandLine,
+) -> None:
+    process = command_line.start(
+        run__steps=12, trainer__ranks=2, trainer__checkpoint_every=2, run__log_samples="jsonl"
+    )
+    until(lambda: command_line.steps() >= 3, seconds=200, what="three steps")
+    (last,) = [pid for pid in command_line.children("trainer") if _rank(pid) == 1]
+    os.kill(last, signal.SIGKILL)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    text = " ".join(output.split())
+    assert "trainer-1 was killed by SIGKILL" in text
+    assert "started trainer.1 and trainer-1.1 in place of trainer and trainer-1, from" in text
+    assert not command_line.children("trainer")
+    steps = command_line.metrics()
+    assert [step.step for step in steps] == list(range(12))
+    assert {step.staleness.max for step in steps} == {0}
+    assert worst_mismatch(steps) < 1e-3
+    account = read_account(command_line.folder)
+    assert account.is_exact
+    assert account.trained == 4 * 12
+    samples = list(read_trained_samples(command_line.folder / "samples"))
+    logged = [(one.step, one.group) for one in samples]
+    size = logged.count(logged[0])
+    assert sorted(logged) == [(at // 4, at) for at in range(4 * 12) for _ in range(size)]
+    other = [one.group for one in read_trained_samples(command_line.folder / "samples" / "rank-1")]
+    assert 0 < len(other) < len(samples), "both ranks had groups"
+
+
+def _rank(pid: int) -> int:
+    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    rank: int = json.loads(arguments[-2])["rank"]
+    return rank
+
+
 def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpoint(
     command_line: CommandLine,
 ) -> None:

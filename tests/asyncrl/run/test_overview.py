@@ -126,6 +126,8 @@ def test_memory_and_places_on_a_cpu() -> None:
     )
     with_kl = overview.processes_line(config(trainer={"kl_coefficient": 0.1}), None, billion)
     assert "trainer: CPU, 21 GiB;" in with_kl, "the initial model is a second one"
+    ranks = overview.processes_line(config(trainer={"ranks": 4}), None, billion)
+    assert "trainer of 4 ranks: CPU, 11 GiB each;" in ranks, "they share Adam's moments"
     unknown = overview.processes_line(config(), None, None)
     assert unknown.endswith("trainer: CPU; 1 generator (torch): CPU; plus KV and activations")
 

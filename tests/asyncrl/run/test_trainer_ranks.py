@@ -1,0 +1,97 @@
+"""The ranks of a trainer are started, told, lost and replaced together."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from fake_processes import FakeHub, FakeLauncher, run_config, spec, weights
+
+from asyncrl.errors import ConfigError
+from asyncrl.run.fleet import Fleet
+from asyncrl.run.watchdog import first_cause
+from wire import RunKey
+from wire.messages import to_trainer
+
+CONFIG = run_config(trainer={"ranks": 3})
+
+
+def started() -> tuple[Fleet, FakeHub]:
+    hub = FakeHub(FakeLauncher())
+    three = msgspec.structs.replace(spec(), ranks=3)
+    fleet = Fleet(CONFIG.launcher, hub.launcher, three, hub, RunKey.new())  # type: ignore[arg-type]
+    fleet.start_all()
+    for worker in fleet.everyone():
+        worker.ready(0, 0 if worker.is_trainer else 2, None)
+    fleet.trainer.weights = weights(0)
+    return fleet, hub
+
+
+def test_each_rank_has_a_name_and_an_address_of_its_own_and_all_meet_in_one_file() -> None:
+    fleet, hub = started()
+    specs = [hub.launcher.handles[name].spec for name in ("trainer", "trainer-1", "trainer-2")]
+    assert [(one.rank, one.ranks, one.bind_to()) for one in specs] == [
+        (0, 3, "ipc://b"), (1, 3, "ipc://b-1"), (2, 3, "ipc://b-2"),
+    ]  # fmt: skip
+    assert len({one.meeting for one in specs}) == 1
+    generator = hub.launcher.handles["generator-0"].spec
+    assert [generator.data_address_of(rank) for rank in range(3)] == [
+        one.bind_to() for one in specs
+    ]
+    assert fleet.trainer.name == "trainer"
+
+
+def test_all_ranks_are_told_what_they_do_together() -> None:
+    fleet, hub = started()
+    asyncio.run(fleet.send_trainer(to_trainer.WriteCheckpoint()))
+    assert [name for name, _ in hub.take()] == ["trainer", "trainer-1", "trainer-2"]
+
+
+@pytest.mark.parametrize("lost", ["trainer", "trainer-2"])
+def test_with_one_rank_the_whole_trainer_is_lost_and_replaced(lost: str) -> None:
+    fleet, hub = started()
+    before = hub.launcher.handles["trainer"].spec.meeting
+    hub.launcher.handles[lost].code = -9
+    [(worker, reason)] = fleet.deaths()
+    assert (worker.name, reason) == (lost, "was killed by SIGKILL")
+    assert all(one.is_gone and one.handle.exit_code() is not None for one in fleet.ranks)
+    assert fleet.deaths() == [], "the others are ended, and not reported"
+    assert fleet.restart_trainer(worker, None) == "trainer.1 and trainer-1.1 and trainer-2.1"
+    specs = [one.handle.spec for one in fleet.ranks]
+    assert [(one.name, one.rank, one.lineage) for one in specs] == [
+        ("trainer.1", 0, 1), ("trainer-1.1", 1, 1), ("trainer-2.1", 2, 1),
+    ]  # fmt: skip
+    assert {one.meeting for one in specs} != {before}
+
+
+def test_of_several_that_died_the_one_that_was_killed_is_named() -> None:
+    """A rank that loses another ends by itself, perhaps before anybody looks."""
+    fleet, hub = started()
+    hub.launcher.handles["trainer"].code = 1
+    hub.launcher.handles["trainer-1"].code = -9
+    deaths = fleet.deaths()
+    assert [worker.name for worker, _ in deaths] == ["trainer", "trainer-1"]
+    assert first_cause(deaths) == deaths[1]
+    assert first_cause(deaths[:1]) == deaths[0]
+    assert first_cause([]) is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"launcher": {"kind": "ray"}}, r"trainer.ranks: 2 works with launcher.kind: local only"),
+        (
+            {
+                "run": {"repeatable": True},
+                "scheduler": {"on_update": "keep", "max_off_policy_steps": 0},
+            },
+            r"does not work with trainer.ranks: 2, because .* set trainer.ranks: 1",
+        ),
+        ({"monitoring": {"port": 65530}}, r"take the 9 ports after it"),
+    ],
+)
+def test_what_several_ranks_do_not_work_with_is_refused(sections: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run_config(trainer={"ranks": 2}, **sections)
