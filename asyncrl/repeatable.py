@@ -34,6 +34,11 @@ def clock_dependencies(
             "cache.reuse: lenient, because a sample begins with tokens that its generator happens "
             "to have; set cache.reuse: drafts"
         )
+    if trainer.mix_groups:
+        yield (
+            "trainer.mix_groups: true, because the clock decides which groups share a forward "
+            "pass; set trainer.mix_groups: false"
+        )
     for kind in dict.fromkeys(engine.kinds) or (engine.kind,):
         if kind == "torch":
             continue

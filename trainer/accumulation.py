@@ -13,11 +13,13 @@ micro-batches, changes rounding only.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from rollout.trajectory import Trajectory
 from trainer.algorithms.base import Rewards
@@ -25,13 +27,23 @@ from trainer.config import TrainerConfig
 from trainer.disagreement import SUMS, disagreement_of
 from trainer.errors import NonFiniteError
 from trainer.gradient_parts import GradientParts
+from trainer.micro_batches import Work
 from trainer.objective import Objective
-from trainer.packing import split_by_tokens
 from trainer.policy import PackedBatch, Policy
 from trainer.ranks import World
 from trainer.ranks.totals import of_all_ranks
 from trainer.token_batch import token_batch
 from trainer.totals import StepTotals
+from trainer.transfer import to_device
+
+
+class NewGroup(NamedTuple):
+    """A whole group that fits."""
+
+    group: int
+    trajectories: Sequence[Trajectory]
+    rewards: Rewards
+    """`[G]`."""
 
 
 class Accumulation:
@@ -59,64 +71,77 @@ class Accumulation:
         self.totals = StepTotals(objective.algorithm.signals)
         self.groups: set[int] = set()
         """Those that were added, by number."""
+        self._losses: list[tuple[tuple[int, ...], Tensor]] = []
+        """Groups and loss of each micro-batch, not read."""
 
-    def add(
-        self, group: int, trajectories: Sequence[Trajectory], rewards: Rewards, version: int
-    ) -> NDArray[np.float64]:
-        """Forward and backward for a whole group, with `[G]` rewards, at a policy version.
+    def add(self, groups: Sequence[NewGroup], version: int) -> list[Tensor]:
+        """Forward and backward for whole groups at a policy version; they share micro-batches.
 
         Returns:
-            `[G, SUMS]` as `Learner.add_group` does.
-
-        Raises:
-            NonFiniteError: the sums hold part of the group and must be dropped.
+            `[G, SUMS]` of each group as `Learner.add_groups` does.
         """
-        advantages = self._objective.advantages(trajectories, rewards)
-        silent = not advantages.any()
-        disagreement = np.zeros((len(trajectories), SUMS))
-        if not (silent and self._objective.skips_zero_variance):
-            for indices in split_by_tokens(
-                [len(t.prompt_tokens) + len(t.tokens) for t in trajectories],
-                self._config.micro_batch_tokens,
-            ):
-                disagreement[indices] = self._add_micro_batch(
-                    [trajectories[i] for i in indices], advantages[indices], group, version
-                )
-        self.groups.add(group)
-        self.totals.add_group(trajectories, rewards, policy_version=version, zero_variance=silent)
-        return disagreement
+        work = Work([], [], [])
+        for index, one in enumerate(groups):
+            advantages = self._objective.advantages(one.trajectories, one.rewards)
+            silent = not advantages.any()
+            if not (silent and self._objective.skips_zero_variance):
+                work.add(one.trajectories, advantages, index)
+            self.groups.add(one.group)
+            self.totals.add_group(
+                one.trajectories, one.rewards, policy_version=version, zero_variance=silent
+            )
+        size, device = len(groups[0].trajectories), self._policy.device
+        rows = torch.zeros((len(groups) * size, SUMS), dtype=torch.float64, device=device)
+        for part in work.split(self._config.micro_batch_tokens):
+            rows[to_device(part.places(size), device)] = self._add_micro_batch(part, version)
+        return list(rows.split(size))
 
     def finish(self, world: World) -> float:
         """Apply the factors that need the whole step; gives the loss's denominator.
 
-        From then on `totals` are those of all ranks. A collective of them, which may raise
-        RankLost.
+        From then on `totals` are those of all ranks. A collective of them.
+
+        Raises:
+            NonFiniteError: a loss is not finite, on every rank alike; names the groups.
+            RankLost: another rank did not take part.
         """
         self.totals = of_all_ranks(self.totals, world)
+        self._refuse_losses_that_are_no_numbers()
         return self._objective.finish(self.totals, self._parts)
 
-    def _add_micro_batch(
-        self, trajectories: Sequence[Trajectory], advantages: Rewards, group: int, version: int
-    ) -> NDArray[np.float64]:
-        """Forward and backward of some samples of a group; gives `[B, SUMS]`."""
+    def _add_micro_batch(self, work: Work, version: int) -> Tensor:
+        """Forward and backward of some samples; gives `[B, SUMS]`, not read."""
+        trajectories = work.trajectories
         packed = PackedBatch.of(
             [(t.prompt_tokens, t.tokens) for t in trajectories], self._policy.device
         )
         scores = self._policy.score(packed)
         batch = token_batch(
-            scores.logprobs, trajectories, advantages, self._config.loss_normalization
+            scores.logprobs,
+            trajectories,
+            np.array(work.advantages),
+            self._config.loss_normalization,
         )
         if self._reference is not None:
             with torch.no_grad():
                 initial = self._reference.score(packed).logprobs
             batch = dataclasses.replace(batch, reference_logprobs=initial)
         sums = self._objective.algorithm.loss(batch)
-        if not bool(torch.isfinite(sums.loss)):
-            raise NonFiniteError(f"group {group}: the loss is {float(sums.loss.detach())}")
+        self._losses.append((tuple(sorted({t.id.group for t in trajectories})), sums.loss.detach()))
         self._parts.add(sums.parts)
         sums.loss.backward()
         stale = np.concatenate([t.staleness(version) for t in trajectories])
-        fresh = torch.from_numpy(stale == 0).to(self._policy.device)
-        self.totals.add_tokens(batch, scores, sums, fresh)
+        self.totals.add_tokens(batch, scores, sums, to_device(stale == 0, self._policy.device))
         current = np.array([one.oldest_version == version for one in trajectories])
         return disagreement_of(scores.logprobs, scores.entropy, trajectories, current)
+
+    def _refuse_losses_that_are_no_numbers(self) -> None:
+        """Once a step: reading a loss makes the host wait for all that the device was given."""
+        self.totals.read()
+        if math.isfinite(self.totals.sums.loss):
+            return
+        for groups, loss in self._losses:
+            if not math.isfinite(value := float(loss)):
+                named = f"group{'s' * (len(groups) > 1)} {', '.join(map(str, groups))}"
+                raise NonFiniteError(f"the loss of {named} is {value}")
+        raise NonFiniteError(f"the loss is {self.totals.sums.loss}, by groups of another rank")

@@ -1,8 +1,8 @@
 """Compiled kernels of causal attention in a packed row, forward and backward.
 
-Each query attends to the tokens of its segment up to itself, and to the first `shared` tokens of
-the row. Keys and values of a segment are copied once, next to each other, so that the loops of
-each query are whole vectors. Shapes as in `trainer.fused_kernels`; N segments.
+Each query attends to the tokens of its segment up to itself, and to `shared` tokens that begin at
+the segment's `place` in the row. Keys and values of a segment are copied once, next to each other,
+so that the loops of each query are whole vectors. Shapes as in `trainer.fused_kernels`; N segments.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def attend(
     kv_heads: int,
     starts: LongArray,
     ends: LongArray,
+    places: LongArray,
     shared: LongArray,
     scale: np.float32,
     log_sums: FloatArray,
@@ -36,7 +37,8 @@ def attend(
         kv_heads: J.
         starts: `[N]` first token of each segment.
         ends: `[N]` one after its last token.
-        shared: `[N]` first tokens of the row that it attends to as well.
+        places: `[N]` where what it shares with others begins.
+        shared: `[N]` tokens from there on that it attends to as well.
         scale: of the scores.
         log_sums: `[T, H]` gets the logarithm of each softmax's denominator.
         out: `[T or more, H D]`
@@ -51,8 +53,8 @@ def attend(
         skipped = starts[n] - shared[n]
         for j in range(kv_heads):
             column = (heads + j) * size
-            _copy_turned(rotated, column, shared[n], skipped, ends[n], keys)
-            _copy(packed, column + kv_heads * size, shared[n], skipped, ends[n], values)
+            _copy_turned(rotated, column, places[n], shared[n], skipped, ends[n], keys)
+            _copy(packed, column + kv_heads * size, places[n], shared[n], skipped, ends[n], values)
             for t in range(starts[n], ends[n]):
                 length = t + 1 - skipped
                 whole = _whole_vectors(length)
@@ -93,23 +95,23 @@ def _whole_vectors(length: int) -> int:
 
 @kernel.of_vectors
 def _copy(
-    table: FloatArray, column: int, shared: int, skipped: int, end: int, out: FloatArray
+    table: FloatArray, column: int, place: int, shared: int, skipped: int, end: int, out: FloatArray
 ) -> None:
     """The rows of a segment and what it shares, from a column on: `[length, D]`."""
     for i in range(end - skipped):
-        row = table[i if i < shared else i + skipped, column : column + out.shape[1]]
-        place = out[i]
+        row = table[place + i if i < shared else i + skipped, column : column + out.shape[1]]
+        copy = out[i]
         for d in range(len(row)):
-            place[d] = row[d]
+            copy[d] = row[d]
 
 
 @kernel.of_vectors
 def _copy_turned(
-    table: FloatArray, column: int, shared: int, skipped: int, end: int, out: FloatArray
+    table: FloatArray, column: int, place: int, shared: int, skipped: int, end: int, out: FloatArray
 ) -> None:
     """As `_copy`, but `[D, length]`."""
     for i in range(end - skipped):
-        row = table[i if i < shared else i + skipped, column : column + len(out)]
+        row = table[place + i if i < shared else i + skipped, column : column + len(out)]
         for d in range(len(row)):
             out[d, i] = row[d]
 
@@ -145,6 +147,7 @@ def attend_backward(
     kv_heads: int,
     starts: LongArray,
     ends: LongArray,
+    places: LongArray,
     shared: LongArray,
     scale: np.float32,
     log_sums: FloatArray,
@@ -166,9 +169,9 @@ def attend_backward(
         skipped = starts[n] - shared[n]
         for j in range(kv_heads):
             key, value = (heads + j) * size, (heads + kv_heads + j) * size
-            _copy(rotated, key, shared[n], skipped, ends[n], rows)
-            _copy_turned(rotated, key, shared[n], skipped, ends[n], keys)
-            _copy_turned(packed, value, shared[n], skipped, ends[n], values)
+            _copy(rotated, key, places[n], shared[n], skipped, ends[n], rows)
+            _copy_turned(rotated, key, places[n], shared[n], skipped, ends[n], keys)
+            _copy_turned(packed, value, places[n], shared[n], skipped, ends[n], values)
             for_keys[: ends[n] - skipped] = 0
             for_values[: ends[n] - skipped] = 0
             for t in range(starts[n], ends[n]):
@@ -195,8 +198,8 @@ def attend_backward(
                     _add_products(scores, above, length, for_values)
                     for d in range(size):
                         for_packed[t, start + d] += for_query[d] * scale
-            _add_rows(for_keys, key, shared[n], skipped, ends[n], for_packed)
-            _add_rows(for_values, value, shared[n], skipped, ends[n], for_packed)
+            _add_rows(for_keys, key, places[n], shared[n], skipped, ends[n], for_packed)
+            _add_rows(for_values, value, places[n], shared[n], skipped, ends[n], for_packed)
 
 
 @kernel.of_vectors
@@ -210,11 +213,11 @@ def _add_products(masses: FloatArray, vector: FloatArray, length: int, out: Floa
 
 @kernel.of_vectors
 def _add_rows(
-    rows: FloatArray, column: int, shared: int, skipped: int, end: int, out: FloatArray
+    rows: FloatArray, column: int, place: int, shared: int, skipped: int, end: int, out: FloatArray
 ) -> None:
     """The reverse of `_copy`: add `[length, D]` to a segment's rows, from a column on."""
     for i in range(end - skipped):
-        place = out[i if i < shared else i + skipped, column : column + rows.shape[1]]
+        target = out[place + i if i < shared else i + skipped, column : column + rows.shape[1]]
         row = rows[i]
         for d in range(len(row)):
-            place[d] += row[d]
+            target[d] += row[d]

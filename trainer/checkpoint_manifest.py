@@ -52,7 +52,9 @@ _FREE = frozenset(
         "checkpoint_every",
         "keep_checkpoints",
         "micro_batch_tokens",
+        "mix_groups",
         "gradient_checkpointing",
+        "optimizer_offload",
     }
 )
 """Settings that may change when a run is resumed: those that affect only speed, memory and

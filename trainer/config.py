@@ -96,6 +96,9 @@ class TrainerConfig(BaseModel):
 
     micro_batch_tokens: int = Field(default=8192, gt=0, le=MAX_TOKENS)
     """Prompt + response tokens of one forward pass; a longer sequence gets its own."""
+    mix_groups: bool = False
+    """Whole groups that wait share forward passes, up to micro_batch_tokens: for groups that are
+    much smaller than that. The order of sums, so the rounding, then depends on what waits."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Compute type. Under bfloat16 (autocast) parameters and Adam stay float32."""
     device: str = "auto"
@@ -108,8 +111,14 @@ class TrainerConfig(BaseModel):
     rank_seconds: float = Field(default=1800.0, gt=0, le=WEEK_SECONDS)
     """Longest wait of a rank for the others in the middle of a step, while they compute what is
     left of theirs. Then the trainer counts as lost."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third slower."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Compute activations again in the backward pass. true: all of a block, a third slower.
+    selective: what costs little to compute again, for a fifth of the memory."""
+    optimizer_state: Literal["float32", "bfloat16"] = "float32"
+    """Adam's moments: 8 or 4 bytes a parameter. bfloat16 is rounded by chance, so that small
+    changes are not lost."""
+    optimizer_offload: bool = False
+    """Keep Adam's moments in the host's memory; each step brings them to the device and back."""
     fused: bool = True
     """On a CPU, compute float32 Llama-like models in fused layers instead of transformers' own."""
     checkpoint_every: int = Field(default=50, gt=0, le=MAX_STEPS)

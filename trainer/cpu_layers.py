@@ -73,10 +73,10 @@ def onednn_is_faster() -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(32, 24, generator=generator)
     weight = torch.randn(40, 24, generator=generator)
-    return torch.allclose(_product(x, weight), x @ weight.t(), atol=1e-4)
+    return torch.allclose(product(x, weight), x @ weight.t(), atol=1e-4)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`[N, k]`, `[o, k]` to `[N, o]`: x times weight transposed, by oneDNN; any strides."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # noqa: SLF001
     return out
@@ -98,15 +98,15 @@ def _filled_up(x: Tensor) -> Tensor:
     return pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    """`[N, k]` and `[N, o]` to `[o, k]`: grad transposed times x.
+def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    """`[N, k]` and `[N, o]` to `[o, k]`: grad transposed times x, by oneDNN.
 
     oneDNN copies its transposed first argument, which is slow for a matrix larger than the cache.
     Then the smaller one comes first, and the result is a transposed view.
     """
     if grad.numel() >= TRANSPOSED_BLOCK and grad.shape[1] > 2 * x.shape[1]:
-        return _product(x.t(), grad.t()).t()
-    return _product(grad.t(), x.t())
+        return product(x.t(), grad.t()).t()
+    return product(grad.t(), x.t())
 
 
 class _Linear(torch.autograd.Function):
@@ -116,7 +116,7 @@ class _Linear(torch.autograd.Function):
         rows = len(flat)
         flat = _filled_up(flat)
         ctx.save_for_backward(flat, weight)
-        return _product(flat, weight, bias)[:rows].view(*x.shape[:-1], weight.shape[0])
+        return product(flat, weight, bias)[:rows].view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -126,9 +126,9 @@ class _Linear(torch.autograd.Function):
         grad = _filled_up(flat_grad)
         for_x = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
-            for_x = _product(grad, weight.t())[:rows].view(*grads[0].shape[:-1], weight.shape[1])
+            for_x = product(grad, weight.t())[:rows].view(*grads[0].shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
-            for_weight = _weight_gradient(flat, grad)
+            for_weight = weight_gradient(flat, grad)
         if ctx.needs_input_grad[2]:
             for_bias = grad.sum(0)
         return for_x, for_weight, for_bias

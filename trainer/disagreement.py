@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.trajectory import Trajectory
+from trainer.transfer import to_device
 
 MIN_TOKENS = 64
 """Fewer say nothing: a single token of small probability can be far off."""
@@ -75,7 +76,7 @@ class Disagreement:
         )
 
     @classmethod
-    def total(cls, rows: NDArray[np.float64]) -> Self:
+    def total(cls, rows: Tensor) -> Self:
         """The sum of `[B, SUMS]` rows of `disagreement_of`."""
         return cls(*rows.sum(0).tolist())
 
@@ -125,8 +126,8 @@ def disagreement_of(
     entropy: Tensor,
     trajectories: Sequence[Trajectory],
     counted: NDArray[np.bool_],
-) -> NDArray[np.float64]:
-    """`[B, SUMS]` sums over the tokens of each trajectory; one copy from the device.
+) -> Tensor:
+    """`[B, SUMS]` float64 sums over the tokens of each trajectory, on the device, not read.
 
     Args:
         logprobs: `[N]` the trainer's, of all response tokens of the trajectories in order, in nats.
@@ -136,14 +137,14 @@ def disagreement_of(
     """
     logprobs = logprobs.detach().double()
     recorded = np.concatenate([one.behaviour_logprobs for one in trajectories])
-    gap = (logprobs - torch.from_numpy(recorded).to(logprobs.device)).clamp(-1.0, 1.0)
+    device = logprobs.device
+    gap = (logprobs - to_device(recorded, device)).clamp(-1.0, 1.0)
     slope = logprobs + entropy.detach().double()
     ones, sign = torch.ones_like(gap), slope.sign()
     columns = torch.stack(
         [ones, gap.abs(), gap**2, gap * slope, slope**2, gap * sign, slope.abs()], 1
     )
     lengths = [len(one.tokens) for one in trajectories]
-    owner = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(gap.device)
+    owner = to_device(np.repeat(np.arange(len(lengths)), lengths), device)
     sums = columns.new_zeros(len(lengths), SUMS).index_add_(0, owner, columns)
-    rows: NDArray[np.float64] = sums.cpu().numpy()
-    return rows * counted[:, None]
+    return sums * to_device(counted, device)[:, None]

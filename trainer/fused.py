@@ -162,15 +162,8 @@ class _Sequences:
     def __init__(self, layout: Layout, rotary: _Rotary) -> None:
         self.rotary = rotary
         self.positions: LongArray = layout.positions[0].numpy()
-        own = np.array(layout.lengths, np.int64) - layout.shared
-        first = np.cumsum(own) - own + layout.shared
-        starts: LongArray = first
-        ends: LongArray = first + own
-        shared: LongArray = np.full(len(own), layout.shared, np.int64)
-        if layout.shared:
-            starts, ends = np.append(0, starts), np.append(layout.shared, ends)
-            shared = np.append(0, shared)
-        self.segments = (starts, ends, shared)
+        starts, ends, places, shared = np.array(layout.segments, np.int64).T.copy()
+        self.segments = (starts, ends, places, shared)
 
 
 class FusedDecoder:

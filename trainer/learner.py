@@ -24,13 +24,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.trajectory import FloatArray, Trajectory
 from rollout.truncation import EVERYTHING, Truncation
 from trainer import checkpoint, checkpoint_files
-from trainer.accumulation import Accumulation
+from trainer.accumulation import Accumulation, NewGroup
 from trainer.checkpoint_manifest import settings_of
 from trainer.config import TrainerConfig
 from trainer.errors import BatchError, CheckpointError, NonFiniteError
@@ -44,6 +43,9 @@ from trainer.ranks.update import Update
 from wire.records import LearnerMetrics, TrainedStep
 from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import Fingerprint
+
+Group = tuple[Sequence[Trajectory], FloatArray]
+"""All samples of a group and their rewards `[G]`."""
 
 
 class Learner:
@@ -133,33 +135,39 @@ class Learner:
         """Refuse a trajectory that cannot be trained on now. Raises BatchError."""
         check_trajectory(trajectory, self._policy.vocab_size, self._version)
 
-    def add_group(
-        self, trajectories: Sequence[Trajectory], rewards: FloatArray
-    ) -> NDArray[np.float64]:
-        """Run forward and backward for a complete group, adding to the step's gradient sums.
+    def add_group(self, trajectories: Sequence[Trajectory], rewards: FloatArray) -> Tensor:
+        """As `add_groups`, of one group: `[G, SUMS]`."""
+        return self.add_groups([(trajectories, rewards)])[0]
 
-        `rewards` is `[G]`, in the order of `trajectories`.
+    def add_groups(self, groups: Sequence[Group]) -> list[Tensor]:
+        """Run forward and backward for complete groups, adding to the step's gradient sums.
+
+        Their samples share micro-batches. A group is its trajectories and their rewards `[G]`.
 
         Returns:
-            `[G, SUMS]` of `trainer.disagreement`, the engine's log-probabilities against the
-            learner's; zeros where nothing was computed or an older policy drew a token.
+            For each group, `[G, SUMS]` of `trainer.disagreement` on the learner's device, the
+            engine's log-probabilities against the learner's; zeros where nothing was computed or an
+            older policy drew a token.
 
         Raises:
-            BatchError: the group does not fit; nothing was accumulated.
-            NonFiniteError: the model's log-probabilities of the group are not finite; the step's
-                gradient sums hold part of the group and must be dropped (`discard`).
+            BatchError: a group does not fit; nothing was accumulated.
         """
-        values = np.asarray(rewards, np.float64)
-        group = check_group(
-            trajectories,
-            values,
-            group_size=self._group_size,
-            vocab_size=self._policy.vocab_size,
-            policy_version=self._version,
-        )
-        if group in self._sums.groups:
-            raise BatchError(f"group {group} was already added to step {self._version}")
-        return self._sums.add(group, trajectories, values, self._version)
+        checked: list[NewGroup] = []
+        numbers = set(self._sums.groups)
+        for trajectories, rewards in groups:
+            values = np.asarray(rewards, np.float64)
+            group = check_group(
+                trajectories,
+                values,
+                group_size=self._group_size,
+                vocab_size=self._policy.vocab_size,
+                policy_version=self._version,
+            )
+            if group in numbers:
+                raise BatchError(f"group {group} was already added to step {self._version}")
+            numbers.add(group)
+            checked.append(NewGroup(group, trajectories, values))
+        return self._sums.add(checked, self._version)
 
     def step(self) -> LearnerMetrics:
         """Divide, clip, AdamW; `policy_version` grows by one. Returns the step's metrics.
@@ -169,18 +177,19 @@ class Learner:
         `batch.groups` 0. A step all of whose advantages are 0 is an ordinary step with gradient 0.
 
         Raises:
-            NonFiniteError: the gradient is not finite; weights, optimizer and version are
+            NonFiniteError: a loss or the gradient is not finite; weights, optimizer and version are
                 unchanged and the gradient sums are dropped.
         """
         rate = learning_rate(self._config, self._version, self._total_steps, self.peak_rates)
-        denominator, norm = self._sums.finish(self.world), 0.0
-        totals = self._sums.totals
-        if totals.groups:
-            try:
+        norm = 0.0
+        try:
+            denominator = self._sums.finish(self.world)
+            totals = self._sums.totals
+            if totals.groups:
                 norm = self._update.step(rate, denominator, self._config.max_grad_norm)
-            except NonFiniteError as error:
-                self._reset()
-                raise NonFiniteError(f"step {self._version}: {error}") from error
+        except NonFiniteError as error:
+            self._reset()
+            raise NonFiniteError(f"step {self._version}: {error}") from error
         self._version += 1
         self._reset()
         return totals.metrics(denominator, grad_norm=norm, learning_rate=rate)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from trainer.adamw import SmallAdamW
 from trainer.config import TrainerConfig
 from trainer.errors import NonFiniteError, TrainerError
 
@@ -48,8 +49,10 @@ def learning_rate(
 
 def make_adamw(
     parameters: Sequence[Tensor], config: TrainerConfig, matrices: Sequence[bool] | None = None
-) -> torch.optim.AdamW:
-    """Fused AdamW, on the CPU too; weight decay applies to matrices, not to norms and biases.
+) -> torch.optim.Optimizer:
+    """AdamW; weight decay applies to matrices, not to norms and biases.
+
+    torch's fused one, on the CPU too, unless moments are in bfloat16 or on the host.
 
     Args:
         parameters: that it changes, or a rank's rows of them.
@@ -63,13 +66,18 @@ def make_adamw(
         {"params": [p for p, matrix in kinds if matrix], "weight_decay": config.weight_decay},
         {"params": [p for p, matrix in kinds if not matrix], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.adam_epsilon,
-        fused=True,
-    )
+    present = [group for group in groups if group["params"]]
+    rate, betas, epsilon = config.learning_rate, config.betas, config.adam_epsilon
+    if config.optimizer_state == "bfloat16" or config.optimizer_offload:
+        return SmallAdamW(
+            present,
+            lr=rate,
+            betas=betas,
+            eps=epsilon,
+            moments=torch.bfloat16 if config.optimizer_state == "bfloat16" else None,
+            on_host=config.optimizer_offload,
+        )
+    return torch.optim.AdamW(present, lr=rate, betas=betas, eps=epsilon, fused=True)
 
 
 def scale_and_clip(

@@ -3,14 +3,15 @@
 Linear layers, norms and activations see `[1, T]` real tokens. Only attention needs to know where a
 sequence ends: `packed_attention`, registered with transformers under `ATTENTION_NAME`, spreads
 queries, keys and values over `[B, H, L_max, D]`, runs causal SDPA, and gathers the real tokens
-again. Sequences of a micro-batch have similar lengths, so little of the spread block is padding.
+again. Sequences of a micro-batch have similar lengths, so little of the spread block is padding. On
+a GPU, in 16 bits, it pads nothing (`trainer.varlen`).
 Positions restart at 0 in each sequence, so rotary and learned positions are those of the sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from trainer import varlen
 from trainer.errors import UnsupportedModelError
+from trainer.transfer import to_device
 
 ATTENTION_NAME = "asyncrl_packed"
 """The name under which the attention function is registered with transformers."""
@@ -30,12 +33,21 @@ _PLAIN_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "layer_idx", 
 
 
 @dataclass(frozen=True, slots=True)
+class Family:
+    """Sequences that follow one another in a row and share their first tokens."""
+
+    sequences: int
+    shared: int = 0
+    """First tokens that all of them have in common; they come once, before the rest of each."""
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Positions of B sequences in a packed row of T tokens and in attention's padded block.
 
     Sequences may share their first tokens, as the samples of a group share their prompt. These come
-    once, at the beginning of the row. In the padded block each sequence has them, and those of the
-    first sequence are the tokens' own: there they get what attention gives to queries.
+    once, before the rest of each. In the padded block each sequence has them, and those of the
+    family's first sequence are the tokens' own: there they get what attention gives to queries.
     """
 
     positions: Tensor
@@ -52,30 +64,65 @@ class Layout:
     """L_max, tokens."""
     lengths: tuple[int, ...]
     """`[B]` tokens of each whole sequence."""
-    shared: int = 0
-    """First tokens that all sequences share."""
+    segments: tuple[tuple[int, int, int, int], ...]
+    """In the order of the row, without empty ones: first token, one after the last, place in the
+    row of what it shares, tokens of that. Its tokens attend to those and to the segment's own."""
+    families: tuple[tuple[int, int, int, int], ...]
+    """Of those that share tokens: place in the row, tokens, first sequence, one after the last."""
+
+    _keys: list[varlen.Keys] = field(default_factory=list)
+
+    def keys(self) -> varlen.Keys:
+        """For attention without padding; made once."""
+        if not self._keys:
+            self._keys.append(varlen.Keys.of(self.segments, self.positions.device))
+        return self._keys[0]
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device, shared: int = 0) -> Layout:
+    def of(
+        cls, lengths: Sequence[int], device: torch.device, families: Sequence[Family] = ()
+    ) -> Layout:
         """Lay out sequences of these lengths (each at least 1), one after another.
 
         Args:
             lengths: of the whole sequences.
             device: of all tensors.
-            shared: first tokens that all have in common, at most the shortest length.
+            families: which sequences share tokens, in order; empty: none. What a family shares is
+                at most its shortest sequence.
         """
         counts = np.asarray(lengths, np.int64)
+        kin = families or [Family(len(lengths))]
+        sizes = [one.sequences for one in kin]
+        shared = np.repeat([one.shared for one in kin], sizes)
+        firsts = np.cumsum([0, *sizes])[:-1]
         rest = counts - shared
-        starts = np.cumsum(rest) - rest
+        own_tokens = rest.copy()
+        own_tokens[firsts] += [one.shared for one in kin]  # the first one's are before its rest
+        starts = np.cumsum(own_tokens) - rest
+        prefix = np.repeat(starts[firsts] - shared[firsts], sizes)
         columns = np.arange(counts.max())
         real = columns[None, :] < counts[:, None]
-        spread = np.where(columns < shared, 0, starts[:, None]) + columns[None, :]
+        of_prefix = columns < shared[:, None]
+        spread = np.where(of_prefix, prefix[:, None], (starts - shared)[:, None]) + columns
         spread[~real] = 0
         own = real.copy()
-        own[1:, :shared] = False
+        others = np.ones(len(counts), bool)
+        others[firsts] = False
+        own[others] &= ~of_prefix[others]
+
+        together = tuple(
+            (int(prefix[first]), one.shared, int(first), int(first) + one.sequences)
+            for one, first in zip(kin, firsts, strict=True)
+            if one.shared
+        )
+        own_parts = [
+            (start, start + count, place, tokens)
+            for start, count, place, tokens in np.stack([starts, rest, prefix, shared], 1).tolist()
+            if count
+        ]
 
         def put(values: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+            return to_device(values, device)
 
         return cls(
             positions=put(np.broadcast_to(columns, own.shape)[own])[None, :],
@@ -85,7 +132,8 @@ class Layout:
             sequences=len(counts),
             longest=int(counts.max()),
             lengths=tuple(lengths),
-            shared=shared,
+            segments=tuple(sorted([*own_parts, *((a, a + n, a, 0) for a, n, _, _ in together)])),
+            families=together,
         )
 
 
@@ -106,9 +154,9 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         layout = ctx.layout
         out = grads[0].index_select(0, layout.gather)
-        if layout.shared:
-            blocks = grads[0].unflatten(0, (layout.sequences, layout.longest))
-            out[: layout.shared] += blocks[1:, : layout.shared].sum(0)
+        blocks = grads[0].unflatten(0, (layout.sequences, layout.longest))
+        for place, shared, first, last in layout.families:
+            out[place : place + shared] += blocks[first + 1 : last, :shared].sum(0)
         return out, None
 
 
@@ -159,6 +207,12 @@ def packed_attention(
             f"{type(module).__name__} needs {asked}, which packed attention lacks"
         )
 
+    if varlen.serves(query):
+        out = varlen.attend(
+            query, key, value, packed_layout.keys(), scale=scaling, window=sliding_window
+        )
+        return out, None
+
     def spread(packed: Tensor) -> Tensor:
         flat: Tensor = _Spread.apply(packed[0].transpose(0, 1), packed_layout)
         shape = (packed_layout.sequences, packed_layout.longest, *flat.shape[1:])
@@ -185,22 +239,6 @@ def _window_mask(longest: int, window: int | None, device: torch.device) -> Tens
         return None
     ones = torch.ones(longest, longest, dtype=torch.bool, device=device)
     return ones.tril().triu(1 - window)
-
-
-def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of sequences per micro-batch: at most `budget` tokens each, longest first.
-
-    A sequence longer than the budget gets its own micro-batch. Deterministic.
-    """
-    batches: list[list[int]] = []
-    room = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if not batches or lengths[index] > room:
-            batches.append([])
-            room = budget
-        batches[-1].append(index)
-        room -= lengths[index]
-    return batches
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)

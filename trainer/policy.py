@@ -20,23 +20,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rollout.sampled_set import left_out_by
 from rollout.trajectory import IntArray
 from rollout.truncation import EVERYTHING, Truncation
+from trainer import head, recompute
 from trainer.cpu_layers import speed_up
 from trainer.errors import UnsupportedModelError
 from trainer.fused import MAX_LENGTH, FusedDecoder, why_not_trained_fused
-from trainer.packing import ATTENTION_NAME, Layout
+from trainer.head import LogitMap, Processing, TokenScores, process, score_tokens
+from trainer.packing import ATTENTION_NAME, Family, Layout
+from trainer.transfer import to_device
 
 logger = logging.getLogger(__name__)
-
-LOGIT_BUDGET = 1 << 25
-"""Logits (numbers) in memory at once; beyond it the head runs in chunks, which the backward pass
-computes again."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -45,7 +42,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 class PackedBatch:
     """B sequences (prompt + response) in one row of T tokens, N of them response tokens.
 
-    A prompt that all sequences share is in the row once.
+    A prompt that several sequences in succession share is in the row once.
     """
 
     tokens: Tensor
@@ -62,42 +59,36 @@ class PackedBatch:
     ) -> PackedBatch:
         """Pack (prompt `[P]`, response `[L]`) pairs in order; P and L at least 1.
 
-        The last response token predicts nothing, so it is left out of the row. A prompt that all
-        pairs have in common comes once, before the responses.
+        The last response token predicts nothing, so it is left out of the row. A prompt that
+        several pairs in succession have comes once, before their responses.
         """
-        first = sequences[0][0]
-        alike = all(np.array_equal(prompt, first) for prompt, _ in sequences[1:])
-        shared = len(first) if len(sequences) > 1 and alike else 0
-        rows: list[IntArray] = [first] if shared else []
+        families: list[Family] = []
+        rows: list[IntArray] = []
         predictors: list[NDArray[np.int64]] = []
-        start = shared
-        for prompt, response in sequences:
-            own = prompt[shared:]
-            rows += [own, response[:-1]]
-            before = start + len(own) - 1 if len(own) else len(prompt) - 1
-            start += len(own)
-            predictors += [np.array([before]), np.arange(start, start + len(response) - 1)]
-            start += len(response) - 1
+        start = 0
+        for prompt, alike in groupby_prompt(sequences):
+            shared = len(prompt) if len(alike) > 1 else 0
+            families.append(Family(len(alike), shared))
+            before = start + len(prompt) - 1
+            if shared:
+                rows.append(prompt)
+                start += shared
+            for response in alike:
+                if not shared:
+                    rows.append(prompt)
+                    start += len(prompt)
+                    before = start - 1
+                rows.append(response[:-1])
+                predictors += [np.array([before]), np.arange(start, start + len(response) - 1)]
+                start += len(response) - 1
         lengths = [len(prompt) + len(response) - 1 for prompt, response in sequences]
         targets = np.concatenate([response for _, response in sequences]).astype(np.int64)
         return cls(
-            tokens=torch.from_numpy(np.concatenate(rows).astype(np.int64)).to(device)[None, :],
-            layout=Layout.of(lengths, device, shared),
-            predictors=torch.from_numpy(np.concatenate(predictors)).to(device),
-            targets=torch.from_numpy(targets).to(device),
+            tokens=to_device(np.concatenate(rows).astype(np.int64), device)[None, :],
+            layout=Layout.of(lengths, device, families),
+            predictors=to_device(np.concatenate(predictors), device),
+            targets=to_device(targets, device),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScores:
-    """Scores of N response tokens under a policy. Only `logprobs` carries a gradient."""
-
-    logprobs: Tensor
-    """`[N]` nats, of the processed distribution, float32 (float64 for float64 models)."""
-    entropy: Tensor
-    """`[N]` nats, of the processed distribution."""
-    outside: Tensor
-    """`[N]` bool: current truncation leaves the drawn token out, and it was added."""
 
 
 class Policy:
@@ -111,7 +102,7 @@ class Policy:
         device: torch.device,
         temperature: float = 1.0,
         truncation: Truncation = EVERYTHING,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Literal["selective"] = False,
         fused: bool = True,
     ) -> None:
         """Load the model and check on two short sequences that packing changes nothing.
@@ -130,12 +121,12 @@ class Policy:
         self.model = load_model(model_path, torch.float64 if dtype == "float64" else torch.float32)
         self.model.to(device)
         self._compute_dtype = _DTYPES[dtype]
-        head = self.model.get_output_embeddings()
-        if head is None:
+        output = self.model.get_output_embeddings()
+        if output is None:
             raise UnsupportedModelError(
                 f"{model_path}: {type(self.model).__name__} has no output embeddings"
             )
-        self._head: nn.Module | None = head
+        self._head: nn.Module | None = output
         self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
         speed_up(self.model)
         self._fused = self._fused_decoder(fused and not gradient_checkpointing)
@@ -149,16 +140,16 @@ class Policy:
 
     def score(self, batch: PackedBatch) -> TokenScores:
         """Processed log-probability and entropy of each response token of a micro-batch."""
+        processing = Processing(LogitMap(self.temperature), self.truncation)
         with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self._compute_dtype == torch.bfloat16
         ):
             if self._head is None:
-                return self._process(self._logits_of_model(batch), batch.targets)
+                return process(self._logits_of_model(batch), batch.targets, processing)
             hidden = self._hidden(batch)[batch.predictors]
-            rows = max(1, LOGIT_BUDGET // self.vocab_size)
-            if len(hidden) <= rows:
-                return self._process(self._head(hidden), batch.targets)
-            return self._score_in_chunks(hidden, batch.targets, rows)
+            if len(hidden) * self.vocab_size <= head.LOGIT_BUDGET:
+                return process(self._head(hidden), batch.targets, processing)
+            return score_tokens(self._head, hidden, batch.targets, processing, self._compute_dtype)
 
     @contextmanager
     def changed(
@@ -180,19 +171,6 @@ class Policy:
         own = self.model.state_dict(keep_vars=True)
         for name, tensor in weights:
             own[name].copy_(tensor)
-
-    def _score_in_chunks(self, hidden: Tensor, targets: Tensor, rows: int) -> TokenScores:
-        def score(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            assert self._head is not None  # noqa: S101 - for the type checker
-            out = self._process(self._head(states), wanted)
-            return out.logprobs, out.entropy, out.outside
-
-        parts = [
-            checkpoint(score, states, wanted, use_reentrant=False)
-            for states, wanted in zip(hidden.split(rows), targets.split(rows), strict=True)
-        ]
-        logprobs, entropy, outside = zip(*parts, strict=True)
-        return TokenScores(torch.cat(logprobs), torch.cat(entropy), torch.cat(outside))
 
     def _fused_decoder(self, wanted: bool) -> FusedDecoder | None:
         reason: str | None = "trainer.fused is off, or gradient_checkpointing on"
@@ -228,22 +206,6 @@ class Policy:
         )
         logits: Tensor = out.logits
         return logits[0]
-
-    def _process(self, logits: Tensor, targets: Tensor) -> TokenScores:
-        """`[N, V]` raw logits and `[N]` targets to scores."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
-        outside = torch.zeros_like(targets, dtype=torch.bool)
-        if self.truncation.is_active:
-            left_out = left_out_by(self.truncation, torch.log_softmax(logits.detach(), -1))
-            outside = left_out.gather(-1, targets[:, None])[:, 0]
-            left_out.scatter_(-1, targets[:, None], value=False)
-            logits = logits.masked_fill(left_out, -torch.inf)
-        logprobs = torch.log_softmax(logits, -1)
-        with torch.no_grad():
-            entropy = torch.special.entr(logprobs.exp()).sum(-1)
-        return TokenScores(logprobs.gather(-1, targets[:, None])[:, 0], entropy, outside)
 
     @torch.no_grad()
     def _check_packing(self, model_path: str) -> None:
@@ -323,6 +285,20 @@ class Policy:
         return torch.cat(rows)
 
 
+def groupby_prompt(
+    sequences: Sequence[tuple[IntArray, IntArray]],
+) -> Iterator[tuple[IntArray, list[IntArray]]]:
+    """Runs of equal prompts, each with its responses."""
+    first, alike = sequences[0][0], [sequences[0][1]]
+    for prompt, response in sequences[1:]:
+        if np.array_equal(prompt, first):
+            alike.append(response)
+        else:
+            yield first, alike
+            first, alike = prompt, [response]
+    yield first, alike
+
+
 def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load a causal language model from a directory or hub id, onto the CPU.
 
@@ -349,7 +325,9 @@ def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _set_modes(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
+def _set_modes(
+    model: PreTrainedModel, *, gradient_checkpointing: bool | Literal["selective"]
+) -> None:
     """Turn dropout off everywhere: the trainer's log-probabilities must equal the engine's.
 
     Gradient checkpointing works only in training mode, so that mode is set on its layers alone.
@@ -361,7 +339,10 @@ def _set_modes(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not support gradient_checkpointing"
         )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    options: dict[str, Any] = {"use_reentrant": False}
+    if gradient_checkpointing == "selective":
+        options["context_fn"] = recompute.selective
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.trajectory import Trajectory
 from trainer.algorithms.base import Rewards, TokenBatch
 from trainer.normalization import Normalization, token_weights
+from trainer.transfer import to_device
 
 
 def token_batch(
@@ -25,7 +25,7 @@ def token_batch(
     lengths = np.array([len(t.tokens) for t in trajectories])
 
     def put(values: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(logprobs.device, logprobs.dtype)
+        return to_device(values, logprobs.device, logprobs.dtype)
 
     owners = np.repeat(np.arange(len(lengths)), lengths)
     return TokenBatch(
@@ -33,5 +33,5 @@ def token_batch(
         behaviour_logprobs=put(np.concatenate([t.behaviour_logprobs for t in trajectories])),
         advantages=put(np.repeat(advantages, lengths)),
         weights=put(np.repeat(token_weights(normalization, lengths), lengths)),
-        owners=torch.from_numpy(owners).to(logprobs.device),
+        owners=to_device(owners, logprobs.device),
     )

@@ -1,4 +1,8 @@
-"""The sums of one optimizer step, and the record made of them."""
+"""The sums of one optimizer step, and the record made of them.
+
+Sums over tokens stay on the device until somebody needs them, at the end of the step: reading a
+number makes the host wait for all that the device has been given.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from torch import Tensor
 from rollout.trajectory import Trajectory
 from trainer.algorithms.base import Finish, LossSums, Signal, StepSums, TokenBatch
 from trainer.errors import TrainerError
-from trainer.policy import TokenScores
+from trainer.head import TokenScores
 from wire.records import (
     BatchMetrics,
     LearnerMetrics,
@@ -46,9 +50,23 @@ class TokenSums(NamedTuple):
     fresh_kl: float = 0.0
 
 
+class _OnDevice(NamedTuple):
+    """Sums over tokens that were not read yet."""
+
+    names: tuple[tuple[str, int], ...]
+    """Of what the loss reports, with its numbers."""
+    sums: Tensor
+    """`[K]` float64: the fields of `TokenSums`, then those of `names`."""
+    peaks: Tensor
+    """`[2]` float64: largest ratio, largest |gap|."""
+
+
 @dataclass(slots=True)
 class StepTotals:
-    """Sums over the groups since the last step. Their order changes rounding only."""
+    """Sums over the groups since the last step. Their order changes rounding only.
+
+    Sums over tokens are those that were read; `read` first.
+    """
 
     signals: Mapping[str, Signal]
     """What the algorithm declares."""
@@ -73,6 +91,7 @@ class StepTotals:
     """Further parts of the loss."""
     ratio_max: float = 0.0
     abs_gap_max: float = 0.0
+    _unread: _OnDevice | None = None
 
     def add_group(
         self,
@@ -124,32 +143,48 @@ class StepTotals:
             (gap.abs() * fresh).sum(),
             (kl * fresh).sum(),
         )
-        peaks = (ratio.max(), gap.abs().max())
         reported = {**loss.sums, **{f"{_PART}{name}": one for name, one in loss.parts.items()}}
-        # One transfer from the device for all of them.
-        scalars = (*sums, *peaks, *reported.values())
-        values = torch.cat([scalar.detach().double().reshape(-1) for scalar in scalars]).tolist()
+        new = _OnDevice(
+            tuple((name, one.numel()) for name, one in reported.items()),
+            torch.cat([one.detach().double().reshape(-1) for one in (*sums, *reported.values())]),
+            torch.stack([ratio.max(), gap.abs().max()]),
+        )
         self.computed += len(gap)
-        self.sums = TokenSums(*map(operator.add, self.sums, values[: len(sums)]))
-        self.ratio_max = max(self.ratio_max, values[len(sums)])
-        self.abs_gap_max = max(self.abs_gap_max, values[len(sums) + 1])
-        rest = iter(values[len(sums) + len(peaks) :])
-        for name, one in reported.items():
-            new = [next(rest) for _ in range(one.numel())]
+        if self._unread is not None and self._unread.names != new.names:
+            self.read()
+        if self._unread is not None:
+            sum_, peaks = self._unread.sums + new.sums, self._unread.peaks.maximum(new.peaks)
+            new = _OnDevice(new.names, sum_, peaks)
+        self._unread = new
+
+    def read(self) -> None:
+        """Take over what is on the device: one transfer, which waits for all that was computed."""
+        if self._unread is None:
+            return
+        (names, sums, peaks), self._unread = self._unread, None
+        values = torch.cat([sums, peaks]).tolist()
+        self.sums = TokenSums(*map(operator.add, self.sums, values))
+        self.ratio_max = max(self.ratio_max, values[-2])
+        self.abs_gap_max = max(self.abs_gap_max, values[-1])
+        rest = iter(values[len(TokenSums._fields) :])
+        for name, count in names:
+            new = [next(rest) for _ in range(count)]
             if name.startswith(_PART):
                 part = name.removeprefix(_PART)
                 self.part_sums[part] = self.part_sums.get(part, 0.0) + new[0]
             else:
-                old = self.signal_sums.get(name, [0.0] * len(new))
+                old = self.signal_sums.get(name, [0.0] * count)
                 self.signal_sums[name] = list(map(operator.add, old, new))
 
     def whole(self) -> StepSums:
         """What an algorithm's `finish` is told."""
+        self.read()
         sums = {name: sums[0] for name, sums in self.signal_sums.items()}
         return StepSums(self.groups, self.zero_variance_groups, self.computed, sums)
 
     def finish(self, factors: Finish) -> None:
         """Put the reported loss together as `GradientParts.finish` does the gradient."""
+        self.read()
         loss = factors.scale * self.sums.loss
         loss += sum(factors.parts.get(name, 1.0) * one for name, one in self.part_sums.items())
         self.sums = self.sums._replace(loss=loss)
@@ -158,6 +193,7 @@ class StepTotals:
         self, denominator: float, *, grad_norm: float, learning_rate: float
     ) -> LearnerMetrics:
         """The step's record; `denominator` is that of the loss."""
+        self.read()
         rewards = np.asarray(self.rewards or [0.0])
         samples = max(self.samples, 1)
         return LearnerMetrics(

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
 
 from asyncrl.processes import child
 from asyncrl.processes.spec import ChildSpec
@@ -24,8 +23,7 @@ from asyncrl.simulation.cost import Cost
 from benchmarks.paced.pace import PacedDevice, cost_of_environment
 from engine.protocol import Score, ScoreRequest, TokenChunk
 from engine.torch.core import DecodeCore
-from rollout.trajectory import FloatArray, Trajectory
-from trainer.learner import Learner
+from trainer.learner import Group, Learner
 from wire.records import LearnerMetrics
 from wire.weights.layout import WeightManifest
 
@@ -98,14 +96,13 @@ class PacedLearner(Learner):
     device: PacedDevice
     cost: Cost
 
-    def add_group(
-        self, trajectories: Sequence[Trajectory], rewards: FloatArray
-    ) -> NDArray[np.float64]:
-        """Accumulate the gradient of a group, as long as on the device."""
+    def add_groups(self, groups: Sequence[Group]) -> list[Tensor]:
+        """Accumulate the gradients of groups, as long as on the device."""
         began = self.device.begin()
-        rows: NDArray[np.float64] = super().add_group(trajectories, rewards)
-        tokens = sum(len(one.prompt_tokens) + len(one.tokens) for one in trajectories)
-        for one in trajectories:
+        rows: list[Tensor] = super().add_groups(groups)
+        samples = [one for trajectories, _ in groups for one in trajectories]
+        tokens = sum(len(one.prompt_tokens) + len(one.tokens) for one in samples)
+        for one in samples:
             self.device.trained(one.id.group, one.id.sample, len(one.tokens))
         self.device.finish("train", began, self.cost.train_token_seconds * tokens)
         return rows

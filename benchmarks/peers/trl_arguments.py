@@ -77,7 +77,7 @@ def grpo_arguments(config: RunConfig, *, micro_batch: int, vllm: bool = False) -
         "use_cpu": True,
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": samples // micro_batch,
-        "gradient_checkpointing": trainer.gradient_checkpointing,
+        "gradient_checkpointing": bool(trainer.gradient_checkpointing),
         "optim": "adamw_torch_fused",
         "logging_strategy": "no",
         "save_strategy": "no",

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from deliveries_of import delivery_of, order_of
 from generator_harness import FakeLine
@@ -49,6 +48,7 @@ class FakeLearner:
     def __init__(self) -> None:
         self.policy_version = self.staleness = 0
         self.groups: list[list[int]] = [[]]
+        self.calls: list[int] = []
         self.saved: list[Path] = []
         self.saved_steps: list[list[int]] = []
         self.attempts: list[int] = []
@@ -61,11 +61,13 @@ class FakeLearner:
     def check_trajectory(self, trajectory: Trajectory) -> None:
         check_trajectory(trajectory, 1000, self.policy_version)
 
-    def add_group(self, trajectories: Sequence[Trajectory], _rewards: Any) -> np.ndarray:
-        assert len(trajectories) == GROUP_SIZE
-        self.groups[-1].append(trajectories[0].id.group)
+    def add_groups(self, groups: Sequence[Any]) -> list[torch.Tensor]:
+        for trajectories, _rewards in groups:
+            assert len(trajectories) == GROUP_SIZE
+            self.groups[-1].append(trajectories[0].id.group)
+        self.calls.append(len(groups))
         self.added.set()
-        return np.zeros((GROUP_SIZE, SUMS))
+        return [torch.zeros((GROUP_SIZE, SUMS), dtype=torch.float64) for _ in groups]
 
     def step(self) -> Any:
         self.policy_version += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.trajectory import Trajectory
 from trainer.config import TrainerConfig
-from trainer.errors import BatchError, NonFiniteError, TrainerError
+from trainer.errors import BatchError
 from trainer.learner import Learner
 from trainer.optimizer import scale_and_clip
 from trainer.totals import rounded_length
@@ -176,6 +175,29 @@ def test_fused_layers_give_further_parts_of_a_loss(
     want = _gradient(plain, batch)
     for name, got in _gradient(fused, batch).items():
         torch.testing.assert_close(got, want[name], atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_groups_that_share_forward_passes_give_the_same_gradient_and_rows(
+    model_path: ModelPath, group_of: GroupOf, fused: bool
+) -> None:
+    """Micro-batches of several prompts, some of a whole group and some of a part of one."""
+    path, batch = model_path("qwen3"), _batch(group_of)
+    settings = {"dtype": "float32" if fused else "float64", "fused": fused}
+    exact = 1e-5 if fused else 1e-10
+    alone, mixed = (_learner(path, micro_batch_tokens=tokens, **settings) for tokens in (8192, 75))
+    rows = [alone.add_group(*one) for one in batch]
+    want = _gradient(alone, [])
+    for first, last in ((0, 3), (3, 5)):
+        found = mixed.add_groups(batch[first:last])
+        for got, one in zip(found, rows[first:last], strict=True):
+            torch.testing.assert_close(got, one, atol=exact, rtol=exact)
+    assert float(rows[0].abs().sum()) > 0
+    for name, got in _gradient(mixed, []).items():
+        torch.testing.assert_close(got, want[name], atol=exact, rtol=10 * exact)
+    both = group_of(7, np.random.default_rng(0)), np.arange(4, dtype=np.float32)
+    with pytest.raises(BatchError, match="group 7 was already added"):
+        mixed.add_groups([both, both])
 
 
 def test_a_groups_own_order_does_not_matter(model_path: ModelPath, group_of: GroupOf) -> None:
@@ -340,57 +362,3 @@ def test_tied_weights_are_given_once(model_path: ModelPath) -> None:
     assert "model.embed_tokens.weight" in tied
     assert "lm_head.weight" not in tied
     assert "lm_head.weight" in [name for name, _ in _learner(model_path("llama")).tensors()]
-
-
-def test_bad_groups_are_refused_and_leave_no_trace(
-    model_path: ModelPath, group_of: GroupOf
-) -> None:
-    learner = _learner(model_path("qwen3"))
-    group = group_of(3, np.random.default_rng(0))
-    rewards = np.arange(4, dtype=np.float32)
-    first = group[0]
-    replaced = dataclasses.replace
-    bad = [
-        (group[:3], rewards[:3], "expected 4"),
-        ([*group[:3], group[0]], rewards, "distinct"),
-        (group, np.array([0, 1, 2, np.nan]), "finite"),
-        ([replaced(first, tokens=first.tokens + 99), *group[1:]], rewards, "another model"),
-        (
-            [replaced(first, behaviour_logprobs=first.behaviour_logprobs - np.inf), *group[1:]],
-            rewards,
-            "not finite",
-        ),
-        (group_of(3, np.random.default_rng(0), version=1), rewards, "old checkpoint"),
-        ([replaced(first, prompt_tokens=first.prompt_tokens[:0]), *group[1:]], rewards, "empty"),
-    ]
-    for trajectories, values, reason in bad:
-        with pytest.raises(BatchError, match=reason):
-            learner.add_group(trajectories, values)
-    assert all(p.grad is None for p in learner.policy.model.parameters())
-    learner.add_group(group, rewards)
-    with pytest.raises(BatchError, match="already"):
-        learner.add_group(group, rewards)
-    assert learner.step().batch.groups == 1
-
-
-def test_a_gradient_that_is_not_a_number_changes_nothing(
-    model_path: ModelPath, group_of: GroupOf
-) -> None:
-    learner = _learner(model_path("qwen3"))
-    before = {n: t.clone() for n, t in learner.tensors()}
-    learner.add_group(group_of(0, np.random.default_rng(0)), np.arange(4, dtype=np.float32))
-    next(p for p in learner.policy.model.parameters() if p.grad is not None).grad.fill_(
-        float("nan")
-    )
-    with pytest.raises(NonFiniteError, match="step 0"):
-        learner.step()
-    assert learner.policy_version == 0
-    assert all(torch.equal(t, before[n]) for n, t in learner.tensors())
-    assert learner.step().batch.groups == 0
-
-
-def test_groups_of_one_and_endless_schedules_are_refused(model_path: ModelPath) -> None:
-    with pytest.raises(TrainerError, match="at least 2"):
-        Learner(TrainerConfig(), model_path("qwen3"), group_size=1, seed=0)
-    with pytest.raises(TrainerError, match="schedule_steps"):
-        _learner(model_path("qwen3"), learning_rate_schedule="cosine")

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 from engine.protocol import SamplingParams
 from engine.sampling import SamplingColumns, processed_logprobs
 from rollout.truncation import Truncation
-from trainer import policy as policy_module
+from trainer import head as head_module
 from trainer.errors import UnsupportedModelError
-from trainer.packing import Layout, packed_attention, split_by_tokens
+from trainer.micro_batches import split_by_tokens
+from trainer.packing import Family, Layout, packed_attention
 from trainer.policy import PackedBatch, Policy
 
 CPU = torch.device("cpu")
@@ -140,7 +141,8 @@ def test_chunked_head_gives_the_same_gradient(
     batch = PackedBatch.of(_pairs(), CPU)
     grads = []
     for budget in (1 << 25, VOCAB * 5):
-        monkeypatch.setattr(policy_module, "LOGIT_BUDGET", budget)
+        monkeypatch.setattr(head_module, "LOGIT_BUDGET", budget)
+        monkeypatch.setitem(head_module.BLOCK, "cpu", 5 * VOCAB)
         policy = Policy(model_path("llama"), dtype="float64", device=CPU)
         policy.score(batch).logprobs.square().sum().backward()
         grads.append([p.grad for p in policy.model.parameters()])
@@ -213,16 +215,37 @@ def test_a_shared_prompt_changes_no_gradient(prompt: int, model_path: Callable[[
         torch.testing.assert_close(got, parameter.grad, rtol=1e-9, atol=1e-12)
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 3))
-def test_layout_round_trip(rests: list[int], shared: int) -> None:
-    lengths = [shared + rest for rest in rests]
-    layout = Layout.of(lengths, CPU, shared)
-    tokens = torch.arange(shared + sum(rests))
+_KIN = st.tuples(st.integers(0, 3), st.lists(st.integers(1, 9), min_size=1, max_size=4))
+
+
+@given(st.lists(_KIN, min_size=1, max_size=4))
+def test_layout_round_trip(kin: list[tuple[int, list[int]]]) -> None:
+    """Families of sequences, each with what it shares and the rest of each sequence."""
+    lengths = [shared + rest for shared, rests in kin for rest in rests]
+    layout = Layout.of(lengths, CPU, [Family(len(rests), shared) for shared, rests in kin])
+    expected: list[list[int]] = []
+    places: list[int] = []
+    count = 0
+    for shared, rests in kin:
+        prefix = [*range(count, count + shared)]
+        places += range(shared)
+        count += shared
+        for rest in rests:
+            expected.append([*prefix, *range(count, count + rest)])
+            places += range(shared, shared + rest)
+            count += rest
+    tokens = torch.arange(count)
     assert tokens[layout.spread][layout.gather].tolist() == tokens.tolist()
-    assert int(layout.own.sum()) == len(tokens)
+    assert int(layout.own.sum()) == count
     rows = tokens[layout.spread].view(len(lengths), -1)
-    starts = np.cumsum([shared, *rests[:-1]])
-    for row, start, rest, length in zip(rows.tolist(), starts, rests, lengths, strict=True):
-        assert row[:length] == [*range(shared), *range(start, start + rest)]
-    places = [*range(shared), *(p for n in lengths for p in range(shared, n))]
+    assert [row[: len(e)] for row, e in zip(rows.tolist(), expected, strict=True)] == expected
     assert layout.positions[0].tolist() == places
+    seen = [
+        [*range(place, place + shared), *range(start, end)]
+        for start, end, place, shared in layout.segments
+    ]
+    assert sorted(one for one in seen if one not in expected) == sorted(
+        [*range(place, place + shared)]
+        for place, shared, first, last in layout.families
+        if [*range(place, place + shared)] not in expected
+    )

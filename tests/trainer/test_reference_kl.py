@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from rollout.truncation import Truncation
 from trainer.algorithms.base import TokenBatch
 from trainer.algorithms.factory import make
 from trainer.config import TrainerConfig
-from trainer.policy import Policy
+from trainer.head import LogitMap, Processing, process
 
 
 def _batch(log_ratio: float, weight: float, *, advantage: float = 0.0) -> TokenBatch:
@@ -61,8 +59,8 @@ def test_a_batch_without_reference_is_refused() -> None:
 
 
 def test_kl_of_two_nuclei_is_finite_and_bounded_from_below() -> None:
-    """The definition of `trainer.algorithms.reference_kl`, with what `Policy` computes."""
-    nucleus: Any = SimpleNamespace(temperature=1.0, truncation=Truncation(top_p=0.9))
+    """The definition of `trainer.algorithms.reference_kl`, with what `trainer.head` computes."""
+    nucleus = Processing(LogitMap(), Truncation(top_p=0.9))
     everything = torch.arange(12)
     generator = torch.Generator().manual_seed(1)
     apart = 0
@@ -70,7 +68,7 @@ def test_kl_of_two_nuclei_is_finite_and_bounded_from_below() -> None:
         logits = 2 * torch.randn(12, generator=generator, dtype=torch.float64)
         other = logits + shift * torch.randn(12, generator=generator, dtype=torch.float64)
         rows = [one.expand(12, 12) for one in (logits, other)]
-        p, r = (Policy._process(nucleus, one, everything) for one in rows)
+        p, r = (process(one, everything, nucleus) for one in rows)
         q = torch.softmax(other, -1)
         mass = q[~r.outside].sum()
         defined = torch.where(r.outside, q / (mass + q), q / mass)

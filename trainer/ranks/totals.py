@@ -20,6 +20,7 @@ def of_all_ranks(own: StepTotals, world: World) -> StepTotals:
     Raises:
         RankLost: another rank did not take part.
     """
+    own.read()
     if world.size == 1:
         return own
     packed = msgspec.msgpack.encode({name: getattr(own, name) for name in _TOGETHER})
@@ -79,4 +80,4 @@ _TOGETHER: dict[str, _Together] = {
     "abs_gap_max": max,
 }
 """How the ranks' values of each field become one. Every field of `StepTotals` but `signals`, which
-the algorithm declares on each rank."""
+the algorithm declares on each rank, and what was not read."""

@@ -117,6 +117,20 @@ class GroupQueue:
                 )
         return None
 
+    def take_several(
+        self, step: int, *, allowed: Collection[int] | None, tokens: int
+    ) -> list[WholeGroup]:
+        """Take whole groups of this step until they have so many tokens; at least one if it is."""
+        taken: list[WholeGroup] = []
+        held = 0
+        while not taken or held < tokens:
+            group = self.take(step, allowed=allowed)
+            if group is None:
+                break
+            taken.append(group)
+            held += sum(len(one.prompt_tokens) + len(one.tokens) for one in group.trajectories)
+        return taken
+
     def forget_before(self, step: int) -> None:
         """Drop what is left of earlier steps: samples of groups that failed."""
         for kept in (self._whole, self._taken):

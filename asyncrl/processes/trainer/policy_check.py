@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from asyncrl.processes.trainer.group_queue import WholeGroup
 from rollout.trajectory import Trajectory
@@ -63,6 +65,7 @@ class PolicyCheck:
         self._limits = limits
         self._policy = policy
         self._publisher = publisher
+        self._unread: list[tuple[WholeGroup, Tensor]] = []
         self._records: dict[str, _Record] = {}
         self._disagreed: set[str] = set()
         """Generators beyond the limits when they were last judged."""
@@ -72,8 +75,22 @@ class PolicyCheck:
         """Whether no generator of the step that was judged last is beyond the limits."""
         self._count = 0
 
-    def add(self, group: WholeGroup, rows: NDArray[np.float64]) -> None:
-        """Note the `[G, SUMS]` disagreement of a group's trajectories."""
+    def add(self, group: WholeGroup, rows: Tensor) -> None:
+        """Note the `[G, SUMS]` disagreement of a group's trajectories, which is read later."""
+        self._unread.append((group, rows))
+
+    def _read(self) -> None:
+        """Take over what was noted; one transfer from the device."""
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        read = torch.cat([rows for _, rows in unread]).cpu().numpy()
+        start = 0
+        for group, rows in unread:
+            self._add(group, read[start : start + len(rows)])
+            start += len(rows)
+
+    def _add(self, group: WholeGroup, rows: NDArray[np.float64]) -> None:
         self._of_step.update(group.generators)
         for generator, trajectory, row in zip(
             group.generators, group.trajectories, rows, strict=True
@@ -93,6 +110,7 @@ class PolicyCheck:
 
         Forgets the step. Slow if there is one. A generator is found again after it has agreed.
         """
+        self._read()
         wrong = {n: one for n, one in self._records.items() if self._limits.exceeded_by(one.sums)}
         new = sorted(wrong.keys() - self._disagreed, key=lambda n: (-wrong[n].sums.mean, n))
         found = [

@@ -11,7 +11,8 @@ training    consumes: whole groups, step plans. produces: gradients, steps, weig
 report      consumes: counters. produces: `TrainerReport`.
             waits for: the clock. bounded by: REPORT_SECONDS.
 
-A group's gradient is accumulated as soon as the group is whole, in a repeatable run as soon as all
+A group's gradient is accumulated as soon as the group is whole (with `trainer.mix_groups`, that of
+all that wait, up to a micro-batch), in a repeatable run as soon as all
 groups before it have been accumulated. The optimizer steps when every group of the step's plan has
 been accumulated. Trajectories of later steps wait in the queue. A
 trajectory that arrives twice is acknowledged twice and kept once.
@@ -58,6 +59,7 @@ class TrainerProcess:
         generators: receives deliveries.
         records: metrics and the time line.
         groups_per_step: that a step has unless groups failed.
+        mixed_tokens: groups that wait are added together until they have so many; 0: one by one.
         in_order: whether groups are accumulated in the order of their numbers, so that the rounding
             of their sum repeats.
         lineage: how many trainers the run had before; deliveries for one of those are not taken.
@@ -75,6 +77,7 @@ class TrainerProcess:
         records: TrainerRecords,
         *,
         groups_per_step: int,
+        mixed_tokens: int = 0,
         in_order: bool = False,
         lineage: int = 0,
         stops_on_wrong_policy: bool = True,
@@ -88,6 +91,7 @@ class TrainerProcess:
         self._metrics = records.metrics
         self._timeline = records.timeline
         self._groups_per_step = groups_per_step
+        self._mixed_tokens = mixed_tokens
         self._in_order = in_order
         self._lineage = lineage
         self._stops_on_wrong_policy = stops_on_wrong_policy
@@ -203,9 +207,11 @@ class TrainerProcess:
                 await self._save(self._checkpoints.save_as_ordered)
             step, done = self._steps.step, self._steps.done
             plan = self._plans.get(step)
-            group = self._queue.take(step, allowed=self._allowed(step, plan))
-            if group is not None:
-                await self._steps.accumulate(group)
+            groups = self._queue.take_several(
+                step, allowed=self._allowed(step, plan), tokens=self._mixed_tokens
+            )
+            if groups:
+                await self._steps.accumulate(groups)
             elif plan is not None and done - plan:
                 raise AsyncrlError(
                     f"step {step}: the controller reported groups {sorted(done - plan)} as failed "

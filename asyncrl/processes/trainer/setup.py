@@ -116,6 +116,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             generators,
             records,
             groups_per_step=config.scheduler.groups_per_step,
+            mixed_tokens=config.trainer.micro_batch_tokens if config.trainer.mix_groups else 0,
             in_order=config.run.repeatable,
             lineage=spec.lineage,
             stops_on_wrong_policy=config.run.on_wrong_policy == "stop",

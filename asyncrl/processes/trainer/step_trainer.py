@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,22 +138,24 @@ class StepTrainer:
         manifest = self._publisher.publish(self._learner.tensors(), self.step, fingerprint)
         return manifest if self._sender is None else self._sender.publish(manifest)
 
-    async def accumulate(self, group: WholeGroup) -> None:
-        """Add the gradient of a whole group. Raises TrainerError."""
+    async def accumulate(self, groups: Sequence[WholeGroup]) -> None:
+        """Add the gradients of whole groups. Raises TrainerError."""
         began = time.monotonic()
         with self._timeline.span(SpanKind.TRAINING, step=self.step):
             rows = await asyncio.to_thread(
-                self._learner.add_group, group.trajectories, group.rewards
+                self._learner.add_groups, [(one.trajectories, one.rewards) for one in groups]
             )
-        self._trace("train", (group.group,), self.step, began)
-        if self._check is not None:
-            self._check.add(group, rows)
-        self._accumulated.append(group.group)
-        self.done.add(group.group)
-        self._samples += len(group.trajectories)
-        self._terms += [terms for terms in group.terms if terms]
+        numbers = tuple(one.group for one in groups)
+        self._trace("train", numbers, self.step, began)
+        for group, disagreement in zip(groups, rows, strict=True):
+            if self._check is not None:
+                self._check.add(group, disagreement)
+            self._samples += len(group.trajectories)
+            self._terms += [terms for terms in group.terms if terms]
+        self._accumulated += numbers
+        self.done.update(numbers)
         if self._sample_log is not None:
-            self._to_log.append(group)
+            self._to_log += groups
         self._gradient_seconds += time.monotonic() - began
         self._count_training(time.monotonic() - began)
 

@@ -57,6 +57,25 @@ def test_only_groups_of_the_plan_are_handed_out() -> None:
     assert queue.trajectories == 0
 
 
+def test_several_groups_are_taken_until_they_have_so_many_tokens() -> None:
+    queue = GroupQueue(1)
+    sizes = []
+    for group in range(5):
+        one = delivery(group, 0)
+        trajectory = decode_trajectory(one)
+        sizes.append(len(trajectory.prompt_tokens) + len(trajectory.tokens))
+        add(queue, one)
+
+    def take(tokens: int, allowed: set[int] | None = None) -> list[int]:
+        return [one.group for one in queue.take_several(0, allowed=allowed, tokens=tokens)]
+
+    assert take(0) == [0], "one, whatever its size"
+    assert take(sizes[1] + 1) == [1, 2]
+    assert take(10**6, {4}) == [4], "only those of the plan"
+    assert take(10**6) == [3]
+    assert take(10**6) == []
+
+
 def test_samples_of_earlier_steps_are_dropped() -> None:
     queue = GroupQueue(2)
     add(queue, delivery(1, 0))

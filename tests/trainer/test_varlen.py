@@ -1,0 +1,122 @@
+"""Attention without padding against attention with padding: values and gradients."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer import varlen
+from trainer.packing import Family, Layout, packed_attention
+
+FAMILIES = [
+    pytest.param([7, 3, 5], (), id="own prompts"),
+    pytest.param([9, 6, 4, 4], (Family(4, 4),), id="one prompt, the last two have it alone"),
+    pytest.param([9, 6, 11, 3, 8, 8], (Family(2, 5), Family(1), Family(3, 2)), id="several groups"),
+]
+
+
+def definition(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """What `torch.nn.attention.varlen.varlen_attn` computes, one segment after the other."""
+    left, right = window_size
+    assert right == 0
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    ends_q, ends_k = cu_seq_q.tolist(), cu_seq_k.tolist()
+    assert (ends_q[-1], ends_k[-1]) == (len(query), len(key))
+    assert max_q == max(b - a for a, b in pairwise(ends_q))
+    assert max_k == max(b - a for a, b in pairwise(ends_k))
+    repeats = query.shape[1] // key.shape[1]
+    out = []
+    for q0, q1, k0, k1 in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
+        queries = query[q0:q1].transpose(0, 1)
+        keys, values = (
+            one[k0:k1].transpose(0, 1).repeat_interleave(repeats, 0) for one in (key, value)
+        )
+        scores = queries @ keys.transpose(1, 2) * (scale or query.shape[-1] ** -0.5)
+        at = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
+        column = torch.arange(k1 - k0)
+        seen = (column <= at) & ((left < 0) | (column >= at - left))
+        out.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
+    return torch.cat(out)
+
+
+def _both_ways(
+    monkeypatch: pytest.MonkeyPatch,
+    layout: Layout,
+    window: int | None,
+    kind: torch.dtype,
+    device: str,
+) -> list[list[Tensor]]:
+    """Output and gradients, with padding and without."""
+    tokens = layout.positions.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for without in (False, True):
+        monkeypatch.setattr(varlen, "serves", lambda _query, without=without: without)
+        generator.manual_seed(0)
+        heads = [
+            torch.randn(1, count, tokens, 16, generator=generator, dtype=torch.float64)
+            .to(device, kind)
+            .requires_grad_()
+            for count in (4, 2, 2)
+        ]
+        module: Any = torch.nn.Identity()
+        out, _ = packed_attention(
+            module, *heads, None, scaling=0.3, sliding_window=window, packed_layout=layout
+        )
+        direction = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+        grads = torch.autograd.grad(out, heads, direction.to(device, kind))
+        found.append([out.detach(), *grads])
+    return found
+
+
+@pytest.mark.parametrize(("lengths", "families"), FAMILIES)
+@pytest.mark.parametrize("window", [None, 3, 1])
+def test_both_ways_are_equal_by_the_kernels_definition(
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[int],
+    families: tuple[Family, ...],
+    window: int | None,
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", definition)
+    layout = Layout.of(lengths, torch.device("cpu"), families)
+    padded, without = _both_ways(monkeypatch, layout, window, torch.float64, "cpu")
+    for one, other in zip(padded, without, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize(("lengths", "families"), FAMILIES)
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_real_kernel_computes_its_definition(
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[int],
+    families: tuple[Family, ...],
+    window: int | None,
+) -> None:
+    layout = Layout.of(lengths, torch.device("cuda"), families)
+    padded, without = _both_ways(monkeypatch, layout, window, torch.bfloat16, "cuda")
+    for one, other in zip(padded, without, strict=True):
+        torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
+
+
+def test_a_cpu_and_float32_take_the_padded_way() -> None:
+    assert not varlen.serves(torch.zeros(1, 2, 3, 4, dtype=torch.bfloat16))
+    assert not varlen.serves(torch.zeros(1, 2, 3, 4, device="meta"))

@@ -1,0 +1,63 @@
+"""Which samples share a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.trajectory import Trajectory
+from trainer.algorithms.base import Rewards
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Samples to be computed, B of them, with what they are trained towards."""
+
+    trajectories: list[Trajectory]
+    advantages: list[float]
+    """`[B]`"""
+    owners: list[tuple[int, int]]
+    """`[B]` index of each sample's group among those added, and its place in the group."""
+
+    def add(self, trajectories: Sequence[Trajectory], advantages: Rewards, group: int) -> None:
+        """Add a whole group."""
+        self.trajectories.extend(trajectories)
+        self.advantages.extend(advantages.tolist())
+        self.owners.extend((group, place) for place in range(len(trajectories)))
+
+    def split(self, budget: int) -> Iterator[Work]:
+        """Micro-batches of at most `budget` tokens, longest samples first.
+
+        In each, those of a group are together, so that they share their prompt.
+        """
+        lengths = [len(one.prompt_tokens) + len(one.tokens) for one in self.trajectories]
+        for indices in split_by_tokens(lengths, budget):
+            ordered = sorted(indices, key=lambda one: self.owners[one][0])
+            yield Work(
+                [self.trajectories[one] for one in ordered],
+                [self.advantages[one] for one in ordered],
+                [self.owners[one] for one in ordered],
+            )
+
+    def places(self, size: int) -> NDArray[np.int64]:
+        """`[B]` place of each sample when whole groups of this size follow one another."""
+        return np.array([group * size + place for group, place in self.owners], np.int64)
+
+
+def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of sequences per micro-batch: at most `budget` tokens each, longest first.
+
+    A sequence longer than the budget gets its own micro-batch. Deterministic.
+    """
+    batches: list[list[int]] = []
+    room = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if not batches or lengths[index] > room:
+            batches.append([])
+            room = budget
+        batches[-1].append(index)
+        room -= lengths[index]
+    return batches
