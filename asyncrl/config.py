@@ -25,6 +25,7 @@ from pydantic import (
 from asyncrl.changes import Changes, refuse_unknown, values_at
 from asyncrl.config_errors import mistakes
 from asyncrl.errors import ConfigError
+from asyncrl.evaluation.config import EvaluationConfig
 from asyncrl.launch.config import LauncherConfig
 from asyncrl.paths import LocalPath
 from asyncrl.repeatable import clock_dependencies
@@ -38,7 +39,7 @@ from monitoring.config import MAX_PORT, MonitoringConfig, unquoted_off
 from scheduler.config import SchedulerConfig
 from trainer.algorithms.registry import smallest_group
 from trainer.config import TrainerConfig
-from wire.limits import MAX_STEPS, WEEK_SECONDS
+from wire.limits import MAX_STEPS
 
 OnWrongPolicy = Literal["stop", "warn"]
 
@@ -91,21 +92,6 @@ class RunSection(BaseModel):
                 "crash; use jsonl, and convert RUN/samples/*.jsonl with pandas or datasets"
             )
         return value
-
-
-class EvaluationConfig(BaseModel):
-    """Evaluation on held-out prompts before and after training, sampled as in training."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    prompts: int = Field(default=256, ge=1, le=10**6)
-    """Number of held-out prompts, taken from the start of the evaluation set."""
-    samples: int = Field(default=1, ge=1, le=10**4)
-    """Samples per prompt."""
-    threshold: float = Field(default=0.5, ge=-1e6, le=1e6)
-    """A sample counts as correct if its reward is above this."""
-    timeout_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
-    """Longest wait for one evaluation."""
 
 
 class RunConfig(BaseModel):
@@ -210,6 +196,17 @@ class RunConfig(BaseModel):
         if found:
             listed = ". Nor does it work with ".join(found)
             raise ValueError(f"run.repeatable: true does not work with {listed}")
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_evaluated_has_a_checkpoint(self) -> Self:
+        every, saved = self.evaluation.every, self.trainer.checkpoint_every
+        if self.evaluation.keep_best and every is not None and every % saved:
+            raise ValueError(
+                f"evaluation.keep_best: true needs a checkpoint of every policy that is evaluated, "
+                f"and evaluation.every ({every}) is not a multiple of trainer.checkpoint_every "
+                f"({saved})"
+            )
         return self
 
     @model_validator(mode="after")

@@ -139,7 +139,12 @@ def _booleans(
             yield (*outer, name), value
         inner = _model_in(field.annotation)
         if isinstance(value, Mapping) and inner is not None:
-            yield from _booleans(value, inner, (*outer, name))
+            if _is_named(field.annotation):
+                for key, entry in value.items():
+                    if isinstance(entry, Mapping):
+                        yield from _booleans(entry, inner, (*outer, name, str(key)))
+            else:
+                yield from _booleans(value, inner, (*outer, name))
         elif isinstance(value, Sequence) and not isinstance(value, str):
             for index, entry in enumerate(value):
                 if isinstance(entry, Mapping) and inner is not None:
@@ -159,16 +164,19 @@ def _takes_numbers(annotation: Any) -> bool:
 
 
 def _field(model: type[BaseModel], location: _Location) -> FieldInfo | None:
-    """The field at this place; for an entry of a list, the list's field."""
+    """The field at this place; for an entry of a list or mapping, the field that holds it."""
     current: type[BaseModel] | None = model
     field = None
+    is_name = False
     for part in location:
-        if isinstance(part, int):
+        if isinstance(part, int) or is_name:
+            is_name = False
             continue
         field = None if current is None else current.model_fields.get(part)
         if field is None:
             return None
         current = _model_in(field.annotation)
+        is_name = _is_named(field.annotation)
     return field
 
 
@@ -185,6 +193,11 @@ def _meaning(model: type[BaseModel], location: _Location) -> str:
     field = _field(model, location)
     text = " ".join(((field and field.description) or "").split())
     return shortened(text.partition(". ")[0].rstrip("."), 200)
+
+
+def _is_named(annotation: Any) -> bool:
+    """Whether this is a mapping from names to models."""
+    return typing.get_origin(annotation) is dict and _model_in(annotation) is not None
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -70,7 +70,8 @@ class Section:
     """A group of settings: one Config class at one place of the configuration."""
 
     path: str
-    """Dotted path of the section; `[]` stands for each entry of a list."""
+    """Dotted path of the section; `[]` stands for each entry of a list, `NAME` for each name of a
+    mapping."""
     meaning: str
     """Docstring of the class and of the field that holds it. May have several paragraphs."""
     settings: tuple[Setting, ...]
@@ -124,6 +125,9 @@ def _sections(path: str, field: Schema, models: Schema) -> Iterator[Section]:
         settings.append(_setting(name, inner))
         if "$ref" in inner.get("items", {}):
             nested += _sections(f"{path}.{name}[]", inner["items"], models)
+        entries = inner.get("additionalProperties", {})
+        if isinstance(entries, Mapping) and "$ref" in entries:
+            nested += _sections(f"{path}.{name}.NAME", entries, models)
     meaning = model.get("description", "").partition("\n\nExample:")[0]
     if "description" in field:
         meaning += "\n\n" + field["description"]
@@ -198,6 +202,12 @@ def _explain_settings(
             continue
         yield from _comment(settings[name].meaning, indent)
         yield from _comment(settings[name].summary.replace("`", ""), indent)
+        if value and f"{path}.{name}.NAME" in known:
+            yield f"{indent}{name}:"
+            for key, entry in value.items():
+                yield f"{indent}  {key}:"
+                yield from _explain_settings(f"{path}.{name}.NAME", entry, known, indent + "    ")
+            continue
         entries = f"{path}.{name}[]"
         if entries not in known:
             yield f"{indent}{name}: {_yaml(value)}"

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from monitoring.log_level import LogLevel
+from monitoring.sinks.config import SinkConfig
 
 MAX_PORT = 65_535
 
@@ -147,12 +148,25 @@ class MonitoringConfig(BaseModel):
     """Record what each process did when, in RUN/timeline/."""
     tracing: TracingConfig = TracingConfig()
     """Traces for an OpenTelemetry collector."""
+    sinks: tuple[SinkConfig, ...] = ()
+    """Where metrics, evaluations and samples go besides the run's files: `wandb`, `tensorboard`,
+    `mlflow` (docs/monitoring.md)."""
+    sink_seconds: float = Field(default=30.0, ge=0, le=3600)
+    """Longest time for which the end of a run waits for sinks that have not sent everything."""
     web: WebConfig = WebConfig()
     """The web page; see below."""
 
     @model_validator(mode="after")
     def _refuse_odd_addresses(self) -> Self:
         refuse_odd_address(self.host)
+        return self
+
+    @model_validator(mode="after")
+    def _every_sink_is_there_once(self) -> Self:
+        kinds = [one.kind for one in self.sinks]
+        twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
+        if twice:
+            raise ValueError(f"sinks: {', '.join(twice)} is there twice")
         return self
 
     def port_of(self, index: int) -> int:

@@ -19,6 +19,7 @@ from prometheus_client import Gauge, Histogram
 from monitoring.instruments import By, Total, counter, gauge, histogram
 from monitoring.phases import ENOUGH
 from monitoring.process_metrics import ProcessMetrics
+from wire.evaluations import EvaluationRecord, accuracy_of
 from wire.on_policy import OnPolicySteps
 from wire.records import Measured, StepMetrics
 from wire.wrong_policy import Cause
@@ -111,9 +112,23 @@ class ControllerMetrics(ProcessMetrics):
     )
     accuracy: By[Gauge] = gauge(
         "asyncrl_evaluation_accuracy_ratio",
-        "Mean reward on the held-out set, sampled as in training.",
+        "Share of right samples on held-out prompts, sampled as in training; `during`: the newest.",
         label="when",
-        values=("before", "after"),
+        values=("before", "during", "after"),
+    )
+    set_accuracy: By[Gauge] = gauge(
+        "asyncrl_evaluation_set_accuracy_ratio",
+        "Share of right samples on each held-out set, of the newest evaluation.",
+        label="set",
+    )
+    evaluated_step: Gauge = gauge(
+        "asyncrl_evaluation_step", "The step that was evaluated last; its policy version."
+    )
+    evaluations: By[Total] = counter(
+        "asyncrl_evaluations_total",
+        "Evaluations, by whether they have a result.",
+        label="outcome",
+        values=("complete", "given_up"),
     )
     samples: By[Gauge] = gauge(
         "asyncrl_samples_in_flight",
@@ -173,6 +188,15 @@ class ControllerMetrics(ProcessMetrics):
         """Set how many steps of the run were exactly on-policy."""
         for exactly, steps in counts._asdict().items():
             self.on_policy_steps.of(exactly).set(steps)
+
+    def evaluated(self, record: EvaluationRecord) -> None:
+        """Count an evaluation, and set its gauges."""
+        self.evaluations.of("complete").inc()
+        value = accuracy_of(record)
+        self.accuracy.of(record.when).set(0.0 if value is None else value)
+        self.evaluated_step.set(record.step)
+        for name, one in record.sets.items():
+            self.set_accuracy.of(name).set(one.accuracy)
 
     def publish(self, step: StepMetrics) -> None:
         """Set the gauges of a step; one whose value is None keeps its last."""

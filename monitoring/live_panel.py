@@ -20,6 +20,7 @@ from monitoring.wording import (
     sparkline,
     without_controls,
 )
+from wire.evaluations import accuracy_of
 
 HIGH_IDLE_SHARE = 0.3
 """Idle shares from here on are shown in a warning colour."""
@@ -79,12 +80,21 @@ def _progress(view: RunView, total_steps: int) -> RenderableType:
     return line
 
 
+def _accuracy(view: RunView) -> tuple[str, Text]:
+    """That of the newest step, or before training."""
+    newest = view.evaluation
+    if newest is None or not newest.step:
+        return "accuracy before", Text(percent(view.accuracy_before, 1))
+    best = "" if view.best_step in (None, newest.step) else f", best {percent(view.best_accuracy)}"
+    return f"accuracy {newest.step}", Text(percent(accuracy_of(newest), 1) + best)
+
+
 def _numbers(view: RunView, wide: bool) -> RenderableType:
     last = view.last
     rate = None if last is None else last.tokens_per_second
     outcome = [
         ("reward", _reward(view)),
-        ("accuracy before", Text(percent(view.accuracy_before, 1))),
+        _accuracy(view),
         ("staleness", _staleness(view)),
         ("drafts accepted", _drafts(view)),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from wire.evaluations import EvaluationRecord, accuracy_of
 from wire.records import GroupTotals, StepMetrics, TokenCounts
 
 
@@ -40,6 +41,14 @@ class RunView:
     """Estimated time to the end of the run."""
     accuracy_before: float | None = None
     """Held-out accuracy before the first step, 0 to 1."""
+    evaluation: EvaluationRecord | None = None
+    """The evaluation of the newest step that has one."""
+    evaluating: str | None = None
+    """What is being evaluated, and how far: "step 40, 120/256"."""
+    best_step: int | None = None
+    """The step with the best held-out accuracy (`evaluation.best_of`)."""
+    best_accuracy: float | None = None
+    """Its accuracy, 0 to 1."""
     waiting_for: str | None = None
     """What the run needs before it can continue, a clause; None while nothing holds it up."""
 
@@ -56,6 +65,7 @@ class RunView:
     def as_status(self) -> dict[str, Any]:
         """The values as `asyncrl status` shows them, by name."""
         last = self.last
+        sets = {} if self.evaluation is None else self.evaluation.sets
         return {
             "phase": self.phase,
             "step": self.step,
@@ -77,5 +87,11 @@ class RunView:
             "trainer_idle": None if last is None else last.idle.trainer,
             "eta_seconds": self.eta_seconds,
             "accuracy_before": self.accuracy_before,
+            "accuracy": accuracy_of(self.evaluation),
+            "accuracy_step": None if self.evaluation is None else self.evaluation.step,
+            "accuracies": {name: one.accuracy for name, one in sets.items()},
+            "evaluating": self.evaluating,
+            "best_step": self.best_step,
+            "best_accuracy": self.best_accuracy,
             "waiting_for": self.waiting_for,
         }

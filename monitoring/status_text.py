@@ -3,6 +3,7 @@
 arithmetic: training, step 7 of 30, torch engine, 2 min 05 s left
 waiting: step 7 waits for 1 sample (1 running, 0 to be started)
 reward 0.412, accuracy before training 0.125
+accuracy of step 5 0.250, best 0.281 at step 4, evaluating step 10, 120/256
 staleness 0.00 on average, 0 at most, exactly on-policy so far
 1,234 tokens/s, 35% of tokens drafted, 81% of drafts accepted
 groups: 63 trained on, 0 failed, 18 in flight, 2 delivered
@@ -22,6 +23,11 @@ _LINES: tuple[tuple[str, ...], ...] = (
     ("{run}: {phase}", "step {step} of {steps}", "{engine} engine", "{left} left"),
     ("waiting: {waiting_for}",),
     ("reward {reward_mean:.3f}", "accuracy before training {accuracy_before:.3f}"),
+    (
+        "accuracy of step {accuracy_later} {accuracy:.3f}",
+        "best {best_accuracy:.3f} at step {best_step}",
+        "evaluating {evaluating}",
+    ),
     ("staleness {staleness_mean:.2f} on average", "{staleness_max} at most", "{on_policy} so far"),
     (
         "{tokens_per_second:,.0f} tokens/s",
@@ -50,6 +56,7 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
     on_policy = status.get("exactly_on_policy")
     known = {
         **status,
+        "accuracy_later": status.get("accuracy_step") or None,  # step 0 is in the line before
         "left": None if eta is None else duration(eta),
         "on_policy": None if on_policy is None else ON_POLICY[on_policy],
     }

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from monitoring.errors import RecordError
 from monitoring.jsonl import read_jsonl
+from trainer.best_checkpoint import spared
 from trainer.checkpoint_manifest import Manifest, has_its_files, read_manifest, verify_files
 from trainer.errors import CheckpointError
 from wire.records import TrainedStep
@@ -161,12 +162,15 @@ def set_aside(
 def prune(checkpoints: Path, keep: int, *, written: Path) -> None:
     """Remove old checkpoints after one was written, so that `keep` whole ones stay.
 
-    The one just written stays, whatever else is there. A damaged one (by its manifest and the
+    The one just written stays, whatever else is there. One that is kept for its accuracy stays too
+    and does not count (`trainer.best_checkpoint`). A damaged one (by its manifest and the
     sizes of its files) does not count and is not removed. One that cannot be removed stays. If the
     disk does not answer, all stay, and it is logged.
     """
     try:
-        whole = [path for _, path in sorted(by_step(checkpoints).items()) if has_its_files(path)]
+        found = sorted(by_step(checkpoints).items())
+        stays = spared(checkpoints)
+        whole = [path for step, path in found if has_its_files(path) and not stays(step)]
     except OSError as error:
         logger.warning("old checkpoints in %s cannot be removed: %s", checkpoints, error)
         return

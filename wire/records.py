@@ -371,6 +371,11 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """Held-out accuracy after training, 0 to 1; None where it was not measured."""
     evaluation_samples: int = 0
     """Held-out samples behind each accuracy."""
+    best_step: int | None = None
+    """The step after 0 with the best held-out accuracy (`evaluation.best_of`); None: none has been
+    evaluated."""
+    best_accuracy: float | None = None
+    """Its accuracy, 0 to 1."""
     reward_failures: dict[str, dict[str, int]] = {}
     """As in `StepMetrics`."""
     wrong_policy: tuple[str, ...] = ()

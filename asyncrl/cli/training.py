@@ -166,16 +166,20 @@ def evaluate(
     Responses are sampled as in training.
     """
     from asyncrl.evaluation.command import evaluate_model, resolve_target
+    from monitoring.evaluation_text import estimates
 
     console = TerminalConsole(markup=False)
     config, model = resolve_target(target, config_file, overrides or [], runs, console)
-    accuracy = evaluate_model(config, model, console)
-    console.print(
-        f"{model}: accuracy {accuracy.value:.3f} ± {accuracy.margin:.3f} "
-        f"({accuracy.right} of {accuracy.samples} held-out samples right)",
-        highlight=False,
-        soft_wrap=True,
-    )
+    record = evaluate_model(config, model, console)
+    for name, one in record.sets.items():
+        console.print(
+            f"{model}: {name}: accuracy {estimates(one)}; reward {one.reward:.3f}, "
+            f"{one.tokens:.0f} tokens a response",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if not record.sets:
+        raise UserError("there are no held-out prompts; see task.evaluation_size")
 
 
 app.command(

@@ -12,20 +12,22 @@ from rich.progress import Progress as ProgressBar
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import AsyncrlError, UserError, first_error
-from asyncrl.evaluation.round import Accuracy, EvaluationRound
+from asyncrl.evaluation.plan import plan_of
+from asyncrl.evaluation.round import EvaluationRound
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.run.directory import find_run
 from asyncrl.run.sample_requests import sample_seed
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
-from asyncrl.tasks.prompts import Task
+from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.tasks.token_bytes import stop_rule
 from engine.errors import EngineError
 from engine.factory import create_engine
 from engine.protocol import Engine, GenerateRequest
 from trainer.checkpoint_files import choose
 from trainer.errors import CheckpointError
+from wire.evaluations import EvaluationRecord
 
 
 def resolve_target(
@@ -61,14 +63,14 @@ def _newest_checkpoint(run: Path, console: Console) -> Path | None:
     return point.directory
 
 
-def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Accuracy:
-    """Sample every held-out prompt as in training and count the right responses.
+def evaluate_model(config: RunConfig, model_path: str, console: Console) -> EvaluationRecord:
+    """Sample every held-out prompt as in training; the estimates of each set.
 
     Raises:
         UserError: the model, the data or the rewards cannot be used.
         AsyncrlError: the engine failed.
     """
-    task = load_task(config.task, model_path, config.run.seed)
+    task = load_task(config.task, model_path, config.run.seed, config.evaluation.sets)
     try:
         engine = create_engine(
             config.engine,
@@ -82,10 +84,13 @@ def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Accu
         raise AsyncrlError(str(error)) from error
 
 
-async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Console) -> Accuracy:
+async def _evaluate(
+    config: RunConfig, task: Task, engine: Engine, console: Console
+) -> EvaluationRecord:
     rewards = RewardPool(config.rewards)
-    total = min(config.evaluation.prompts, len(task.evaluation)) * config.evaluation.samples
-    current = EvaluationRound(0, total, threshold=config.evaluation.threshold)
+    sets = held_out_sets(task)
+    plan = plan_of(config.evaluation, {name: len(prompts) for name, prompts in sets.items()})
+    current = EvaluationRound(0, plan, threshold=config.evaluation.threshold)
     slots = asyncio.Semaphore(2 * config.engine.slots)
     sampling = config.sampling.params(
         stop_tokens=task.stop_tokens,
@@ -97,10 +102,11 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
         await rewards.start()
         await engine.start()
         with ProgressBar(console=console, transient=True) as bar:
-            line = bar.add_task("evaluating", total=total)
+            line = bar.add_task("evaluating", total=plan.total)
 
             async def evaluate(index: int) -> None:
-                prompt = task.evaluation[index // config.evaluation.samples]
+                name, place = plan.place(index)
+                prompt = sets[name][place]
                 async with slots:
                     seed = sample_seed(config.run.seed, "evaluation", 1, index)
                     request = GenerateRequest(
@@ -109,16 +115,17 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
                         prompt_tokens=prompt.tokens,
                         sampling=replace(sampling, seed=seed),
                     )
-                    text = await _respond(engine, request, task)
+                    tokens = await _respond(engine, request)
+                    text = str(task.tokenizer.decode(tokens, skip_special_tokens=True))
                     question = str(prompt.example.get("prompt", ""))
                     reward = await rewards.score(
                         question, text, prompt.example, example_id=prompt.prompt_id
                     )
-                    current.came_back(index, reward.value)
+                    current.came_back(index, reward.value, len(tokens))
                 bar.advance(line)
 
             async with asyncio.TaskGroup() as group:
-                for index in range(total):
+                for index in range(plan.total):
                     group.create_task(evaluate(index))
         if rewards.counts.failures:
             console.print(
@@ -132,11 +139,11 @@ async def _evaluate(config: RunConfig, task: Task, engine: Engine, console: Cons
     finally:
         await rewards.close()
         await engine.close()
-    return current.accuracy()
+    return current.record(0, "after")
 
 
-async def _respond(engine: Engine, request: GenerateRequest, task: Task) -> str:
+async def _respond(engine: Engine, request: GenerateRequest) -> list[int]:
     tokens: list[int] = []
     async for chunk in engine.generate(request):
         tokens.extend(chunk.tokens.tolist())
-    return str(task.tokenizer.decode(tokens, skip_special_tokens=True))
+    return tokens

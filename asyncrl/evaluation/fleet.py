@@ -2,38 +2,76 @@
 
 from __future__ import annotations
 
-from asyncrl.config import EvaluationConfig
-from asyncrl.evaluation.round import Accuracy, EvaluationRound
+from asyncrl.config import RunConfig
+from asyncrl.evaluation.config import EvaluationConfig
+from asyncrl.evaluation.during import EvaluationDuringTraining
+from asyncrl.evaluation.plan import plan_of
+from asyncrl.evaluation.results import EvaluationResults
+from asyncrl.evaluation.round import EvaluationRound
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.waiting import Waiter
 from asyncrl.run.worker import Worker
-from wire.messages.from_generator import EvaluationSample
+from wire.evaluations import EvaluationRecord
+from wire.messages.from_generator import EvaluationMissed, EvaluationSample
 
 
 class FleetEvaluation:
-    """Runs evaluation rounds, one at a time, and keeps every generator busy during a round.
+    """Runs the evaluations before and after training, and passes on what concerns those during it.
 
-    A round evaluates the newest weights at its start. Samples of older weights do not count.
+    A round before or after training evaluates the newest weights at its start and keeps every
+    generator busy. Samples of older weights do not count.
+
+    Args:
+        config: of the evaluation.
+        requests: make the messages.
+        fleet: the generators.
+        waiter: the phase waits on it.
+        during: evaluates while the run trains; None: nothing does.
+        results: of the run's evaluations.
     """
 
     def __init__(
-        self, config: EvaluationConfig, requests: SampleRequests, *, fleet: Fleet, waiter: Waiter
+        self,
+        config: EvaluationConfig,
+        requests: SampleRequests,
+        *,
+        fleet: Fleet,
+        waiter: Waiter,
+        during: EvaluationDuringTraining | None = None,
+        results: EvaluationResults | None = None,
     ) -> None:
         self._config = config
         self._requests = requests
         self._fleet = fleet
         self._waiter = waiter
+        self.during = during
+        self.results = results
         self._version = 0
         """The policy version that is evaluated."""
-        self.current: EvaluationRound | None = None
+        self._round: EvaluationRound | None = None
+
+    @property
+    def current(self) -> EvaluationRound | None:
         """The round in progress."""
+        if self._round is None and self.during is not None:
+            return self.during.current
+        return self._round
 
-    def configure(self, config: EvaluationConfig) -> None:
-        """Have another time limit, from the next round on."""
-        self._config = config
+    @property
+    def is_phase(self) -> bool:
+        """Whether the run evaluates and does nothing else."""
+        return self._round is not None
 
-    async def measure(self, number: int) -> Accuracy | None:
+    def configure(self, config: RunConfig) -> None:
+        """Have other settings, from the next round on."""
+        self._config = config.evaluation
+        if self.results is not None:
+            self.results.configure(config.evaluation)
+        if self.during is not None:
+            self.during.configure(config)
+
+    async def measure(self, number: int) -> EvaluationRecord | None:
         """Sample every held-out prompt; None if it was not finished.
 
         The user may stop the run before its end, or it is abandoned.
@@ -41,36 +79,40 @@ class FleetEvaluation:
         Raises:
             WaitTimeout: no sample came back for `evaluation.timeout_seconds`.
         """
-        prompts = min(self._config.prompts, self._requests.evaluation_prompts)
-        total = prompts * self._config.samples
+        prompts = {name: len(one) for name, one in self._requests.held_out.items()}
+        plan = plan_of(self._config, prompts)
         weights = self._fleet.weights
         self._version = 0 if weights is None else weights.policy_version
-        self.current = current = EvaluationRound(number, total, threshold=self._config.threshold)
+        self._round = current = EvaluationRound(number, plan, threshold=self._config.threshold)
         for worker in self._fleet.generators():
             await self.fill(worker)
         await self._waiter.until(
-            lambda: current.complete or self._waiter.stop_requested or self.current is None,
+            lambda: current.complete or self._waiter.stop_requested or self._round is None,
             seconds=self._config.timeout_seconds,
-            what=lambda: f"evaluation samples ({current.finished} of {total} came back)",
+            what=lambda: f"evaluation samples ({current.finished} of {plan.total} came back)",
             progress=lambda: current.finished,
         )
-        self.current = None
-        return current.accuracy() if current.complete else None
+        self._round = None
+        if not current.complete:
+            return None
+        return current.record(self._version, "before" if number == 0 else "after")
 
     async def fill(self, worker: Worker) -> None:
         """Request as many samples of the current round as keep this generator busy."""
-        current = self.current
+        current = self._round
         if current is None or worker.policy_version < self._version:
             return
+        sets = self._requests.held_out
         for index in current.next_for(worker.name, worker.slots * 2):
+            name, prompt = current.plan.place(index)
             request = self._requests.evaluate(
-                current.number, index, prompt=index // self._config.samples
+                current.number, index, sets[name][prompt], (current.number,)
             )
             await self._fleet.send(worker.name, request)
 
     def abandon(self) -> None:
         """End the round in progress without a result, as its policy is gone."""
-        self.current = None
+        self._round = None
         self._waiter.notify()
 
     async def bring_to(self, version: int) -> None:
@@ -86,7 +128,9 @@ class FleetEvaluation:
 
     async def returned(self, worker: Worker, message: EvaluationSample) -> None:
         """A sample came back: count it, or request it again if its weights are too old."""
-        current = self.current
+        current = self._round
+        if self.during is not None:
+            await self.during.returned(worker, message)
         if current is None or current.number != message.round:
             return
         if current.generator_of(message.index) != worker.name:
@@ -94,13 +138,44 @@ class FleetEvaluation:
         if message.policy_version < self._version:
             current.again(message.index)
         else:
-            current.came_back(message.index, message.reward)
+            current.came_back(message.index, message.reward, message.tokens)
         await self.fill(worker)
 
     async def lost(self, worker: Worker) -> None:
         """A generator died: request its samples from the others."""
-        if self.current is None:
+        if self.during is not None:
+            await self.during.lost(worker)
+        if self._round is None:
             return
-        self.current.lost(worker.name)
+        self._round.lost(worker.name)
         for other in self._fleet.generators():
             await self.fill(other)
+
+    async def missed(self, worker: Worker, message: EvaluationMissed) -> None:
+        """A generator cannot finish its samples of a round during training."""
+        if self.during is not None and not worker.is_leaving:  # others have those of a leaver
+            await self.during.missed(message)
+
+    async def published(self, version: int) -> None:
+        """The trainer has published a version."""
+        if self.during is not None:
+            await self.during.published(version)
+
+    def rewound(self, step: int) -> None:
+        """Another trainer continues at this step; the run's records were brought back to it."""
+        if self.results is not None:
+            self.results.reload()
+        if self.during is not None:
+            self.during.rewound(step)
+
+    async def training_begins(self, published: int) -> None:
+        """The first step is to be trained, under weights of this version."""
+        if self.during is not None and self.results is not None:
+            await self.during.begin(published, self.results.newest_step)
+
+    def end(self) -> None:
+        """The run ends; say so if that ends an evaluation."""
+        if self.during is not None:
+            self.during.end()
+        if self.results is not None:
+            self.results.close()

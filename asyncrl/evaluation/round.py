@@ -2,64 +2,89 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections import Counter, deque
 from dataclasses import dataclass
+
+from asyncrl.evaluation.estimates import estimate
+from asyncrl.evaluation.plan import EvaluationPlan
+from wire.evaluations import EvaluationRecord, SetEvaluation, When
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """The result of a round of held-out samples."""
+    """Held-out accuracy as the run's state and its result have it."""
 
-    right: int
-    """Samples whose reward was above the threshold."""
+    value: float
+    """Share of right samples, 0 to 1; 0 without samples."""
     samples: int
+    margin: float = 0.0
+    """Half the width of the 95% interval; 0 where it is not known."""
 
-    @property
-    def value(self) -> float:
-        """Share of right samples, 0 to 1; 0 without samples."""
-        return self.right / self.samples if self.samples else 0.0
-
-    @property
-    def margin(self) -> float:
-        """Half the width of the 95% interval (normal approximation)."""
-        if not self.samples:
-            return 0.0
-        return 1.96 * math.sqrt(self.value * (1 - self.value) / self.samples)
+    @classmethod
+    def of(cls, record: EvaluationRecord) -> Accuracy:
+        """That of the first set."""
+        main = record.main
+        return cls(0.0, 0) if main is None else cls(main.accuracy, main.samples, main.margin)
 
 
 class EvaluationRound:
     """Spreads the samples of a round over generators and collects each of them once.
 
     Args:
-        number: of the round in its run; late answers of another round carry another number.
-        total: samples of the round. Their indices are 0 to total - 1.
+        number: of the round in its process; late answers of another round carry another number.
+        plan: its samples.
         threshold: a sample is right if its reward is above this.
+        version: the policy version, in a run that trains meanwhile; None: the run does nothing
+            else.
     """
 
-    def __init__(self, number: int, total: int, *, threshold: float) -> None:
+    def __init__(
+        self, number: int, plan: EvaluationPlan, *, threshold: float, version: int | None = None
+    ) -> None:
         self.number = number
-        self.total = total
+        self.version = version
+        self.plan = plan
         self._threshold = threshold
-        self._waiting = deque(range(total))
+        self._waiting = deque(range(plan.total))
         self._assigned: dict[int, str] = {}
         self._busy: Counter[str] = Counter()
-        self._rewards: dict[int, float] = {}
+        self._results: dict[int, tuple[float, int]] = {}
+        """Reward and response tokens."""
+        self._began = time.monotonic()
+
+    @property
+    def total(self) -> int:
+        """Samples of the round. Their indices are 0 to total - 1."""
+        return self.plan.total
 
     @property
     def finished(self) -> int:
         """How many samples came back."""
-        return len(self._rewards)
+        return len(self._results)
 
     @property
     def complete(self) -> bool:
         """Whether every sample came back."""
-        return len(self._rewards) == self.total
+        return len(self._results) == self.total
+
+    def describe(self) -> str:
+        """`step 40, 120/256`."""
+        step = "" if self.version is None else f"step {self.version}, "
+        return f"{step}{self.finished}/{self.total}"
 
     def next_for(self, generator: str, slots: int) -> list[int]:
         """Assign waiting samples to a generator until its slots are full; returns their indices."""
-        free = min(slots - self._busy[generator], len(self._waiting))
-        chosen = [self._waiting.popleft() for _ in range(free)]
+        return self.deal(generator, max(0, slots - self._busy[generator]))
+
+    @property
+    def waiting(self) -> int:
+        """Samples that no generator has."""
+        return len(self._waiting)
+
+    def deal(self, generator: str, count: int) -> list[int]:
+        """Assign up to this many waiting samples to a generator; returns their indices."""
+        chosen = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
         self._assigned.update(dict.fromkeys(chosen, generator))
         self._busy[generator] += len(chosen)
         return chosen
@@ -68,19 +93,21 @@ class EvaluationRound:
         """The generator that a sample is assigned to; None if it came back, waits, or is none."""
         return self._assigned.get(index)
 
-    def came_back(self, index: int, reward: float) -> None:
+    def came_back(self, index: int, reward: float, tokens: int = 0) -> None:
         """A sample came back. Later copies of it change nothing."""
-        generator = self._assigned.pop(index, None)
-        if generator is not None:
-            self._busy[generator] -= 1
-        self._rewards.setdefault(index, reward)
+        self._take_from_generator(index)
+        self._results.setdefault(index, (reward, tokens))
 
     def again(self, index: int) -> None:
         """A sample came back that does not count, as its weights are too old: assign it again."""
+        if self._take_from_generator(index):
+            self._waiting.append(index)
+
+    def _take_from_generator(self, index: int) -> bool:
         generator = self._assigned.pop(index, None)
         if generator is not None:
             self._busy[generator] -= 1
-            self._waiting.append(index)
+        return generator is not None
 
     def lost(self, generator: str) -> None:
         """A generator is gone: its samples wait for another one."""
@@ -89,7 +116,33 @@ class EvaluationRound:
             self._waiting.append(index)
         del self._busy[generator]
 
-    def accuracy(self) -> Accuracy:
-        """The accuracy over the samples that came back."""
-        right = sum(reward > self._threshold for reward in self._rewards.values())
-        return Accuracy(right, len(self._rewards))
+    def record(self, step: int, when: When, *, held_seconds: float = 0.0) -> EvaluationRecord:
+        """What the complete round came to, for the policy of this version."""
+        return EvaluationRecord(
+            step=step,
+            time=time.time(),
+            when=when,
+            seconds=time.monotonic() - self._began,
+            held_seconds=held_seconds,
+            sets=self._estimates(),
+        )
+
+    def _estimates(self) -> dict[str, SetEvaluation]:
+        found: dict[str, SetEvaluation] = {}
+        first = 0
+        for one in self.plan.sets:
+            results = [self._results[index] for index in range(first, first + one.total)]
+            shape = one.prompts, one.samples
+            found[one.name] = estimate(
+                _rows([reward for reward, _ in results], shape),
+                threshold=self._threshold,
+                lengths=_rows([tokens for _, tokens in results], shape),
+            )
+            first += one.total
+        return found
+
+
+def _rows(values: list[float] | list[int], shape: tuple[int, int]) -> list[list[float]]:
+    """`[P, n]` of the values of P prompts in order."""
+    prompts, samples = shape
+    return [list(values[row * samples : (row + 1) * samples]) for row in range(prompts)]

@@ -31,7 +31,7 @@ phases    consumes:      what pump and watch changed
           unblocked by:  Waiter.notify, after every message and every death
           bounded by:    a time limit per condition; training by watch, which ends the run when
                          nothing is left that training could wait for
-          code:          evaluation.fleet, training, waiting
+          code:          evaluation, training, waiting
 
 An error in a loop goes to `Waiter.fail`, which raises it in the phase that waits.
 """
@@ -42,7 +42,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from asyncrl.config import RunConfig
+from asyncrl.evaluation.during import EvaluationDuringTraining
 from asyncrl.evaluation.fleet import FleetEvaluation
+from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import Accuracy
 from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.run.arrivals import arrivals_of
@@ -66,6 +68,7 @@ from asyncrl.run.watchdog import Watchdog
 from asyncrl.tasks.prompts import Task
 from scheduler import events
 from wire import Hub
+from wire.evaluations import EvaluationRecord
 from wire.messages import control, from_trainer
 
 WATCH_SECONDS = 0.2
@@ -74,7 +77,10 @@ LAST_MESSAGE_SECONDS = 0.2
 
 
 class Controller:
-    """Carries a run from the start of its processes to its last evaluation."""
+    """Carries a run from the start of its processes to its last evaluation.
+
+    Long because every part of a run is made here, and given those that it needs.
+    """
 
     def __init__(
         self,
@@ -95,8 +101,22 @@ class Controller:
         self._progress = progress
         self._waiter = Waiter()
         requests = SampleRequests(task, config.run.seed, directory.state.start)
+        self._results = EvaluationResults(directory.path, config.evaluation)
+        progress.evaluations = self._results
         self._evaluation = FleetEvaluation(
-            config.evaluation, requests, fleet=fleet, waiter=self._waiter
+            config.evaluation,
+            requests,
+            fleet=fleet,
+            waiter=self._waiter,
+            during=EvaluationDuringTraining(
+                config,
+                requests,
+                fleet,
+                say=progress.say,
+                result=self._evaluated,
+                given_up=self._given_up,
+            ),
+            results=self._results,
         )
         self._moves = Moves(config, directory.path, requests, progress.say, fleet.files)
         self._training = Training(
@@ -201,10 +221,13 @@ class Controller:
             before = await self._evaluate_before()
             if self._directory.resume_point.directory is not None:
                 await self._unfinished.restore(self._directory.resume_point.step)
+            if not self.is_complete:
+                await self._evaluation.training_begins(self._training.trained_steps)
             return before, await self._train_and_evaluate()
         finally:
             for loop in loops:
                 loop.cancel()
+            self._evaluation.end()
 
     async def unsaved(self) -> str | None:
         """After all processes have ended: why the last state is not saved; None if it is."""
@@ -241,22 +264,34 @@ class Controller:
     def _status(self) -> control.StatusReply:
         return self._progress.status(self._fleet, self._evaluation.current)
 
+    def _evaluated(self, record: EvaluationRecord) -> None:
+        """Keep the result of an evaluation and show it."""
+        self._results.add(record)
+        best = self._results.best
+        self._progress.evaluated(record, is_best=best is not None and best.step == record.step)
+
+    def _given_up(self, step: int) -> None:
+        """The evaluation of this step has no result and will have none."""
+        self._results.settled(step)
+        self._progress.evaluation_given_up()
+
     async def _evaluate_before(self) -> Accuracy | None:
         """Measure the accuracy before training, unless the run was resumed and knows it."""
         state = self._directory.state
         if state.accuracy_before is not None:
-            right = round(state.accuracy_before * state.evaluation_samples)
-            accuracy = Accuracy(right, state.evaluation_samples)
+            known = self._results.began_with(state.accuracy_before, state.evaluation_samples)
+            accuracy = Accuracy.of(known)
+            self._progress.evaluated(known)
         else:
             measured = await self._evaluation.measure(0)
             if measured is None:
                 return None
-            accuracy = measured
+            accuracy = Accuracy.of(measured)
             state.accuracy_before = accuracy.value
             state.evaluation_samples = accuracy.samples
             self._directory.write_state()
+            self._evaluated(measured)
         self.accuracy_before = accuracy
-        self._progress.evaluated("before", accuracy)
         return accuracy
 
     async def _train_and_evaluate(self) -> Accuracy | None:
@@ -289,10 +324,11 @@ class Controller:
             what=lambda: f"the generators to install version {version}",
         )
         self._evaluations += 1
-        accuracy = None if changed() else await self._evaluation.measure(self._evaluations)
-        if accuracy is not None:
-            self._progress.evaluated("after", accuracy)
-        return accuracy
+        measured = None if changed() else await self._evaluation.measure(self._evaluations)
+        if measured is None:
+            return None
+        self._evaluated(measured)
+        return Accuracy.of(measured)
 
     async def _guarded(self, loop: Callable[[], Awaitable[None]]) -> None:
         """Run a loop; if it breaks, the run ends with its error."""

@@ -1,4 +1,4 @@
-"""Carry out a prepared run, from the creation of its folder to result.json and report.html.
+"""Carry out a prepared run, from its folder to result.json and report.html.
 
 execute    create the folder, run, write the report, also after a failure
 _run       open what the run needs, hand over to the controller, end the processes in order
@@ -41,6 +41,7 @@ from asyncrl.run.page import open_page
 from asyncrl.run.prepare import Prepared
 from asyncrl.run.progress import Progress
 from asyncrl.run.resuming import rewind
+from asyncrl.run.sinks import open_sinks
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.model_tokenizer import tokenizer_digest
 from monitoring.discovery import Targets, targets_file
@@ -143,7 +144,7 @@ def execute(
 
 
 def _write_report(directory: RunDirectory, console: Console) -> None:
-    """Write report.html; say why not where it cannot be written."""
+    """Write report.html; say why not."""
     try:
         write_report(directory.path)
     except ReportError:
@@ -197,6 +198,7 @@ async def _run(
         tokenizer = _tokenizer(prepared, directory, progress)
         spec = _trainer_spec(prepared, directory, launching, hub.address, tokenizer)
         page = open_page(config, directory, records, progress.say, closing)
+        sinks = open_sinks(config, directory.path, records, progress.say, closing)
         fleet = Fleet(config.launcher, launching.launcher, spec, hub, run_key)
         hub.refusals.on_cut_off = fleet.cut_off
         controller = Controller(
@@ -243,6 +245,7 @@ async def _run(
                 await fleet.shut_down()
             except WaitTimeout as error:
                 console.print(str(error), style="yellow", soft_wrap=True)
+            await sinks.close()
             user.cancel()  # only now: orders given meanwhile are answered, with a refusal
             _end_escaped(records, console)
             unsaved = await controller.unsaved()
@@ -279,10 +282,7 @@ def _kill(fleet: Fleet, records: ProcessRecords) -> None:
 
 
 def _clean_up(runtime: RuntimeDirectory, targets: Targets | None) -> None:
-    """Remove what is left of the run's processes, which have ended.
-
-    Their sockets, their files in shared memory, and what Prometheus is told of them.
-    """
+    """Remove sockets and shared memory of processes that ended, and what Prometheus is told."""
     runtime.close()
     if targets is not None:
         targets.remove()

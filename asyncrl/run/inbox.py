@@ -93,6 +93,7 @@ class Inbox:
             from_generator.SampleFailed: self._sample_failed,
             from_generator.SampleDelivered: self._sample_delivered,
             from_generator.EvaluationSample: self._evaluation.returned,
+            from_generator.EvaluationMissed: self._evaluation.missed,
             from_generator.WeightsInstalled: self._weights_installed,
             from_generator.WrongPolicyFound: self._wrong_policy,
             from_generator.Rescored: self._rescored,
@@ -280,6 +281,7 @@ class Inbox:
         self._training.trained_steps = version
         self._progress.step_finished(message)
         await self._training.step_finished(message)
+        await self._evaluation.published(version)
 
     async def _checkpoint_written(
         self, worker: Worker, message: from_trainer.CheckpointWritten

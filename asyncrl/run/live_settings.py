@@ -131,7 +131,7 @@ class LiveSettings:
         """Tell everybody who has to know, and whoever is started later."""
         self.config = config
         self._fleet.configure(config.launcher)
-        self._evaluation.configure(config.evaluation)
+        self._evaluation.configure(config)
         self._unfinished.config = ConfigByStep(config)
         self._training.take_over(ConfigByStep(config))
         await self.tell_trainer()

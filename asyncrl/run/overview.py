@@ -50,11 +50,29 @@ def data_line(config: RunConfig, task: Task) -> str:
     scheduler, steps = config.scheduler, config.run.steps
     source = config.task.path if config.task.kind == "dataset" else f"built-in {config.task.kind}"
     per_step = f"{scheduler.groups_per_step:,} prompts x {scheduler.group_size:,} samples"
+    sets = "".join(f", {len(one):,} of {name}" for name, one in task.evaluation_sets.items())
     return _line(
         "data",
-        f"{source}: {len(task.train):,} prompts to train on, {len(task.evaluation):,} held out; "
-        f"{steps:,} steps of {per_step}",
+        f"{source}: {len(task.train):,} prompts to train on, {len(task.evaluation):,} held "
+        f"out{sets}; {steps:,} steps of {per_step}",
     )
+
+
+def shared_prompts(task: Task) -> list[str]:
+    """A warning for each set of `evaluation.sets` with prompts that are also trained on."""
+    if not task.evaluation_sets:
+        return []
+    trained = {prompt.tokens.tobytes() for prompt in task.train}
+    found = {
+        name: sum(prompt.tokens.tobytes() in trained for prompt in prompts)
+        for name, prompts in task.evaluation_sets.items()
+    }
+    return [
+        f"warning: {count:,} of {len(task.evaluation_sets[name]):,} prompts of evaluation.sets."
+        f"{name} are also trained on, so its accuracy is not one of held-out prompts"
+        for name, count in found.items()
+        if count
+    ]
 
 
 def mode_line(config: RunConfig) -> str:

@@ -22,6 +22,7 @@ from asyncrl.tasks.map_messages import MAP
 from asyncrl.user_functions import check_name
 from engine.errors import EngineStartError
 from engine.sglang.interpreter import check_interpreter
+from monitoring.sinks.config import missing_package
 
 
 def check_machine(config: RunConfig) -> None:
@@ -33,6 +34,10 @@ def check_machine(config: RunConfig) -> None:
     _check_engine(config)
     if config.monitoring.tracing.enabled:
         _check_tracing()
+    for sink in config.monitoring.sinks:
+        missing = missing_package(sink.kind)
+        if missing is not None:
+            raise UserError(missing)
     launcher = config.launcher
     if launcher.kind == "ray":
         check_ray()  # what the nodes have is asked when the cluster is opened
@@ -44,8 +49,9 @@ def check_machine(config: RunConfig) -> None:
             pin_cores=launcher.pin_cores,
             ranks=config.trainer.ranks,
         )
-    if config.task.map is not None:
-        check_name(MAP, config.task.map)
+    for function in (config.task.map, *(one.map for one in config.evaluation.sets.values())):
+        if function is not None:
+            check_name(MAP, function)
 
 
 def _check_tracing() -> None:

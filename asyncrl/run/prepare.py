@@ -18,7 +18,7 @@ from asyncrl.run.devices import place
 from asyncrl.run.preflight import check_machine, check_rewards
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
-from asyncrl.tasks.prompts import Task
+from asyncrl.tasks.prompts import Task, held_out_sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,10 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
         model_path = resolve_model(config.model, bar)
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     say(overview.model_line(config, model_path))
-    task = load_task(config.task, model_path, config.run.seed)
+    task = load_task(config.task, model_path, config.run.seed, config.evaluation.sets)
     say(overview.data_line(config, task))
+    for sentence in overview.shared_prompts(task):
+        say(sentence)
     _check_prompts(config, task)
     if config.sampling.stop:
         from asyncrl.tasks.token_bytes import token_bytes  # imports numba, which takes a second
@@ -65,7 +67,8 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
 def _check_prompts(config: RunConfig, task: Task) -> None:
     """Refuse prompts that leave no room for a response."""
     room = config.engine.max_model_len - config.sampling.max_tokens
-    for prompt in itertools.chain(task.train, task.evaluation):
+    sets = held_out_sets(task).values()
+    for prompt in itertools.chain(task.train, *sets):
         if len(prompt.tokens) > room:
             raise DataError(
                 f"prompt {prompt.prompt_id} has {len(prompt.tokens)} tokens; with "

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from asyncrl.config import RunConfig
+from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
 from asyncrl.run import warnings
 from asyncrl.run.findings import Findings
@@ -18,12 +19,14 @@ from asyncrl.run.group_totals import RunGroups, in_flight
 from asyncrl.run.reward_totals import RewardTotals
 from asyncrl.run.staleness_totals import StalenessTotals
 from monitoring.controller_metrics import GENERATOR_STATES
+from monitoring.evaluation_text import evaluation_lines
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics
 from monitoring.metrics_log import MetricsLog
 from monitoring.run_view import RunView
 from scheduler.scheduler import Scheduler
 from scheduler.view import SchedulerView
+from wire.evaluations import EvaluationRecord, accuracy_of
 from wire.messages.control import StatusReply
 from wire.messages.from_trainer import StepFinished
 from wire.noise_floor import NoiseFloor
@@ -92,7 +95,8 @@ class Progress:
         self._staleness = StalenessTotals(earlier)
         self._scheduler: Scheduler | None = None
         self._phase = "starting"
-        self._accuracy_before: float | None = None
+        self.evaluations: EvaluationResults | None = None
+        """The results so far, once there is a controller."""
         self._fleet: Fleet | None = None
         now = time.monotonic()
         self._totals = GenerationTotals(now)
@@ -126,15 +130,15 @@ class Progress:
         self._findings.died(name)
         self._metrics.process_failures.of(role).inc()
 
-    def evaluated(self, when: str, accuracy: Accuracy) -> None:
-        """An evaluation round is complete; `when` is "before" or "after" training."""
-        if when == "before":
-            self._accuracy_before = accuracy.value
-        self._metrics.accuracy.of(when).set(accuracy.value)
-        self._view.log(
-            f"held-out accuracy {when} training: {accuracy.value:.3f} ± {accuracy.margin:.3f} "
-            f"({accuracy.samples} samples, drawn as in training)"
-        )
+    def evaluated(self, record: EvaluationRecord, *, is_best: bool = False) -> None:
+        """An evaluation is complete."""
+        self._metrics.evaluated(record)
+        for line in evaluation_lines(record, is_best=is_best):
+            self._view.log(line)
+
+    def evaluation_given_up(self) -> None:
+        """An evaluation during training has no result."""
+        self._metrics.evaluations.of("given_up").inc()
 
     def training_begins(self, scheduler: Scheduler, first_step: int) -> None:
         """Start the clock and the counters of the training phase."""
@@ -288,7 +292,7 @@ class Progress:
             metrics.generators.of(state).set(states[state])
 
     def _phase_text(self, fleet: Fleet, evaluation: EvaluationRound | None) -> str:
-        if evaluation is not None:
+        if evaluation is not None and evaluation.version is None:
             return f"evaluating {evaluation.finished}/{evaluation.total}"
         if self.stopping:
             return "stopping"
@@ -302,6 +306,8 @@ class Progress:
         self, fleet: Fleet, evaluation: EvaluationRound | None, snapshot: SchedulerView | None
     ) -> RunView:
         self._count()
+        results = self.evaluations
+        best = None if results is None else results.best
         left = self._config.run.steps - self._step
         elapsed = time.monotonic() - self._totals.began
         reports = [one.trainer_report for one in fleet.ranks]
@@ -323,7 +329,11 @@ class Progress:
             samples_held=None if snapshot is None else snapshot.samples_held,
             samples_queued=sum(queued) if queued else None,
             eta_seconds=elapsed / self._steps_here * left if self._steps_here else None,
-            accuracy_before=self._accuracy_before,
+            accuracy_before=accuracy_of(None if results is None else results.before),
+            evaluation=None if results is None else results.newest,
+            evaluating=None if evaluation is None else evaluation.describe(),
+            best_step=None if best is None else best.step,
+            best_accuracy=None if results is None or best is None else results.value_of(best),
             waiting_for=waiting_for,
         )
 
@@ -351,6 +361,8 @@ class Progress:
         self, before: Accuracy | None, after: Accuracy | None, *, total_seconds: float
     ) -> RunResult:
         """What the run came to, with its held-out accuracy before and after training."""
+        results = self.evaluations
+        best = None if results is None else results.best
         return RunResult(
             run=self._config.run.name,
             engine=self._config.engine_kinds,
@@ -363,6 +375,8 @@ class Progress:
             exactly_on_policy=self._exactly_on_policy(),
             accuracy_before=None if before is None else before.value,
             accuracy_after=None if after is None else after.value,
+            best_step=None if best is None else best.step,
+            best_accuracy=None if results is None or best is None else results.value_of(best),
             evaluation_samples=0 if before is None else before.samples,
             reward_failures=self._reward_totals.counts.failed,
             wrong_policy=self._findings.all,

@@ -27,6 +27,7 @@ from trainer.checkpoint_files import ResumePoint, choose, set_aside, steps_of, u
 from trainer.checkpoint_manifest import check_settings, settings_of
 from trainer.errors import CheckpointError
 from wire.atomic_files import write_atomically
+from wire.evaluations import EvaluationRecord
 from wire.records import StepMetrics, TrainedStep
 
 
@@ -103,12 +104,23 @@ def rewind(path: Path, point: ResumePoint, *, groups_per_step: int) -> list[str]
     if unknown := missing - {one.step for one in trained}:
         listed = ", ".join(map(str, sorted(unknown)))
         said.append(f"no whole checkpoint has the records of these steps of {metrics}: {listed}")
+    _rewind_evaluations(path / "evaluations.jsonl", point.step, said)
     if samples.exists():
         kept, damaged = read_undamaged(samples, SampleRecord)
         if damaged:
             said.append(f"{_dropped(samples, damaged)}. The file is for the report only")
         _write_lines(samples, [one for one in kept if one.step < point.step])
     return said
+
+
+def _rewind_evaluations(path: Path, step: int, said: list[str]) -> None:
+    """Drop the evaluations of later steps."""
+    if not path.exists():
+        return
+    kept, damaged = read_undamaged(path, EvaluationRecord)
+    if damaged:
+        said.append(_keep_damaged(path, damaged))
+    _write_lines(path, [one for one in kept if one.step <= step])
 
 
 def _keep_damaged(path: Path, damaged: Sequence[RecordError]) -> str:
@@ -126,7 +138,7 @@ def _dropped(path: Path, damaged: Sequence[RecordError]) -> str:
 
 def _copy_records(path: Path, target: Path, *, from_step: int) -> None:
     """Copy what rewinding the run at `path` drops from its records to the folder `target`."""
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
         if (path / name).exists():
             shutil.copyfile(path / name, target / name)
     copy_later(path / "samples", target / "samples", from_step=from_step)

@@ -28,6 +28,8 @@ SAFE: dict[str, When] = {
     "launcher.stop_seconds": "at once",
     "launcher.checkpoint_seconds": "at once",
     "launcher.max_restarts": "at once",
+    "evaluation.every": "at once",
+    "evaluation.hold_seconds": "at once",
     "evaluation.timeout_seconds": "at once",
     "monitoring.log_level": "at once",
 }

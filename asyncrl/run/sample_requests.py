@@ -6,10 +6,19 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.tasks.prompts import Prompt, Task, prompt_order
+import msgspec
+
+from asyncrl.tasks.prompts import Prompt, Task, held_out_sets, prompt_order
 from rollout.trajectory import SampleId
 from wire.frames import encode_tokens
-from wire.messages.to_generator import Evaluate, Generate, PromptPayload, Unfinished, Verify
+from wire.messages.to_generator import (
+    Evaluate,
+    FixedVersion,
+    Generate,
+    PromptPayload,
+    Unfinished,
+    Verify,
+)
 from wire.unfinished import Place
 
 
@@ -87,9 +96,9 @@ class SampleRequests:
         self._streams = streams
 
     @property
-    def evaluation_prompts(self) -> int:
-        """How many held-out prompts the task has."""
-        return len(self._task.evaluation)
+    def held_out(self) -> dict[str, Sequence[Prompt]]:
+        """All held-out prompts by the name of their set, the task's own first."""
+        return held_out_sets(self._task)
 
     def prompt_index(self, group: int) -> int:
         """Index of the training prompt that a group answers."""
@@ -141,10 +150,29 @@ class SampleRequests:
         seeds = tuple(self._sample_seed("verify", sample, *policy) for sample in samples)
         return Verify(tuple(samples), seeds, min_version)
 
-    def evaluate(self, round_number: int, index: int, *, prompt: int) -> Evaluate:
-        """Generate the `index`-th sample of an evaluation round, for this held-out prompt."""
-        seed = sample_seed(self._seed, "evaluation", round_number, index)
-        return Evaluate(round_number, index, _payload(self._task.evaluation[prompt]), seed)
+    def evaluate(
+        self,
+        number: int,
+        index: int,
+        prompt: Prompt,
+        purpose: tuple[object, ...],
+        fixed: FixedVersion | None = None,
+    ) -> Evaluate:
+        """Generate the `index`-th sample of an evaluation round.
+
+        Args:
+            number: of the round.
+            index: of the sample.
+            prompt: a held-out one that it answers.
+            purpose: what its random numbers depend on, besides the run's seed.
+            fixed: the version to evaluate while the run trains; None: the weights that are there.
+        """
+        seed = sample_seed(self._seed, "evaluation", *purpose, index)
+        if fixed is not None:
+            if self._start:
+                seed = sample_seed(seed, "start", self._start)
+            fixed = msgspec.structs.replace(fixed, verify_seed=sample_seed(seed, "verify"))
+        return Evaluate(number, index, _payload(prompt), seed, fixed)
 
     def _sample_seed(self, purpose: str, sample: SampleId, *more: object) -> int:
         return self._known_streams.seed_of(purpose, sample.group, sample.sample, *more)

@@ -117,6 +117,7 @@ class TrainerRestarts:
         version = self._began = worker.policy_version
         if self._fleet.lineage:
             self._return_to_resume_point()
+            self._evaluation.rewound(self._point.step)
         await self._training.trainer_ready(version, initial_weights)
         if self._fleet.lineage and self._training.has_steps_left:
             self._evaluation.abandon()

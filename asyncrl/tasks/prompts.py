@@ -8,14 +8,15 @@ Example:
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.trajectory import IntArray
+from wire.evaluations import HELD_OUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,10 @@ class Task(Protocol):
         """Held-out prompts, none of them in `train`; may be empty."""
 
     @property
+    def evaluation_sets(self) -> Mapping[str, Sequence[Prompt]]:
+        """Prompts of `evaluation.sets`, by name. Some may be in `train`: the run says so."""
+
+    @property
     def stop_tokens(self) -> tuple[int, ...]:
         """Ids that end a response."""
 
@@ -64,6 +69,13 @@ class LoadedTask:
     tokenizer: Any
     left_out: int = 0
     """Number of prompts left out because they were longer than `max_prompt_tokens`."""
+    evaluation_sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+
+
+def held_out_sets(task: Task) -> dict[str, Sequence[Prompt]]:
+    """All held-out prompts by the name of their set, the task's own first."""
+    own = {HELD_OUT: task.evaluation} if task.evaluation else {}
+    return {**own, **task.evaluation_sets}
 
 
 def prompt_order(n: int, seed: int, position: int) -> int:

@@ -134,6 +134,9 @@ def status_of(data: RunData, phase: str) -> Status:
         exactly_on_policy=on_policy.exactly if result is None else result.exactly_on_policy,
         tokens=data.tokens(),
         accuracy_before=data.accuracies()[0],
+        evaluation=data.evaluations[-1] if data.evaluations else None,
+        best_step=None if result is None else result.best_step,
+        best_accuracy=None if result is None else result.best_accuracy,
     )
     status = {
         "run": data.name,

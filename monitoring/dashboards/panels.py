@@ -63,11 +63,12 @@ LEARNING = (
     ),
     Panel(
         "Held-out accuracy",
-        "Mean reward on the held-out set before and after training, sampled as in training.",
+        "Share of right samples on held-out prompts before, during and after training, sampled as "
+        "in training, and that of each set in the newest evaluation.",
         "If it falls while the reward rises, the policy has learnt the reward and not the task: "
         "read samples/.",
         "percentunit",
-        (_query(C["accuracy"], "{{when}}"),),
+        (_query(C["accuracy"], "{{when}}"), _query(C["set_accuracy"], "{{set}}")),
     ),
     Panel(
         "Loss and gradient norm",

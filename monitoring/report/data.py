@@ -14,12 +14,14 @@ import yaml
 
 from monitoring.config import MonitoringConfig
 from monitoring.errors import RecordError, ReportError
+from monitoring.evaluations_log import read_evaluations
 from monitoring.jsonl import read_jsonl
 from monitoring.metrics_log import read_metrics
 from monitoring.occupancy import SlotPiece, read_slots
 from monitoring.report.series import finite
 from monitoring.samples import SampleRecord, read_samples
 from monitoring.spans import Span, read_spans
+from wire.evaluations import EvaluationRecord
 from wire.orders import OrderRecord
 from wire.records import Measured, RunResult, StepMetrics, TokenCounts
 
@@ -48,6 +50,8 @@ class RunData:
     """The records of samples.jsonl, in order."""
     orders: list[OrderRecord] = field(default_factory=list)
     """The records of orders.jsonl, in order."""
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+    """The records of evaluations.jsonl, in order of their steps."""
     result: RunResult | None = None
     """result.json; None while the run is not finished."""
     begun: BeginningState = field(default_factory=BeginningState)
@@ -127,6 +131,9 @@ def load_run(run_dir: Path) -> RunData:
     load_state(run_dir / "run.json", data)
     data.result = _load_or_note(data, lambda: _load_result(run_dir / "result.json"), None)
     data.steps = _load_or_note(data, lambda: read_metrics(run_dir / "metrics.jsonl"), [])
+    data.evaluations = _load_or_note(
+        data, lambda: read_evaluations(run_dir / "evaluations.jsonl"), []
+    )
     data.samples = _load_or_note(data, lambda: read_samples(run_dir / "samples.jsonl"), [])
     if (run_dir / "orders.jsonl").exists():
         data.orders = _load_or_note(

@@ -21,6 +21,7 @@ from monitoring.report.plots import (
 from monitoring.report.sections import section
 from monitoring.report.series import smooth, ticks, wilson
 from monitoring.wording import percent
+from wire.evaluations import SetEvaluation
 from wire.records import Measured, RewardCounts, StepMetrics
 
 _RIGHT = 28
@@ -33,7 +34,9 @@ def learning(data: RunData) -> Markup:
         "The reward is that of the samples that each step trained on. Accuracy is measured on "
         "held-out prompts, sampled as in training.",
         _failures(data),
-        element("div", _reward(data), _terms(data), _evaluation(data), class_="grid"),
+        element(
+            "div", _reward(data), _terms(data), _evaluation(data), *_by_step(data), class_="grid"
+        ),
     )
 
 
@@ -118,6 +121,49 @@ def _evaluation(data: RunData) -> Markup:
         return empty("Held-out accuracy", "Not evaluated.")
     note = f"With 95% intervals from {samples} samples." if samples else ""
     return figure("Held-out accuracy", note, _intervals(accuracies))
+
+
+def _by_step(data: RunData) -> list[Markup]:
+    """The accuracy of every step that was evaluated, if any was during training."""
+    if len(data.evaluations) < 2 or all(one.when != "during" for one in data.evaluations):
+        return []
+    steps = [float(one.step) for one in data.evaluations]
+    names = list({name: None for one in data.evaluations for name in one.sets})
+    known = [(index, name) for index, name in enumerate(names)]
+    accuracy = line_plot(
+        "Held-out accuracy by step",
+        steps,
+        [Series(name, _column(data, name, _accuracy), f"c{1 + i % 6}") for i, name in known],
+        note="Each sample was drawn from the policy of its step alone.",
+        y_label="accuracy",
+    )
+    last = data.evaluations[-1]
+    ks = max((max(one.pass_at, default=1) for one in last.sets.values()), default=1)
+    if ks < 2:
+        return [accuracy]
+    passes = line_plot(
+        f"pass@{ks} by step",
+        steps,
+        [
+            Series(name, _column(data, name, lambda one: one.pass_at.get(ks)), f"c{1 + i % 6}")
+            for i, name in known
+        ],
+        note=f"Share of prompts of which one of {ks} samples is right, unbiased.",
+        y_label=f"pass@{ks}",
+    )
+    return [accuracy, passes]
+
+
+def _accuracy(one: SetEvaluation) -> float:
+    return one.accuracy
+
+
+def _column(
+    data: RunData, name: str, value: Callable[[SetEvaluation], float | None]
+) -> list[float | None]:
+    """`[E]` a number of one set in each evaluation."""
+    found = (one.sets.get(name) for one in data.evaluations)
+    return [None if one is None else value(one) for one in found]
 
 
 def _intervals(accuracies: Sequence[_Accuracy]) -> Markup:

@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("asyncrl", "engine", "trainer", "scheduler", "cache", "monitoring", "wire", "rollout")
 RECORDS = {
+    "asyncrl/evaluation/round.py": "when an evaluation ended, for its record",
     "asyncrl/web/feed.py": "the time of a snapshot, for the reader",
     "asyncrl/web/sections.py": "the last seconds of time lines, which have that time",
     "asyncrl/processes/generator/engine_log.py": "when a record of the engine was made",

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from rollout.trajectory import FinishReason, SampleId
-from wire.decoding import Count, Finite
+from wire.decoding import Amount, Count, Finite
 from wire.frames import DIGEST_BYTES
 from wire.noise_floor import NoiseFloor
 from wire.records import EngineStats, RewardCounts
@@ -69,6 +69,21 @@ class EvaluationSample(Message, frozen=True):
     reward: Finite
     policy_version: int
     """Lowest policy version among its segments."""
+    newest_version: int = -1
+    """Highest policy version among its segments."""
+    tokens: Count = 0
+    """Response tokens."""
+    held_seconds: Amount = 0.0
+    """How long its generator has kept its version for this round, when it had a newer one to
+    install."""
+
+
+class EvaluationMissed(Message, frozen=True):
+    """It cannot finish its samples of a round under the round's version, and has dropped them."""
+
+    round: Count
+    reason: str
+    """What happened, a clause that begins with its name."""
 
 
 class WeightsInstalled(Message, frozen=True):
@@ -144,6 +159,7 @@ FromGenerator = (
     | SampleFailed
     | SampleDelivered
     | EvaluationSample
+    | EvaluationMissed
     | WeightsInstalled
     | WrongPolicyFound
     | Rescored

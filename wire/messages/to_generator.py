@@ -73,6 +73,20 @@ class ToRescore(msgspec.Struct, frozen=True):
     """`[L]` int32"""
 
 
+class FixedVersion(msgspec.Struct, frozen=True):
+    """The policy that a held-out sample of a run that trains must follow, from its first token."""
+
+    policy_version: int
+    ahead: bool
+    """Begin under earlier weights, as run-ahead, and verify the tokens when the version is
+    installed. Otherwise begin then."""
+    hold_seconds: float
+    """Longest time for which this generator keeps the version for unfinished samples when it is to
+    install a newer one."""
+    verify_seed: int = 0
+    """Of the verification and what follows it; differs from the sample's seed."""
+
+
 class Evaluate(Message, frozen=True):
     """Generate one held-out sample, score it, report it, and forget it."""
 
@@ -81,6 +95,14 @@ class Evaluate(Message, frozen=True):
     """Which sample of the round, from 0."""
     prompt: PromptPayload
     seed: int
+    fixed: FixedVersion | None = None
+    """None: under the weights that are installed, which do not change meanwhile."""
+
+
+class AbandonEvaluation(Message, frozen=True):
+    """Forget the held-out samples of this round."""
+
+    round: int
 
 
 class InstallWeights(Message, frozen=True):
@@ -187,6 +209,7 @@ ToGenerator = (
     Generate
     | Verify
     | Evaluate
+    | AbandonEvaluation
     | InstallWeights
     | Rewind
     | Rescore

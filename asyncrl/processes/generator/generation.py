@@ -78,6 +78,8 @@ class SampleGeneration:
     """Longest time from its first token on (`deadlines`); None: there is none."""
     purpose: str = "train"
     """Prefix of the request ids."""
+    order: int = 0
+    """`GenerateRequest.order`, unless it is trained on: then its group is."""
     lineage: int = 0
     """Of the trainer that it was last rewound for."""
     builder: TrajectoryBuilder = None  # type: ignore[assignment]  # set below
@@ -194,7 +196,7 @@ class SampleGeneration:
             sampling=replace(sampling, seed=self.seed),
             kept=self.tokens_to_verify if not len(self.builder) else None,
             priority=self.priority,
-            order=self.sample.group if self.purpose == "train" else 0,
+            order=self.sample.group if self.purpose == "train" else self.order,
         )
         if len(self.builder):
             request = replace(request, prefix_tokens=self.builder.tokens())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asyncrl.processes.generator.evaluation import Evaluation
 from asyncrl.processes.generator.generation import SampleGeneration
 from asyncrl.processes.generator.samples import Samples
 from engine.protocol import Engine
@@ -47,15 +48,23 @@ class Preemption:
     Args:
         engine: its slots and its KV space are shared out.
         samples: in generation.
+        evaluation: held-out samples of a run that trains.
         metrics: count the preemptions.
         kv_limit: share of the KV space in use from which on waiting requests wait for KV space.
     """
 
     def __init__(
-        self, engine: Engine, samples: Samples, metrics: GeneratorMetrics, *, kv_limit: float
+        self,
+        engine: Engine,
+        samples: Samples,
+        evaluation: Evaluation,
+        metrics: GeneratorMetrics,
+        *,
+        kv_limit: float,
     ) -> None:
         self._engine = engine
         self._samples = samples
+        self._evaluation = evaluation
         self._metrics = metrics
         self._kv_limit = kv_limit
 
@@ -63,7 +72,7 @@ class Preemption:
         """Interrupt as much run-ahead as due samples need slots."""
         stats = self._engine.stats()
         for generation in choose_preemptions(
-            self._samples.in_generation,
+            [*self._samples.in_generation, *self._evaluation.in_generation],
             slots=stats.slots,
             kv_full=stats.kv_used >= self._kv_limit and stats.waiting > 0,
         ):

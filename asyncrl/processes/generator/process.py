@@ -95,8 +95,15 @@ class GeneratorProcess:
         )
         self.samples = Samples(generator, controller, self._reports, self._tasks, lenient_reuse)
         self.deadlines = Deadlines(self.samples)
-        self._preemption = Preemption(engine, self.samples, metrics, kv_limit=kv_limit)
-        self._evaluation = Evaluation(generator, controller)
+        self._evaluation = Evaluation(
+            generator,
+            controller,
+            lambda: engine.stats().policy_version,
+            lambda: self._installs.compared(),
+        )
+        self._preemption = Preemption(
+            engine, self.samples, self._evaluation, metrics, kv_limit=kv_limit
+        )
         lines = TrainerLines([trainer, *other_ranks])
         self.deliveries = Deliveries(self.samples.held, lines, controller, records, lenient_reuse)
         self._installs = WeightInstalls(
@@ -106,6 +113,7 @@ class GeneratorProcess:
             metrics,
             self._note,
             verify=self._verify,
+            installed=self._installed,
             stops_on_wrong_policy=stops_on_wrong_policy,
         )
         self._rescoring = Rescoring(engine, generator.sampling, controller)
@@ -113,6 +121,7 @@ class GeneratorProcess:
             self._installs, self._tasks, controller, self._discard, here
         )
         self._paused_at: float | None = None
+        self._one_install = asyncio.Lock()
 
     async def run(self, *, metrics_port: int | None) -> None:
         """Serve until told to shut down. Raises the error that ended a loop or a task."""
@@ -157,8 +166,8 @@ class GeneratorProcess:
                 await self._generate(command)
             case to_generator.Verify():
                 await self._verify(command)
-            case to_generator.Evaluate():
-                self._evaluation.start(command, self._tasks)
+            case to_generator.Evaluate() | to_generator.AbandonEvaluation():
+                await self._evaluate(command)
             case to_generator.InstallWeights() | to_generator.Deliver() | to_generator.Rescore():
                 self._start(command)
             case to_generator.Rewind():
@@ -188,11 +197,33 @@ class GeneratorProcess:
         match command:
             case to_generator.InstallWeights():
                 self._generator.noise_floor.cancel()
-                self._tasks.start(self._installs.install(command))
+                self._tasks.start(self._install(command))
             case to_generator.Deliver():
                 self._tasks.start(self._deliver(command))
             case to_generator.Rescore():
                 self._tasks.start(self._rescoring.answer(command))
+
+    async def _evaluate(
+        self, command: to_generator.Evaluate | to_generator.AbandonEvaluation
+    ) -> None:
+        if isinstance(command, to_generator.Evaluate):
+            self._evaluation.start(command, self._tasks)
+        else:
+            await self._evaluation.abandon(command.round)
+
+    async def _install(self, command: to_generator.InstallWeights) -> None:
+        """Install weights, after the held-out samples of the version before them."""
+        version = command.manifest.policy_version
+        async with self._one_install:
+            await self._evaluation.finish_before(version, lambda: self._paused_at is not None)
+            self._generator.noise_floor.cancel()
+            await self._installs.install(command)
+
+    async def _installed(self, version: int) -> None:
+        """A version is in use: held-out samples of it are due."""
+        await self._evaluation.installed(version)
+        if self._evaluation.in_generation:
+            self._preemption.make_room()
 
     async def _deliver(self, command: to_generator.Deliver) -> None:
         """Deliver no token of weights that are not known to be the trainer's."""

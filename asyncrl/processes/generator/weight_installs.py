@@ -34,6 +34,7 @@ class WeightInstalls:
         metrics: gets the seconds of each installation.
         on_change: called when the engine stops for an installation and when it resumes.
         verify: requests the verification of samples.
+        installed: is told of each version as soon as it is in use.
         stops_on_wrong_policy: whether the process ends when the engine turns out to decode with
             other weights than the trainer has. Then no token drawn with them can be delivered.
     """
@@ -47,6 +48,7 @@ class WeightInstalls:
         on_change: Callable[[], None],
         *,
         verify: Callable[[to_generator.Verify], Awaitable[None]],
+        installed: Callable[[int], Awaitable[None]],
         stops_on_wrong_policy: bool = True,
     ) -> None:
         self._engine = engine
@@ -55,6 +57,7 @@ class WeightInstalls:
         self._metrics = metrics
         self._on_change = on_change
         self._request_verification = verify
+        self._installed = installed
         self._stops_on_wrong_policy = stops_on_wrong_policy
         self._lock = asyncio.Lock()
         self._lineage = 0
@@ -121,6 +124,7 @@ class WeightInstalls:
         for verification in command.verify:
             if verification.min_version <= self._version():
                 await self._request_verification(verification)
+        await self._installed(self._version())
 
     async def compared(self) -> None:
         """Wait until the weights in use have been compared with the trainer's.

@@ -2,11 +2,18 @@ from __future__ import annotations
 
 import pytest
 
+from asyncrl.evaluation.config import EvaluationConfig
+from asyncrl.evaluation.plan import EvaluationPlan, PlannedSet, plan_of
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
 
 
+def a_round(prompts: int, samples: int = 1) -> EvaluationRound:
+    plan = EvaluationPlan((PlannedSet("held_out", prompts, samples),))
+    return EvaluationRound(0, plan, threshold=0.5)
+
+
 def test_each_sample_is_assigned_to_one_generator_until_its_slots_are_full() -> None:
-    current = EvaluationRound(0, 5, threshold=0.5)
+    current = a_round(5)
     assert current.next_for("a", 2) == [0, 1]
     assert current.next_for("a", 2) == []
     assert current.next_for("b", 9) == [2, 3, 4]
@@ -16,19 +23,44 @@ def test_each_sample_is_assigned_to_one_generator_until_its_slots_are_full() -> 
 
 
 def test_samples_of_a_lost_generator_are_assigned_again_and_count_once() -> None:
-    current = EvaluationRound(0, 2, threshold=0.5)
+    current = a_round(2)
     current.next_for("a", 2)
-    current.came_back(0, 1.0)
+    current.came_back(0, 1.0, 3)
     current.lost("a")
-    assert current.next_for("b", 2) == [1]
-    current.came_back(1, 0.0)
-    current.came_back(1, 1.0)
+    assert current.waiting == 1
+    assert current.deal("b", 2) == [1]
+    current.came_back(1, 0.0, 5)
+    current.came_back(1, 1.0, 9)
     assert current.complete
-    assert current.accuracy() == Accuracy(right=1, samples=2)
+    main = current.record(7, "during").main
+    assert main is not None
+    assert (main.accuracy, main.samples, main.tokens) == (0.5, 2, 4.0)
+
+
+def test_sets_and_their_samples_are_estimated_apart() -> None:
+    config = EvaluationConfig.model_validate(
+        {"prompts": 3, "sets": {"hard": {"path": "x.jsonl", "prompts": 2, "samples": 2}}}
+    )
+    plan = plan_of(config, {"held_out": 9, "hard": 1})
+    assert plan == EvaluationPlan((PlannedSet("held_out", 3, 1), PlannedSet("hard", 1, 2)))
+    current = EvaluationRound(4, plan, threshold=0.5, version=12)
+    for index in current.deal("a", 9):
+        name, _ = plan.place(index)
+        current.came_back(index, 1.0 if name == "held_out" or index == 4 else 0.0)
+    record = current.record(12, "during")
+    assert [(name, one.accuracy) for name, one in record.sets.items()] == [
+        ("held_out", 1.0),
+        ("hard", 0.5),
+    ]
+    assert record.sets["hard"].pass_at == {1: 0.5, 2: 1.0}
+    assert current.describe() == "step 12, 5/5"
 
 
 def test_accuracy_has_a_margin() -> None:
-    accuracy = Accuracy(right=75, samples=100)
-    assert accuracy.value == 0.75
-    assert accuracy.margin == pytest.approx(0.0849, abs=1e-4)
-    assert Accuracy(0, 0).value == 0.0
+    current = a_round(100)
+    for index in current.deal("a", 100):
+        current.came_back(index, float(index < 75))
+    accuracy = Accuracy.of(current.record(0, "before"))
+    assert (accuracy.value, accuracy.samples) == (0.75, 100)
+    assert accuracy.margin == pytest.approx(0.0853, abs=1e-4)
+    assert Accuracy.of(a_round(0).record(0, "before")) == Accuracy(0.0, 0)

@@ -81,12 +81,24 @@ def test_a_run_says_what_its_gradient_estimates(settings: Any, expected: str) ->
 
 
 def test_the_data_are_counted() -> None:
-    task: Any = SimpleNamespace(train=range(7200), evaluation=range(273))
+    task: Any = SimpleNamespace(train=range(7200), evaluation=range(273), evaluation_sets={})
     line = overview.data_line(config(task={"kind": "dataset", "path": "my.jsonl"}), task)
     assert line == (
         "data       my.jsonl: 7,200 prompts to train on, 273 held out; 100 steps of 16 prompts x 8 "
         "samples"
     )
+
+
+def test_sets_are_counted_and_a_prompt_that_is_also_trained_on_is_named() -> None:
+    def prompts(*numbers: int) -> list[Any]:
+        return [SimpleNamespace(tokens=np.array([number])) for number in numbers]
+
+    task: Any = SimpleNamespace(
+        train=prompts(1, 2, 3), evaluation=[], evaluation_sets={"mine": prompts(2, 3, 4, 5)}
+    )
+    assert "3 prompts to train on, 0 held out, 4 of mine" in overview.data_line(config(), task)
+    [warning] = overview.shared_prompts(task)
+    assert "2 of 4 prompts of evaluation.sets.mine are also trained on" in warning
 
 
 @pytest.mark.parametrize(

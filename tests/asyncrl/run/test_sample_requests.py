@@ -6,6 +6,7 @@ from fake_processes import task
 from asyncrl.run.sample_requests import SampleRequests, sample_seed
 from rollout.trajectory import SampleId
 from wire.frames import decode_tokens
+from wire.messages.to_generator import FixedVersion
 
 SAMPLES = [SampleId(group, sample) for group in range(20) for sample in range(8)]
 
@@ -26,7 +27,12 @@ def seeds_of(requests: SampleRequests) -> list[int]:
 
 
 def evaluation_seeds(requests: SampleRequests) -> list[int]:
-    return [requests.evaluate(number, 0, prompt=0).seed for number in (0, 1)]
+    (prompt, *_) = requests.held_out["held_out"]
+    rounds = [requests.evaluate(number, 0, prompt, (number,)) for number in (0, 1)]
+    fixed = FixedVersion(3, ahead=True, hold_seconds=1.0)
+    during = requests.evaluate(2, 0, prompt, ("step", 3), fixed)
+    assert during.fixed is not None
+    return [*(one.seed for one in (*rounds, during)), during.fixed.verify_seed]
 
 
 def test_seeds_depend_on_the_run_the_weights_the_purpose_and_the_sample() -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from running_training import DIGEST, G, Run, expected, step_finished
 
 from asyncrl.errors import RunFailed, UserError
-from asyncrl.evaluation.round import Accuracy
 from asyncrl.run.directory import read_state
 from rollout.trajectory import SampleId
 from scheduler.events import PauseRequested, ResumeRequested
@@ -298,7 +297,10 @@ def test_an_evaluation_counts_each_sample_once_and_only_of_its_weights(tmp_path:
         assert [message.index for _, message in old] == [0], "asked for again"
         for index, reward in ((0, 1.0), (1, 0.0), (2, 1.0)):
             await run.hear(G, fg.EvaluationSample(G, 0, index, reward, 3))
-        assert await measuring == Accuracy(right=2, samples=3)
+        record = await measuring
+        assert record is not None
+        assert (record.step, record.when, record.main.samples) == (3, "before", 3)
+        assert record.main.accuracy == pytest.approx(2 / 3)
         late = fg.EvaluationSample(G, 0, 0, 1.0, 3)
         assert await run.hear(G, late) == [], "the round is over"
 

@@ -100,7 +100,7 @@ def test_a_held_out_sample_is_rewarded_reported_and_forgotten():
         await harness.send(tg.Evaluate(round=3, index=4, prompt=PROMPT, seed=7))
         harness.engine.feed("eval-3.4", [3, 4], 1, end="stop")
         await settle()
-        assert fg.EvaluationSample("g0", 3, 4, 2.0, 1) in harness.control.sent
+        assert fg.EvaluationSample("g0", 3, 4, 2.0, 1, 1, 2) in harness.control.sent
         assert not harness.finished()
         assert not harness.process.samples.held
 

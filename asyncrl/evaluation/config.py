@@ -1,0 +1,96 @@
+"""The settings of held-out evaluation."""
+
+from __future__ import annotations
+
+import re
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from asyncrl.paths import LocalPath
+from wire.evaluations import HELD_OUT
+from wire.limits import MAX_STEPS, WEEK_SECONDS
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+class EvaluationSetConfig(BaseModel):
+    """One named held-out set. What it does not say is as in `task`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    path: LocalPath = Field(min_length=1)
+    """A .jsonl or .parquet file, a folder saved by `datasets`, or a hub id."""
+    subset: str | None = None
+    """Configuration name of a hub dataset."""
+    split: str = "test"
+    """Split of a hub dataset or saved folder."""
+    prompt_field: str | None = None
+    """Field with the prompt; null: `task.prompt_field`."""
+    answer_field: str | None = None
+    """Field with the reference answer; null: `task.answer_field`."""
+    id_field: str | None = None
+    """Field with a unique id; null: the examples are numbered."""
+    map: LocalPath | None = None
+    """A function for each example, as `task.map`, which is not applied to these sets."""
+    prompts: int | None = Field(default=None, ge=1, le=10**6)
+    """Number of prompts, from the start of the set; null: `evaluation.prompts`."""
+    samples: int | None = Field(default=None, ge=1, le=10**4)
+    """Samples per prompt; null: `evaluation.samples`."""
+
+
+class EvaluationConfig(BaseModel):
+    """Evaluation on held-out prompts before, during and after training, sampled as in training."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    prompts: int = Field(default=256, ge=1, le=10**6)
+    """Number of held-out prompts, taken from the start of the evaluation set."""
+    samples: int = Field(default=1, ge=1, le=10**4)
+    """Samples per prompt. From 2 on, pass@k is reported as well."""
+    threshold: float = Field(default=0.5, ge=-1e6, le=1e6)
+    """A sample counts as correct if its reward is above this."""
+    every: int | None = Field(default=None, ge=1, le=MAX_STEPS)
+    """Evaluate the policy of every n-th step while the run trains (docs/evaluation.md). null: only
+    before and after training."""
+    hold_seconds: float = Field(default=60.0, ge=0, le=WEEK_SECONDS)
+    """Longest time for which a generator keeps the weights of an `every` evaluation when newer ones
+    are there and held-out samples are unfinished; then the evaluation is given up."""
+    sets: dict[str, EvaluationSetConfig] = {}
+    """Further held-out sets by name, evaluated with the task's own, which is named `held_out`."""
+    keep_best: bool = False
+    """Keep the checkpoint with the best accuracy, whatever `trainer.keep_checkpoints` says. Needs
+    `every`, a multiple of `trainer.checkpoint_every`."""
+    best_of: str | None = None
+    """The set whose accuracy decides which checkpoint is best; null: `held_out`, or the first of
+    `sets` if the task has no held-out prompts."""
+    timeout_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
+    """Longest wait for one evaluation before or after training."""
+
+    @field_validator("sets")
+    @classmethod
+    def _names_fit(cls, sets: dict[str, EvaluationSetConfig]) -> dict[str, EvaluationSetConfig]:
+        for name in sets:
+            if name == HELD_OUT:
+                raise ValueError(
+                    f"{HELD_OUT} is the name of the task's own held-out prompts; choose another"
+                )
+            if not _NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} cannot name a set: letters, digits, dot, dash and underscore only, "
+                    "at most 64, beginning with a letter or digit"
+                )
+        return sets
+
+    @model_validator(mode="after")
+    def _best_is_known(self) -> Self:
+        if self.keep_best and self.every is None:
+            raise ValueError(
+                "keep_best: true needs evaluation.every: without it no checkpoint has an accuracy"
+            )
+        names = [HELD_OUT, *self.sets]
+        if self.best_of is not None and self.best_of not in names:
+            raise ValueError(
+                f"best_of: there is no set {self.best_of!r}; the sets are {', '.join(names)}"
+            )
+        return self

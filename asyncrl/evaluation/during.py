@@ -1,0 +1,253 @@
+"""Evaluation while the run trains: every n-th policy version, on the generators that train.
+
+    version v - lead is published ──► samples of v are dealt to the generators, as run-ahead
+    version v is installed        ──► they are verified and finished; each is of v and no other
+    the last one comes back       ──► the result; if any is lost for good, the round is given up
+
+Where tokens cannot be verified (`scheduler.on_update` other than `verify`) the lead is 0.
+Generators install no newer version before their held-out samples are finished, for `hold_seconds`
+at most (`asyncrl.processes.generator.evaluation`). Nothing else waits for a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from asyncrl.config import RunConfig
+from asyncrl.config_by_step import ConfigByStep
+from asyncrl.evaluation.plan import plan_of
+from asyncrl.evaluation.round import EvaluationRound
+from asyncrl.run.fleet import Fleet
+from asyncrl.run.sample_requests import SampleRequests
+from asyncrl.run.worker import Worker
+from wire.evaluations import EvaluationRecord
+from wire.messages import from_generator, to_generator
+from wire.messages.to_generator import FixedVersion
+
+Say = Callable[[str], None]
+
+
+def lead_of(config: RunConfig) -> int:
+    """How many versions before its own an evaluation is begun: as far as training runs ahead.
+
+    >>> lead_of(RunConfig())
+    2
+    """
+    scheduler = config.scheduler
+    if scheduler.on_update != "verify":
+        return 0
+    per_step = scheduler.groups_per_step
+    groups = scheduler.max_runahead_groups
+    return 2 if groups is None else -(-groups // per_step)
+
+
+def next_version(every: int, *, published: int, known: int, steps: int) -> int | None:
+    """The version that is evaluated next; None if none is any more.
+
+    Args:
+        every: `evaluation.every`.
+        published: the newest version.
+        known: versions up to this one are evaluated, or given up.
+        steps: of the run. Its last version is evaluated after training, the first one before.
+
+    Example:
+        >>> next_version(10, published=7, known=0, steps=30)
+        10
+        >>> next_version(10, published=12, known=10, steps=20) is None
+        True
+    """
+    at_least = max(published, known + 1, 1)
+    version = -(-at_least // every) * every
+    return version if version < steps else None
+
+
+@dataclass(slots=True)
+class _Round:
+    """The round that is under way."""
+
+    version: int
+    samples: EvaluationRound
+    fixed: FixedVersion
+    held_seconds: float = 0.0
+    """The longest of all generators."""
+
+
+class EvaluationDuringTraining:
+    """One round at a time.
+
+    Args:
+        config: of the run.
+        requests: make the messages.
+        fleet: its generators.
+        say: tells the user.
+        result: is told of each round that is complete.
+        given_up: is told of the version of each round that has no result.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        requests: SampleRequests,
+        fleet: Fleet,
+        *,
+        say: Say,
+        result: Callable[[EvaluationRecord], None],
+        given_up: Callable[[int], None],
+    ) -> None:
+        self._config = config
+        self._requests = requests
+        self._fleet = fleet
+        self._say = say
+        self._result = result
+        self._given_up = given_up
+        self._number = _FIRST_NUMBER
+        self._published = 0
+        self._known = 0
+        self._round: _Round | None = None
+
+    @property
+    def current(self) -> EvaluationRound | None:
+        """The samples of the round that is under way."""
+        return None if self._round is None else self._round.samples
+
+    @property
+    def version(self) -> int | None:
+        """That is being evaluated."""
+        return None if self._round is None else self._round.version
+
+    def configure(self, config: RunConfig) -> None:
+        """Have other settings, from the next round on."""
+        self._config = config
+
+    async def begin(self, published: int, evaluated: int) -> None:
+        """Training begins, or continues after a resume.
+
+        Args:
+            published: the version that it begins with.
+            evaluated: the newest version with a result.
+        """
+        self._known = evaluated
+        every = self._config.evaluation.every
+        if every is not None and published:
+            last = published // every * every
+            if last > max(evaluated, 0) and last < published:
+                self._say(
+                    f"the evaluation of step {last} has no result and is given up: the run "
+                    f"continues at step {published}, and the weights of step {last} are gone"
+                )
+                self._known = last
+        await self.published(published)
+
+    async def published(self, version: int) -> None:
+        """The trainer has published a version."""
+        self._published = version
+        every = self._config.evaluation.every
+        if every is None or self._round is not None:
+            return
+        steps = self._config.run.steps
+        following = next_version(every, published=version, known=self._known, steps=steps)
+        settings = ConfigByStep(self._config).at(version)
+        if following is not None and following - version <= lead_of(settings):
+            await self._begin(following, ahead=lead_of(settings) > 0 and following > version)
+
+    async def _begin(self, version: int, *, ahead: bool) -> None:
+        held_out = self._requests.held_out
+        settings = self._config.evaluation
+        plan = plan_of(settings, {name: len(prompts) for name, prompts in held_out.items()})
+        workers = [one for one in self._fleet.generators() if not one.is_leaving]
+        if not plan.total or not workers:
+            return
+        self._number += 1
+        samples = EvaluationRound(self._number, plan, threshold=settings.threshold, version=version)
+        self._round = _Round(version, samples, FixedVersion(version, ahead, settings.hold_seconds))
+        await self._deal(workers)
+
+    async def _deal(self, workers: list[Worker]) -> None:
+        """Give the samples that nobody has to these generators, by their slots."""
+        one = self._round
+        if one is None or not one.samples.waiting:
+            return
+        fit = [worker for worker in workers if worker.policy_version <= one.version]
+        if not fit:
+            await self._give_up("no generator is left that can still install its weights")
+            return
+        waiting, slots = one.samples.waiting, sum(worker.slots for worker in fit)
+        sets = self._requests.held_out
+        lineage = self._fleet.lineage
+        purpose = ("step", one.version, *(("lineage", lineage) if lineage else ()))
+        for worker in fit:
+            for index in one.samples.deal(worker.name, -(-waiting * worker.slots // slots)):
+                name, prompt = one.samples.plan.place(index)
+                request = self._requests.evaluate(
+                    one.samples.number, index, sets[name][prompt], purpose, one.fixed
+                )
+                await self._fleet.send(worker.name, request)
+
+    async def returned(self, worker: Worker, message: from_generator.EvaluationSample) -> None:
+        """A sample came back."""
+        one = self._round
+        if one is None or one.samples.number != message.round:
+            return
+        if one.samples.generator_of(message.index) != worker.name:
+            return  # counted already, or requested from another since
+        if (message.policy_version, message.newest_version) != (one.version, one.version):
+            await self._give_up(
+                f"{worker.name} drew a sample from versions {message.policy_version} to "
+                f"{message.newest_version}, which is a defect"
+            )
+            return
+        one.samples.came_back(message.index, message.reward, message.tokens)
+        one.held_seconds = max(one.held_seconds, message.held_seconds)
+        if one.samples.complete:
+            self._round, self._known = None, one.version
+            self._result(one.samples.record(one.version, "during", held_seconds=one.held_seconds))
+            await self.published(self._published)
+
+    async def missed(self, message: from_generator.EvaluationMissed) -> None:
+        """A generator cannot finish its samples."""
+        if self._round is not None and self._round.samples.number == message.round:
+            await self._give_up(message.reason)
+
+    async def lost(self, worker: Worker) -> None:
+        """A generator is gone, or leaves: others that can still have the version take over."""
+        if self._round is None:
+            return
+        self._round.samples.lost(worker.name)
+        others = self._fleet.generators()
+        await self._deal([one for one in others if one is not worker and not one.is_leaving])
+
+    def rewound(self, step: int) -> None:
+        """Another trainer continues at this step; generators drop their held-out samples.
+
+        Nothing is begun before the next version is published: only then no generator has weights
+        that are gone.
+        """
+        if self._round is not None:
+            version, self._round = self._round.version, None
+            again = "is begun again when the run comes there" if version > step else "is given up"
+            self._say(f"the evaluation of step {version} {again}: the trainer was lost")
+        self._published = self._known = step
+
+    def end(self) -> None:
+        """The run ends."""
+        if self._round is not None:
+            self._say(
+                f"the evaluation of step {self._round.version} has no result: the run ended with "
+                f"{self._round.samples.finished} of {self._round.samples.total} samples"
+            )
+            self._round = None
+
+    async def _give_up(self, reason: str) -> None:
+        one = self._round
+        if one is None:
+            return
+        self._round, self._known = None, one.version
+        self._say(f"the evaluation of step {one.version} is given up: {reason}")
+        self._given_up(one.version)
+        for worker in self._fleet.generators():
+            await self._fleet.send(worker.name, to_generator.AbandonEvaluation(one.samples.number))
+
+
+_FIRST_NUMBER = 1_000_000
+"""Rounds before and after training have lower numbers."""

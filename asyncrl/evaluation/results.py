@@ -1,0 +1,138 @@
+"""The results of a run's evaluations: evaluations.jsonl, and which step was the best."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.evaluation.config import EvaluationConfig
+from monitoring.evaluations_log import EvaluationsLog, read_evaluations
+from trainer.best_checkpoint import BestCheckpoint, write_best
+from wire.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation
+
+logger = logging.getLogger(__name__)
+
+
+def best_of(records: Sequence[EvaluationRecord], of: str | None) -> EvaluationRecord | None:
+    """The record with the highest accuracy; of several, the earliest. None: there is none.
+
+    Args:
+        records: those after step 0 are looked at.
+        of: the set that decides; None: the first of each record.
+    """
+    best: EvaluationRecord | None = None
+    best_value = -math.inf
+    for one in records:
+        found = one.main if of is None else one.sets.get(of)
+        if one.step and found is not None and found.samples and found.accuracy > best_value:
+            best, best_value = one, found.accuracy
+    return best
+
+
+def before_of(value: float, samples: int) -> EvaluationRecord:
+    """The evaluation before training of a run whose evaluations.jsonl does not have it."""
+    error = math.sqrt(value * (1 - value) / samples) if samples and 0 <= value <= 1 else None
+    one = SetEvaluation(
+        prompts=samples, samples=samples, accuracy=value, accuracy_error=error, reward=value
+    )
+    return EvaluationRecord(step=0, time=0.0, when="before", sets={HELD_OUT: one})
+
+
+class EvaluationResults:
+    """Keeps the results, and tells the trainer which checkpoints to spare.
+
+    Args:
+        run: the run's folder.
+        config: of the evaluation.
+    """
+
+    def __init__(self, run: Path, config: EvaluationConfig) -> None:
+        self._path = run / "evaluations.jsonl"
+        self._checkpoints = run / "checkpoints"
+        self._config = config
+        self._log = EvaluationsLog(self._path)
+        self._known = 0
+        self.records: list[EvaluationRecord] = []
+        """In order of their steps; those of steps that were lost are dropped."""
+        self.reload()
+
+    def configure(self, config: EvaluationConfig) -> None:
+        """Have other settings."""
+        self._config = config
+        self._write_best()
+
+    def add(self, record: EvaluationRecord) -> None:
+        """Keep a result."""
+        self.records = [one for one in self.records if one.step != record.step]
+        self.records.append(record)
+        self._log.append(record)
+        self.settled(record.step)
+
+    def settled(self, step: int) -> None:
+        """The accuracy of this step is known, or will never be."""
+        self._known = max(self._known, step)
+        self._write_best()
+
+    def reload(self) -> None:
+        """Read the file again, which may have been brought back to an earlier step."""
+        self._log.close()
+        self._log = EvaluationsLog(self._path)
+        self.records = read_evaluations(self._path)
+        self._known = self.newest_step
+        self._write_best()
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._log.close()
+
+    @property
+    def newest(self) -> EvaluationRecord | None:
+        """Of the newest step."""
+        return max(self.records, key=lambda one: one.step, default=None)
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step with a result; 0 if there is none."""
+        return 0 if self.newest is None else self.newest.step
+
+    @property
+    def before(self) -> EvaluationRecord | None:
+        """The evaluation before training."""
+        return next((one for one in self.records if one.when == "before"), None)
+
+    def began_with(self, accuracy: float, samples: int) -> EvaluationRecord:
+        """The evaluation before training of a resumed run, whose accuracy its state knows."""
+        if self.before is None:  # begun by an earlier version of asyncrl, or the file was removed
+            self.records.insert(0, before_of(accuracy, samples))
+        assert self.before is not None  # noqa: S101 - inserted above
+        return self.before
+
+    @property
+    def best(self) -> EvaluationRecord | None:
+        """With the highest accuracy of `evaluation.best_of`."""
+        return best_of(self.records, self._config.best_of)
+
+    def value_of(self, record: EvaluationRecord) -> float | None:
+        """The accuracy that decides which step is the best."""
+        of = self._config.best_of
+        found = record.main if of is None else record.sets.get(of)
+        return None if found is None else found.accuracy
+
+    def _write_best(self) -> None:
+        """A disk that does not take it does not end the run: the next result tries again."""
+        best, every = self.best, self._config.every
+        wanted = None
+        if self._config.keep_best and every is not None:
+            wanted = BestCheckpoint(
+                every=every,
+                known=self._known,
+                step=None if best is None else best.step,
+                accuracy=None if best is None else self.value_of(best),
+                of=self._config.best_of or (next(iter(best.sets)) if best is not None else ""),
+            )
+        try:
+            write_best(self._checkpoints, wanted)
+        except OSError as error:
+            logger.warning("best.json in %s: %s", self._checkpoints, error)

@@ -1,0 +1,70 @@
+"""The settings of the sinks."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SinkKind = Literal["wandb", "tensorboard", "mlflow"]
+
+_MODULES: dict[SinkKind, str] = {
+    "wandb": "wandb",
+    "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+}
+
+
+class SinkConfig(BaseModel):
+    """One sink. `- wandb` is short for `- kind: wandb`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    kind: SinkKind
+    """`wandb`, `tensorboard` or `mlflow`; each needs `pip install 'asyncrl[KIND]'`."""
+    project: str | None = Field(default=None, min_length=1, max_length=128)
+    """W&B: the project. MLflow: the experiment. null: `asyncrl`."""
+    entity: str | None = Field(default=None, min_length=1, max_length=128)
+    """W&B: the user or team; null: your default."""
+    offline: bool = False
+    """W&B: write to RUN/sinks/wandb only; `wandb sync` uploads it later. Otherwise WANDB_API_KEY
+    must be in the environment, or `wandb login` done."""
+    uri: str | None = Field(default=None, min_length=1)
+    """MLflow: the tracking server, or a file: or sqlite: URI; null: RUN/sinks/mlflow. A server's
+    user name and password are read from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _settings_fit_the_kind(self) -> Self:
+        fits = {"wandb": {"project", "entity", "offline"}, "mlflow": {"project", "uri"}}
+        given = {name for name in self.model_fields_set if getattr(self, name)} - {"kind"}
+        wrong = sorted(given - fits.get(self.kind, set()))
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)}: not a setting of the sink {self.kind}")
+        url = urlsplit(self.uri or "")
+        if url.password is not None or url.username is not None:
+            raise ValueError(
+                "uri has a user name or a password, which would be written to config.yaml; set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
+            )
+        return self
+
+
+def missing_package(kind: SinkKind) -> str | None:
+    """How to install the package of a sink; None if it is there."""
+    try:
+        found = importlib.util.find_spec(_MODULES[kind])
+    except (ImportError, ValueError):
+        found = None
+    if found is not None:
+        return None
+    return (
+        f"monitoring.sinks has {kind}, which is not installed: pip install 'asyncrl[{kind}]', or "
+        "leave the sink out"
+    )

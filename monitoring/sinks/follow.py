@@ -1,0 +1,136 @@
+"""What a sink has not had yet of the files of a run, and where it remembers that.
+
+A run that is resumed drops the records of steps that it repeats, and writes new ones. So a file may
+be replaced by a shorter one, and its newest records are those with the latest time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from monitoring.samples import SampleRecord
+from wire.atomic_files import write_atomically
+from wire.evaluations import EvaluationRecord
+from wire.records import StepMetrics
+
+T = TypeVar("T")
+R = TypeVar("R", StepMetrics, EvaluationRecord)
+
+
+class SinkState(msgspec.Struct, kw_only=True):
+    """What a sink has had: the contents of RUN/sinks/KIND.json."""
+
+    run_id: str = ""
+    """Of the sink's own run, which a resumed run continues."""
+    step_time: float = 0.0
+    """Time of the newest step that it has."""
+    step: int = -1
+    """That step."""
+    evaluation: int = -1
+    """Step of the newest evaluation that it has."""
+    evaluation_time: float = 0.0
+    """Time of that evaluation."""
+    sample_step: int = -1
+    """Step of the newest sample."""
+    failures: int = 0
+    """Calls of the sink that failed, since the run began."""
+
+
+def read_state(path: Path) -> SinkState:
+    """The state of a sink; an empty one if there is none or it is damaged."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SinkState)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return SinkState()
+
+
+@dataclass(slots=True)
+class _Tail(Generic[T]):
+    """The whole lines of a file that were not read before; a replaced file is read again."""
+
+    path: Path
+    kind: type[T]
+    offset: int = 0
+    identity: tuple[int, int] = (0, 0)
+
+    def new(self) -> tuple[list[T], bool]:
+        """The new records, and whether they are all of the file."""
+        from_start = self.offset == 0
+        try:
+            with self.path.open("rb") as file:
+                about = self.path.stat()
+                identity = about.st_dev, about.st_ino
+                if identity != self.identity or about.st_size < self.offset:
+                    self.offset, self.identity, from_start = 0, identity, True
+                file.seek(self.offset)
+                data = file.read()
+        except FileNotFoundError:
+            return [], from_start
+        whole = data[: data.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        decoder = msgspec.json.Decoder(self.kind)
+        records: list[T] = []
+        for line in whole.split(b"\n"):
+            try:
+                if line.strip():
+                    records.append(decoder.decode(line))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue  # the run says so when it reads the file
+        return records, from_start
+
+
+def _unseen(records: list[R], from_start: bool, step: int, time: float) -> list[R]:
+    """Those after the last one that the sink has had, if the file was read from its start.
+
+    Where the run has dropped that one, those of a later time.
+    """
+    if not from_start:
+        return records
+    last = [index for index, one in enumerate(records) if (one.step, one.time) == (step, time)]
+    return records[last[-1] + 1 :] if last else [one for one in records if one.time > time]
+
+
+@dataclass(slots=True)
+class News:
+    """Records that a sink has not had."""
+
+    steps: list[StepMetrics] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+    samples: list[SampleRecord] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.steps or self.evaluations or self.samples)
+
+
+class Follower:
+    """Reads the files of a run as they grow.
+
+    Args:
+        run: the run's folder.
+        state: what the sink has had; whoever sends brings it up to date.
+    """
+
+    def __init__(self, run: Path, state: SinkState) -> None:
+        self.state = state
+        self._steps = _Tail(run / "metrics.jsonl", StepMetrics)
+        self._evaluations = _Tail(run / "evaluations.jsonl", EvaluationRecord)
+        self._samples = _Tail(run / "samples.jsonl", SampleRecord)
+
+    def news(self) -> News:
+        """What was written since the last call and is new to the sink."""
+        state = self.state
+        steps = _unseen(*self._steps.new(), state.step, state.step_time)
+        if steps and steps[0].step <= state.step:  # the run went back
+            state.sample_step = min(state.sample_step, steps[0].step - 1)
+        evaluated = state.evaluation, state.evaluation_time
+        evaluations = _unseen(*self._evaluations.new(), *evaluated)
+        samples = [one for one in self._samples.new()[0] if one.step > state.sample_step]
+        return News(steps, evaluations, samples)
+
+    def save(self, path: Path) -> None:
+        """Write what the sink has had to the file of its state. Raises OSError."""
+        write_atomically(path, msgspec.json.encode(self.state).decode())

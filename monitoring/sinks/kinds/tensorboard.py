@@ -1,0 +1,65 @@
+"""TensorBoard event files, written with the package's own protocol buffers (no torch)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from monitoring.samples import SampleRecord
+from monitoring.sinks.sink import COLUMNS, SinkRun, row_of
+
+
+class TensorBoardSink:
+    """Event files in RUN/sinks/tensorboard."""
+
+    run_id = "tensorboard"
+
+    def __init__(self, run: SinkRun) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(run.folder))
+        if run.next_step:
+            self.went_back(run.next_step)
+
+    def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        """Log the numbers of a step."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._writer.add_event(Event(step=step, wall_time=time, summary=Summary(value=values)))
+
+    def went_back(self, step: int) -> None:
+        """Have TensorBoard drop what it has of this step and later ones."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._writer.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+
+    def table(self, samples: list[SampleRecord]) -> None:
+        """Log each sample as a Markdown table of its columns."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        for sample in samples:
+            rows = zip(COLUMNS, row_of(sample), strict=True)
+            text = "\n".join(["| | |", "|---|---|", *(f"| {k} | {_cell(v)} |" for k, v in rows)])
+            value = Summary.Value(
+                tag="samples", metadata=about, tensor=make_tensor_proto([text.encode()])
+            )
+            self._writer.add_event(Event(step=sample.step, summary=Summary(value=[value])))
+
+    def flush(self) -> None:
+        """Write what waits."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+def _cell(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.replace("|", "\\|").replace("\n", "<br>")

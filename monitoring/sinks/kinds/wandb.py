@@ -1,0 +1,61 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from monitoring.samples import SampleRecord
+from monitoring.sinks.config import SinkConfig
+from monitoring.sinks.sink import COLUMNS, SinkRun, row_of
+
+MAX_ROWS = 200
+"""Newest samples in the table."""
+
+
+class WandbSink:
+    """Logs with `step` as the axis: W&B's own counter cannot go back, as a resumed run does."""
+
+    def __init__(self, config: SinkConfig, run: SinkRun) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        self.run_id = run.run_id or secrets.token_hex(4)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._run: Any = wandb.init(
+            project=config.project or "asyncrl",
+            entity=config.entity,
+            name=run.name,
+            id=self.run_id,
+            resume="allow",
+            dir=str(run.folder),
+            mode="offline" if config.offline else "online",
+            config=dict(run.settings),
+            settings=wandb.Settings(
+                console="off", disable_git=True, save_code=False, x_disable_stats=True
+            ),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self._rows: list[list[Any]] = []
+
+    def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        """Log the numbers of a step."""
+        self._run.log({"step": step, "time": time, **numbers})
+
+    def went_back(self, step: int) -> None:
+        """Later values of a step supersede earlier ones on W&B's charts."""
+
+    def table(self, samples: list[SampleRecord]) -> None:
+        """Log a table of the newest samples."""
+        self._rows = [*self._rows, *map(row_of, samples)][-MAX_ROWS:]
+        table = self._wandb.Table(columns=list(COLUMNS), data=self._rows)
+        self._run.log({"step": samples[-1].step, "samples": table})
+
+    def flush(self) -> None:
+        """W&B uploads by itself."""
+
+    def close(self) -> None:
+        """End the run; online, wait for the upload."""
+        self._run.finish()

@@ -1,0 +1,198 @@
+"""The loop of one sink: `python -m monitoring.sinks RUN KIND`.
+
+It ends when its input is closed (the run has ended, in whatever way) and everything is sent, or
+`finish_seconds` after that. With `--once` it sends what the sink lacks and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from monitoring.sinks.config import SinkConfig
+from monitoring.sinks.follow import Follower, News, read_state
+from monitoring.sinks.kinds import open_sink
+from monitoring.sinks.numbers import numbers_of_evaluation, numbers_of_step
+from monitoring.sinks.sink import Sink, SinkRun
+
+logger = logging.getLogger("asyncrl.sink")
+
+POLL_SECONDS = 1.0
+MAX_BACKOFF_SECONDS = 60.0
+GIVEN_UP, UNSENT = 3, 4
+"""Exit codes: it hung after the run's end; it could not send everything."""
+
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+class Following:
+    """Sends to one sink what it lacks. A call that fails is made again later.
+
+    Args:
+        run: the run's folder.
+        config: of the sink.
+        opener: opens it.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        config: SinkConfig,
+        opener: Callable[[SinkConfig, SinkRun], Sink] = open_sink,
+    ) -> None:
+        self._run = run
+        self._config = config
+        self._opener = opener
+        self.state_file = run / "sinks" / f"{config.kind}.json"
+        self._state = read_state(self.state_file)
+        self._follower = Follower(run, self._state)
+        self._sink: Sink | None = None
+        self._waiting: News | None = None
+
+    def pass_on(self) -> bool:
+        """Send what there is; whether all of it was sent."""
+        if self._waiting is None:
+            self._waiting = self._follower.news() or None
+        if self._waiting is None:
+            return True
+        try:
+            self._send(self._waiting)
+            self._follower.save(self.state_file)
+        except Exception as error:  # noqa: BLE001 - whatever a sink's package raises
+            self._state.failures += 1
+            logger.warning("%s failed: %s: %s", self._config.kind, type(error).__name__, error)
+            return False
+        self._waiting = None
+        return True
+
+    def _send(self, news: News) -> None:
+        """Each record is taken out of the news as soon as it is sent."""
+        sink, state = self._opened(news), self._state
+        while news.steps:
+            step = news.steps[0]
+            if step.step <= state.step:
+                sink.went_back(step.step)
+            sink.log(step.step, step.time, numbers_of_step(step))
+            state.step, state.step_time = step.step, step.time
+            del news.steps[0]
+        while news.evaluations:
+            record = news.evaluations[0]
+            sink.log(record.step, record.time, numbers_of_evaluation(record))
+            state.evaluation, state.evaluation_time = record.step, record.time
+            del news.evaluations[0]
+        if news.samples:
+            sink.table(news.samples)
+            state.sample_step = max(one.step for one in news.samples)
+            news.samples.clear()
+        sink.flush()
+
+    def _opened(self, news: News) -> Sink:
+        if self._sink is None:
+            settings = yaml.safe_load((self._run / "config.yaml").read_text(encoding="utf-8"))
+            first = news.steps[0].step if news.steps else self._state.step + 1
+            self._sink = self._opener(
+                self._config,
+                SinkRun(
+                    name=str(settings["run"]["name"]),
+                    folder=self._run / "sinks" / self._config.kind,
+                    run_id=self._state.run_id,
+                    next_step=first,
+                    settings=settings,
+                ),
+            )
+            self._state.run_id = self._sink.run_id
+            self._follower.save(self.state_file)
+        return self._sink
+
+    def close(self) -> None:
+        """End the sink's run."""
+        if self._sink is not None:
+            self._sink.close()
+
+
+def follow(following: Following, ended: threading.Event, poll: float = POLL_SECONDS) -> bool:
+    """Send until the run has ended and all is sent; False if the last attempt failed.
+
+    After a failure the pauses get longer, up to a minute.
+    """
+    backoff = poll
+    while not ended.wait(backoff):
+        backoff = poll if following.pass_on() else min(MAX_BACKOFF_SECONDS, 2 * backoff)
+    complete = following.pass_on() and following.pass_on()
+    try:
+        following.close()
+    except Exception as error:  # noqa: BLE001 - whatever a sink's package raises
+        logger.warning("the sink could not be closed: %s: %s", type(error).__name__, error)
+        return False
+    return complete
+
+
+class _WithoutSecrets:
+    """A text stream that writes no secret of the environment."""
+
+    def __init__(self, stream: TextIO, secrets: Iterable[str]) -> None:
+        self._stream = stream
+        self._secrets = [one for one in secrets if len(one) > 5]
+
+    def write(self, text: str) -> int:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _hide_secrets() -> None:
+    found = [v for k, v in os.environ.items() if any(word in k.upper() for word in _SECRET)]
+    sys.stdout = _WithoutSecrets(sys.stdout, found)
+    sys.stderr = _WithoutSecrets(sys.stderr, found)
+
+
+def _watch_input(ended: threading.Event, finish_seconds: float) -> None:
+    """Wait for the end of the input; if the rest takes too long after it, end the process."""
+    sys.stdin.buffer.read()
+    ended.set()
+    time.sleep(finish_seconds)
+    logger.warning("not everything was sent within %g s after the run's end", finish_seconds)
+    logging.shutdown()
+    os._exit(GIVEN_UP)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a sink; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m monitoring.sinks", description=__doc__)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("kind", help="wandb, tensorboard or mlflow, as in monitoring.sinks")
+    parser.add_argument("--once", action="store_true", help="send what it lacks, and end")
+    parser.add_argument("--finish-seconds", type=float, default=30.0)
+    chosen = parser.parse_args(arguments)
+    _hide_secrets()
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    os.nice(10)
+    settings = yaml.safe_load((chosen.run / "config.yaml").read_text(encoding="utf-8"))
+    entries = map(SinkConfig.model_validate, settings["monitoring"].get("sinks", []))
+    config = next((one for one in entries if one.kind == chosen.kind), None)
+    if config is None:
+        config = SinkConfig.model_validate(chosen.kind)
+    following = Following(chosen.run, config)
+    ended = threading.Event()
+    if chosen.once:
+        ended.set()
+    else:
+        watch = threading.Thread(
+            target=_watch_input, args=(ended, chosen.finish_seconds), daemon=True
+        )
+        watch.start()
+    return 0 if follow(following, ended) else UNSENT

@@ -1,0 +1,169 @@
+"""W&B (offline), TensorBoard and MLflow (a local database), for real, read back with their tools.
+
+Each is written twice, as by a run and by its resumption from step 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from step_records import full_step
+
+from monitoring.samples import SampleRecord
+from wire.evaluations import EvaluationRecord, SetEvaluation
+
+pytestmark = pytest.mark.slow
+
+SECRET = "0123456789abcdef" * 2 + "01234567"
+CONFIG = """
+run: {name: it, steps: 4}
+monitoring: {sinks: [tensorboard, mlflow, {kind: wandb, project: sums, offline: true}]}
+"""
+
+
+def lines(*records: msgspec.Struct) -> bytes:
+    return b"".join(msgspec.json.encode(one) + b"\n" for one in records)
+
+
+def sample(step: int) -> SampleRecord:
+    return SampleRecord(step, "1|1=", ["2", "!"], ["sampled"] * 2, [], 0.5, answer="2")
+
+
+def step(number: int, time: float, reward: float) -> msgspec.Struct:
+    one = full_step()
+    learning = msgspec.structs.replace(one.learning, reward_mean=reward)
+    return msgspec.structs.replace(one, step=number, time=time, learning=learning)
+
+
+def evaluation(number: int, time: float, accuracy: float) -> EvaluationRecord:
+    one = SetEvaluation(prompts=2, samples=2, accuracy=accuracy)
+    return EvaluationRecord(step=number, time=time, when="during", sets={"held_out": one})
+
+
+def send(run: Path, kind: str) -> None:
+    environment = os.environ | {
+        "WANDB_API_KEY": SECRET,
+        "WANDB_SILENT": "true",
+        "HOME": str(run),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "monitoring.sinks", str(run), kind, "--once"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert SECRET not in done.stdout + done.stderr
+
+
+@pytest.fixture(params=["tensorboard", "mlflow", "wandb"])
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    kind: str = request.param
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "sinks").mkdir()
+    first = step(0, 10.0, 0.1)
+    (tmp_path / "metrics.jsonl").write_bytes(lines(first, step(1, 11.0, 0.2)))
+    (tmp_path / "evaluations.jsonl").write_bytes(lines(evaluation(0, 9.0, 0.25)))
+    (tmp_path / "samples.jsonl").write_bytes(lines(sample(1)))
+    send(tmp_path, kind)
+    (tmp_path / "metrics.jsonl").write_bytes(lines(first, step(1, 21.0, 0.3), step(2, 22.0, 0.4)))
+    with (tmp_path / "evaluations.jsonl").open("ab") as file:
+        file.write(lines(evaluation(2, 23.0, 0.75)))
+    with (tmp_path / "samples.jsonl").open("ab") as file:
+        file.write(lines(sample(2)))
+    send(tmp_path, kind)
+    return kind, tmp_path
+
+
+def test_a_sink_has_the_steps_the_evaluations_and_the_samples(written: tuple[str, Path]) -> None:
+    kind, run = written
+    rewards, accuracies, samples = READERS[kind](run / "sinks" / kind)
+    assert rewards == pytest.approx({0: 0.1, 1: 0.3, 2: 0.4})
+    assert accuracies == pytest.approx({0: 0.25, 2: 0.75})
+    assert all(all(word in text for word in ("1", "2!", "0.5")) for text in samples)
+    assert len(samples) >= 2
+    for file in run.rglob("*"):
+        assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
+
+
+Found = tuple[dict[int, float], dict[int, float], list[str]]
+REWARD, ACCURACY = "learning/reward_mean", "evaluation/held_out/accuracy"
+
+
+def read_tensorboard(folder: Path) -> Found:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples")]
+    rewards, accuracies = (
+        {event.step: event.value for event in events.Scalars(name)} for name in (REWARD, ACCURACY)
+    )
+    return rewards, accuracies, texts
+
+
+def read_mlflow(folder: Path) -> Found:
+    """The tables of MLflow's database; its client takes ten seconds to read them."""
+    with contextlib.closing(sqlite3.connect(folder / "mlflow.db")) as database:
+        assert database.execute("SELECT name, status FROM runs").fetchall() == [("it", "FINISHED")]
+        steps = "SELECT value FROM params WHERE key = 'run.steps'"
+        assert database.execute(steps).fetchall() == [("4",)]
+        query = "SELECT step, value FROM metrics WHERE key = ? ORDER BY timestamp"
+        rewards, accuracies = (
+            dict(database.execute(query, (name,)).fetchall()) for name in (REWARD, ACCURACY)
+        )
+    files = sorted((folder / "artifacts").rglob("step-*.json"))
+    return rewards, accuracies, [file.read_text() for file in files]
+
+
+def read_wandb(folder: Path) -> Found:
+    """Both offline runs have the same id, so that `wandb sync` makes one run of them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    files = sorted(folder.rglob("*.wandb"), key=lambda file: file.stat().st_mtime)
+    assert len(files) == 2
+    assert len({file.name for file in files}) == 1
+    found: dict[str, dict[int, float]] = {REWARD: {}, ACCURACY: {}}
+    for file in files:
+        for data in wandb_records(file.read_bytes()):
+            record = Record.FromString(data)
+            assert record.run.project in ("", "sums")
+            items = {
+                one.key or "/".join(one.nested_key): json.loads(one.value_json)
+                for one in record.history.item
+            }
+            for name, values in found.items():
+                if name in items:
+                    values[int(items["step"])] = items[name]
+    tables = sorted(folder.rglob("*.table.json"), key=lambda file: file.stat().st_mtime)
+    return found[REWARD], found[ACCURACY], [file.read_text() for file in tables]
+
+
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """The records of a .wandb file: LevelDB's log format after a header of 7 bytes."""
+    block, head, place, parts = 32_768, 7, 7, b""
+    while place + head <= len(data):
+        if block - place % block < head:
+            place += block - place % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        parts += data[place + head : place + head + length]
+        place += head + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+READERS = {"tensorboard": read_tensorboard, "mlflow": read_mlflow, "wandb": read_wandb}
