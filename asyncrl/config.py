@@ -152,6 +152,18 @@ class RunConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _minibatches_divide_the_step(self) -> Self:
+        groups, count = self.scheduler.groups_per_step, self.trainer.minibatches
+        if groups % count:
+            fitting = [one for one in range(1, groups + 1) if groups % one == 0]
+            raise ValueError(
+                f"trainer.minibatches: {count} does not divide the step: "
+                f"scheduler.groups_per_step is {groups}. It must be one of "
+                f"{', '.join(map(str, fitting))}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _every_process_has_a_port(self) -> Self:
         base, launcher = self.monitoring.port, self.launcher
         # The trainer, the generators and their replacements follow the controller.

@@ -1,13 +1,14 @@
 """The gradient sums of one optimizer step, and what is measured with them.
 
 ```
-group ─► add ─► micro-batches ─► forward, loss, backward ─► .grad and parts += sums
-                                                       └──► totals += sums
+groups ─► add ─► micro-batches ─► forward, loss, backward ─► .grad and parts += sums
+                                                        └──► totals += sums
 finish: factors of the step; gives the denominator
 ```
 
 Everything is a sum until `finish`, so the order of groups, and how they are split into
-micro-batches, changes rounding only.
+micro-batches, changes rounding only. `look` only scores groups, for passes that come later;
+`replay` trains on groups that were kept (`trainer.stepping`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -22,19 +24,23 @@ import torch
 from torch import Tensor
 
 from rollout.trajectory import Trajectory
-from trainer.algorithms.base import Rewards
+from trainer.algorithms.base import LossSums, Rewards, TokenBatch, finisher
 from trainer.config import TrainerConfig
+from trainer.critic import Values
 from trainer.disagreement import SUMS, disagreement_of
 from trainer.errors import NonFiniteError
+from trainer.fixed import Fixed, fix
 from trainer.gradient_parts import GradientParts
+from trainer.head import TokenScores
 from trainer.micro_batches import Work
 from trainer.objective import Objective
-from trainer.policy import PackedBatch, Policy
 from trainer.ranks import World
 from trainer.ranks.totals import of_all_ranks
+from trainer.scoring import Models
 from trainer.token_batch import token_batch
 from trainer.totals import StepTotals
 from trainer.transfer import to_device
+from trainer.value_loss import SIGNALS, value_loss
 
 
 class NewGroup(NamedTuple):
@@ -46,30 +52,38 @@ class NewGroup(NamedTuple):
     """`[G]`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A group of the present step, for passes to come."""
+
+    new: NewGroup
+    silent: bool
+    """Whether all advantages are 0."""
+    fixed: dict[int, Fixed] = field(default_factory=dict)
+    """Of the samples that are computed, by their place in the group; empty if nothing is kept."""
+
+
 class Accumulation:
-    """Of the policy's parameters, whose `.grad` it adds to.
+    """Of the models' parameters, whose `.grad` it adds to.
 
     Args:
         config: the trainer's settings.
         objective: what is optimised.
-        policy: the model that is trained.
-        reference: the model of the KL penalty; None: there is none.
+        models: the policy, its reference and its critic.
+        keeps: whether groups are trained on again.
     """
 
     def __init__(
-        self,
-        config: TrainerConfig,
-        objective: Objective,
-        policy: Policy,
-        reference: Policy | None,
+        self, config: TrainerConfig, objective: Objective, models: Models, *, keeps: bool = False
     ) -> None:
         self._config = config
         self._objective = objective
-        self._policy = policy
-        self._reference = reference
-        self._parts = GradientParts(list(policy.model.parameters()))
-        self.totals = StepTotals(objective.algorithm.signals)
-        self.groups: set[int] = set()
+        self._models = models
+        self._keeps = keeps
+        self._parts = GradientParts(models.parameters())
+        signals = objective.algorithm.signals
+        self.totals = StepTotals({**signals, **(SIGNALS if models.critic else {})})
+        self.groups: dict[int, Kept] = {}
         """Those that were added, by number."""
         self._losses: list[tuple[tuple[int, ...], Tensor]] = []
         """Groups and loss of each micro-batch, not read."""
@@ -80,21 +94,28 @@ class Accumulation:
         Returns:
             `[G, SUMS]` of each group as `Learner.add_groups` does.
         """
+        return self._visit(groups, version, train=True)
+
+    @torch.no_grad()
+    def look(self, groups: Sequence[NewGroup], version: int) -> list[Tensor]:
+        """As `add`, without gradients: the groups are scored and kept."""
+        return self._visit(groups, version, train=False)
+
+    def replay(self, groups: Sequence[Kept], version: int) -> None:
+        """Forward and backward for groups that were kept."""
         work = Work([], [], [])
-        for index, one in enumerate(groups):
-            advantages = self._objective.advantages(one.trajectories, one.rewards)
-            silent = not advantages.any()
-            if not (silent and self._objective.skips_zero_variance):
-                work.add(one.trajectories, advantages, index)
-            self.groups.add(one.group)
-            self.totals.add_group(
-                one.trajectories, one.rewards, policy_version=version, zero_variance=silent
-            )
-        size, device = len(groups[0].trajectories), self._policy.device
-        rows = torch.zeros((len(groups) * size, SUMS), dtype=torch.float64, device=device)
+        for index, kept in enumerate(groups):
+            if kept.fixed:
+                nothing = np.zeros(len(kept.new.trajectories))  # advantages are in `fixed`
+                work.add(kept.new.trajectories, nothing, index)
+            self._count(kept, version)
         for part in work.split(self._config.micro_batch_tokens):
-            rows[to_device(part.places(size), device)] = self._add_micro_batch(part, version)
-        return list(rows.split(size))
+            scores, values = self._models.score(part.trajectories)
+            fixed = Fixed.of([groups[index].fixed[place] for index, place in part.owners])
+            batch = self._batch(scores, part, fixed)
+            if self._objective.uses_proximal:
+                batch = dataclasses.replace(batch, proximal_logprobs=fixed.proximal_logprobs)
+            self._train(batch, scores, values, fixed, part.trajectories, version)
 
     def finish(self, world: World) -> float:
         """Apply the factors that need the whole step; gives the loss's denominator.
@@ -109,39 +130,124 @@ class Accumulation:
         self._refuse_losses_that_are_no_numbers()
         return self._objective.finish(self.totals, self._parts)
 
-    def _add_micro_batch(self, work: Work, version: int) -> Tensor:
-        """Forward and backward of some samples; gives `[B, SUMS]`, not read."""
-        trajectories = work.trajectories
-        packed = PackedBatch.of(
-            [(t.prompt_tokens, t.tokens) for t in trajectories], self._policy.device
-        )
-        scores = self._policy.score(packed)
+    def _visit(self, groups: Sequence[NewGroup], version: int, *, train: bool) -> list[Tensor]:
+        work = Work([], [], [])
+        for index, one in enumerate(groups):
+            advantages = self._objective.advantages(one.trajectories, one.rewards)
+            kept = Kept(one, silent=not advantages.any())
+            if not (kept.silent and self._objective.skips_zero_variance):
+                work.add(one.trajectories, advantages, index)
+            self.groups[one.group] = kept
+            self._count(kept, version)
+        size, device = len(groups[0].trajectories), self._models.policy.device
+        rows = torch.zeros((len(groups) * size, SUMS), dtype=torch.float64, device=device)
+        for part in work.split(self._config.micro_batch_tokens):
+            found, fixed = self._micro_batch(part, version, train=train)
+            rows[to_device(part.places(size), device)] = found
+            if self._keeps and fixed is not None:
+                lengths = [len(one.tokens) for one in part.trajectories]
+                for (index, place), own in zip(part.owners, fixed.split(lengths), strict=True):
+                    self.groups[groups[index].group].fixed[place] = own
+        return list(rows.split(size))
+
+    def _micro_batch(self, work: Work, version: int, *, train: bool) -> tuple[Tensor, Fixed | None]:
+        """The first forward pass of some samples; gives `[B, SUMS]`, not read."""
+        some = work.trajectories
+        scores, values = self._models.score(some)
+        reference = self._models.reference_logprobs(some)
+        fixed = None
+        if self._keeps or values is not None:
+            penalty = self._objective.penalty_in_reward(scores.logprobs, reference)
+            advantages, critic = np.array(work.advantages), self._config.critic
+            fixed = fix(some, advantages, scores.logprobs, reference, penalty, values, critic)
+        batch = self._batch(scores, work, fixed if values is not None else None)
+        batch = dataclasses.replace(batch, reference_logprobs=reference)
+        if train:
+            self._train(batch, scores, values, fixed, some, version)
+        else:
+            self.totals.add_tokens(batch, scores, self._nothing(), self._fresh(some, version))
+        current = np.array([one.oldest_version == version for one in some])
+        return disagreement_of(scores.logprobs, scores.entropy, some, current), fixed
+
+    def _batch(self, scores: TokenScores, work: Work, fixed: Fixed | None) -> TokenBatch:
+        """With the samples' advantages, or those of tokens that are fixed already."""
         batch = token_batch(
             scores.logprobs,
-            trajectories,
+            work.trajectories,
             np.array(work.advantages),
             self._config.loss_normalization,
         )
-        if self._reference is not None:
-            with torch.no_grad():
-                initial = self._reference.score(packed).logprobs
-            batch = dataclasses.replace(batch, reference_logprobs=initial)
+        if fixed is None:
+            return batch
+        return dataclasses.replace(
+            batch,
+            advantages=fixed.advantages,
+            reference_logprobs=fixed.reference_logprobs,
+            penalised=True,
+        )
+
+    def _train(
+        self,
+        batch: TokenBatch,
+        scores: TokenScores,
+        values: Values | None,
+        fixed: Fixed | None,
+        some: Sequence[Trajectory],
+        version: int,
+    ) -> None:
         sums = self._objective.algorithm.loss(batch)
-        self._losses.append((tuple(sorted({t.id.group for t in trajectories})), sums.loss.detach()))
+        if values is not None and fixed is not None:
+            sums = self._with_values(sums, values, fixed, batch.weights)
+        self._losses.append((tuple(sorted({t.id.group for t in some})), sums.loss.detach()))
         self._parts.add(sums.parts)
         sums.loss.backward()
-        stale = np.concatenate([t.staleness(version) for t in trajectories])
-        self.totals.add_tokens(batch, scores, sums, to_device(stale == 0, self._policy.device))
-        current = np.array([one.oldest_version == version for one in trajectories])
-        return disagreement_of(scores.logprobs, scores.entropy, trajectories, current)
+        self.totals.add_tokens(batch, scores, sums, self._fresh(some, version))
+
+    def _with_values(
+        self, sums: LossSums, values: Values, fixed: Fixed, weights: Tensor
+    ) -> LossSums:
+        """The loss and the signals with those of the values.
+
+        A critic's own gradient does not mix with the policy's, so its loss is passed back here.
+        """
+        assert fixed.values is not None and fixed.returns is not None  # noqa: S101, PT018
+        critic = self._config.critic
+        found = value_loss(values.tokens, fixed.values, fixed.returns, weights, critic.value_clip)
+        loss = critic.value_coefficient * found.loss
+        both = {**sums.sums, **found.sums}
+        if not critic.shared_trunk:
+            loss.backward()
+            return LossSums(sums.loss, both, sums.parts)
+        if finisher(self._objective.algorithm) is None:
+            return LossSums(sums.loss + loss, both, sums.parts)
+        # A part of its own, so that the step's factors do not change it.
+        return LossSums(sums.loss, both, {**sums.parts, "value_loss": loss})
+
+    def _nothing(self) -> LossSums:
+        """What is reported of tokens that were only scored."""
+        device = self._models.policy.device
+        one = torch.zeros((), dtype=torch.float64, device=device)
+        return LossSums(one, {n: one.expand(s.size) for n, s in self.totals.signals.items()})
+
+    def _fresh(self, some: Sequence[Trajectory], version: int) -> Tensor:
+        """`[N]` bool: tokens of staleness 0."""
+        stale = np.concatenate([one.staleness(version) for one in some])
+        return to_device(stale == 0, self._models.policy.device)
+
+    def _count(self, kept: Kept, version: int) -> None:
+        new = kept.new
+        self.totals.add_group(
+            new.trajectories, new.rewards, policy_version=version, zero_variance=kept.silent
+        )
 
     def _refuse_losses_that_are_no_numbers(self) -> None:
         """Once a step: reading a loss makes the host wait for all that the device was given."""
         self.totals.read()
-        if math.isfinite(self.totals.sums.loss):
+        loss = sum([self.totals.sums.loss, *self.totals.signal_sums.get("value_loss", [])])
+        if math.isfinite(loss):
             return
-        for groups, loss in self._losses:
-            if not math.isfinite(value := float(loss)):
+        for groups, one in self._losses:
+            if not math.isfinite(value := float(one)):
                 named = f"group{'s' * (len(groups) > 1)} {', '.join(map(str, groups))}"
                 raise NonFiniteError(f"the loss of {named} is {value}")
-        raise NonFiniteError(f"the loss is {self.totals.sums.loss}, by groups of another rank")
+        raise NonFiniteError(f"the loss is {loss}, by a critic or by groups of another rank")

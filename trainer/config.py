@@ -6,24 +6,34 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from trainer.algorithms.registry import defaults_of, known_algorithms, only_values_of
+from trainer.algorithms.registry import (
+    defaults_of,
+    has_critic,
+    known_algorithms,
+    normalises_over_step,
+    only_values_of,
+)
+from trainer.critic_config import CriticConfig
 from wire.limits import MAX_STEPS, MAX_THREADS, MAX_TOKENS, WEEK_SECONDS
 
 
 class TrainerConfig(BaseModel):
     """How groups of trajectories become optimizer steps.
 
-    Each batch is passed over exactly once. Then `proximal_policy`, `correction` and `clip_ratio_*`
-    decide what the importance ratio does. docs/algorithms.md has the equations, and the defaults of
-    `loss_normalization`, `advantage_normalization`, `proximal_policy`, `correction` and
-    `clip_ratio_*` that an algorithm has of its own.
+    By default each batch is passed over exactly once. `proximal_policy`, `correction` and
+    `clip_ratio_*` decide what the importance ratio does. docs/algorithms.md has the equations, and
+    the defaults of `loss_normalization`, `advantage_normalization`, `proximal_policy`, `correction`
+    and `clip_ratio_*` that an algorithm has of its own.
+
+    Long because each setting comes with its meaning.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     algorithm: str = "grpo"
     """Registered algorithm: grpo, dr_grpo, dapo, rloo, reinforce (leave-one-out baseline),
-    reinforce_plus_plus, reinforce_plus_plus_baseline, gspo, cispo, gpg, or one of your own."""
+    reinforce_plus_plus, reinforce_plus_plus_baseline, gspo, cispo, gpg, ppo (with a critic), or one
+    of your own."""
     learning_rate: float = Field(default=1e-6, gt=0, le=1)
     """Peak learning rate of AdamW; 1e-6 suits 1B-32B parameters."""
     learning_rate_schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -88,11 +98,27 @@ class TrainerConfig(BaseModel):
     """DAPO's overlong shaping: over its last so many tokens before sampling.max_tokens, a response
     loses up to 1 of its reward, linearly. 0: off. Metrics keep the task's rewards."""
     kl_coefficient: float = Field(default=0.0, ge=0, le=1000)
-    """Weight of the KL penalty towards the initial model; with 0 no second model is loaded."""
+    """Weight of the KL penalty towards the reference, which is the initial model unless it is
+    refreshed; with 0 no second model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """k3 (GRPO) and k2 are added to the loss, k1 is taken from the reward (RLHF, REINFORCE++)."""
     kl_clamp: float | None = Field(default=None, gt=0, le=1e6)
     """Largest KL estimate of a token, nats; unset: none. Others use 10."""
+    reference_refresh_steps: int | None = Field(default=None, gt=0, le=MAX_STEPS)
+    """Make the KL's reference a copy of the policy every so many steps; unset: it stays the initial
+    model."""
+    reference_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Make the KL's reference an average of policies: after each step it is this much of itself and
+    1 - this of the policy (0.99, say); unset: it stays the initial model."""
+
+    ppo_epochs: int = Field(default=1, ge=1, le=100)
+    """Passes over the samples of a step. More than 1 trains on samples of which the policy has
+    already learnt: only the first pass is on-policy."""
+    minibatches: int = Field(default=1, ge=1, le=10_000)
+    """Optimizer steps per pass, each on an equal share of the step's groups in data order. Weights
+    are published once per step. More than 1: only the first minibatch is on-policy."""
+    critic: CriticConfig = CriticConfig()
+    """Of `algorithm: ppo`; without effect on others, and refused with them."""
 
     micro_batch_tokens: int = Field(default=8192, gt=0, le=MAX_TOKENS)
     """Prompt + response tokens of one forward pass; a longer sequence gets its own."""
@@ -132,6 +158,28 @@ class TrainerConfig(BaseModel):
         if self.correction_band is not None:
             return self.correction_band
         return (0.99, 1.01) if self.correction == "sequence_rejected" else (0.5, 5.0)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps between two published versions."""
+        return self.ppo_epochs * self.minibatches
+
+    @property
+    def normalises_over_step(self) -> bool:
+        """Whether advantages are normalised over all tokens of a step."""
+        std = self.advantage_normalization == "std"
+        return normalises_over_step(self.algorithm, std=std)
+
+    @property
+    def gathers_first(self) -> bool:
+        """Whether no gradient is computed before the step's last group has arrived.
+
+        With several minibatches it decides who belongs to the first one. With advantages that are
+        normalised over the step, PPO's clip and further passes need their mean (decision 0061).
+        """
+        clips = has_critic(self.algorithm) and self.proximal_policy == "behaviour"
+        whole = self.normalises_over_step and (self.updates_per_step > 1 or clips)
+        return self.minibatches > 1 or whole
 
     @model_validator(mode="before")
     @classmethod
@@ -219,6 +267,30 @@ class TrainerConfig(BaseModel):
             raise ValueError(
                 f"correction_band has no effect with correction: {self.correction}; it is for "
                 "token_masked, sequence_masked and sequence_rejected"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_critic_has_an_algorithm(self) -> Self:
+        if self.critic != CriticConfig() and not has_critic(self.algorithm):
+            raise ValueError(
+                f"critic: has no effect with algorithm: {self.algorithm}, which has no value "
+                "model; leave it out, or use algorithm: ppo"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_reference_is_refreshed_one_way(self) -> Self:
+        settings = ("reference_refresh_steps", "reference_decay")
+        given = [name for name in settings if getattr(self, name) is not None]
+        if len(given) == len(settings):
+            raise ValueError(
+                "reference_refresh_steps copies the policy, reference_decay averages it: choose one"
+            )
+        if given and not self.kl_coefficient:
+            raise ValueError(
+                f"{given[0]} has no effect with kl_coefficient: 0, where there is no reference; "
+                "leave it out, or set kl_coefficient"
             )
         return self
 

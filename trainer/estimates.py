@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainer.algorithms.registry import has_critic
 from trainer.config import TrainerConfig
 
 _SCORE_FUNCTION = (
     "dr_grpo",
     "gpg",
     "grpo",
+    "ppo",
     "reinforce",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "rloo",
 )
-_NORMALISED_BY_STEP = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+_CLIPS_TOWARDS_THE_STEP = ("dr_grpo", "grpo", "ppo")
+"""With `proximal_policy: current`."""
 _SCALED_BY_GROUP = ("cispo", "dapo", "grpo", "gspo")
 
 
@@ -41,15 +44,20 @@ def estimate_of(config: TrainerConfig, *, stale: bool) -> Estimate:
 
     Args:
         config: of the trainer.
-        stale: whether tokens may be of an older policy than the one that is trained.
+        stale: whether tokens may be of an older policy than the step's. Within a step they are,
+            from its second update on.
     """
     if config.algorithm not in {*_SCORE_FUNCTION, *_SCALED_BY_GROUP}:
         return Estimate(known=False, biases=())
     found = [_of_normalization(config), _of_advantages(config)]
     if config.overlong_buffer:
         found.append("overlong_buffer")
-    if stale:
+    if has_critic(config.algorithm):
+        found.append(_of_values(config))
+    if stale or config.updates_per_step > 1:
         found.append(_of_stale_tokens(config))
+    if config.ppo_epochs > 1:
+        found.append("samples seen before")
     return Estimate(known=True, biases=tuple(one for one in found if one))
 
 
@@ -64,7 +72,7 @@ def _of_normalization(config: TrainerConfig) -> str:
 
 
 def _of_advantages(config: TrainerConfig) -> str:
-    if config.algorithm in _NORMALISED_BY_STEP:
+    if config.normalises_over_step:
         return "advantages normalised over the step"
     if config.algorithm in _SCALED_BY_GROUP and config.advantage_normalization == "std":
         return "advantage_normalization: std"
@@ -73,8 +81,18 @@ def _of_advantages(config: TrainerConfig) -> str:
     return ""
 
 
+def _of_values(config: TrainerConfig) -> str:
+    """With gamma and lambda 1 the value of a state is its baseline, and no more."""
+    if config.critic.gamma < 1:
+        return "critic.gamma"
+    if config.critic.truncated == "bootstrap":
+        return "critic.truncated: bootstrap"
+    return "critic.gae_lambda" if config.critic.gae_lambda < 1 else ""
+
+
 def _of_stale_tokens(config: TrainerConfig) -> str:
-    if config.proximal_policy == "behaviour" or config.algorithm not in _SCORE_FUNCTION:
+    clips = config.updates_per_step > 1 and config.algorithm in _CLIPS_TOWARDS_THE_STEP
+    if config.proximal_policy == "behaviour" or config.algorithm not in _SCORE_FUNCTION or clips:
         return "clipped ratios of stale tokens"
     if config.correction == "none":
         return "stale tokens without a correction"

@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor
 from rollout.trajectory import FloatArray, Trajectory
 from rollout.truncation import EVERYTHING, Truncation
 from trainer import checkpoint, checkpoint_files
-from trainer.accumulation import Accumulation, NewGroup
+from trainer.accumulation import NewGroup
 from trainer.checkpoint_manifest import settings_of
 from trainer.config import TrainerConfig
 from trainer.errors import BatchError, CheckpointError, NonFiniteError
@@ -40,6 +39,8 @@ from trainer.optimizer import learning_rate
 from trainer.policy import Policy
 from trainer.ranks import ALONE, World
 from trainer.ranks.update import Update
+from trainer.scoring import load_models
+from trainer.stepping import Stepping
 from wire.records import LearnerMetrics, TrainedStep
 from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import Fingerprint
@@ -86,13 +87,6 @@ class Learner:
             torch.set_num_threads(config.threads)
         torch.manual_seed(seed)
         learning_rate(config, config.warmup_steps, total_steps)  # refuses an impossible schedule
-        common: dict[str, Any] = {
-            "dtype": config.dtype,
-            "device": resolve_device(config.device),
-            "temperature": temperature,
-            "truncation": truncation,
-            "fused": config.fused,
-        }
         self._config, self._model_path, self._group_size = config, model_path, group_size
         self._total_steps = total_steps
         self._settings = settings_of(
@@ -103,15 +97,19 @@ class Learner:
             truncation=truncation,
         )
         self._objective = Objective(config, group_size, max_tokens)
-        self._policy = Policy(
-            model_path, gradient_checkpointing=config.gradient_checkpointing, **common
-        )
-        self._reference: Policy | None = None
-        if self._objective.algorithm.needs_reference:
-            self._reference = Policy(model_path, **common)
-            self._reference.model.requires_grad_(requires_grad=False)
         self.world = world
+        self._models = load_models(
+            config,
+            model_path,
+            world,
+            temperature=temperature,
+            truncation=truncation,
+            with_reference=self._objective.algorithm.needs_reference,
+            with_critic=self._objective.needs_critic,
+        )
+        self._policy = self._models.policy
         self._update = Update(self._policy.model, config, world)
+        self._stepping = Stepping(config, self._objective, self._models, self._update, world)
         self.initial_weights = fingerprint(self.tensors()).whole
         """Digest of the weights that the run started from; empty if its checkpoint lacks it."""
         self._version = 0
@@ -152,6 +150,7 @@ class Learner:
         Raises:
             BatchError: a group does not fit; nothing was accumulated.
         """
+        self._stepping.check()
         checked: list[NewGroup] = []
         numbers = set(self._sums.groups)
         for trajectories, rewards in groups:
@@ -167,10 +166,13 @@ class Learner:
                 raise BatchError(f"group {group} was already added to step {self._version}")
             numbers.add(group)
             checked.append(NewGroup(group, trajectories, values))
-        return self._sums.add(checked, self._version)
+        take = self._sums.look if self._config.gathers_first else self._sums.add
+        return take(checked, self._version)
 
     def step(self) -> LearnerMetrics:
         """Divide, clip, AdamW; `policy_version` grows by one. Returns the step's metrics.
+
+        With `ppo_epochs` or `minibatches` above 1 these are several optimizer steps.
 
         Without any group the weights stay as they are (no decay, no momentum) and only the
         version grows: a step all of whose groups failed does not stop the run, and has
@@ -178,21 +180,21 @@ class Learner:
 
         Raises:
             NonFiniteError: a loss or the gradient is not finite; weights, optimizer and version are
-                unchanged and the gradient sums are dropped.
+                unchanged and the gradient sums are dropped. After the first of several optimizer
+                steps some have changed: the learner then takes nothing until `restore`.
         """
         rate = learning_rate(self._config, self._version, self._total_steps, self.peak_rates)
-        norm = 0.0
+        self._stepping.check()
         try:
-            denominator = self._sums.finish(self.world)
-            totals = self._sums.totals
-            if totals.groups:
-                norm = self._update.step(rate, denominator, self._config.max_grad_norm)
+            metrics = self._stepping.take(self._sums, self._version, rate)
         except NonFiniteError as error:
             self._reset()
             raise NonFiniteError(f"step {self._version}: {error}") from error
         self._version += 1
+        if self._models.reference is not None:
+            self._models.reference.follow(self._policy, self._version)
         self._reset()
-        return totals.metrics(denominator, grad_norm=norm, learning_rate=rate)
+        return metrics
 
     def discard(self) -> None:
         """Drop the step's gradient sums and forget its groups: they may be added again."""
@@ -257,15 +259,8 @@ class Learner:
                 f"the optimizer state in {directory} does not fit the model: {error}"
             ) from error
         self._version, self.initial_weights = loaded.policy_version, loaded.initial_weights
+        self._stepping.torn = False
         self._reset()
 
     def _reset(self) -> None:
-        self._update.zero_grad()
-        self._sums = Accumulation(self._config, self._objective, self._policy, self._reference)
-
-
-def resolve_device(name: str) -> torch.device:
-    """`auto` is a GPU if there is one, else the CPU; other names are torch's own."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+        self._sums = self._stepping.empty()

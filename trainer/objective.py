@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from rollout.trajectory import Trajectory
-from trainer.algorithms.base import Algorithm, Rewards, finisher
+from trainer.algorithms.base import (
+    STD_EPSILON,
+    Algorithm,
+    Rewards,
+    finisher,
+    innermost,
+    needs_critic,
+    uses_proximal,
+)
 from trainer.algorithms.factory import make
 from trainer.algorithms.overlong import overlong_penalties
+from trainer.algorithms.reference_kl import WithReferenceKl
 from trainer.config import TrainerConfig
 from trainer.errors import TrainerError
+from trainer.fixed import Fixed, normalise
 from trainer.gradient_parts import GradientParts
 from trainer.normalization import denominator
+from trainer.ranks import World
 from trainer.totals import StepTotals
 
 
@@ -46,9 +58,19 @@ class Objective:
             raise TrainerError(f"trainer.algorithm {config.algorithm!r}: {error}") from error
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether advantages are made of a critic's values."""
+        return needs_critic(self.algorithm)
+
+    @property
+    def uses_proximal(self) -> bool:
+        """Whether the loss compares with the policy of the step's start."""
+        return uses_proximal(self.algorithm)
+
+    @property
     def skips_zero_variance(self) -> bool:
         """Whether groups whose advantages are all 0 are not computed."""
-        every = self._finisher is not None and self._finisher.needs_every_group
+        every = bool(getattr(innermost(self.algorithm), "needs_every_group", False))
         needed = every or self.algorithm.needs_reference
         return self._config.skip_zero_variance_groups and not needed
 
@@ -60,6 +82,18 @@ class Objective:
             buffer=self._config.overlong_buffer,
         )
         return self.algorithm.advantages(rewards + penalties)
+
+    def penalty_in_reward(self, logprobs: Tensor, reference: Tensor | None) -> Tensor | None:
+        """`[N]` that k1 takes from the reward at each token; None: it takes nothing."""
+        kl = self.algorithm
+        if not isinstance(kl, WithReferenceKl) or kl.estimator != "k1" or reference is None:
+            return None
+        return kl.coefficient * kl.per_token(reference - logprobs.detach())
+
+    def normalise(self, fixed: Sequence[Fixed], world: World) -> None:
+        """Normalise the advantages of a whole step, if the algorithm does; as `trainer.fixed`."""
+        if self._config.normalises_over_step:
+            normalise(fixed, STD_EPSILON, world)
 
     def finish(self, totals: StepTotals, parts: GradientParts) -> float:
         """Apply the step's factors to the summed gradients and the loss; gives the denominator."""

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -134,22 +134,50 @@ class Policy:
         _set_modes(self.model, gradient_checkpointing=gradient_checkpointing)
 
     @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state, C."""
+        return int(self.model.get_output_embeddings().weight.shape[-1])
+
+    @property
+    def trunk(self) -> nn.Module:
+        """The model without its head."""
+        return cast("nn.Module", self.model.base_model)
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether logits are a linear layer of the hidden states, and no more."""
+        return self._head is not None
+
+    @property
     def is_fused(self) -> bool:
         """Whether short sequences are computed by `trainer.fused`."""
         return self._fused is not None
 
     def score(self, batch: PackedBatch) -> TokenScores:
         """Processed log-probability and entropy of each response token of a micro-batch."""
-        processing = Processing(LogitMap(self.temperature), self.truncation)
-        with torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self._compute_dtype == torch.bfloat16
-        ):
-            if self._head is None:
+        if self._head is None:
+            processing = Processing(LogitMap(self.temperature), self.truncation)
+            with self._autocast():
                 return process(self._logits_of_model(batch), batch.targets, processing)
-            hidden = self._hidden(batch)[batch.predictors]
+        return self.score_hidden(self.hidden(batch), batch.targets)
+
+    def hidden(self, batch: PackedBatch) -> Tensor:
+        """`[N, C]` hidden states that predict the response tokens, before the head."""
+        with self._autocast():
+            return self._hidden(batch)[batch.predictors]
+
+    def score_hidden(self, hidden: Tensor, targets: Tensor) -> TokenScores:
+        """As `score`, of the hidden states that `hidden` gave, if `has_plain_head`."""
+        assert self._head is not None  # noqa: S101 - for the type checker
+        processing = Processing(LogitMap(self.temperature), self.truncation)
+        with self._autocast():
             if len(hidden) * self.vocab_size <= head.LOGIT_BUDGET:
-                return process(self._head(hidden), batch.targets, processing)
-            return score_tokens(self._head, hidden, batch.targets, processing, self._compute_dtype)
+                return process(self._head(hidden), targets, processing)
+            return score_tokens(self._head, hidden, targets, processing, self._compute_dtype)
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self._compute_dtype == torch.bfloat16
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     @contextmanager
     def changed(

@@ -176,6 +176,14 @@ class StepTotals:
                 old = self.signal_sums.get(name, [0.0] * count)
                 self.signal_sums[name] = list(map(operator.add, old, new))
 
+    def absorb_loss(self, other: StepTotals) -> None:
+        """Add what another optimizer step's loss reported, and its computed tokens."""
+        self.computed += other.computed
+        self.sums = self.sums._replace(loss=self.sums.loss + other.sums.loss)
+        for name, sums in other.signal_sums.items():
+            old = self.signal_sums.get(name, [0.0] * len(sums))
+            self.signal_sums[name] = list(map(operator.add, old, sums))
+
     def whole(self) -> StepSums:
         """What an algorithm's `finish` is told."""
         self.read()
@@ -219,10 +227,10 @@ class StepTotals:
                 mean=self.staleness_sum / max(self.tokens, 1), max=self.staleness_max
             ),
             mismatch=self._mismatch(),
-            algorithm=self._signals(denominator),
+            algorithm=self.measured_signals(denominator),
         )
 
-    def _signals(self, denominator: float) -> dict[str, Measured]:
+    def measured_signals(self, denominator: float) -> dict[str, Measured]:
         """Every declared signal; None on a step without computed tokens."""
         if not self.computed:
             return dict.fromkeys(self.signals)
@@ -235,6 +243,8 @@ class StepTotals:
         if signal.per == "effective":
             total, squares = sums
             return _mean(total**2, self.computed * squares)
+        if signal.per == "explained":
+            return _explained(sums, self.computed)
         return _mean(sums[0], self.computed if signal.per == "token" else denominator)
 
     def _mismatch(self) -> MismatchMetrics:
@@ -249,6 +259,13 @@ class StepTotals:
             ratio_max=_measured(self.ratio_max, computed),
             outside_nucleus=_mean(sums.outside_nucleus, computed),
         )
+
+
+def _explained(sums: list[float], count: int) -> Measured:
+    """1 - var(e) / var(R); None where all targets R are alike."""
+    error, errors, target, targets = (one / count for one in sums)
+    spread = targets - target**2
+    return None if spread <= 1e-12 * targets else 1 - (errors - error**2) / spread
 
 
 def rounded_length(tokens: int) -> int:

@@ -138,6 +138,9 @@ class LearningMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Learning rate of the step."""
     entropy: Measured = None
     """Mean entropy of the policy per token, in nats."""
+    optimizer_steps: int = 1
+    """Updates of the weights (`trainer.ppo_epochs` times `trainer.minibatches`). The step's samples
+    are on-policy for the first one only."""
 
 
 class BatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,7 +215,8 @@ class LearnerMetrics(msgspec.Struct, frozen=True, kw_only=True):
     staleness: StalenessMetrics = StalenessMetrics()
     exactly_on_policy: bool | None = None
     """Whether staleness was 0, without lenient reuse and without a sample deadline, and no process
-    was known to have another policy (`wrong_policy`). None: recorded by an earlier version of
+    was known to have another policy (`wrong_policy`), and there was one update of the weights
+    (`learning.optimizer_steps`). None: recorded by an earlier version of
     asyncrl (`wire.on_policy`)."""
     mismatch: MismatchMetrics = MismatchMetrics()
     algorithm: dict[str, Measured] = {}

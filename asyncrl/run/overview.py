@@ -20,6 +20,7 @@ from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.prompts import Task
+from trainer.algorithms.registry import has_critic
 from trainer.estimates import estimate_of
 from wire.weights.layout import SHARED_MEMORY
 
@@ -91,6 +92,9 @@ def mode_line(config: RunConfig) -> str:
         promise = "not exact, because of cache.reuse: lenient"
     elif config.scheduler.sample_deadline_seconds is not None:
         promise = "not exact, because of scheduler.sample_deadline_seconds"
+    updates = config.trainer.updates_per_step
+    if updates > 1:
+        promise += f", for the first of {updates:,} updates per step"
     return _line("mode", f"{mode}: {how}; {promise}")
 
 
@@ -104,6 +108,8 @@ def training_line(config: RunConfig) -> str:
     elif found.biases:
         what = f"gradient biased by {', '.join(found.biases)}"
     correction = "on-policy, nothing to correct"
+    if trainer.updates_per_step > 1:
+        correction = f"on-policy, nothing to correct in the first of {trainer.updates_per_step:,}"
     if stale:
         in_loss = trainer.proximal_policy == "behaviour" and trainer.correction == "token_truncated"
         correction = f"correction: {'the ratio in the loss' if in_loss else trainer.correction}"
@@ -130,6 +136,7 @@ def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -
         each = 4 if config.engine.dtype == "float32" or _auto_float32(config, on_cpu) else 2
         reference = 4 if config.trainer.kl_coefficient > 0 else 0
         learned = count * (_TRAINED + _MOMENTS / ranks + reference)
+        learned += _of_critic(config, count) * (_TRAINED + _MOMENTS / ranks)
         trainer += f", {_size(learned + _PROCESS * trainer_on_cpu)}"
         trainer += " each" if ranks > 1 else ""
         if on_cpu:
@@ -161,6 +168,14 @@ def parameters(model: Path) -> int | None:
         return sum(map(_elements, files)) if files else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _of_critic(config: RunConfig, policy: int) -> int:
+    """Parameters of the value model next to the policy's."""
+    critic = config.trainer.critic
+    if not has_critic(config.trainer.algorithm) or critic.shared_trunk:
+        return 0
+    return policy if critic.model is None else parameters(Path(critic.model)) or policy
 
 
 def _elements(file: Path) -> int:

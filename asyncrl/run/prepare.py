@@ -14,6 +14,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import DataError
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.run import overview
+from asyncrl.run.critic_check import with_critic
 from asyncrl.run.devices import place
 from asyncrl.run.preflight import check_machine, check_rewards
 from asyncrl.tasks.loading import load_task
@@ -49,6 +50,7 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     say(overview.model_line(config, model_path))
     task = load_task(config.task, model_path, config.run.seed, config.evaluation.sets)
+    config = with_critic(config, model_path, task.tokenizer)
     say(overview.data_line(config, task))
     for sentence in overview.shared_prompts(task):
         say(sentence)

@@ -60,7 +60,7 @@ def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
         )
     directory = Path(path)
     if directory.is_dir():
-        _check_directory(directory)
+        check_directory(directory)
         return str(directory.resolve())
     if directory.is_file():
         raise ModelError(f"model.path: {path!r} is a file; give the directory that holds it")
@@ -76,7 +76,7 @@ def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
     cached = hub.cached_model(path)
     if cached is None:
         raise ModelError(hub.not_found(path, "model.path", "model directory", without_hub))
-    _check_directory(cached)
+    check_directory(cached)
     return str(cached)
 
 
@@ -214,20 +214,29 @@ def _recipe_hash(recipe: WarmStart) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _check_directory(directory: Path) -> None:
+def check_directory(directory: Path, setting: str = "model.path") -> None:
+    """Refuse a folder that is no model directory.
+
+    Args:
+        directory: exists.
+        setting: of the user's, which named it.
+
+    Raises:
+        ModelError: it lacks config.json, the tokenizer or the weights.
+    """
     if not (directory / "config.json").is_file():
         raise ModelError(
-            f"model.path: {directory} is not a HF model directory: it has no config.json; save one "
+            f"{setting}: {directory} is not a HF model directory: it has no config.json; save one "
             "with model.save_pretrained(directory)"
         )
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
-            f"model.path: {directory} has no tokenizer (none of "
+            f"{setting}: {directory} has no tokenizer (none of "
             f"{', '.join(_TOKENIZER_FILES)}); save it there with "
             "tokenizer.save_pretrained(directory)"
         )
     if not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
         raise ModelError(
-            f"model.path: {directory} has no weights (*.safetensors); save them with "
+            f"{setting}: {directory} has no weights (*.safetensors); save them with "
             "model.save_pretrained(directory)"
         )

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from monitoring.metrics import all_specs
+from trainer import value_loss
 from trainer.algorithms.factory import make
 from trainer.algorithms.registry import known_algorithms
 from trainer.config import TrainerConfig
@@ -68,7 +69,7 @@ def test_each_signal_of_an_algorithm_is_documented() -> None:
         for name, signal in make(
             TrainerConfig(algorithm=algorithm, kl_coefficient=kl)
         ).signals.items()
-    }
+    } | {name: signal.help for name, signal in value_loss.SIGNALS.items()}
     for name, meaning in signals.items():
         assert re.search(rf"^\| `{name}` \| .* \| {re.escape(meaning)} \|$", PAGE, re.MULTILINE)
     assert set(first_cells("## `metrics.jsonl`", "| signal | of | meaning |")) == signals.keys()

@@ -131,7 +131,7 @@ def test_own_algorithms_are_registered_by_name() -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"algorithm": "ppo"}, "known: cispo, dapo"),
+        ({"algorithm": "a2c"}, "known: cispo, dapo"),
         ({"learning_rat": 1e-4}, "learning_rat"),
         ({"learning_rate_minimum": 1.0}, "above learning_rate"),
         ({"warmup_steps": 9, "schedule_steps": 9}, "greater than"),

@@ -20,6 +20,7 @@ from trainer.algorithms.base import TokenBatch
 from trainer.algorithms.factory import make
 from trainer.config import TrainerConfig
 from trainer.estimates import estimate_of
+from trainer.gae import advantages_of, token_rewards
 from trainer.normalization import denominator, token_weights
 
 END, LONGEST = 2, 3
@@ -188,3 +189,62 @@ def test_what_the_gradients_of_k1_k2_and_k3_are() -> None:
     for estimator, reverse in (("k2", True), ("k3", False)):
         want = gradient_of(lambda logits, reverse=reverse: kl_of_tokens(logits, reverse=reverse))
         torch.testing.assert_close(part(estimator), want, **close)
+
+
+def _ppo_gradient(**settings: Any) -> Tensor:
+    """Expected gradient of PPO's loss on one sample, with values that are far from the truth."""
+    config = TrainerConfig.model_validate({"algorithm": "ppo", **settings})
+    algorithm = make(config)
+    logits = POLICY.clone().requires_grad_()
+    of_prefix = np.random.default_rng(8).normal(size=len(PREFIXES))
+    total = torch.zeros((), dtype=torch.float64)
+    chance = chances(POLICY)
+    for i, logprobs in enumerate(token_logprobs(logits)):
+        size = len(SAMPLES[i])
+        found = advantages_of(
+            token_rewards(REWARDS[[i]], np.array([size])),
+            of_prefix[ROWS[i]],
+            np.array([size]),
+            gamma=config.critic.gamma,
+            gae_lambda=config.critic.gae_lambda,
+        )
+        kind = config.loss_normalization
+        weight = token_weights(kind, np.array([size]))[0]
+        weight /= denominator(kind, tokens=size, samples=1)
+        batch = TokenBatch(
+            logprobs,
+            logprobs.detach(),
+            torch.tensor(found.advantages),
+            torch.full((size,), weight, dtype=torch.float64),
+        )
+        total = total + chance[i] * algorithm.loss(batch).loss
+    (grad,) = torch.autograd.grad(total, logits)
+    return -grad
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence", "sample"])
+@pytest.mark.parametrize("critic", [{}, {"gae_lambda": 1.0}, {"gae_lambda": 1.0, "gamma": 0.9}])
+def test_a_critic_is_unbiased_only_as_a_baseline(kind: str, critic: dict[str, float]) -> None:
+    settings = {"advantage_normalization": "none", "loss_normalization": kind, "critic": critic}
+    found = estimate_of(TrainerConfig.model_validate({"algorithm": "ppo", **settings}), stale=False)
+    assert (cosine(_ppo_gradient(**settings), TRUE) > 1 - 1e-10) == (not found.biases)
+
+
+def test_further_updates_are_said_to_be_off_policy() -> None:
+    """Of fresh samples: the second minibatch is stale, the second epoch has been learnt from."""
+    exact = {"algorithm": "rloo", "importance_cap": 1e6}
+    found = {
+        name: estimate_of(TrainerConfig.model_validate(exact | settings), stale=False).biases
+        for name, settings in {
+            "one": {},
+            "minibatches": {"minibatches": 2},
+            "capped": {"minibatches": 2, "importance_cap": 2.0},
+            "epochs": {"ppo_epochs": 2},
+        }.items()
+    }
+    assert found == {
+        "one": (),
+        "minibatches": (),
+        "capped": ("stale samples beyond importance_cap",),
+        "epochs": ("samples seen before",),
+    }

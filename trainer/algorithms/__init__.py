@@ -6,7 +6,7 @@ factory       the configured algorithm, with its correction and its penalty
 losses        score function and clipped ratio, which several share
 sequences     sums over the samples of a micro-batch
 overlong      shaping of rewards by length, for any algorithm
-reference_kl  the KL penalty towards the initial model, for any algorithm
+reference_kl  the KL penalty towards a reference model, for any algorithm
 grpo, dr_grpo, dapo, reinforce, rloo, reinforce_plus_plus, gspo, cispo, gpg
 
 docs/algorithms.md has a table of their equations. To add one, write a class with the members of

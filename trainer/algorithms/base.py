@@ -49,7 +49,7 @@ class TokenBatch:
     weights: Tensor
     """`[N]` 1 or 1 / L (see the module); 0 leaves a token out of loss and statistics."""
     reference_logprobs: Tensor | None = None
-    """`[N]` under the initial model, without a gradient; None unless the algorithm needs them."""
+    """`[N]` under the reference model, without a gradient; None unless the algorithm needs them."""
     owners: Tensor | None = None
     """`[N]` int64 index of the token's sample in the micro-batch, from 0, never falling. Samples
     are not divided between micro-batches. None: all tokens are of one sample."""
@@ -58,6 +58,11 @@ class TokenBatch:
     gradient (`trainer.corrections`). None: 1."""
     kept: Tensor | None = None
     """`[N]` 0 where the correction leaves a token out, else 1. None: 1."""
+    proximal_logprobs: Tensor | None = None
+    """`[N]` under the policy of the step's start, without a gradient, for algorithms with
+    `uses_proximal`. None: that is the current policy."""
+    penalised: bool = False
+    """Whether `advantages` have the penalty of `kl_estimator: k1` already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +71,17 @@ class Signal:
 
     help: str
     """What it says and its unit, in one phrase; docs/monitoring.md has the same."""
-    per: Literal["token", "loss", "effective"] = "token"
+    per: Literal["token", "loss", "effective", "explained"] = "token"
     """What becomes of its sum. token: divided by the computed response tokens. loss: divided by the
     step's loss denominator. effective: the sum is `[2]`, of weights w and of their squares, and the
-    value is (sum of w)^2 / (tokens * sum of w^2), the share of tokens that count (Kish)."""
+    value is (sum of w)^2 / (tokens * sum of w^2), the share of tokens that count (Kish). explained:
+    the sum is `[4]`, of errors e, of e^2, of targets R and of R^2, and the value is 1 - var(e) /
+    var(R)."""
+
+    @property
+    def size(self) -> int:
+        """Numbers of its sum."""
+        return {"effective": 2, "explained": 4}.get(self.per, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +128,7 @@ class Algorithm(Protocol):
     def needs_reference(self) -> bool:
         """Whether the loss reads `TokenBatch.reference_logprobs`.
 
-        The learner then keeps the initial model, and computes groups without advantages too.
+        The learner then keeps a reference model, and computes groups without advantages too.
         """
 
     def advantages(self, rewards: Rewards) -> Rewards:
@@ -144,9 +156,25 @@ class FinishedByStep(Protocol):
 
 def finisher(algorithm: Algorithm) -> FinishedByStep | None:
     """The algorithm itself, without what wraps it, if its loss is finished by the step."""
+    algorithm = innermost(algorithm)
+    return algorithm if isinstance(algorithm, FinishedByStep) else None
+
+
+def innermost(algorithm: Algorithm) -> Algorithm:
+    """The algorithm itself, without what wraps it."""
     while (inner := getattr(algorithm, "algorithm", None)) is not None:
         algorithm = inner
-    return algorithm if isinstance(algorithm, FinishedByStep) else None
+    return algorithm
+
+
+def needs_critic(algorithm: Algorithm) -> bool:
+    """Whether `TokenBatch.advantages` are made of a critic's values. Such an algorithm says so."""
+    return bool(getattr(innermost(algorithm), "needs_critic", False))
+
+
+def uses_proximal(algorithm: Algorithm) -> bool:
+    """Whether the loss reads `TokenBatch.proximal_logprobs`. Such an algorithm says so."""
+    return bool(getattr(innermost(algorithm), "uses_proximal", False))
 
 
 def centred(rewards: Rewards) -> Rewards:

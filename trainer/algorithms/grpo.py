@@ -12,10 +12,9 @@ and proximal probability x, in the decoupled form (arXiv 2110.00641, eq. 6; ARea
     w = correction of sg(x) / b        u = p / sg(x)
     loss = -w * min(u * A, clip(u, 1 - low, 1 + high) * A)
 
-There is one pass over each batch and one step, so the policy "at arrival" is the current one:
-
-- `proximal_policy: current` (default): x = p, the proximal policy that AReaL computes again before
-  each step. Then u = 1 and the gradient is -w A grad log p: by default, truncated importance
+- `proximal_policy: current` (default): x is the policy of the step's start, the proximal policy
+  that AReaL computes again before each step. In the first optimizer step of a step, by default the
+  only one, x = p. Then u = 1 and the gradient is -w A grad log p: by default, truncated importance
   sampling towards the newest policy, w = min(p / b, cap). Nothing is clipped, and `clip_ratio_*`
   have no effect. On-policy (b = p) this is the plain policy gradient.
 - `proximal_policy: behaviour`: x = b. Then w = 1, and u = p / b is PPO's clipped ratio against the
@@ -43,7 +42,7 @@ from trainer.algorithms.base import (
     centred,
     per_group_std,
 )
-from trainer.algorithms.losses import Clip, capped, importance, score_function
+from trainer.algorithms.losses import Clip, decoupled
 from trainer.config import TrainerConfig
 
 
@@ -79,6 +78,11 @@ class Grpo:
             dual_clip=math.inf if config.dual_clip is None else config.dual_clip,
         )
 
+    @property
+    def uses_proximal(self) -> bool:
+        """Whether the loss reads `TokenBatch.proximal_logprobs`."""
+        return self.proximal_policy == "current"
+
     def advantages(self, rewards: Rewards) -> Rewards:
         """`[G]` group-relative advantages, 0 where all rewards are equal.
 
@@ -92,11 +96,6 @@ class Grpo:
         if self.proximal_policy == "behaviour":
             clip = Clip(self.clip_ratio_low, self.clip_ratio_high, self.dual_clip)
             return clip.loss(batch, torch.exp(batch.logprobs - batch.behaviour_logprobs))
-        weight = importance(batch)
-        return LossSums(
-            loss=score_function(batch, batch.advantages),
-            sums={
-                "clip_ratio": torch.zeros_like(weight).sum(),
-                "importance_capped": capped(batch, weight, self.importance_cap),
-            },
+        return decoupled(
+            batch, Clip(self.clip_ratio_low, self.clip_ratio_high), self.importance_cap
         )

@@ -5,11 +5,13 @@ advantage A, the token's weight v, and what the correction gives (importance w, 
 
     score function   -v w A u,  u = p / sg(p)          its gradient is -v w A grad log p
     clipped          -v m min(r A, clip(r) A),  r = p / b, or any ratio given instead
+    decoupled        -v w min(u A, clip(u) A),  u = p / x with the proximal policy x; without one,
+                     x = p and it is the score function
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,3 +80,16 @@ class Clip:
                 "importance_capped": over.sum(),
             },
         )
+
+
+def decoupled(batch: TokenBatch, clip: Clip, cap: float) -> LossSums:
+    """The decoupled loss, `clip_ratio`, and tokens whose weight w reached `cap`."""
+    weight = importance(batch)
+    over = capped(batch, weight, cap)
+    if batch.proximal_logprobs is None:
+        zero = torch.zeros_like(weight).sum()
+        loss = score_function(batch, batch.advantages)
+        return LossSums(loss, {"clip_ratio": zero, "importance_capped": over})
+    ratio = torch.exp(batch.logprobs - batch.proximal_logprobs)
+    own = clip.loss(replace(batch, weights=batch.weights * weight), ratio)
+    return LossSums(own.loss, {**own.sums, "importance_capped": over})

@@ -1,7 +1,8 @@
-"""The KL penalty towards the initial model, with the loss of any algorithm.
+"""The KL penalty towards a reference model, with the loss of any algorithm.
 
-For a token with current log-probability log p and log-probability log r under the reference, the
-initial model, the estimators of Schulman's "Approximating KL divergence":
+For a token with current log-probability log p and log-probability log r under the reference (the
+initial model, or what `trainer.reference` makes of it), the estimators of Schulman's "Approximating
+KL divergence":
 
     k1 = log(p / r)                        of either sign
     k2 = log(p / r)^2 / 2                  never negative
@@ -17,7 +18,9 @@ its gradient means something (docs/algorithms.md has the proofs' results by enum
 - `k1` in a loss has a gradient whose mean is 0. So it is part of the reward (RLHF, REINFORCE++):
   the
   advantage of a token becomes A - kl_coefficient * (sum of k1 over it and the tokens after it),
-  without gradient. On-policy, with `loss_normalization: sample`, that is the gradient of the KL of
+  without gradient. With a critic it is part of the rewards from which advantages are estimated, and
+  with several passes it is that of the step's start: then the batch is `penalised` already.
+  On-policy, with `loss_normalization: sample`, that is the gradient of the KL of
   whole samples.
 
 `kl_clamp` bounds a token's k2 or k3 from above, and k1 on both sides; a token beyond it has no
@@ -52,7 +55,7 @@ from trainer.algorithms.sequences import owners_of, sums_to_go
 
 _SIGNALS = {
     "policy_loss": Signal("loss without the KL penalty", per="loss"),
-    "reference_kl": Signal("KL of the policy from the initial model, nats per token"),
+    "reference_kl": Signal("KL of the policy from its reference, nats per token"),
 }
 
 
@@ -74,7 +77,7 @@ class WithReferenceKl:
 
     @property
     def needs_reference(self) -> bool:
-        """True: the penalty compares with the initial model."""
+        """True: the penalty compares with the reference."""
         return True
 
     def advantages(self, rewards: Rewards) -> Rewards:
@@ -89,8 +92,8 @@ class WithReferenceKl:
         """
         if batch.reference_logprobs is None:
             raise ValueError("the KL penalty needs reference_logprobs, and the batch has none")
-        kl = self._per_token(batch.reference_logprobs - batch.logprobs)
-        if self.estimator == "k1":
+        kl = self.per_token(batch.reference_logprobs - batch.logprobs)
+        if self.estimator == "k1" and not batch.penalised:
             to_go = sums_to_go(kl.detach(), owners_of(batch))
             batch = replace(batch, advantages=batch.advantages - self.coefficient * to_go)
         own = self.algorithm.loss(batch)
@@ -103,7 +106,7 @@ class WithReferenceKl:
         # A part of its own, so that the step's factors do not change it.
         return LossSums(own.loss, sums, {**own.parts, "reference_kl": penalty})
 
-    def _per_token(self, gap: Tensor) -> Tensor:
+    def per_token(self, gap: Tensor) -> Tensor:
         """`[N]` log(r / p) to `[N]` estimates."""
         if self.estimator == "k1":
             return -gap if self.clamp is None else (-gap).clamp(-self.clamp, self.clamp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,11 @@ class Entry:
     """Settings of the trainer that have other defaults with this algorithm: those of its paper."""
     only: Mapping[str, object] = field(default_factory=dict)
     """Settings that have one possible value, because the equation has no other."""
+    critic: bool = False
+    """Whether there is a value model."""
+    normalises: Literal["never", "always", "std"] = "never"
+    """When advantages are normalised over all tokens of a step; std: with
+    `advantage_normalization: std`."""
 
 
 _CURRENT = {"proximal_policy": "current"}
@@ -44,10 +50,15 @@ _ENTRIES = {
         only=_CURRENT,
     ),
     "reinforce_plus_plus": Entry(
-        "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlus", only=_CURRENT
+        "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
+        only=_CURRENT,
+        normalises="always",
     ),
     "reinforce_plus_plus_baseline": Entry(
-        "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline", 2, only=_CURRENT
+        "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
+        2,
+        only=_CURRENT,
+        normalises="always",
     ),
     "gspo": Entry(
         "trainer.algorithms.gspo:Gspo",
@@ -66,6 +77,7 @@ _ENTRIES = {
         defaults={"clip_ratio_low": 1.0, "clip_ratio_high": 4.0, **_BEHAVIOUR},
         only={**_BEHAVIOUR, **_NO_DUAL_CLIP},
     ),
+    "ppo": Entry("trainer.algorithms.ppo:Ppo", critic=True, normalises="std"),
     "gpg": Entry(
         "trainer.algorithms.gpg:Gpg", 2, defaults=_UNSCALED, only={**_CURRENT, **_UNSCALED}
     ),
@@ -102,6 +114,17 @@ def smallest_group(name: str) -> int:
     decides when it is given a group.
     """
     return _ENTRIES[name].smallest_group if name in _ENTRIES else 1
+
+
+def has_critic(name: str) -> bool:
+    """Whether this algorithm has a value model."""
+    return name in _ENTRIES and _ENTRIES[name].critic
+
+
+def normalises_over_step(name: str, *, std: bool) -> bool:
+    """Whether its advantages are normalised over a step; `std`: as `advantage_normalization`."""
+    when = _ENTRIES[name].normalises if name in _ENTRIES else "never"
+    return when == "always" or (when == "std" and std)
 
 
 def defaults_of(name: object) -> Mapping[str, object]:

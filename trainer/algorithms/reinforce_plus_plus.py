@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
+from torch import Tensor
 
 from trainer.algorithms.base import (
     STD_EPSILON,
@@ -47,25 +48,33 @@ from trainer.config import TrainerConfig
 UNIT = "unit"
 """The part of the loss in which every advantage is 1."""
 
+MOMENTS = {
+    "advantage_mean": Signal("advantage before it is normalised over the step, mean"),
+    "advantage_square": Signal("advantage before it is normalised over the step, mean square"),
+}
+_CAPPED = {"importance_capped": Signal("share of tokens that reached `trainer.importance_cap`")}
+
 
 @dataclass(frozen=True, slots=True)
 class ReinforcePlusPlus:
     """Rewards, normalised over the tokens of the step."""
 
-    signals: ClassVar[Mapping[str, Signal]] = {
-        "importance_capped": Signal("share of tokens that reached `trainer.importance_cap`"),
-        "advantage_mean": Signal("advantage before it is normalised over the step, mean"),
-        "advantage_square": Signal("advantage before it is normalised over the step, mean square"),
-    }
     needs_reference: ClassVar[bool] = False
     needs_every_group: ClassVar[bool] = True
 
     importance_cap: float
+    gathered: bool = False
+    """Whether the learner has normalised the advantages already (several passes)."""
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
         """Take what this algorithm needs from the trainer's settings."""
-        return cls(importance_cap=config.importance_cap)
+        return cls(importance_cap=config.importance_cap, gathered=config.gathers_first)
+
+    @property
+    def signals(self) -> Mapping[str, Signal]:
+        """The advantages' moments only where this class normalises them."""
+        return _CAPPED if self.gathered else {**_CAPPED, **MOMENTS}
 
     def advantages(self, rewards: Rewards) -> Rewards:
         """`[G]` rewards as they are."""
@@ -73,26 +82,32 @@ class ReinforcePlusPlus:
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """Summed loss with a as advantage, and its part with 1 as advantage."""
-        weight = importance(batch)
-        advantages = batch.advantages.double()
-        return LossSums(
-            loss=score_function(batch, batch.advantages),
-            sums={
-                "importance_capped": capped(batch, weight, self.importance_cap),
-                "advantage_mean": advantages.sum(),
-                "advantage_square": advantages.square().sum(),
-            },
-            parts={UNIT: score_function(batch, batch.advantages.new_ones(()))},
-        )
+        loss = score_function(batch, batch.advantages)
+        sums = {"importance_capped": capped(batch, importance(batch), self.importance_cap)}
+        if self.gathered:
+            return LossSums(loss, sums)
+        ones = score_function(batch, batch.advantages.new_ones(()))
+        return LossSums(loss, {**sums, **moments(batch)}, {UNIT: ones})
 
     def finish(self, step: StepSums) -> Finish:
         """Factors 1 / std(a) and -mean(a) / std(a)."""
-        mean = step.sums.get("advantage_mean", 0.0) / max(step.tokens, 1)
-        square = step.sums.get("advantage_square", 0.0) / max(step.tokens, 1)
-        std = math.sqrt(max(square - mean**2, 0.0))
-        if std <= STD_EPSILON * max(1.0, abs(mean)):
-            return Finish(scale=0.0, parts={UNIT: 0.0})
-        return Finish(scale=1 / std, parts={UNIT: -mean / std})
+        return Finish() if self.gathered else normalising_factors(step)
+
+
+def moments(batch: TokenBatch) -> dict[str, Tensor]:
+    """The sums of `MOMENTS`."""
+    raw = batch.advantages.double()
+    return {"advantage_mean": raw.sum(), "advantage_square": raw.square().sum()}
+
+
+def normalising_factors(step: StepSums) -> Finish:
+    """Factors of the loss and its part `UNIT` that normalise the advantages over a step."""
+    mean = step.sums.get("advantage_mean", 0.0) / max(step.tokens, 1)
+    square = step.sums.get("advantage_square", 0.0) / max(step.tokens, 1)
+    std = math.sqrt(max(square - mean**2, 0.0))
+    if std <= STD_EPSILON * max(1.0, abs(mean)):
+        return Finish(scale=0.0, parts={UNIT: 0.0})
+    return Finish(scale=1 / std, parts={UNIT: -mean / std})
 
 
 @dataclass(frozen=True, slots=True)

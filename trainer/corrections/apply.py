@@ -55,7 +55,8 @@ class Corrected:
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """The algorithm's loss of the corrected batch."""
-        current = batch.logprobs.detach()
+        proximal = batch.proximal_logprobs
+        current = batch.logprobs.detach() if proximal is None else proximal
         log_ratio = current - batch.behaviour_logprobs
         if self.log_ratio_clamp is not None:
             log_ratio = log_ratio.clamp(-self.log_ratio_clamp, self.log_ratio_clamp)

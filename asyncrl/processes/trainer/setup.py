@@ -30,8 +30,9 @@ from trainer.checkpoint_files import path_of
 from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
 from trainer.errors import BatchError, NonFiniteError, RankLost, Superseded, TrainerError
 from trainer.fence import Fence
-from trainer.learner import Learner, resolve_device
+from trainer.learner import Learner
 from trainer.ranks.world import join
+from trainer.scoring import resolve_device
 from wire import Hub
 from wire.errors import PublishError, WireError
 from wire.frames import max_delivery_bytes

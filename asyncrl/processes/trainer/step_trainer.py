@@ -218,7 +218,8 @@ class StepTrainer:
         )
         parts = await asyncio.to_thread(gathered, own, self._world)
         follow = self._samples_follow_policy(step) and all(part.follows for part in parts)
-        on_policy = follow and learned.staleness.max == 0
+        once = learned.learning.optimizer_steps == 1  # later ones see another policy
+        on_policy = follow and once and learned.staleness.max == 0
         metrics = msgspec.structs.replace(learned, exactly_on_policy=on_policy)
         self._count_training(time.monotonic() - began)
         if self._sample_log is not None:

@@ -48,6 +48,8 @@ def test_a_size_that_cannot_be_read_refuses_nothing(tmp_path: Path, damage: byte
 
 STD = "loss_normalization: token, advantage_normalization: std"
 
+SEVERAL = "stale samples beyond importance_cap, samples seen before"
+
 IN_LOSS = "correction: the ratio in the loss"
 
 
@@ -73,6 +75,10 @@ IN_LOSS = "correction: the ratio in the loss"
         (
             {"trainer": {"algorithm": "rloo"}, "cache": {"reuse": "lenient"}},
             "rloo: an unbiased gradient; no correction for what is not exact",
+        ),
+        (
+            {"trainer": {"algorithm": "rloo", "ppo_epochs": 2, "minibatches": 4}},
+            f"rloo: gradient biased by {SEVERAL}; on-policy, nothing to correct in the first of 8",
         ),
     ],
 )
@@ -119,6 +125,10 @@ def test_sets_are_counted_and_a_prompt_that_is_also_trained_on_is_named() -> Non
             "under new weights, their KV computed again; up to 2 steps off-policy",
         ),
         ({"cache": {"reuse": "lenient"}}, "; not exact, because of cache.reuse: lenient"),
+        (
+            {"trainer": {"ppo_epochs": 2, "minibatches": 4}},
+            "; exactly on-policy, for the first of 8 updates per step",
+        ),
         (
             {"scheduler": {"sample_deadline_seconds": 9}},
             "; not exact, because of scheduler.sample_deadline_seconds",

@@ -1,0 +1,199 @@
+"""Several passes of every algorithm against a plain loop in float64, and one pass bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from rollout.trajectory import Trajectory
+from trainer.config import TrainerConfig
+from trainer.errors import NonFiniteError, TrainerError
+from trainer.learner import Learner
+from trainer.policy import PackedBatch
+from trainer.token_batch import token_batch
+
+Group = tuple[list[Trajectory], np.ndarray]
+GroupOf = Callable[..., list[Trajectory]]
+ModelPath = Callable[[str], str]
+
+RATE, EPSILON, CAP = 1e-2, 0.1, 2.0
+COMMON = {
+    "dtype": "float64",
+    "device": "cpu",
+    "learning_rate": RATE,
+    "adam_epsilon": EPSILON,  # large, so that AdamW does not magnify rounding
+    "max_grad_norm": float("inf"),
+    "micro_batch_tokens": 40,
+}
+
+
+def _learner(path: str, **settings: Any) -> Learner:
+    return Learner(TrainerConfig.model_validate(COMMON | settings), path, group_size=4, seed=1)
+
+
+def _near(path: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """Behaviour log-probabilities not far from the model's, so that some ratios are clipped."""
+    model = _plain(path)
+    rng = np.random.default_rng(9)
+
+    def logprobs(prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            own = _logprobs(model, prompt, tokens).numpy()
+        return np.minimum(own + rng.normal(0, 0.25, len(tokens)), -0.01)
+
+    return logprobs
+
+
+def _plain(path: str) -> Any:
+    """The model with norms in float64, where transformers' own fall back to float32."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(_norm, module)
+    return model
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    mean = x.square().mean(-1, keepdim=True)
+    return module.weight * x * torch.rsqrt(mean + module.variance_epsilon)
+
+
+def _batch(group_of: GroupOf, path: str, groups: int = 4) -> list[Group]:
+    rng, near = np.random.default_rng(3), _near(path)
+    made = [group_of(index, rng, longest=9, logprobs=near) for index in range(groups)]
+    return [(group, rng.normal(size=4)) for group in made]
+
+
+def _logprobs(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> Tensor:
+    row = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
+    logits = model(input_ids=row[None]).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(1, row[len(prompt) :, None])[:, 0]
+
+
+def _compare(model: nn.Module, other: nn.Module) -> None:
+    wanted = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), wanted[name].detach(), atol=1e-10, rtol=1e-8)
+
+
+def _surrogate(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
+    return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
+    "grpo": lambda p, x, b, a: (
+        -((x - b).exp().clamp(max=CAP) * _surrogate((p - x).exp(), a, 0.2, 0.2)).sum()
+    ),
+    "dapo": lambda p, _x, b, a: -_surrogate((p - b).exp(), a, 0.2, 0.28).sum(),
+    "rloo": lambda p, _x, b, a: (
+        -((p - b).sum().exp().clamp(max=CAP).detach() * a * p).sum() * 4 / 3
+    ),
+    "reinforce_plus_plus": lambda p, _x, b, a: (
+        -((p - b).exp().clamp(max=CAP).detach() * a * p).sum()
+    ),
+    "gspo": lambda p, _x, b, a: -_surrogate((p - b).mean().exp(), a, 3e-4, 4e-4),
+    "cispo": lambda p, _x, b, a: -((p - b).exp().clamp(max=5).detach() * a * p).sum(),
+    "gpg": lambda p, _x, b, a: -((p - b).exp().clamp(max=CAP).detach() * a * p).sum(),
+}
+"""Of a sample: log-probabilities now, at the step's start, when drawn, and its advantage."""
+
+
+@pytest.mark.parametrize("algorithm", LOSSES)
+def test_passes_and_minibatches_of_every_algorithm(
+    model_path: ModelPath, group_of: GroupOf, algorithm: str
+) -> None:
+    path = model_path("qwen3")
+    learner = _learner(path, algorithm=algorithm, ppo_epochs=2, minibatches=2)
+    batch = _batch(group_of, path)
+    for group in reversed(batch):
+        learner.add_group(*group)
+    learner.step()
+
+    policy = _plain(path)
+    optimizer = torch.optim.AdamW(policy.parameters(), RATE, eps=EPSILON, weight_decay=0)
+    samples = [one for group, _ in batch for one in group]
+    lengths = np.array([len(one.tokens) for one in samples])
+    rewards = np.stack([values for _, values in batch])
+    centred = rewards - rewards.mean(1, keepdims=True)
+    if algorithm == "reinforce_plus_plus":
+        advantages = rewards.reshape(-1)
+        tokens = np.repeat(advantages, lengths)
+        advantages = (advantages - tokens.mean()) / tokens.std()
+    elif algorithm in ("rloo", "gpg"):
+        advantages = centred.reshape(-1)
+    else:
+        advantages = (centred / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)).reshape(-1)
+
+    def now(one: Trajectory) -> Tensor:
+        return _logprobs(policy, one.prompt_tokens, one.tokens)
+
+    with torch.no_grad():
+        start = [now(one) for one in samples]
+    for share in [range(8), range(8, 16)] * 2:
+        of_samples = algorithm in ("rloo", "gspo")
+        divisor = 8 if of_samples else sum(lengths[i] for i in share)
+        for i in share:
+            b = torch.tensor(samples[i].behaviour_logprobs).double()
+            loss = LOSSES[algorithm](now(samples[i]), start[i], b, float(advantages[i]))
+            (loss / divisor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    _compare(learner.policy.model, policy)
+
+
+def test_one_pass_is_the_plain_path_bit_for_bit(model_path: ModelPath, group_of: GroupOf) -> None:
+    """Forward, loss, backward for each group, in the order in which they come; then one step."""
+    path = model_path("qwen3")
+    common = {"dtype": "float32", "micro_batch_tokens": 8192, "kl_coefficient": 0.1}
+    learner, plain = (_learner(path, **common) for _ in range(2))
+    batch = _batch(group_of, path)
+    for trajectories, rewards in batch:
+        learner.add_group(trajectories, rewards)
+        ordered = sorted(trajectories, key=lambda t: -(len(t.prompt_tokens) + len(t.tokens)))
+        numbers = [trajectories.index(one) for one in ordered]
+        packed = PackedBatch.of([(t.prompt_tokens, t.tokens) for t in ordered], torch.device("cpu"))
+        scores = plain.policy.score(packed)
+        advantages = plain._objective.algorithm.advantages(rewards)[numbers]
+        tokens = token_batch(scores.logprobs, ordered, advantages, "token")
+        assert plain._models.reference is not None
+        with torch.no_grad():
+            reference = plain._models.reference.policy.score(packed).logprobs
+        object.__setattr__(tokens, "reference_logprobs", reference)
+        plain._objective.algorithm.loss(tokens).loss.backward()
+        assert not learner._sums.groups[trajectories[0].id.group].fixed  # nothing is held
+    learner.step()
+    plain._sums.totals.tokens = sum(len(t.tokens) for group, _ in batch for t in group)
+    plain._sums.totals.groups = len(batch)
+    plain.step()
+    for one, other in zip(
+        learner.policy.model.parameters(), plain.policy.model.parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_a_step_that_failed_between_two_updates_is_not_continued(
+    model_path: ModelPath, group_of: GroupOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model_path("qwen3")
+    learner = _learner(path, ppo_epochs=2)
+    for group in _batch(group_of, path, groups=2):
+        learner.add_group(*group)
+    loss = learner._objective.algorithm.loss
+
+    def broken(batch: Any) -> Any:
+        found = loss(batch)
+        return type(found)(found.loss * float("nan"), found.sums, found.parts)
+
+    monkeypatch.setattr(type(learner._objective.algorithm), "loss", lambda _self, b: broken(b))
+    with pytest.raises(NonFiniteError, match="group 0"):
+        learner.step()
+    monkeypatch.undo()
+    with pytest.raises(TrainerError, match="restore a checkpoint"):
+        learner.add_group(*_batch(group_of, path, groups=1)[0])

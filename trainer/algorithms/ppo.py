@@ -1,0 +1,104 @@
+"""PPO with a critic (arXiv 1707.06347), for tokens (InstructGPT, 2203.02155).
+
+A[t] is the generalised advantage estimate of token t (`trainer.gae`) with the values of the critic
+as it is when the step begins. With current probability p, behaviour probability b, and x the
+probability under the policy of the step's start:
+
+    A    = (A - mean) / std over the tokens of the step     advantage_normalization: std
+    u    = p / x, w = correction of x / b                   proximal_policy: current (default)
+    u    = p / b, w = 1, and dual_clip if it is set          proximal_policy: behaviour
+    loss = -w min(u A, clip(u, 1 - low, 1 + high) A)        + the value loss (`trainer.critic`)
+
+**Streaming.** Values and advantages of a group are computed when it arrives, since the critic does
+not change within a step. With one pass x = p: u = 1, nothing is clipped, and the loss is linear in
+A, so its normalisation is applied to two sums of gradients when the step ends, as in
+`reinforce_plus_plus`. With several passes, or with `proximal_policy: behaviour` and
+`advantage_normalization: std`, the side that is clipped depends on the mean over the step. Then
+groups are scored as they arrive, and their gradients wait for the last one.
+
+With `advantage_normalization: none` nothing waits in a single pass. Empty batch: loss 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+
+from trainer.algorithms.base import Finish, LossSums, Rewards, Signal, StepSums, TokenBatch
+from trainer.algorithms.losses import Clip, decoupled, score_function
+from trainer.algorithms.reinforce_plus_plus import MOMENTS, UNIT, moments, normalising_factors
+from trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Ppo:
+    """PPO's loss with the advantages that the batch has."""
+
+    signals: ClassVar[Mapping[str, Signal]] = {
+        "clip_ratio": Signal(
+            "share of tokens that have no gradient because their ratio was clipped"
+        ),
+        "importance_capped": Signal("share of tokens that reached `trainer.importance_cap`"),
+    }
+    needs_reference: ClassVar[bool] = False
+    needs_critic: ClassVar[bool] = True
+    needs_every_group: ClassVar[bool] = True
+
+    proximal_policy: Literal["current", "behaviour"]
+    importance_cap: float
+    clip_ratio_low: float
+    clip_ratio_high: float
+    dual_clip: float
+    """Infinite: none."""
+
+    @staticmethod
+    def from_config(config: TrainerConfig) -> Ppo:
+        """Take what this algorithm needs from the trainer's settings."""
+        streams = config.normalises_over_step and not config.gathers_first
+        return (PpoStreamed if streams else Ppo)(
+            proximal_policy=config.proximal_policy,
+            importance_cap=config.importance_cap,
+            clip_ratio_low=config.clip_ratio_low,
+            clip_ratio_high=config.clip_ratio_high,
+            dual_clip=math.inf if config.dual_clip is None else config.dual_clip,
+        )
+
+    @property
+    def uses_proximal(self) -> bool:
+        """Whether the loss reads `TokenBatch.proximal_logprobs`."""
+        return self.proximal_policy == "current"
+
+    def advantages(self, rewards: Rewards) -> Rewards:
+        """`[G]` rewards as they are; the critic's values are subtracted for each token."""
+        return np.asarray(rewards, np.float64)
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """Summed loss of the module's equations."""
+        if self.proximal_policy == "behaviour":
+            clip = Clip(self.clip_ratio_low, self.clip_ratio_high, self.dual_clip)
+            return clip.loss(batch, torch.exp(batch.logprobs - batch.behaviour_logprobs))
+        return decoupled(
+            batch, Clip(self.clip_ratio_low, self.clip_ratio_high), self.importance_cap
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PpoStreamed(Ppo):
+    """With advantages that are normalised over the step when it ends."""
+
+    signals: ClassVar[Mapping[str, Signal]] = {**Ppo.signals, **MOMENTS}
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """Summed loss with a as advantage, and its part with 1 as advantage."""
+        own = Ppo.loss(self, batch)
+        ones = score_function(batch, batch.advantages.new_ones(()))
+        return LossSums(own.loss, {**own.sums, **moments(batch)}, {UNIT: ones})
+
+    def finish(self, step: StepSums) -> Finish:
+        """Factors 1 / std(a) and -mean(a) / std(a)."""
+        return normalising_factors(step)

@@ -1,0 +1,149 @@
+"""A critic: the value of each state of a response, and how it is trained.
+
+```
+prompt, tokens ─► trunk ─► hidden [N, C] ─► head [C] ─► values [N]
+```
+
+The trunk is a language model of its own, by default a copy of the initial policy, or the policy's
+(`critic.shared_trunk`). A state is what a token is drawn in: the prompt and the tokens before it.
+Its hidden state is the one that predicts the token. The head starts at 0, so all values do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollout.trajectory import Trajectory
+from trainer.config import TrainerConfig
+from trainer.errors import UnsupportedModelError
+from trainer.policy import PackedBatch, Policy
+from trainer.ranks import World
+from trainer.ranks.update import Update
+
+_CUT_OFF = ("length", "deadline")
+"""Finish reasons of responses that did not end by themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Of the states of a micro-batch of B samples and N response tokens."""
+
+    tokens: Tensor
+    """`[N]` of the state before each token; carries the gradient."""
+    last: Tensor | None
+    """`[B]` of the state after the last token, 0 where the sample ended, without a gradient; None:
+    all 0."""
+
+
+class Critic:
+    """Attributes: `module`, whose parameters are the critic's own; `update`; `config`.
+
+    Args:
+        config: the trainer's settings.
+        model_path: that the run's policy starts from.
+        policy: whose hidden states are used with `shared_trunk`.
+        load: loads a model as the policy was, from a path.
+        world: the ranks; `step` is a collective of them.
+
+    Raises:
+        UnsupportedModelError: the value model cannot be loaded, reads other tokens than the policy,
+            or the policy's hidden states cannot be had.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        model_path: str,
+        policy: Policy,
+        load: Callable[[str], Policy],
+        world: World,
+    ) -> None:
+        self.config = config.critic
+        self._max_grad_norm = config.max_grad_norm
+        if self.config.shared_trunk and not policy.has_plain_head:
+            raise UnsupportedModelError(
+                f"{model_path} scales its logits, so its hidden states cannot be shared with a "
+                "critic; set trainer.critic.shared_trunk: false"
+            )
+        self._trunk = policy if self.config.shared_trunk else load(self.config.model or model_path)
+        if self._trunk.vocab_size < policy.vocab_size:
+            raise UnsupportedModelError(
+                f"trainer.critic.model: {self.config.model} has a vocabulary of "
+                f"{self._trunk.vocab_size} tokens, the policy one of {policy.vocab_size}; the "
+                "value model must know every token that the policy may draw"
+            )
+        parameter = next(self._trunk.model.parameters())
+        size = self._trunk.hidden_size
+        self._head = nn.Linear(size, 1, dtype=parameter.dtype, device=parameter.device)
+        nn.init.zeros_(self._head.weight)
+        nn.init.zeros_(self._head.bias)
+        modules: dict[str, nn.Module] = {"head": self._head}
+        if not self.config.shared_trunk:
+            modules["trunk"] = self._trunk.trunk
+            self._trunk.model.requires_grad_(requires_grad=False)
+        self.module = nn.ModuleDict(modules)
+        self.module.requires_grad_(requires_grad=True)
+        self.update = Update(self.module, config, world)
+
+    @property
+    def shares_trunk(self) -> bool:
+        """Whether the policy computes the hidden states."""
+        return self.config.shared_trunk
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether the state after a cut-off response has a value."""
+        return self.config.truncated == "bootstrap"
+
+    def values(self, trajectories: Sequence[Trajectory]) -> Values:
+        """Of a critic with its own trunk."""
+        states = self.states(trajectories)
+        return self.of_hidden(self._trunk.hidden(states), trajectories)
+
+    def states(self, trajectories: Sequence[Trajectory]) -> PackedBatch:
+        """The samples, packed. To bootstrap, each with one more token, which nothing reads."""
+        more = [0] if self.bootstraps else []
+        return PackedBatch.of(
+            [
+                (one.prompt_tokens, np.append(one.tokens, np.asarray(more, one.tokens.dtype)))
+                for one in trajectories
+            ],
+            self._trunk.device,
+        )
+
+    def of_hidden(self, hidden: Tensor, trajectories: Sequence[Trajectory]) -> Values:
+        """Of the hidden states of `states`."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            values = self._head(hidden.to(self._head.weight.dtype))[:, 0]
+        if not self.bootstraps:
+            return Values(values, None)
+        drawn = real_tokens(trajectories).to(values.device)
+        cut = [one.finish_reason in _CUT_OFF for one in trajectories]
+        last = values[~drawn].detach() * torch.tensor(cut, device=values.device)
+        return Values(values[drawn], last)
+
+    def zero_grad(self) -> None:
+        """Drop the critic's gradient sums."""
+        self.update.zero_grad()
+
+    def step(self, version: int, denominator: float) -> float:
+        """Divide, clip, AdamW; gives the gradient's norm before clipping.
+
+        Raises:
+            NonFiniteError: the gradient is not finite; the critic is unchanged.
+            RankLost: another rank did not take part.
+        """
+        return self.update.step(self.config.rate_at(version), denominator, self._max_grad_norm)
+
+
+def real_tokens(trajectories: Sequence[Trajectory]) -> Tensor:
+    """`[N + B]` bool: False for the additional token of each sample (`Critic.states`)."""
+    ends = np.cumsum([len(one.tokens) + 1 for one in trajectories]) - 1
+    drawn = torch.ones(int(ends[-1]) + 1, dtype=torch.bool)
+    drawn[torch.from_numpy(ends)] = False
+    return drawn

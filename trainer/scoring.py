@@ -1,0 +1,98 @@
+"""The models of a learner, and one forward pass through them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rollout.trajectory import Trajectory
+from rollout.truncation import Truncation
+from trainer.config import TrainerConfig
+from trainer.critic import Critic, Values, real_tokens
+from trainer.head import TokenScores
+from trainer.policy import PackedBatch, Policy
+from trainer.ranks import World
+from trainer.reference import Reference
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The policy that is trained, and those it is trained with."""
+
+    policy: Policy
+    reference: Reference | None = None
+    """Of the KL penalty; None: there is none."""
+    critic: Critic | None = None
+    """None: the algorithm has none."""
+
+    def parameters(self) -> list[Tensor]:
+        """Those that the policy's loss changes; with a shared trunk the head of values too."""
+        shared = self.critic is not None and self.critic.shares_trunk
+        head = list(self.critic.module.parameters()) if shared and self.critic else []
+        return [*self.policy.model.parameters(), *head]
+
+    def score(self, some: Sequence[Trajectory]) -> tuple[TokenScores, Values | None]:
+        """Log-probabilities of the tokens of some samples, and values if there is a critic."""
+        critic = self.critic
+        if critic is None or not critic.shares_trunk:
+            scores = self.policy.score(self._packed(some))
+            return scores, None if critic is None else critic.values(some)
+        states = critic.states(some)
+        hidden = self.policy.hidden(states)
+        values = critic.of_hidden(hidden, some)
+        targets = states.targets
+        if critic.bootstraps:
+            drawn = real_tokens(some).to(hidden.device)
+            hidden, targets = hidden[drawn], targets[drawn]
+        return self.policy.score_hidden(hidden, targets), values
+
+    @torch.no_grad()
+    def reference_logprobs(self, some: Sequence[Trajectory]) -> Tensor | None:
+        """`[N]` under the reference; None: there is none."""
+        if self.reference is None:
+            return None
+        return self.reference.policy.score(self._packed(some)).logprobs
+
+    def _packed(self, some: Sequence[Trajectory]) -> PackedBatch:
+        return PackedBatch.of([(t.prompt_tokens, t.tokens) for t in some], self.policy.device)
+
+
+def load_models(
+    config: TrainerConfig,
+    model_path: str,
+    world: World,
+    *,
+    temperature: float,
+    truncation: Truncation,
+    with_reference: bool,
+    with_critic: bool,
+) -> Models:
+    """The policy, and the initial model and the critic if they are needed.
+
+    Raises:
+        UnsupportedModelError: one cannot be loaded or trained packed, or the critic does not fit.
+    """
+    load = partial(
+        Policy,
+        dtype=config.dtype,
+        device=resolve_device(config.device),
+        temperature=temperature,
+        truncation=truncation,
+        fused=config.fused,
+    )
+    train = partial(load, gradient_checkpointing=config.gradient_checkpointing)
+    policy = train(model_path)
+    reference = Reference(config, load(model_path)) if with_reference else None
+    critic = Critic(config, model_path, policy, train, world) if with_critic else None
+    return Models(policy, reference, critic)
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is a GPU if there is one, else the CPU; other names are torch's own."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
