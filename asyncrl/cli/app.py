@@ -50,13 +50,17 @@ Overrides = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a setting, e.g. engine.kind=vllm. Repeatable."
     ),
 ]
-RunName = Annotated[
-    str | None,
-    typer.Argument(
+
+
+def _run_argument(default: str) -> Any:
+    return typer.Argument(
         metavar="RUN",
-        help="Name or folder; default: the newest run.",
+        help=f"Name or folder; default: {default}.",
         autocompletion=_names_of_runs,
-    ),
-]
+    )
+
+
+RunName = Annotated[str | None, _run_argument("the run that was started last")]
+OrderedRun = Annotated[str | None, _run_argument("the active run")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Runs = Annotated[Path, typer.Option("--runs", help="The folder that holds the run folders.")]

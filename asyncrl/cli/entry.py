@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import sys
@@ -22,6 +23,13 @@ from asyncrl.cli.app import app
 from asyncrl.errors import AsyncrlError, Interrupted, UserError
 from asyncrl.package_guard import refuse_foreign_packages
 from monitoring.wording import without_controls
+
+_ABOUT_PATHS = (
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST),
+    *(errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG),
+)
+"""With the name of a file, they say what the user has to change."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> None:
@@ -50,8 +58,16 @@ def _main() -> None:
         app()
     except AsyncrlError as error:
         _exit(error, error.exit_code)
-    except (MonitoringError, OSError) as error:
+    except MonitoringError as error:
         _exit(error, UserError.exit_code)
+    except OSError as error:
+        if error.filename is not None and error.errno in _ABOUT_PATHS:
+            _exit(error, UserError.exit_code)
+        if error.errno in _FULL:
+            _exit(error, AsyncrlError.exit_code)
+        # A fault, not a mistake: with its traceback, and an exit code after which supervisors try
+        # again.
+        raise
     except (EngineError, SchedulerError, TrainerError, WireError) as error:
         _exit(error, AsyncrlError.exit_code)
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl.cli.app import STEERING, RunName, Runs, app
-from asyncrl.errors import UserError
+from asyncrl.cli.app import STEERING, OrderedRun, Runs, app
+from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.run.command_lines import DEFAULT_RUNS
 from asyncrl.suggestions import shortened
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @app.command(rich_help_panel=STEERING, epilog="Example: asyncrl stop arithmetic")
-def stop(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
+def stop(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Finish the current step, write a checkpoint, end the run."""
     from wire.messages import control
 
@@ -25,7 +25,7 @@ def stop(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
 
 
 @app.command(rich_help_panel=STEERING, epilog="Example: asyncrl pause arithmetic")
-def pause(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
+def pause(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Stop generating tokens; everything is kept."""
     from wire.messages import control
 
@@ -33,7 +33,7 @@ def pause(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
 
 
 @app.command("resume", rich_help_panel=STEERING, epilog="Example: asyncrl resume arithmetic")
-def resume_run(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
+def resume_run(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Continue after `pause`. (To continue a run that ended: asyncrl run CONFIG --resume.)"""
     from wire.messages import control
 
@@ -42,7 +42,7 @@ def resume_run(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
 
 @app.command(rich_help_panel=STEERING, epilog="Example: asyncrl scale arithmetic --generators 2")
 def scale(
-    name: RunName = None,
+    name: OrderedRun = None,
     generators: Annotated[
         int, typer.Option("--generators", metavar="N", help="How many the run is to have.")
     ] = ...,  # type: ignore[assignment]
@@ -58,7 +58,7 @@ def scale(
 
 
 @app.command(rich_help_panel=STEERING, epilog="Example: asyncrl drain arithmetic")
-def drain(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
+def drain(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Begin no other group, train the steps that are begun as a whole, end the run.
 
     `stop` ends it sooner: it gives up all steps but the current one.
@@ -69,7 +69,7 @@ def drain(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
 
 
 @app.command(rich_help_panel=STEERING, epilog="Example: asyncrl checkpoint arithmetic")
-def checkpoint(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
+def checkpoint(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Write a checkpoint now, and return when it is on the disk. The run continues."""
     from wire.messages import control
 
@@ -102,13 +102,20 @@ def set_setting(
 
 
 def _request(name: str | None, runs: Path, request: control.Request) -> None:
-    """Send a request and print what happens now. Raises UserError when it is refused."""
+    """Send a request and print what happens now.
+
+    Raises:
+        UserError: it is refused, or it is not known which run is meant.
+        AsyncrlError: it is not known whether it was carried out.
+    """
+    from asyncrl.run.choosing import find_run_for_order
     from asyncrl.run.control import ask
-    from asyncrl.run.directory import find_run
     from wire.messages import control
 
-    reply = ask(find_run(name, runs), request)
+    run = find_run_for_order(name, runs)
+    reply, name = ask(run, request), run.resolve().name
     if isinstance(reply, control.Refused):
-        raise UserError(reply.reason)
-    if isinstance(reply, control.Accepted):
-        typer.echo(reply.message)
+        raise UserError(f"{name}: {reply.reason}")
+    if not isinstance(reply, control.Accepted):
+        raise AsyncrlError(f"{name}: the controller answered an order with {reply}")
+    typer.echo(f"{name}: {reply.message}")

@@ -63,7 +63,9 @@ def watch(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
 def logs(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RUN] [PROCESS]", help="Default: all processes of the newest run."),
+        typer.Argument(
+            metavar="[RUN] [PROCESS]", help="Default: all of the run that was started last."
+        ),
     ] = None,
     follow: Annotated[
         bool, typer.Option("-f", "--follow", help="Print what is written from now on, too.")
@@ -80,7 +82,11 @@ def logs(
     run, process = _run_and_process(words or [], runs)
     log_reading.find_logs(run, process)
     reader = log_reading.LogReader(lambda: log_reading.find_logs(run, process), lines)
-    found = log_reading.follow(reader, lambda: not is_alive(run)) if follow else reader.new_lines()
+    found = (
+        log_reading.follow(reader, lambda: not is_alive(run))
+        if follow
+        else reader.new_lines(last=True)
+    )
     with contextlib.suppress(KeyboardInterrupt):
         for source, line in found:
             typer.echo(line if process is not None else f"{source} | {line}")

@@ -22,11 +22,11 @@ report.html       the result, for people
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -36,7 +36,7 @@ import msgspec
 from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.identity import status_of
-from asyncrl.run import failed_starts
+from asyncrl.run import failed_starts, folder_lock
 from asyncrl.run.command_lines import command_for
 from asyncrl.run.leftovers import clear_leftovers
 from asyncrl.run.resuming import find_resume_point
@@ -49,7 +49,6 @@ from wire.wrong_policy import TokenizerDigest
 
 logger = logging.getLogger(__name__)
 
-_LOCK = ".lock"
 _UNCHANGEABLE = (
     ("run", "seed"),
     ("task",),
@@ -79,6 +78,8 @@ class RunState(msgspec.Struct):
     """Samples that `accuracy_before` is the mean of."""
     ended: Ending | None = None
     """None while the run is active, or if its controller was killed."""
+    started: float = 0.0
+    """When this start of the run began, in seconds since 1970; 0: it is not known."""
     start: int = 0
     """0 for a run that was not resumed, else a random number of this start: seeds depend on it."""
     metrics_ports: dict[str, int] = {}
@@ -165,7 +166,7 @@ class RunDirectory:
         point = ResumePoint()
         previous = (path / "config.yaml").read_text(encoding="utf-8") if resume else None
         path.mkdir(parents=True, exist_ok=True)
-        lock = _take_lock(path)
+        lock = folder_lock.take(path)
         if lock is None:  # another process was faster
             _refuse_active(path)
         try:
@@ -265,7 +266,7 @@ def refuse_unfit(config: RunConfig, *, resume: bool, clean: bool) -> None:
 def _has_files(path: Path) -> bool:
     """Whether there is more in a folder than a start leaves that is killed before config.yaml."""
     return path.is_file() or any(
-        entry.name != _LOCK and not entry.name.startswith(".config.yaml.")
+        entry.name != folder_lock.NAME and not entry.name.startswith(".config.yaml.")
         for entry in path.rglob("*")
         if not entry.is_dir() or entry.is_symlink()
     )
@@ -280,13 +281,13 @@ def _clear_after_earlier(path: Path, name: str, say: Callable[[str], None]) -> N
 def _empty(path: Path) -> None:
     """Delete what is in a run's folder, except its lock, which is held."""
     for entry in path.iterdir():
-        if entry.name == _LOCK:
+        if entry.name == folder_lock.NAME:
             continue
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def _new_state(path: Path, *, resume: bool) -> RunState:
-    state = RunState(os.getpid(), trace_key=secrets.token_hex(8))
+    state = RunState(os.getpid(), trace_key=secrets.token_hex(8), started=time.time())
     if not resume:
         return state
     state.start = 1 + secrets.randbits(62)
@@ -308,7 +309,7 @@ def read_state(path: Path) -> RunState | None:
 
 
 def find_run(name: str | None, directory: Path) -> Path:
-    """The folder of a run, by name or path. Without a name, the newest run.
+    """The folder of a run, by name or path. Without a name, the one that was started last.
 
     Raises:
         UserError: there is no such run; the message lists the runs that exist.
@@ -319,7 +320,7 @@ def find_run(name: str | None, directory: Path) -> Path:
                 return candidate
     runs = sorted(
         (path for path in directory.glob("*/config.yaml") if not failed_starts.is_one(path.parent)),
-        key=lambda path: path.stat().st_mtime,
+        key=lambda path: _started(path.parent),
     )
     if name is None and runs:
         return runs[-1].parent
@@ -330,28 +331,22 @@ def find_run(name: str | None, directory: Path) -> Path:
     )
 
 
-def is_alive(path: Path) -> bool:
-    """Whether the run in this folder is active: its controller holds the folder's lock."""
-    lock = _take_lock(path)
-    if lock is None:
-        return True
-    os.close(lock)
-    return False
-
-
-def _take_lock(path: Path) -> int | None:
-    """Take the folder's lock: a descriptor that holds it until closed, or None if it is taken.
-
-    The kernel releases the lock however its process ends. A file with a process id would not tell
-    a dead controller from another process that has its number.
-    """
-    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+def _started(path: Path) -> float:
+    """When a run was started last. Not config.yaml's time: `asyncrl set` writes that file."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        state = read_state(path)
+        return state.started if state and state.started else (path / "config.yaml").stat().st_mtime
+    except OSError:  # another user keeps it to himself
+        return 0.0
+
+
+def is_alive(path: Path) -> bool:
+    """Whether the run in this folder is active: its controller holds the folder's lock.
+
+    Raises:
+        OSError: another user keeps the folder to himself.
+    """
+    return folder_lock.is_held(path)
 
 
 def _refuse_active(path: Path) -> NoReturn:

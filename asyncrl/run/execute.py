@@ -240,12 +240,12 @@ async def _run(
             raise
         finally:
             listing.cancel()
-            await page.close()
             try:
                 await fleet.shut_down()
             except WaitTimeout as error:
                 console.print(str(error), style="yellow", soft_wrap=True)
             await sinks.close()
+            await page.close()
             user.cancel()  # only now: orders given meanwhile are answered, with a refusal
             _end_escaped(records, console)
             unsaved = await controller.unsaved()

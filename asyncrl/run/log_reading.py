@@ -44,14 +44,19 @@ class LogReader:
         self._read: dict[Path, int] = {}
         self._rests: dict[Path, bytes] = {}
 
-    def new_lines(self) -> Iterator[tuple[str, str]]:
-        """Whole lines that were not given before: (process, line), terminal escapes removed."""
+    def new_lines(self, *, last: bool = False) -> Iterator[tuple[str, str]]:
+        """Whole lines that were not given before: (process, line), terminal escapes removed.
+
+        Args:
+            last: nothing more is read, so what stands behind the last line's end is given too:
+                the last words of a process that was killed.
+        """
         for path in self._files():
-            for line in self._of(path):
+            for line in self._of(path, last=last):
                 yield path.stem, without_controls(line)
         self._lines = None
 
-    def _of(self, path: Path) -> list[str]:
+    def _of(self, path: Path, *, last: bool) -> list[str]:
         try:
             size = path.stat().st_size
             begin = self._read.get(path, 0)
@@ -66,7 +71,9 @@ class LogReader:
             return []
         self._read[path] = size
         *whole, rest = data.split(b"\n")
-        self._rests[path] = rest
+        self._rests[path] = b"" if last else rest
+        if last and rest:
+            whole.append(rest)
         if self._lines is not None:
             whole = whole[-self._lines :] if self._lines else []
         return [line.decode("utf-8", "replace") for line in whole]
@@ -76,7 +83,7 @@ def follow(reader: LogReader, is_over: Callable[[], bool]) -> Iterator[tuple[str
     """Lines as they are written, until the run is over and all its lines were given."""
     while True:
         over = is_over()
-        yield from reader.new_lines()
+        yield from reader.new_lines(last=over)
         if over:
             return
         time.sleep(_FOLLOW_SECONDS)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from asyncrl.config import RunConfig
+from asyncrl.errors import UserError
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.run.directory import RunDirectory
 from asyncrl.web.serving import WebPage
@@ -34,8 +35,11 @@ def open_page(
 ) -> Page:
     """Open the page; `closing` closes it.
 
+    A run that is resumed goes on without a page if its port has been taken meanwhile: nobody may be
+    there to choose another one.
+
     Raises:
-        UserError: its address or its token file cannot be used.
+        UserError: the address or the token file of a new run cannot be used.
     """
     settings = config.monitoring.web
 
@@ -44,7 +48,14 @@ def open_page(
         directory.write_state()
         say(why)
 
-    opened = WebPage(settings, directory.path, records, given_up) if settings.enabled else None
+    opened = None
+    try:
+        if settings.enabled:
+            opened = WebPage(settings, directory.path, records, given_up)
+    except UserError as error:
+        if not directory.state.start:
+            raise
+        say(f"{error}. The run is resumed without a web page")
     page = Page(directory, opened)
     closing.push_async_callback(page.close)
     if opened is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -10,8 +11,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.run import failed_starts
 from asyncrl.run.directory import is_alive, read_state
 from asyncrl.yaml_text import read_yaml
-from monitoring.jsonl import read_undamaged
+from monitoring.jsonl import read_tail, read_undamaged
 from wire.records import StepMetrics
+
+_TAIL_BYTES = 1 << 18
+"""Of metrics.jsonl, in which the last step is looked for."""
 
 
 class ListedRun(msgspec.Struct, frozen=True):
@@ -19,7 +23,7 @@ class ListedRun(msgspec.Struct, frozen=True):
 
     name: str
     state: str
-    """active, done, stopped, failed or killed."""
+    """active, done, stopped, failed, killed, or unreadable (a folder of another user)."""
     step: int
     """Optimizer steps trained."""
     steps: int | None
@@ -39,13 +43,26 @@ class _Result(msgspec.Struct, frozen=True):
 def list_runs(runs: Path) -> list[ListedRun]:
     """The runs in a folder, the one that changed last first."""
     folders = {path.parent for path in runs.glob("*/config.yaml")}
-    found = [_listed(path) for path in folders if not failed_starts.is_one(path)]
+    found = [_listed_or_not(path) for path in folders if not failed_starts.is_one(path)]
     return sorted(found, key=lambda run: run.changed, reverse=True)
+
+
+def _listed_or_not(path: Path) -> ListedRun:
+    """A run that cannot be read does not keep the others from being listed."""
+    try:
+        return _listed(path)
+    except OSError:
+        changed = 0.0
+        with contextlib.suppress(OSError):
+            changed = path.stat().st_mtime
+        return ListedRun(path.name, "unreadable", 0, None, None, None, None, changed)
 
 
 def _listed(path: Path) -> ListedRun:
     metrics, state = path / "metrics.jsonl", read_state(path)
-    steps = read_undamaged(metrics, StepMetrics)[0] if metrics.exists() else []
+    steps = read_tail(metrics, StepMetrics, _TAIL_BYTES)
+    if not steps and metrics.exists():  # its last lines are damaged, or very long
+        steps = read_undamaged(metrics, StepMetrics)[0]
     newest = metrics if metrics.exists() else path / "config.yaml"
     return ListedRun(
         name=path.name,

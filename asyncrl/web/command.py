@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 
 from asyncrl.errors import UserError
+from asyncrl.run.command_lines import command_for
 from asyncrl.run.directory import is_alive, read_state
 from asyncrl.web.serving import listen, url_of
 from asyncrl.web.tokens import read_token, token_path
@@ -29,6 +31,12 @@ def show_page(run: Path, port: int, say: Callable[[str], None]) -> None:
         UserError: the run has no page, or the port is in use.
     """
     if is_alive(run):
+        if port:
+            raise UserError(
+                f"--port is for the page of an ended run, and the run in {run} is active: "
+                f"`{command_for('web', run)}` prints the link to its page, whose port is "
+                "monitoring.web.port of the run's configuration"
+            )
         say(link(run))
         return
     from asyncrl.web.guard import Policy
@@ -53,7 +61,8 @@ def link(run: Path) -> str:
             f"the run in {run} is active and has no web page: monitoring.web.enabled is false, the "
             "run has just begun, or its page ended (its log says so)"
         )
-    return f"{state.web}/#token={read_token(token_path(run, _token_file(run)))}"
+    token = read_token(token_path(run, _token_file(run)))
+    return f"{state.web}/#token={urllib.parse.quote(token, safe='')}"
 
 
 def _token_file(run: Path) -> str | None:

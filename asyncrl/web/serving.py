@@ -2,20 +2,24 @@
 
     socket ──somebody connects──► process started ──► it accepts
        ▲                                                   │ it ends: killed, failed
-       └──────────── watched again, MAX_STARTS times ──────┘
+       └── watched again after a pause, MAX_STARTS times ──┘
+           (those that lived for an hour are not counted)
 
 A run that nobody looks at has no web process. The socket outlives the process, so the address stays
-the same, and connections wait meanwhile.
+the same, and connections wait meanwhile. Whatever goes wrong here, training continues and ends as
+without a page.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,8 +28,14 @@ from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
 from asyncrl.web.tokens import read_token, token_path, write_token
 from monitoring.config import WebConfig, is_loopback
 
+logger = logging.getLogger(__name__)
+
 MAX_STARTS = 4
-"""The first one, and three more in place of processes that ended."""
+"""The first one, and three more in place of processes that ended soon."""
+LONG_SECONDS = 3600.0
+"""A process that lived for so long did not end soon, and the count begins again."""
+PAUSE_SECONDS = 1.0
+"""Between the end of a process and the next one's start: this, three times this, nine times."""
 _BACKLOG = 128
 _END_SECONDS = 2.0
 
@@ -89,35 +99,55 @@ class WebPage:
         self._task = asyncio.create_task(self._serve())
 
     async def close(self) -> None:
-        """End the process and free the port. Idempotent."""
+        """End the process and free the port. Idempotent. An error is logged, not raised."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
         self._socket.close()
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
+        try:
             self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, _END_SECONDS)
-        self._process.kill()
-        self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, _END_SECONDS)
+        except Exception:
+            logger.exception("the process of the web page does not end in order")
+        finally:
+            self._end_process()
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     async def _serve(self) -> None:
-        for _ in range(MAX_STARTS):
-            await self._somebody_connects()
+        try:
             try:
-                process = self._start()
-            except OSError as error:
-                self._given_up(f"the web page cannot be served: {error}. Training continues")
-                break
+                why = await self._serve_until_given_up()
+            except Exception as error:  # whatever it is, the run goes on
+                logger.exception("the web page ends")
+                why = f"the web page cannot be served: {type(error).__name__}: {error}"
+                self._end_process()
+            self._socket.close()
+            self._given_up(f"{why}. Training continues")
+        except Exception:
+            logger.exception("the end of the web page cannot be said")
+
+    async def _serve_until_given_up(self) -> str:
+        """Why there is no page any more."""
+        ended_soon = 0
+        while True:
+            await self._somebody_connects()
+            began = time.monotonic()
+            process = self._start()
             await asyncio.to_thread(process.wait)
-        else:
-            self._given_up(
-                f"the process of the web page ended {MAX_STARTS} times, so there is no page any "
-                f"more; {self._log} says why. Training continues"
-            )
-        self._socket.close()
+            ended_soon = 1 if time.monotonic() - began >= LONG_SECONDS else ended_soon + 1
+            if ended_soon == MAX_STARTS:
+                return (
+                    f"the process of the web page ended {MAX_STARTS} times, so there is no page "
+                    f"any more; {self._log} says why"
+                )
+            await asyncio.sleep(PAUSE_SECONDS * 3 ** (ended_soon - 1))
 
     async def _somebody_connects(self) -> None:
         loop, connected = asyncio.get_running_loop(), asyncio.Event()

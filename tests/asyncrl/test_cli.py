@@ -27,6 +27,31 @@ def printed(
     return capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "run.yaml"), 2),
+        (OSError(28, "No space left on device", "runs/metrics.jsonl"), 1),
+        (TimeoutError(), None),
+        (ConnectionResetError(104, "Connection reset by peer"), None),
+        (OSError(5, "Input/output error", "runs/metrics.jsonl"), None),
+    ],
+)
+def test_only_paths_are_the_users_mistake(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, code: int | None
+) -> None:
+    """Exit code 2 keeps a supervisor from starting a run again; a fault keeps its traceback."""
+
+    def app() -> None:
+        raise error
+
+    monkeypatch.setattr(entry, "app", app)
+    monkeypatch.setattr(entry, "refuse_foreign_packages", lambda: None)  # takes a second
+    with pytest.raises(SystemExit if code is not None else type(error)) as caught:
+        cli.main()
+    assert code is None or caught.value.code == code
+
+
 def test_errors_print_no_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

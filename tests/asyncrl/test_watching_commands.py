@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -11,9 +12,12 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
 from asyncrl.errors import UserError
+from asyncrl.run import watching
 from asyncrl.run.log_reading import LogReader, find_logs, follow
 from monitoring.report.compare import comparison_page, differences, table
 from monitoring.report.data import load_run
+from wire.errors import NoReply
+from wire.messages import control
 
 
 @pytest.fixture
@@ -46,6 +50,10 @@ def test_logs_of_one_process_and_of_all(runs: Path) -> None:
     with pytest.raises(UserError, match=r"no log of a process 'trainr'. Did you mean 'trainer'"):
         call("logs", "first", "trainr", *place)
     assert "three" in call("logs", "-f", "first", "trainer", *place), "the run is over"
+    with (runs / "first" / "logs" / "trainer.log").open("a") as log:
+        log.write("four\nFatal: the last wo")  # of a process that was killed
+    for words in (["logs"], ["logs", "-f"]):
+        assert call(*words, "first", "trainer", "-n", "2", *place) == "four\nFatal: the last wo\n"
 
 
 def test_what_is_added_is_followed_without_loss(tmp_path: Path) -> None:
@@ -110,3 +118,42 @@ def test_a_run_that_ended_is_not_watched_and_takes_no_order(runs: Path) -> None:
         call("checkpoint", "frist", "--runs", str(runs))
     with pytest.raises(UserError, match=r"write it as asyncrl set \[RUN\] KEY=VALUE"):
         call("set", "trainer.learning_rate", "--runs", str(runs))
+
+
+def test_a_silent_controller_is_asked_again_on_another_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For as long as it is silent, hours too; a late answer is not taken for the next one."""
+    opened: list[SilentLine] = []
+    said: list[str] = []
+
+    class SilentLine:
+        closed = False
+        asked = 0
+
+        async def send(self, _request: object) -> None:
+            self.asked += 1
+            assert self.asked == 1, "a second question on a line with an open one"
+
+        async def receive_within(self, _seconds: float, *, what: str) -> control.Reply:
+            if len(opened) <= rounds:
+                raise NoReply(what)
+            return control.StatusReply({})
+
+        def close(self) -> None:
+            self.closed = True
+
+    def open_line(_run: Path) -> SilentLine:
+        opened.append(SilentLine())
+        return opened[-1]
+
+    rounds = 1200  # more than the depth of calls that Python allows
+    monkeypatch.setattr(watching, "open_line", open_line)
+    monkeypatch.setattr(watching, "is_alive", lambda _run: True)
+    asking = watching._Asking(tmp_path)
+    assert asyncio.run(asking.status(said.append)) == control.StatusReply({})
+    assert len(said) == rounds
+    assert all(line.closed for line in opened[:-1])
+    monkeypatch.setattr(watching, "is_alive", lambda _run: False)
+    rounds = 10_000
+    assert asyncio.run(watching._Asking(tmp_path).status(said.append)) is None

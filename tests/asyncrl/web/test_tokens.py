@@ -8,6 +8,8 @@ import pytest
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, UserError
+from asyncrl.web import command
+from asyncrl.web.command import show_page
 from asyncrl.web.tokens import read_token, token_path, write_token
 
 
@@ -59,3 +61,17 @@ def test_another_address_without_a_token_is_no_configuration(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.3.2.1"])
 def test_loopback_needs_none(host: str) -> None:
     assert load_config(None, [f"monitoring.web.host='{host}'"]).monitoring.web.token_file is None
+
+
+def test_a_link_holds_any_token_and_a_port_is_for_ended_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.json").write_text('{"pid": 1, "web": "http://127.0.0.1:5"}')
+    write_token(token_path(tmp_path, None))
+    (tmp_path / "web.token").write_text("100%-secret&odd#token")
+    monkeypatch.setattr(command, "is_alive", lambda _run: True)
+    said: list[str] = []
+    show_page(tmp_path, 0, said.append)
+    assert said == ["http://127.0.0.1:5/#token=100%25-secret%26odd%23token"]
+    with pytest.raises(UserError, match="--port is for the page of an ended run"):
+        show_page(tmp_path, 8000, said.append)

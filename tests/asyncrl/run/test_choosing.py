@@ -1,0 +1,128 @@
+"""Which run is meant, and looks at a folder that change nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import make_run
+from typer.testing import CliRunner
+
+from asyncrl.cli.app import app
+from asyncrl.config import parse_config
+from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.run import control as asking
+from asyncrl.run import folder_lock, run_list
+from asyncrl.run.choosing import find_run_for_order
+from asyncrl.run.directory import RunDirectory, find_run, is_alive
+from asyncrl.run.run_list import list_runs
+from monitoring.jsonl import read_undamaged
+from wire.atomic_files import write_atomically
+from wire.messages import control
+from wire.records import StepMetrics
+
+
+def started(runs: Path, name: str) -> RunDirectory:
+    """An active run of this process."""
+    run = {"name": name, "directory": str(runs)}
+    made = RunDirectory.create(parse_config({"run": run}, source=name), resume=False, clean=False)
+    made.write_state()
+    return made
+
+
+def test_an_order_for_an_older_run_does_not_make_it_the_newest(tmp_path: Path) -> None:
+    first, second = started(tmp_path, "first"), started(tmp_path, "second")
+    write_atomically(first.path / "config.yaml", (first.path / "config.yaml").read_text() + "\n")
+    first.write_state()
+    assert find_run(None, tmp_path) == second.path
+    for one in (first, second):
+        one.close()
+
+
+def test_a_bare_order_is_for_the_only_active_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Path] = []
+    reply: Any = control.Accepted("it ends")
+
+    def ask(run: Path, _request: control.Request) -> Any:
+        sent.append(run)
+        return reply
+
+    monkeypatch.setattr(asking, "ask", ask)
+    first, second = started(tmp_path, "first"), started(tmp_path, "second")
+    words = ["--runs", str(tmp_path)]
+    done = CliRunner().invoke(app, ["stop", *words])
+    assert isinstance(done.exception, UserError)
+    assert re.search(r"2 runs .* active: first, second.*asyncrl stop first", str(done.exception))
+    assert sent == []
+    second.close()
+    assert CliRunner().invoke(app, ["stop", *words]).output == "first: it ends\n"
+    assert sent == [first.path]
+    reply = control.StatusReply({})
+    done = CliRunner().invoke(app, ["stop", "first", *words])
+    assert isinstance(done.exception, AsyncrlError), "it is not known whether the run stops"
+    first.close()
+    assert find_run_for_order(None, tmp_path) == second.path, "the one that was started last"
+
+
+def test_any_number_may_look_at_once_and_a_run_begins_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / folder_lock.NAME).touch()
+    looking = os.open(tmp_path / folder_lock.NAME, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    assert not is_alive(tmp_path), "somebody else looks"
+    closing = threading.Timer(0.1, os.close, [looking])
+    began = time.monotonic()
+    closing.start()
+    lock = folder_lock.take(tmp_path)
+    closing.join()
+    assert lock is not None
+    assert time.monotonic() - began >= 0.05
+    assert is_alive(tmp_path)
+    assert folder_lock.take(tmp_path) is None
+    os.close(lock)
+
+
+def test_a_look_writes_nothing(tmp_path: Path) -> None:
+    assert not is_alive(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / folder_lock.NAME).touch(0o444)
+    assert not is_alive(tmp_path)
+
+
+def test_one_run_that_cannot_be_read_is_listed_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "theirs"):
+        make_run(tmp_path / name, steps=4)
+        (tmp_path / name / folder_lock.NAME).touch()
+    opening = os.open
+
+    def refused(path: Any, *arguments: Any, **named: Any) -> int:
+        if str(path) == str(tmp_path / "theirs" / folder_lock.NAME):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opening(path, *arguments, **named)
+
+    monkeypatch.setattr(folder_lock.os, "open", refused)
+    found = {run.name: run for run in list_runs(tmp_path)}
+    assert found["theirs"].state == "unreadable"
+    assert (found["mine"].state, found["mine"].step) != ("unreadable", 0)
+
+
+def test_only_the_end_of_the_records_is_read_for_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = make_run(tmp_path / "run", steps=4) / "metrics.jsonl"
+    last = read_undamaged(metrics, StepMetrics)[0][-1]
+    monkeypatch.setattr(run_list, "read_undamaged", lambda *_: pytest.fail("all of it was read"))
+    (found,) = list_runs(tmp_path)
+    assert (found.step, found.reward) == (last.step + 1, last.learning.reward_mean)
+    monkeypatch.setattr(run_list, "read_undamaged", read_undamaged)
+    monkeypatch.setattr(run_list, "_TAIL_BYTES", 10)
+    assert list_runs(tmp_path) == [found], "a last line that is longer"
