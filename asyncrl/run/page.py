@@ -35,7 +35,7 @@ def open_page(
 ) -> Page:
     """Open the page; `closing` closes it.
 
-    A run that is resumed goes on without a page if its port has been taken meanwhile: nobody may be
+    A run that is resumed continues without a page if its port has been taken meanwhile: nobody may be
     there to choose another one.
 
     Raises:

@@ -124,7 +124,7 @@ class WebPage:
         try:
             try:
                 why = await self._serve_until_given_up()
-            except Exception as error:  # whatever it is, the run goes on
+            except Exception as error:  # whatever it is, training continues
                 logger.exception("the web page ends")
                 why = f"the web page cannot be served: {type(error).__name__}: {error}"
                 self._end_process()

@@ -13,6 +13,7 @@ RECORDS = {
     "asyncrl/web/sections.py": "the last seconds of time lines, which have that time",
     "asyncrl/processes/generator/engine_log.py": "when a record of the engine was made",
     "asyncrl/processes/trainer/checkpoints.py": "when a step ended, for its record",
+    "asyncrl/run/directory.py": "which run was started last, for commands without a name",
     "asyncrl/run/failed_starts.py": "the name of a folder",
     "asyncrl/run/machine_checks.py": "`asyncrl doctor` judges the clock itself",
     "asyncrl/run/orders.py": "when an order was given, for people",
