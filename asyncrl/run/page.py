@@ -35,8 +35,8 @@ def open_page(
 ) -> Page:
     """Open the page; `closing` closes it.
 
-    A run that is resumed continues without a page if its port has been taken meanwhile: nobody may be
-    there to choose another one.
+    A run that is resumed continues without a page if its port has been taken meanwhile: nobody may
+    be there to choose another one.
 
     Raises:
         UserError: the address or the token file of a new run cannot be used.
