@@ -84,8 +84,13 @@ function showStatus(status) {
 function showTiles(status) {
   tile("reward_mean", number(status.reward_mean, 3));
   const after = known(status.accuracy_after);
-  tile("accuracy", percent(after ? status.accuracy_after : status.accuracy_before, 1));
-  tile("accuracy_when", after ? `after training; ${percent(status.accuracy_before, 1)} before` : "before training");
+  const during = !after && known(status.accuracy) && status.accuracy_step > 0;
+  const before = `${percent(status.accuracy_before, 1)} before`;
+  tile("accuracy", percent(after ? status.accuracy_after : during ? status.accuracy : status.accuracy_before, 1));
+  let when = after ? `after training; ${before}` : during ? `of step ${status.accuracy_step}; ${before}` : "before training";
+  if (known(status.best_step) && during) when += `; best ${percent(status.best_accuracy, 1)} at step ${status.best_step}`;
+  if (known(status.evaluating)) when += `; evaluating ${status.evaluating}`;
+  tile("accuracy_when", when);
   tile("tokens_per_second", count(status.tokens_per_second));
   tile("staleness_mean", number(status.staleness_mean));
   const onPolicy = { true: "exactly on-policy", false: "not exactly on-policy" }[status.exactly_on_policy];

@@ -1,0 +1,124 @@
+"""What evaluation during training costs, at the pace of modelled devices.
+
+    python -m benchmarks.evaluation [--quick] [--json FILE]
+
+Each mode is run twice on the devices of `benchmarks.paced` (an H200 and a 7B model, heavy-tailed
+lengths): without `evaluation.every`, and with a round of half a step's samples every fifth step, a
+tenth of all samples. `slowdown` is the ratio of the step times. A tenth more samples cost about a
+tenth where generators are never idle; what is beyond is due to weights that wait for held-out
+samples (`held`, mean of the longest wait of each round).
+
+--quick: verify and keep(4). In full also sync and keep(1); 3 runs of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.paced.model import make_model
+from benchmarks.paced.run import carry_out
+from benchmarks.paced.setting import KEEP_1, KEEP_4, SYNC, VERIFY, Paced
+from benchmarks.report import write_json
+from monitoring.evaluations_log import read_evaluations
+
+EVERY = 5
+STEPS = 23
+
+
+@dataclass(frozen=True)
+class Evaluated(Paced):
+    """A paced run that is evaluated while it trains, or not."""
+
+    steps: int = STEPS
+    every: int | None = None
+
+    @property
+    def prompts(self) -> int:
+        """Held-out prompts of a round, one sample of each."""
+        return self.generators * self.slots * self.fills // 2
+
+    @property
+    def name(self) -> str:
+        """Of the run and its folder."""
+        return f"{super().name}-e{self.every or 0}"
+
+    def settings(self, model: Path, folder: Path) -> tuple[str, ...]:
+        """The `--set` values of the run."""
+        added = () if self.every is None else (f"evaluation.every={self.every}",)
+        prompts = (f"evaluation.prompts={self.prompts if self.every else 1}",)
+        return (*super().settings(model, folder), *added, *prompts)
+
+
+def compare(mode: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Both runs of a mode, and their numbers."""
+    plain = Evaluated(mode, seed=seed)
+    model = folder / "model"
+    if not model.exists():
+        make_model(model, plain.lengths)
+    evaluated = replace(plain, every=EVERY)
+    before, after = (carry_out(one, model, folder) for one in (plain, evaluated))
+    rounds = read_evaluations(folder / evaluated.name / "evaluations.jsonl")
+    during = [one for one in rounds if one.when == "during"]
+    planned = (STEPS - 1) // EVERY
+    return {
+        "mode": mode,
+        "seed": seed,
+        "step_seconds": before.step_seconds,
+        "step_seconds_evaluated": after.step_seconds,
+        "slowdown": after.step_seconds / before.step_seconds,
+        "samples_added": evaluated.prompts / (EVERY * plain.groups_per_step * 8),
+        "generator_idle": before.generator_device_idle,
+        "generator_idle_evaluated": after.generator_device_idle,
+        "rounds": len(during),
+        "given_up": planned - len(during),
+        "held_seconds": statistics.fmean(one.held_seconds for one in during) if during else None,
+        "overrun": max(before.overrun, after.overrun),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print the table, write the file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two modes, one run of each")
+    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    options = parser.parse_args(arguments)
+    modes = (VERIFY, KEEP_4) if options.quick else (VERIFY, SYNC, KEEP_1, KEEP_4)
+    console, load = Console(width=None if sys.stdout.isatty() else 150), os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        found = [
+            compare(mode, seed, Path(folder))
+            for mode in modes
+            for seed in range(1 if options.quick else 3)
+        ]
+    columns = [key for key in found[0] if key != "seed"]
+    table = Table(*columns, title=f"evaluation every {EVERY} steps (load {load:.1f})")
+    for one in found:
+        table.add_row(
+            *(f"{v:.3g}" if isinstance(v, float) else str(v) for v in map(one.get, columns))
+        )
+    console.print(table)
+    if options.json:
+        ratios = {
+            f"slowdown_{mode}": statistics.fmean(
+                one["slowdown"] for one in found if one["mode"] == mode
+            )
+            for mode in modes
+        }
+        raw = {"load_before": load, "load_after": os.getloadavg()[0], "runs": found}
+        write_json(options.json, "evaluation", raw, ratios)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
