@@ -15,19 +15,13 @@ from rich.console import Console
 from step_records import full_step
 
 from asyncrl.config import RunConfig
-from asyncrl.evaluation.config import EvaluationConfig
-from asyncrl.evaluation.plan import EvaluationPlan, PlannedSet
-from asyncrl.evaluation.results import EvaluationResults
-from asyncrl.evaluation.round import EvaluationRound
 from asyncrl.run.generation_totals import GenerationTotals
 from asyncrl.run.progress import Progress
 from monitoring.config import MonitoringConfig
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics, new_registry
 from monitoring.metrics_log import MetricsLog, read_metrics
-from monitoring.status_text import status_lines
 from scheduler.config import SchedulerConfig
-from wire.evaluations import EvaluationRecord, SetEvaluation
 from wire.messages.from_generator import GeneratorReport
 from wire.messages.from_trainer import StepFinished
 from wire.noise_floor import NoiseFloor
@@ -212,47 +206,6 @@ def test_status_and_live_view_show_the_last_step(watched: Watched) -> None:
     assert watched.gauge("asyncrl_samples_total", outcome="failed") == 2 * GROUP_SIZE
     assert watched.gauge("asyncrl_samples_in_flight", state="running") == 5
     assert "drafts accepted 50%" in watched.said.getvalue()
-
-
-def test_status_metrics_and_live_view_show_evaluations(watched: Watched, tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    results = EvaluationResults(tmp_path, EvaluationConfig(every=2))
-    watched.progress.evaluations = results
-    watched.begin(0)
-    for step, accuracy, when in ((0, 0.25, "before"), (2, 0.75, "during"), (4, 0.5, "during")):
-        one = SetEvaluation(
-            prompts=8, samples=32, accuracy=accuracy, accuracy_error=0.01, pass_at={1: 0.5, 4: 0.9}
-        )
-        record = EvaluationRecord(
-            step=step, time=1.0, when=when, sets={"held_out": one, "hard": one}, held_seconds=0.5
-        )
-        results.add(record)
-        watched.progress.evaluated(record, is_best=step == 2)
-    current = EvaluationRound(
-        7, EvaluationPlan((PlannedSet("held_out", 2, 4),)), threshold=0.5, version=6
-    )
-    status = watched.progress.status(watched.fleet, current).status
-    assert (status["accuracy_before"], status["accuracy"], status["accuracy_step"]) == (
-        0.25,
-        0.5,
-        4,
-    )
-    assert (status["best_accuracy"], status["best_step"]) == (0.75, 2)
-    assert (status["evaluating"], status["phase"]) == ("step 6, 0/8", "training")
-    assert status["accuracies"] == {"held_out": 0.5, "hard": 0.5}
-    [line] = [one for one in status_lines(status) if "accuracy of step" in one]
-    assert line == "accuracy of step 4 0.500, best 0.750 at step 2, evaluating step 6, 0/8"
-    watched.progress.evaluation_given_up()
-    assert watched.gauge("asyncrl_evaluation_accuracy_ratio", when="during") == 0.5
-    assert watched.gauge("asyncrl_evaluation_set_accuracy_ratio", set="hard") == 0.5
-    assert watched.gauge("asyncrl_evaluation_step") == 4
-    assert watched.gauge("asyncrl_evaluations_total", outcome="complete") == 3
-    assert watched.gauge("asyncrl_evaluations_total", outcome="given_up") == 1
-    said = " ".join(watched.said.getvalue().split())
-    assert "of step 2: 0.750 ± 0.020 (32 samples, drawn as in training), pass@4 0.900" in said
-    assert "the best so far; it held new weights back for 0.5 s" in said
-    result = watched.progress.result(None, None, total_seconds=1.0)
-    assert (result.best_step, result.best_accuracy) == (2, 0.75)
 
 
 def test_groups_are_counted_over_a_resume(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""What the status, the terminal, Prometheus and the result say of evaluations."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rich.console import Console
+
+from asyncrl.config import RunConfig
+from asyncrl.evaluation.config import EvaluationConfig
+from asyncrl.evaluation.plan import EvaluationPlan, PlannedSet
+from asyncrl.evaluation.results import EvaluationResults
+from asyncrl.evaluation.round import EvaluationRound
+from asyncrl.run.progress import Progress
+from monitoring.config import MonitoringConfig
+from monitoring.live import LiveView
+from monitoring.metrics import ControllerMetrics, new_registry
+from monitoring.metrics_log import MetricsLog
+from monitoring.status_text import status_lines
+from wire.evaluations import EvaluationRecord, SetEvaluation
+
+
+def test_evaluations_are_shown_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    registry, said = new_registry(), io.StringIO()
+    progress = Progress(
+        RunConfig(),
+        view=LiveView(MonitoringConfig(live="plain"), 9, "run", Console(file=said, width=80)),
+        log=MetricsLog(tmp_path / "metrics.jsonl"),
+        metrics=ControllerMetrics.register(registry, "controller"),
+        earlier=[],
+    )
+    results = progress.evaluations = EvaluationResults(tmp_path, EvaluationConfig(every=2))
+    for step, accuracy, when in ((0, 0.25, "before"), (2, 0.75, "during"), (4, 0.5, "during")):
+        one = SetEvaluation(
+            prompts=8, samples=32, accuracy=accuracy, accuracy_error=0.01, pass_at={1: 0.5, 4: 0.9}
+        )
+        sets = {"held_out": one, "hard": one}
+        record = EvaluationRecord(step=step, time=1.0, when=when, sets=sets, held_seconds=0.5)  # type: ignore[arg-type]
+        results.add(record)
+        progress.evaluated(record, is_best=step == 2)
+    plan = EvaluationPlan((PlannedSet("held_out", 2, 4),))
+    current = EvaluationRound(7, plan, threshold=0.5, version=6)
+    trainer = SimpleNamespace(trainer_report=None, is_trainer=True)
+    fleet: Any = SimpleNamespace(everyone=list, ranks=[trainer], trainer=trainer, all_ready=True)
+    status = progress.status(fleet, current).status
+    assert (status["accuracy_before"], status["accuracy"]) == (0.25, 0.5)
+    assert (status["accuracy_step"], status["evaluating"]) == (4, "step 6, 0/8")
+    assert (status["best_accuracy"], status["best_step"]) == (0.75, 2)
+    assert status["accuracies"] == {"held_out": 0.5, "hard": 0.5}
+    assert not status["phase"].startswith("evaluating")
+    [line] = [one for one in status_lines(status) if "accuracy of step" in one]
+    assert line == "accuracy of step 4 0.500, best 0.750 at step 2, evaluating step 6, 0/8"
+    progress.evaluation_given_up()
+    values = {
+        (sample.name, *sample.labels.values()): sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if "evaluation" in sample.name
+    }
+    of = "controller"
+    assert values["asyncrl_evaluation_step", of] == 4
+    found = {key[0] + "/" + "/".join(sorted(key[1:])): value for key, value in values.items()}
+    assert found["asyncrl_evaluation_accuracy_ratio/controller/during"] == 0.5
+    assert found["asyncrl_evaluation_set_accuracy_ratio/controller/hard"] == 0.5
+    assert found["asyncrl_evaluations_total/complete/controller"] == 3
+    assert found["asyncrl_evaluations_total/controller/given_up"] == 1
+    text = " ".join(said.getvalue().split())
+    assert "of step 2: 0.750 ± 0.020 (32 samples, drawn as in training), pass@4 0.900" in text
+    assert "the best so far; it held new weights back for 0.5 s" in text
+    result = progress.result(None, None, total_seconds=1.0)
+    assert (result.best_step, result.best_accuracy) == (2, 0.75)
