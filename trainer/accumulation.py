@@ -177,6 +177,7 @@ class Accumulation:
             np.array(work.advantages),
             self._config.loss_normalization,
         )
+        batch = dataclasses.replace(batch, routes=scores.routes)
         if fixed is None:
             return batch
         return dataclasses.replace(

@@ -120,6 +120,10 @@ class TrainerConfig(BaseModel):
     critic: CriticConfig = CriticConfig()
     """Of `algorithm: ppo`; without effect on others, and refused with them."""
 
+    router_loss_coefficient: float = Field(default=0.0, ge=0, le=10)
+    """Weight of a loss that keeps the experts of a mixture in use (docs/algorithms.md); 0: none.
+    Pre-training uses 0.001 to 0.01."""
+
     micro_batch_tokens: int = Field(default=8192, gt=0, le=MAX_TOKENS)
     """Prompt + response tokens of one forward pass; a longer sequence gets its own."""
     mix_groups: bool = False

@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers import PretrainedConfig
 
 from rollout.sampled_set import left_out_by
 from rollout.truncation import EVERYTHING, Truncation
+from trainer.algorithms.base import Routes
 from trainer.cpu_layers import MIN_ROWS, OnednnLinear, product, weight_gradient
 
 LOGIT_BUDGET = 1 << 25
@@ -34,7 +36,7 @@ BLOCK = {"cpu": 1 << 23, "cuda": 1 << 26}
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Scores of N response tokens under a policy. Only `logprobs` carries a gradient."""
+    """Scores of N response tokens under a policy. `logprobs` carries a gradient."""
 
     logprobs: Tensor
     """`[N]` nats, of the processed distribution, float32 (float64 for float64 models)."""
@@ -42,11 +44,15 @@ class TokenScores:
     """`[N]` nats, of the processed distribution."""
     outside: Tensor
     """`[N]` bool: current truncation leaves the drawn token out, and it was added."""
+    routes: Routes | None = None
+    """What routers said, where it was asked for; carries the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitMap:
     """Elementwise, from the head's product x to the logits that sampling takes.
+
+    A model's `logits` are scaled and capped already.
 
     softcap * tanh(scale * x / softcap) / temperature
     """
@@ -54,6 +60,20 @@ class LogitMap:
     temperature: float = 1.0
     scale: float = 1.0
     softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> LogitMap:
+        """Scale and cap of a model's own head: Granite, Cohere, Gemma."""
+        text: Any = config.get_text_config()
+        scale = getattr(text, "logit_scale", None) or 1 / (
+            getattr(text, "logits_scaling", None) or 1.0
+        )
+        return cls(scale=scale, softcap=getattr(text, "final_logit_softcapping", None))
+
+    def applied(self, x: Tensor) -> Tensor:
+        """Scaled and capped, not divided by the temperature."""
+        x = x if self.scale == 1 else x * self.scale
+        return x if self.softcap is None else torch.tanh(x / self.softcap) * self.softcap
 
     def apply_(self, x: Tensor) -> Tensor:
         """In place, float32 or more."""

@@ -22,13 +22,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from trainer import varlen
+from trainer.capped_attention import capped_attention
 from trainer.errors import UnsupportedModelError
 from trainer.transfer import to_device
 
 ATTENTION_NAME = "asyncrl_packed"
 """The name under which the attention function is registered with transformers."""
 
-_PLAIN_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "layer_idx", "output_attentions"}
+_PLAIN_ARGUMENTS = {
+    *("position_ids", "use_cache", "cache_position", "layer_idx", "output_attentions"),
+    "output_router_logits",
+}
 """Arguments that some models pass to the attention function and that do not affect its result."""
 
 
@@ -184,15 +188,18 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     packed_layout: Layout | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, by transformers' attention interface.
 
     `query` is `[1, H, T, D]`, `key` and `value` `[1, H_kv, T, D]`; returns `[1, T, H, D]`.
+    `softcap` and `s_aux` (sinks) are those of `trainer.capped_attention`.
 
     Raises:
         UnsupportedModelError: the model does not pass the layout on, or needs something that this
-            function does not do (logit soft-caps, sinks, its own mask, non-causal attention).
+            function does not do (its own mask, non-causal attention).
     """
     if packed_layout is None:
         raise UnsupportedModelError(
@@ -207,7 +214,8 @@ def packed_attention(
             f"{type(module).__name__} needs {asked}, which packed attention lacks"
         )
 
-    if varlen.serves(query):
+    is_capped = softcap is not None or s_aux is not None
+    if varlen.serves(query) and not is_capped:
         out = varlen.attend(
             query, key, value, packed_layout.keys(), scale=scaling, window=sliding_window
         )
@@ -218,17 +226,21 @@ def packed_attention(
         shape = (packed_layout.sequences, packed_layout.longest, *flat.shape[1:])
         return flat.view(shape).transpose(1, 2)
 
-    mask = _window_mask(packed_layout.longest, sliding_window, query.device)
-    padded = scaled_dot_product_attention(
-        spread(query),
-        spread(key),
-        spread(value),
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
-    )
+    parts = spread(query), spread(key), spread(value)
+    if is_capped:
+        padded = capped_attention(
+            *parts, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
+    else:
+        mask = _window_mask(packed_layout.longest, sliding_window, query.device)
+        padded = scaled_dot_product_attention(
+            *parts,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
     out = _Gather.apply(padded.transpose(1, 2).flatten(0, 1), packed_layout)
     return out[None], None
 

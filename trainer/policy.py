@@ -13,24 +13,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollout.trajectory import IntArray
 from rollout.truncation import EVERYTHING, Truncation
 from trainer import head, recompute
+from trainer.algorithms.base import Routes
 from trainer.cpu_layers import speed_up
 from trainer.errors import UnsupportedModelError
 from trainer.fused import MAX_LENGTH, FusedDecoder, why_not_trained_fused
 from trainer.head import LogitMap, Processing, TokenScores, process, score_tokens
+from trainer.model_loading import load_model
 from trainer.packing import ATTENTION_NAME, Family, Layout
+from trainer.router import routes_of
 from trainer.transfer import to_device
 
 logger = logging.getLogger(__name__)
@@ -127,6 +130,7 @@ class Policy:
                 f"{model_path}: {type(self.model).__name__} has no output embeddings"
             )
         self._head: nn.Module | None = output
+        self._logits = LogitMap.of(self.model.config)
         self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
         speed_up(self.model)
         self._fused = self._fused_decoder(fused and not gradient_checkpointing)
@@ -153,13 +157,22 @@ class Policy:
         """Whether short sequences are computed by `trainer.fused`."""
         return self._fused is not None
 
-    def score(self, batch: PackedBatch) -> TokenScores:
-        """Processed log-probability and entropy of each response token of a micro-batch."""
+    def score(self, batch: PackedBatch, *, with_routes: bool = False) -> TokenScores:
+        """Processed log-probability and entropy of each response token of a micro-batch.
+
+        Args:
+            batch: of tokens.
+            with_routes: also give what routers said, for models of which
+                `trainer.router.why_no_routes` says nothing.
+        """
         if self._head is None:
             processing = Processing(LogitMap(self.temperature), self.truncation)
             with self._autocast():
                 return process(self._logits_of_model(batch), batch.targets, processing)
-        return self.score_hidden(self.hidden(batch), batch.targets)
+        with self._autocast():
+            whole, routes = self._forward(batch, with_routes=with_routes)
+        scores = self.score_hidden(whole[batch.predictors], batch.targets)
+        return replace(scores, routes=routes) if with_routes else scores
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """`[N, C]` hidden states that predict the response tokens, before the head."""
@@ -169,10 +182,11 @@ class Policy:
     def score_hidden(self, hidden: Tensor, targets: Tensor) -> TokenScores:
         """As `score`, of the hidden states that `hidden` gave, if `has_plain_head`."""
         assert self._head is not None  # noqa: S101 - for the type checker
-        processing = Processing(LogitMap(self.temperature), self.truncation)
+        mapped = replace(self._logits, temperature=self.temperature)
+        processing = Processing(mapped, self.truncation)
         with self._autocast():
             if len(hidden) * self.vocab_size <= head.LOGIT_BUDGET:
-                return process(self._head(hidden), targets, processing)
+                return process(mapped.applied(self._head(hidden)), targets, processing)
             return score_tokens(self._head, hidden, targets, processing, self._compute_dtype)
 
     def _autocast(self) -> torch.autocast:
@@ -213,16 +227,22 @@ class Policy:
         return FusedDecoder(self.model)
 
     def _hidden(self, batch: PackedBatch) -> Tensor:
+        """`[T, C]` last hidden states of the row."""
+        return self._forward(batch, with_routes=False)[0]
+
+    def _forward(self, batch: PackedBatch, *, with_routes: bool) -> tuple[Tensor, Routes | None]:
         if self._fused is not None and batch.layout.longest <= MAX_LENGTH:
-            return self._fused.hidden(batch.tokens, batch.layout)
+            return self._fused.hidden(batch.tokens, batch.layout), None
+        more = {"output_router_logits": True} if with_routes else {}
         out = self.model.base_model(
             input_ids=batch.tokens,
             position_ids=batch.layout.positions,
             packed_layout=batch.layout,
             use_cache=False,
+            **more,
         )
-        hidden: Tensor = out.last_hidden_state
-        return hidden[0]
+        routes = routes_of(self.model, out, batch.predictors) if with_routes else None
+        return out.last_hidden_state[0], routes
 
     def _logits_of_model(self, batch: PackedBatch) -> Tensor:
         out = self.model(
@@ -261,9 +281,9 @@ class Policy:
             )
         self._check_fused(batch)
         assert self._head is not None  # noqa: S101 - for the type checker
-        plain = self._head(self._hidden(batch)[batch.predictors])
+        plain = self._logits.applied(self._head(self._hidden(batch)[batch.predictors]))
         if plain.shape != want.shape or float((plain - want).abs().max()) > close:
-            logger.info("%s scales its logits: they come from its own forward pass", model_path)
+            logger.info("%s changes its logits: they come from its own forward pass", model_path)
             self._head = None
 
     def _check_fused(self, batch: PackedBatch) -> None:
@@ -325,32 +345,6 @@ def groupby_prompt(
             yield first, alike
             first, alike = prompt, [response]
     yield first, alike
-
-
-def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a causal language model from a directory or hub id, onto the CPU.
-
-    Raises:
-        UnsupportedModelError: transformers cannot load it, or it does not take an attention
-            function.
-    """
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"cannot load the model {model_path}: {error}") from error
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{model_path}: {type(model).__name__} does not take an attention function "
-            "(transformers' attention interface), so packed sequences would see each other; "
-            "choose a model whose class sets _supports_attention_backend (Llama, Qwen, Mistral, "
-            "Gemma, Phi, ... do)"
-        )
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModelError(
-            f"{model_path}: {type(model).__name__} carries a recurrent state across the row, "
-            "so packed sequences would see each other; choose a transformer"
-        )
-    return model
 
 
 def _set_modes(

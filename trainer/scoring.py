@@ -17,6 +17,7 @@ from trainer.head import TokenScores
 from trainer.policy import PackedBatch, Policy
 from trainer.ranks import World
 from trainer.reference import Reference
+from trainer.router import check_routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Models:
     """Of the KL penalty; None: there is none."""
     critic: Critic | None = None
     """None: the algorithm has none."""
+    with_routes: bool = False
+    """Whether the loss needs what routers of experts say."""
 
     def parameters(self) -> list[Tensor]:
         """Those that the policy's loss changes; with a shared trunk the head of values too."""
@@ -39,7 +42,7 @@ class Models:
         """Log-probabilities of the tokens of some samples, and values if there is a critic."""
         critic = self.critic
         if critic is None or not critic.shares_trunk:
-            scores = self.policy.score(self._packed(some))
+            scores = self.policy.score(self._packed(some), with_routes=self.with_routes)
             return scores, None if critic is None else critic.values(some)
         states = critic.states(some)
         hidden = self.policy.hidden(states)
@@ -86,9 +89,10 @@ def load_models(
     )
     train = partial(load, gradient_checkpointing=config.gradient_checkpointing)
     policy = train(model_path)
+    check_routes(policy.model, config)
     reference = Reference(config, load(model_path)) if with_reference else None
     critic = Critic(config, model_path, policy, train, world) if with_critic else None
-    return Models(policy, reference, critic)
+    return Models(policy, reference, critic, with_routes=config.router_loss_coefficient > 0)
 
 
 def resolve_device(name: str) -> torch.device:

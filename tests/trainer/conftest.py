@@ -27,6 +27,12 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def _without_heads() -> dict[str, Any]:
+    return {key: value for key, value in COMMON.items() if key != "head_dim"}
+
+
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3Config(**COMMON, tie_word_embeddings=True),
     "llama": lambda: transformers.LlamaConfig(**COMMON, tie_word_embeddings=False),
@@ -38,7 +44,28 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "granite": lambda: transformers.GraniteConfig(
         **COMMON, logits_scaling=4.0, attention_multiplier=0.5
     ),
-    "gemma2": lambda: transformers.Gemma2Config(**COMMON, attn_logit_softcapping=1.0),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **COMMON, attn_logit_softcapping=1.0, final_logit_softcapping=2.0, sliding_window=5,
+        query_pre_attn_scalar=8,
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **COMMON, sliding_window=5, layer_types=["sliding_attention", "full_attention"],
+    ),
+    "cohere": lambda: transformers.CohereConfig(**_without_heads(), logit_scale=0.25),
+    "phi3": lambda: transformers.Phi3Config(**_without_heads()),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **COMMON, sliding_window=5, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        norm_topk_prob=True,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **_without_heads(), num_local_experts=4, num_experts_per_tok=2
+    ),
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **COMMON, num_local_experts=4, attention_chunk_size=8192, intermediate_size_mlp=48
+    ),
     "mamba": lambda: transformers.MambaConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4
     ),
@@ -60,6 +87,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
                 for parameter in model.parameters():
                     if parameter.ndim >= 2:
                         parameter.normal_(0.0, 0.15)
+                for name_of, sinks in model.named_parameters():
+                    if name_of.endswith(".sinks"):
+                        sinks.normal_()
             path = tmp_path_factory.mktemp(name)
             model.save_pretrained(path)
             (path / "tokenizer.json").write_text('{"kept": true}')

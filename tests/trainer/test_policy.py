@@ -54,7 +54,13 @@ def _group(prompt: int = 6) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.parametrize("pairs", [_pairs(), _group()], ids=["own prompts", "a shared prompt"])
-@pytest.mark.parametrize("name", ["qwen3", "llama", "mistral_window", "gpt2", "granite"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3", "llama", "mistral_window", "gpt2", "granite", "gemma2", "gemma3", "cohere"),
+        *("phi3", "gpt_oss", "qwen3_moe", "mixtral"),
+    ],
+)
 def test_packed_equals_separate(
     name: str, pairs: list[tuple[np.ndarray, np.ndarray]], model_path: Callable[[str], str]
 ) -> None:
@@ -70,7 +76,9 @@ def test_packed_equals_separate(
     torch.testing.assert_close(got.entropy, -(want.exp() * want).sum(-1), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("gemma2", "softcap"), ("mamba", "attention")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("llama4", "chunked_attention"), ("mamba", "attention")]
+)
 def test_a_model_that_packing_would_change_is_refused(
     name: str, reason: str, model_path: Callable[[str], str]
 ) -> None:
@@ -135,15 +143,16 @@ def test_engine_and_trainer_have_the_same_log_probabilities(
     torch.testing.assert_close(scores.logprobs[inside], drawn[inside], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere"])
 def test_chunked_head_gives_the_same_gradient(
-    model_path: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    name: str, model_path: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = PackedBatch.of(_pairs(), CPU)
     grads = []
     for budget in (1 << 25, VOCAB * 5):
         monkeypatch.setattr(head_module, "LOGIT_BUDGET", budget)
         monkeypatch.setitem(head_module.BLOCK, "cpu", 5 * VOCAB)
-        policy = Policy(model_path("llama"), dtype="float64", device=CPU)
+        policy = Policy(model_path(name), dtype="float64", device=CPU)
         policy.score(batch).logprobs.square().sum().backward()
         grads.append([p.grad for p in policy.model.parameters()])
     for whole, chunked in zip(*grads, strict=True):
@@ -183,9 +192,9 @@ def test_attention_without_a_layout_is_refused() -> None:
 def test_attention_refuses_what_it_would_ignore() -> None:
     tensor = torch.zeros(1, 2, 3, 4)
     layout = Layout.of([3], CPU)
-    with pytest.raises(UnsupportedModelError, match="s_aux"):
+    with pytest.raises(UnsupportedModelError, match="position_bias"):
         packed_attention(
-            torch.nn.Identity(), tensor, tensor, tensor, None, packed_layout=layout, s_aux=1
+            torch.nn.Identity(), tensor, tensor, tensor, None, packed_layout=layout, position_bias=1
         )
 
 

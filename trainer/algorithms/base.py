@@ -37,6 +37,15 @@ STD_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
+class Routes:
+    """What the routers of a mixture of experts said of N tokens; carries the gradient."""
+
+    logits: tuple[Tensor, ...]
+    """`[N, E]` of each layer with experts."""
+    experts_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
 class TokenBatch:
     """N response tokens, as a loss takes them. All tensors are float and on one device."""
 
@@ -63,6 +72,8 @@ class TokenBatch:
     `uses_proximal`. None: that is the current policy."""
     penalised: bool = False
     """Whether `advantages` have the penalty of `kl_estimator: k1` already."""
+    routes: Routes | None = None
+    """None unless the loss needs them (`trainer.router_loss_coefficient`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from trainer import corrections
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.reference_kl import WithReferenceKl
 from trainer.algorithms.registry import target_of
+from trainer.algorithms.router_balance import WithRouterBalance
 from trainer.config import TrainerConfig
 from trainer.corrections.apply import Corrected
 
@@ -24,6 +25,8 @@ def make(config: TrainerConfig) -> Algorithm:
     algorithm: Algorithm = Corrected(
         cast("Algorithm", made), corrections.make(config), config.log_ratio_clamp
     )
+    if config.router_loss_coefficient > 0:
+        algorithm = WithRouterBalance(algorithm, config.router_loss_coefficient)
     if config.kl_coefficient > 0:
         return WithReferenceKl(
             algorithm, config.kl_coefficient, config.kl_estimator, config.kl_clamp

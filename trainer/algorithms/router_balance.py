@@ -1,0 +1,88 @@
+"""A loss that keeps the experts of a mixture in use, with the loss of any algorithm.
+
+For a sample of L response tokens, of which layer m sends each to K of E experts with router
+probabilities p_t (softmax over all E):
+
+    f_e = share of the sample's K * L choices that fell on e          without gradient
+    balance = mean over m of  E * sum over e of f_e * (mean over t of p_te)
+
+It is 1 where experts are used alike, at most E / K. The loss gets router_loss_coefficient times it,
+with the tokens' weights: a sample counts as it does in the policy's loss. Shares are those of a
+sample, not of a batch (DeepSeek-V2, arXiv 2405.04434, eq. 23-25): so the loss is a sum over samples
+and does not depend on how they are put into micro-batches. The Switch loss (arXiv 2101.03961, eq.
+4), which transformers computes, multiplies means over whatever is in a batch.
+
+Groups that are not computed (`skip_zero_variance_groups`) have no such loss. Empty batch: 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.base import Algorithm, LossSums, Rewards, Signal, TokenBatch, finisher
+from trainer.algorithms.sequences import owners_of
+
+_SIGNALS = {
+    "router_balance": Signal("imbalance of experts: 1 if all are used alike", per="loss"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WithRouterBalance:
+    """An algorithm and the loss of its model's routers."""
+
+    algorithm: Algorithm
+    coefficient: float
+    """`trainer.router_loss_coefficient`."""
+
+    @property
+    def signals(self) -> Mapping[str, Signal]:
+        """Those of the algorithm, and `router_balance`."""
+        return {**self.algorithm.signals, **_SIGNALS}
+
+    @property
+    def needs_reference(self) -> bool:
+        """That of the algorithm."""
+        return self.algorithm.needs_reference
+
+    def advantages(self, rewards: Rewards) -> Rewards:
+        """`[G]` advantages of the algorithm."""
+        return self.algorithm.advantages(rewards)
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """Summed loss of the module's equation.
+
+        Raises:
+            ValueError: the batch has no `routes`.
+        """
+        if batch.routes is None:
+            raise ValueError("the router's loss needs routes, and the batch has none")
+        own = self.algorithm.loss(batch)
+        balance = _balance(
+            batch.routes.logits, batch.routes.experts_per_token, owners_of(batch), batch.weights
+        )
+        sums = {**own.sums, "router_balance": balance.detach()}
+        if finisher(self.algorithm) is None:
+            return LossSums(own.loss + self.coefficient * balance, sums, own.parts)
+        # A part of its own, so that the step's factors do not change it.
+        return LossSums(own.loss, sums, {**own.parts, "router": self.coefficient * balance})
+
+
+def _balance(logits: Sequence[Tensor], chosen: int, owners: Tensor, weights: Tensor) -> Tensor:
+    """Sum over N tokens of weight times imbalance; `logits` are `[N, E]` of each layer."""
+    samples = int(owners[-1]) + 1 if len(owners) else 0
+    counts = torch.bincount(owners, minlength=samples).to(weights.dtype)
+    total = weights.new_zeros(())
+    for layer in logits:
+        probabilities = torch.softmax(layer.to(weights.dtype), -1)
+        picked = torch.zeros_like(probabilities)
+        picked.scatter_(-1, layer.detach().topk(chosen, -1).indices, 1.0)
+        shares = picked.new_zeros(samples, picked.shape[1]).index_add_(0, owners, picked)
+        shares = shares / (chosen * counts[:, None])
+        per_token = picked.shape[1] * (shares[owners] * probabilities).sum(-1)
+        total = total + (weights * per_token).sum()
+    return total / max(len(logits), 1)
