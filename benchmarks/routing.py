@@ -1,0 +1,124 @@
+"""Whether an engine's precision sends tokens to the experts that the trainer sends them to.
+
+    python -m benchmarks.routing [--quick] [--model PATH] [--json FILE]
+
+A mixture of experts is not continuous: a rounding error near a tie sends a token to another expert,
+and its log-probability jumps. The trainer computes in float32, or in bfloat16 by autocast over
+float32 weights; engines compute in bfloat16 with rounded weights. Here one set of tokens is
+computed in each way, and compared: the share of (token, layer) whose set
+of experts differs, and how far log-probabilities are off where all layers agree and where not.
+Without --model: a random Qwen3-MoE, 4 layers, 16 experts, 2 a token. Floats of another order of
+summation (kernels of engines) come on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.policy import PackedBatch, Policy
+from trainer.router import why_no_routes
+
+CPU = torch.device("cpu")
+
+
+def random_mixture(folder: str) -> str:
+    """A random Qwen3-MoE whose routers are neither flat nor certain."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(1)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=512, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, intermediate_size=128, num_experts=16,
+            num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
+            max_position_embeddings=512,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def computed(policy: Policy, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """`[N]` log-probabilities, and `[N, layers, K]` chosen experts in ascending order."""
+    scores = policy.score(batch, with_routes=True)
+    assert scores.routes is not None
+    chosen = [
+        one.topk(scores.routes.experts_per_token, -1).indices.sort(-1).values
+        for one in scores.routes.logits
+    ]
+    return scores.logprobs.float(), torch.stack(chosen, 1)
+
+
+def measure(path: str, samples: int, tokens: int) -> dict[str, Any]:
+    """The comparison for responses of random tokens."""
+    policy = Policy(path, dtype="float32", device=CPU)
+    reason = why_no_routes(policy.model)
+    if reason is not None:
+        raise SystemExit(f"{path}: {reason}")
+    rng = np.random.default_rng(2)
+    texts = rng.integers(0, policy.vocab_size, (samples, tokens + 16)).astype(np.int32)
+    batch = PackedBatch.of([(one[:16], one[16:]) for one in texts], CPU)
+    want, experts = computed(policy, batch)
+    ways = {"trainer bfloat16 (autocast)": Policy(path, dtype="bfloat16", device=CPU)}
+    rounded = Policy(path, dtype="bfloat16", device=CPU)
+    with torch.no_grad():
+        for parameter in rounded.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    ways["engine bfloat16 (rounded weights)"] = rounded
+    trainer, engine = (computed(one, batch) for one in ways.values())
+    ways_found = {
+        "float32, trainer bfloat16 (autocast)": compared((want, experts), trainer),
+        "float32, engine bfloat16 (rounded weights)": compared((want, experts), engine),
+        "trainer bfloat16, engine bfloat16": compared(trainer, engine),
+    }
+    return {"tokens": len(want), "layers": experts.shape[1], "pairs": ways_found}
+
+
+def compared(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> dict[str, float | None]:
+    """Of two ways to compute the same tokens, each as `computed` gives it."""
+    differs = (one[1] != other[1]).any(-1)
+    moved = differs.any(-1)
+    gap = (one[0] - other[0]).abs()
+    return {
+        "share_of_choices_that_differ": float(differs.float().mean()),
+        "share_of_tokens_with_one": float(moved.float().mean()),
+        "logprob_gap_mean_same_experts": _mean(gap[~moved]),
+        "logprob_gap_mean_other_experts": _mean(gap[moved]),
+    }
+
+
+def _mean(values: Tensor) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer tokens")
+    parser.add_argument("--model", help="a model directory or hub id; default: a random mixture")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    samples, tokens = (8, 112) if arguments.quick else (32, 240)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(arguments.model or random_mixture(folder), samples, tokens)
+    text = json.dumps(found, indent=1)
+    print(text)
+    if arguments.json is not None:
+        arguments.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
