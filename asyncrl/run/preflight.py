@@ -22,7 +22,7 @@ from asyncrl.tasks.map_messages import MAP
 from asyncrl.user_functions import check_name
 from engine.errors import EngineStartError
 from engine.sglang.interpreter import check_interpreter
-from monitoring.sinks.config import missing_package
+from monitoring.sinks.config import missing_credentials, missing_package
 
 
 def check_machine(config: RunConfig) -> None:
@@ -35,7 +35,7 @@ def check_machine(config: RunConfig) -> None:
     if config.monitoring.tracing.enabled:
         _check_tracing()
     for sink in config.monitoring.sinks:
-        missing = missing_package(sink.kind)
+        missing = missing_package(sink.kind) or missing_credentials(sink)
         if missing is not None:
             raise UserError(missing)
     launcher = config.launcher

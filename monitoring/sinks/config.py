@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import netrc
+import os
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -54,6 +56,25 @@ class SinkConfig(BaseModel):
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
             )
         return self
+
+
+def missing_credentials(config: SinkConfig) -> str | None:
+    """What W&B needs to upload; None if it is there, or not needed."""
+    if config.kind != "wandb" or config.offline or os.environ.get("WANDB_MODE") == "offline":
+        return None
+    if os.environ.get("WANDB_API_KEY"):
+        return None
+    try:
+        hosts = netrc.netrc().hosts
+    except (OSError, netrc.NetrcParseError):
+        hosts = {}
+    where = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    if where in hosts:
+        return None
+    return (
+        f"monitoring.sinks has wandb, and there is no key for {where}: set WANDB_API_KEY, run "
+        "`wandb login`, or write {kind: wandb, offline: true} and upload later with `wandb sync`"
+    )
 
 
 def missing_package(kind: SinkKind) -> str | None:

@@ -91,3 +91,23 @@ def test_a_sink_whose_package_is_missing_is_refused_before_anything_starts(
     config = RunConfig.model_validate({"monitoring": {"sinks": ["wandb"]}})
     with pytest.raises(UserError, match=r"pip install 'asyncrl\[wandb\]'"):
         check_machine(config)
+
+
+def test_wandb_without_a_key_is_refused_unless_it_is_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    online = RunConfig.model_validate({"monitoring": {"sinks": ["wandb"]}})
+    offline = [{"kind": "wandb", "offline": True}]
+    with pytest.raises(UserError, match=r"no key for api\.wandb\.ai: set WANDB_API_KEY"):
+        check_machine(online)
+    check_machine(RunConfig.model_validate({"monitoring": {"sinks": offline}}))
+    netrc = tmp_path / ".netrc"
+    netrc.write_text("machine api.wandb.ai login user password secret\n")
+    netrc.chmod(0o600)
+    check_machine(online)
+    netrc.unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    check_machine(online)
