@@ -74,6 +74,11 @@ def agent(
         host_and_port(controller)
     except ValueError as error:
         raise UserError(f"--controller: {error}") from error
+    if ":" in advertise:
+        raise UserError(
+            f"--advertise {advertise}: must be an IPv4 address or a name that has one, without a "
+            "port. Agents do not speak IPv6"
+        )
     settings = Settings(
         controller=controller,
         role=role.value,

@@ -59,18 +59,22 @@ class Arrivals:
         Raises:
             RunFailed: there is no generator, and no agent came for one in time.
         """
-        if self._why_closed() is not None:
-            return
+        is_closed = self._why_closed() is not None
         for name in self._agents.roster.leaving():
-            await self._leave(name)
+            await self._leave(name, is_closed=is_closed)
+        if is_closed:
+            return
         self._join()
         self._wait_for_a_generator()
         self._name_those_that_wait()
 
-    async def _leave(self, name: str) -> None:
+    async def _leave(self, name: str, *, is_closed: bool) -> None:
         worker = next((one for one in self._fleet.alive if one.name == name), None)
         if worker is None or name in self._told:
             return
+        others = [one for one in self._fleet.generators() if one is not worker]
+        if is_closed and (worker.is_trainer or not others):
+            return  # nobody could take its place any more, so it works as long as it may
         self._told.add(name)
         if not worker.is_trainer:
             await self._scaling.leave(worker)

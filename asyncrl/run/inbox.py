@@ -166,6 +166,8 @@ class Inbox:
     ) -> None:
         worker.ready(message.policy_version, message.slots, message.metrics_port)
         self._policy_watch.generator_ready(worker, message.fingerprint)
+        if self._settings is not None:
+            await self._settings.tell_generator(worker.name)
         self._write_ports()
         if self._training.has_begun and not worker.is_leaving:
             self._progress.say(f"{worker.name} has joined")

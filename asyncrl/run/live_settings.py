@@ -53,6 +53,7 @@ class LiveSettings:
         evaluation: FleetEvaluation,
         unfinished: UnfinishedWork,
     ) -> None:
+        self._began_with = config
         self.config = config
         """In force, with all changes to come."""
         self._directory = directory
@@ -139,6 +140,12 @@ class LiveSettings:
         for worker in self._fleet.generators():
             await self._fleet.send(worker.name, level)
         self._directory.write_config(config)
+
+    async def tell_generator(self, name: str) -> None:
+        """Have a generator that was started with the first configuration know what it needs."""
+        level = self.config.monitoring.log_level
+        if level != self._began_with.monitoring.log_level:
+            await self._fleet.send(name, to_generator.SetLogLevel(level))
 
     async def tell_trainer(self) -> None:
         """Have the trainer know all changes, before it is told of any further step."""

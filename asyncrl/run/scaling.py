@@ -44,6 +44,10 @@ class Scaling:
     async def _change(self, order: ScaleRequest) -> str:
         present = self._fleet.ordered
         missing = order.generators - len(present)
+        launcher = self._fleet.config
+        most = launcher.agents.max_generators if launcher.kind == "agents" else None
+        if most is not None and order.generators > most:
+            raise UserError(f"launcher.agents.max_generators allows {most} generators")
         if missing > 0:
             indices = self._fleet.free_indices(missing)
             await self._fleet.make_room(indices)

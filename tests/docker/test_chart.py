@@ -210,6 +210,8 @@ def test_probes_ask_what_the_containers_answer(chart: Chart) -> None:
                 assert probe["path"] == path
                 assert f"--health-port={ports[probe['port']]}" in words
             assert "--health-host=0.0.0.0" in words
+            # What hangs neither leaves nor lets preStop end.
+            assert container["livenessProbe"]["terminationGracePeriodSeconds"] == 60
 
 
 def test_pods_have_time_to_end(chart: Chart) -> None:

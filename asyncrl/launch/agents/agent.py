@@ -93,6 +93,8 @@ class Agent:
         self._leave_at: float | None = None
         self._signals = 0
         self._over: str | None = None
+        self._silent: float | None = None
+        """Seconds for which the controller was silent when it was given up."""
         self._late: list[str] = []
         """Children that did not leave in time."""
         self._changed: asyncio.Event
@@ -133,7 +135,7 @@ class Agent:
                         break
                     await self._hosting.end_all()
                     self._hosting.forget()
-                    if self._over is not None and settings.once:
+                    if settings.once and (self._over is not None or self._silent is not None):
                         break
                     self._session = ""
         finally:
@@ -142,12 +144,10 @@ class Agent:
                 await self._tell()
             self._line.close()
             end_beat()
+        if settings.once and self._silent is not None and not self._is_leaving:
+            raise _gone(self._run, self._silent)
         if self._late:
-            raise AsyncrlError(
-                f"{', '.join(self._late)} did not leave within {settings.grace_seconds:g} s "
-                "(--grace) and was killed; what it had is generated again, or trained again from "
-                "the newest checkpoint"
-            )
+            raise _late(self._late, settings.grace_seconds)
 
     @property
     def _is_leaving(self) -> bool:
@@ -199,7 +199,7 @@ class Agent:
             UserError: the controller refuses this agent, or has another secret.
         """
         attempts, began, said, trouble = 0, time.monotonic(), float("-inf"), ""
-        self._over, beginning = None, secrets.token_hex(4)
+        self._over, self._silent, beginning = None, None, secrets.token_hex(4)
         while not self._is_leaving:
             now = time.monotonic()
             attempts += 1
@@ -207,7 +207,7 @@ class Agent:
             await self._line.send(_hello(self._settings, self._ip, self._code, beginning))
             if await self._is_welcome():
                 return True
-            if self._line.refused >= REFUSED:
+            if self._line.refused >= REFUSED and await self._line.is_a_hub():
                 raise UserError(f"{self._settings.controller}: {await self._line.trouble()}")
             found = await self._line.trouble() if attempts % 3 == 0 else trouble
             if found != trouble or (found and now - said > SAY_SECONDS):
@@ -279,7 +279,8 @@ class Agent:
                 logger.warning("%s did not leave in time", ", ".join(self._late))
                 return
             if now - self._heard > self._lost_seconds:
-                logger.warning("the controller was silent for %.0f s", now - self._heard)
+                self._silent = now - self._heard
+                logger.warning("the controller was silent for %.0f s", self._silent)
                 self._connect_again()
                 return
             if now - sent >= BEAT_SECONDS or self._changed.is_set():
@@ -332,14 +333,26 @@ def _hello(settings: Settings, ip: str, code: str, beginning: str) -> from_agent
     )
 
 
+def _gone(run: str, silent: float) -> AsyncrlError:
+    return AsyncrlError(
+        f"the controller of run {run} was silent for {silent:.0f} s "
+        "(launcher.agents.lost_seconds), so this agent ends with the run (--once)"
+    )
+
+
+def _late(children: list[str], grace: float) -> AsyncrlError:
+    return AsyncrlError(
+        f"{', '.join(children)} did not leave within {grace:g} s (--grace) and was killed; what "
+        "it had is generated again, or trained again from the newest checkpoint"
+    )
+
+
 def _own_address(controller: str) -> str:
     """The address of this machine from which the controller is reached."""
     host, port = host_and_port(controller)
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(found[4])  # sends nothing
-            address = str(probe.getsockname()[0])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # sends nothing
+            return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"
-    return f"[{address}]" if ":" in address else address

@@ -10,7 +10,7 @@ from asyncrl.launch.cluster_config import ClusterConfig
 from wire.limits import WEEK_SECONDS
 
 MAX_PORT = 65_535
-_LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/]+):(?P<port>\d{1,5})")
+_LISTEN = re.compile(r"(?P<host>[^\s:/\[\]]+):(?P<port>\d{1,5})")
 
 
 class AgentsConfig(ClusterConfig):
@@ -51,11 +51,11 @@ class AgentsConfig(ClusterConfig):
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of `HOST:PORT`; an IPv6 address is in brackets. Raises ValueError."""
+    """The parts of `HOST:PORT`. Raises ValueError."""
     found = _LISTEN.fullmatch(address)
     if found is None or not 1 <= int(found["port"]) < MAX_PORT:
         raise ValueError(
-            f"{address!r} is not HOST:PORT with a port from 1 to {MAX_PORT - 1}; "
-            "for example 0.0.0.0:5900, or [::]:5900"
+            f"{address!r} is not HOST:PORT with a port from 1 to {MAX_PORT - 1} and an IPv4 "
+            "address or a name that has one; for example 0.0.0.0:5900. Agents do not speak IPv6"
         )
     return found["host"], int(found["port"])

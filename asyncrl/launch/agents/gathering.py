@@ -95,9 +95,8 @@ async def open_agents(
 def _check_control(address: str) -> None:
     """Find out whether the run's processes can be listened for there. Raises UserError."""
     host, port = host_and_port(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host.strip("[]"), port), family=family).close()
+        socket.create_server((host, port)).close()
     except OSError as error:
         raise UserError(
             f"launcher.agents.control_port: this machine cannot listen at {address} "
@@ -115,9 +114,9 @@ async def _gather(launcher: AgentsLauncher, config: RunConfig, say: Callable[[st
     until, said = time.monotonic() + settings.place_seconds, float("-inf")
     try:
         while True:
-            launcher.roster.settle_gpus()
             has_trainer, generators = launcher.roster.could_begin_with()
             if has_trainer and generators >= config.launcher.generators:
+                launcher.roster.gpus.settle()  # only now: a machine with GPUs may have been late
                 return
             missing = _missing(has_trainer, generators, config.launcher.generators)
             now = time.monotonic()

@@ -63,14 +63,17 @@ class Hosting:
         """The names of the trainer or generator that runs."""
         return [
             name
-            for name, one in self._hosted.items()
+            for name, one in list(self._hosted.items())
             if one.role != "relay" and not one.ended.is_set()
         ]
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a trainer or generator that can take work."""
-        return any(self._hosted[name].ready for name in self.work)
+        """Whether there is a trainer or generator that can take work. Any thread may ask."""
+        return any(
+            one.ready and one.role != "relay" and not one.ended.is_set()
+            for one in list(self._hosted.values())
+        )
 
     @property
     def processes(self) -> tuple[from_agent.Hosted, ...]:

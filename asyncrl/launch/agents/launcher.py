@@ -134,9 +134,7 @@ class AgentsLauncher:
 
     async def make_room(self, generators: Sequence[int]) -> None:
         """See that agents have room. Raises UserError: there are too few."""
-        offered, most = self.roster.offered(), self._config.launcher.agents.max_generators
-        if most is not None and max(generators) >= most:
-            raise UserError(f"launcher.agents.max_generators allows {most} generators")
+        offered = self.roster.offered()
         if offered < len(generators):
             raise UserError(
                 f"{len(generators)} more generator(s) need an agent each, and {offered} wait for "

@@ -24,6 +24,7 @@ _EVENTS = (
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
 )
+_GREETING_SECONDS = 2.0
 _FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -40,7 +41,7 @@ class AgentLine(Line[to_agent.ToAgent]):
         self._is_connected = False
         self.refused = 0
         """Connections in a row that the other end closed before it had proved that it has the same
-        secret."""
+        secret. A proxy does that too, as long as there is nobody behind it: see `is_a_hub`."""
         endpoint = f"inproc://agent-{id(self)}"
         self._socket.monitor(endpoint, _EVENTS)
         self._events = zmq.asyncio.Context.instance().socket(zmq.PAIR)
@@ -66,16 +67,35 @@ class AgentLine(Line[to_agent.ToAgent]):
         """Why nothing is heard."""
         if self._is_connected:
             return "it is connected, and gets no answer"
-        if self.refused:
+        if self.refused and await self.is_a_hub():
             return (
                 "something listens there, and does not have the same secret: compare the file of "
-                "--key-file with launcher.agents.key_file, or another program has the port"
+                "--key-file with launcher.agents.key_file"
+            )
+        if self.refused:
+            return (
+                "connections are accepted there and closed: by a proxy (Docker, ssh -L, a mesh) as "
+                "long as the controller is not up, or by another program that has the port"
             )
         try:
-            await asyncio.get_running_loop().getaddrinfo(self._host.strip("[]"), self._port)
+            loop = asyncio.get_running_loop()
+            await loop.getaddrinfo(self._host, self._port, family=socket.AF_INET)
         except socket.gaierror as error:
-            return f"the host {self._host} is not known ({error.strerror})"
+            return f"the host {self._host} is not known, or has no IPv4 address ({error.strerror})"
         return "nothing listens there, or it cannot be reached"
+
+    async def is_a_hub(self) -> bool:
+        """Whether what listens there speaks ZeroMQ: it sends its signature without being asked."""
+        writer = None
+        try:
+            async with asyncio.timeout(_GREETING_SECONDS):
+                reader, writer = await asyncio.open_connection(self._host, self._port)
+                return (await reader.readexactly(10))[::9] == b"\xff\x7f"
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            return False
+        finally:
+            if writer is not None:
+                writer.transport.abort()
 
     def close(self) -> None:
         """Close the socket; what is queued is still sent for at most a second."""

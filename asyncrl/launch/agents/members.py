@@ -124,7 +124,7 @@ class Agent:
     @property
     def is_on_loopback(self) -> bool:
         """Whether its machine is reached at an address that is good on one machine only."""
-        return self.hello.address.startswith(("127.", "[::1]", "localhost"))
+        return self.hello.address.startswith(("127.", "localhost"))
 
     @property
     def work(self) -> AgentProcess | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from asyncrl.launch.agents.members import Agent, AgentProcess, info_of, out_of_reach
+from asyncrl.launch.agents.needed_gpus import NeededGpus
 from asyncrl.launch.nodes import Machines, NodeInfo, unfit
 from asyncrl.processes.spec import ChildKeys, ChildSpec, Role
 from wire.messages import from_agent, to_agent
@@ -70,7 +71,8 @@ class Roster:
         """Processes that no agent has room for yet."""
         self._machines = Machines(needs.ours.memory, (), always=needs.relay_per_node)
         self._looked: float | None = None
-        self._gpus = {"trainer": needs.trainer_gpus, "generator": needs.generator_gpus}
+        wanted = {"trainer": needs.trainer_gpus, "generator": needs.generator_gpus}
+        self.gpus = NeededGpus(wanted, needs.optional_gpus, self.agents, say)
         self.is_ready: Callable[[str], bool] = lambda _name: False
         """Whether a process has said that it can take work."""
 
@@ -82,7 +84,7 @@ class Roster:
     @property
     def generators_have_gpus(self) -> bool:
         """Whether generators run on GPUs."""
-        return self._gpus["generator"] > 0
+        return self.gpus.of("generator") > 0
 
     def hello(
         self, name: str, hello: from_agent.Hello, now: float
@@ -155,7 +157,7 @@ class Roster:
             )
         if (reason := out_of_reach(agent, self.agents.values())) is not None:
             return reason
-        wanted = self._gpus.get(role, 0)
+        wanted = self.gpus.of(role)
         if agent.hello.gpus < wanted:
             return f"the {role} needs {wanted} GPU(s), and {agent.info} has {agent.hello.gpus}"
         return None
@@ -182,13 +184,6 @@ class Roster:
             and self.unfit(agent, role) is None
         ]
         return sorted(found, key=lambda agent: (agent.failures, agent.hello.role == "any"))
-
-    def settle_gpus(self) -> None:
-        """Where GPUs are optional and the agents have none, the run does without them."""
-        for role in self._needs.optional_gpus:
-            fitting = [one for one in self.agents.values() if one.hello.role in (role, "any")]
-            if fitting and not any(one.hello.gpus >= self._gpus[role] for one in fitting):
-                self._gpus[role] = 0
 
     def could_begin_with(self) -> tuple[bool, int]:
         """Whether there is an agent for the trainer, and for how many generators besides."""
@@ -243,7 +238,7 @@ class Roster:
         assert agent.info is not None  # noqa: S101 - it is known
         process.spec = replace(
             process.spec,
-            gpus=self._gpus.get(process.spec.role, 0),
+            gpus=self.gpus.of(process.spec.role),
             shares_run_directory=agent.info.shares_run_directory,
         )
         process.agent = agent

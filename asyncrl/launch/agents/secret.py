@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from pathlib import Path
 
 from asyncrl.errors import UserError
@@ -53,7 +54,7 @@ def read_secret(path: Path, setting: str) -> RunKey:
     if len(text) != _BYTES:
         raise UserError(
             f"{setting}: {path} holds no secret: {len(text)} bytes instead of {_BYTES}, or 64 "
-            f"hexadecimal digits. `asyncrl agent-key FILE` writes one"
+            "hexadecimal digits. If nobody needs it, remove it; `asyncrl agent-key FILE` writes one"
         )
     return RunKey(text)
 
@@ -67,9 +68,17 @@ def write_secret(path: Path) -> bool:
     if path.exists():
         read_secret(path, "FILE")
         return False
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        RunKey.new().write(path)
+        RunKey.new().write(part)
+        try:
+            os.link(part, path)  # whole, or not at all; of two that write at once, one
+        finally:
+            part.unlink()
+    except FileExistsError:
+        read_secret(path, "FILE")
+        return False
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
     return True

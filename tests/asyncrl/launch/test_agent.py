@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -28,7 +30,10 @@ from asyncrl.launch.agents import agent as agent_module
 from asyncrl.launch.agents import hosting
 from asyncrl.launch.agents.agent import Agent, Settings
 from asyncrl.launch.agents.launcher import AgentsLauncher
+from asyncrl.launch.agents.line import AgentLine
+from asyncrl.launch.agents.ports import Ports
 from asyncrl.launch.agents.roster import Needs
+from asyncrl.launch.agents.secret import HUB
 from asyncrl.launch.nodes import NodeInfo
 from asyncrl.processes.spec import keys_of
 from wire import RunKey
@@ -54,7 +59,7 @@ def config(port: int) -> RunConfig:
     return parse_config({"launcher": {"kind": "agents", "agents": agents}}, source="the test")
 
 
-def launcher(port: int, run: Path, **changes: Any) -> AgentsLauncher:
+def launcher(port: int, run: Path, *, lost_seconds: float = 60.0, **changes: Any) -> AgentsLauncher:
     question = {
         "token_file": str(run / ".nodes"), "token": "t", "model": str(run),
         "weights_directory": str(run),
@@ -63,7 +68,7 @@ def launcher(port: int, run: Path, **changes: Any) -> AgentsLauncher:
     ours = replace(NodeInfo(**facts), **changes)
     needs = Needs(
         "test", json.dumps(question), ours, str(run), str(run), 0, 0, frozenset(), "mark",
-        silence_seconds=20.0, lost_seconds=60.0, relay_per_node=False,
+        silence_seconds=20.0, lost_seconds=lost_seconds, relay_per_node=False,
     )  # fmt: skip
     return AgentsLauncher(config(port), needs, KEY, Refusals(), print)
 
@@ -154,6 +159,99 @@ def test_an_agent_that_was_cut_off_for_a_while_joins_again(tmp_path: Path) -> No
         await found.close()
 
     asyncio.run(check())
+
+
+def test_a_port_that_closes_connections_may_be_a_proxy_of_a_controller_to_come(
+    tmp_path: Path,
+) -> None:
+    """As Docker's, `ssh -L`, or a mesh: it is no other secret."""
+    port, accepted = free_ports(2), 0
+
+    async def closes(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal accepted
+        accepted += 1
+        writer.close()
+
+    async def check() -> None:
+        (tmp_path / ".nodes").write_text("t", encoding="utf-8")
+        proxy = await asyncio.start_server(closes, "127.0.0.1", port)
+        watched = AgentLine(f"127.0.0.1:{port}", KEY.line(HUB, "b"))
+        await until(lambda: watched.refused >= 2, "connections that are closed")
+        assert "by a proxy" in await watched.trouble()
+        watched.close()
+        async with agent(port) as running:
+            before = accepted
+            await until(lambda: accepted > before + 15 or running.done(), "attempts of the agent")
+            assert not running.done()
+            proxy.close()
+            await proxy.wait_closed()
+            found = launcher(port, tmp_path)
+            await until(lambda: found.roster.free("generator") or running.done(), "the agent")
+            assert not running.done()
+            await found.close()
+
+    asyncio.run(check())
+
+
+def test_an_agent_for_one_run_ends_if_its_controller_is_gone_without_a_word(
+    tmp_path: Path,
+) -> None:
+    port = free_ports(2)
+
+    async def check() -> None:
+        (tmp_path / ".nodes").write_text("t", encoding="utf-8")
+        found = launcher(port, tmp_path, lost_seconds=0.5)
+        async with agent(port, once=True) as running:
+            await until(lambda: found.roster.free("generator"), "the agent")
+            for task in found._tasks:
+                task.cancel()
+            with pytest.raises(AsyncrlError, match=r"was silent for .* ends with the run"):
+                await asyncio.wait_for(running, SECONDS)
+        found._hub.close()
+
+    asyncio.run(check())
+
+
+def test_a_probe_may_ask_while_children_come_and_go() -> None:
+    async def check() -> None:
+        found = hosting.Hosting(lambda _: pytest.fail("nothing starts"), Ports(""), lambda: None)
+
+        class Ended(asyncio.Event):
+            def is_set(self) -> bool:  # meanwhile, in the loop's thread
+                found._hosted[f"relay-{len(found._hosted)}"] = hosting._Hosted("r", "relay")
+                return True
+
+        for name in ("generator-0", "generator-1"):
+            one = hosting._Hosted(name, "generator", ready=True, ended=Ended())
+            found._hosted[name] = one
+        assert found.work == []
+        assert not found.is_ready
+
+    asyncio.run(check())
+
+
+def test_a_probe_asks_no_proxy_and_understands_no_nonsense(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    found = Health("127.0.0.1", 0)
+    health_module.ask(found.port, "127.0.0.1", ready=False)
+    with pytest.raises(UserError, match="503"):
+        health_module.ask(found.port, "127.0.0.1", ready=True)
+    found.close()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            connection = other.accept()[0]
+            connection.recv(999)
+            connection.sendall(b"nonsense\r\n\r\n")
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(UserError, match="nonsense"):
+            health_module.ask(other.getsockname()[1], "127.0.0.1", ready=False)
+        thread.join()
 
 
 def test_a_child_that_does_not_leave_in_time_is_killed_and_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import msgspec
 import pytest
 from fake_processes import spec
 from msgspec.structs import replace
+from typer.testing import CliRunner
 
+from asyncrl.cli.entry import app
 from asyncrl.errors import UserError
+from asyncrl.launch.agents.config import host_and_port
 from asyncrl.launch.agents.members import AgentProcess
 from asyncrl.launch.agents.ports import Ports
 from asyncrl.launch.agents.roster import Needs, Roster
@@ -192,8 +196,30 @@ def test_gpus_are_given_up_where_they_are_optional_only() -> None:
     for optional, fits in ((frozenset({"trainer"}), True), (frozenset[str](), False)):
         world = World(dataclasses.replace(NEEDS, trainer_gpus=1, optional_gpus=optional))
         world.join("a")
-        world.roster.settle_gpus()
+        world.roster.gpus.settle()
         assert bool(world.roster.free("trainer")) == fits
+
+
+def test_a_machine_with_gpus_that_comes_a_second_later_is_not_wasted() -> None:
+    optional = frozenset({"trainer", "generator"})
+    needs = dataclasses.replace(NEEDS, trainer_gpus=1, generator_gpus=1, optional_gpus=optional)
+    world = World(needs)
+    world.join("cpu", "trainer")
+    assert world.roster.could_begin_with() == (True, 0), "if no other comes"
+    assert "no use" not in world.said[-1]
+    world.hello("gpu", "trainer", gpus=1)
+    world.state("gpu")
+    world.join("g", "generator")
+    assert [one.name for one in world.roster.free("trainer")] == ["gpu"]
+    world.roster.gpus.settle()
+    assert world.roster.generators_have_gpus is False
+    assert [one for one in world.said if "no agent for a generator has the GPUs" in one]
+    assert not [one for one in world.said if "no agent for a trainer" in one]
+    world.start("trainer", "trainer")
+    assert world.wanted("gpu") == ["trainer"]
+    assert world.roster.agents["gpu"].processes["trainer"].spec.gpus == 1
+    del world.roster.agents["gpu"]
+    assert world.roster.free("trainer") == [], "the run began with a GPU for its trainer"
 
 
 def test_a_relay_goes_to_its_node_and_takes_no_room() -> None:
@@ -238,6 +264,47 @@ def test_a_secret_is_read_where_no_other_user_can(tmp_path: Path, mode: int) -> 
     file.chmod(0o600)
     file.write_text(secret.hex() + "\n", encoding="ascii")
     assert read_secret(file, "--key-file") == RunKey(secret)
+
+
+def test_a_secret_is_written_whole_or_not_at_all_and_by_one_of_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, other, link = tmp_path / "key", RunKey.new(), os.link
+
+    def killed(_: object, path: Path) -> None:
+        path.touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunKey, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_secret(file)
+    assert not file.exists()
+
+    def slower(source: Path, target: Path) -> None:
+        other.write(target)
+        link(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", slower)
+        assert not write_secret(file), "another one was faster"
+    assert read_secret(file, "--key-file") == other
+    file.unlink()
+    assert write_secret(file)
+
+
+@pytest.mark.parametrize("address", ["[::]:5900", "[::1]:5900", "::1:5900", "host", "host:0"])
+def test_an_address_that_agents_cannot_use_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match=r"is not HOST:PORT .* Agents do not speak IPv6"):
+        host_and_port(address)
+    assert host_and_port("train-0:5900") == ("train-0", 5900)
+
+
+def test_an_advertised_ipv6_address_is_refused(tmp_path: Path) -> None:
+    words = ["agent", "--controller", "a:1", "--key-file", str(tmp_path), "--advertise", "fd00::1"]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, UserError)
+    assert "--advertise fd00::1: must be an IPv4 address" in str(done.exception)
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o660, 0o620, 0o602])

@@ -23,6 +23,7 @@ from wire.messages import from_trainer as ft
 from wire.messages import to_generator as tg
 from wire.messages import to_trainer as tt
 from wire.messages.control import Accepted, Refused, SetRequest
+from wire.weights.layout import Fingerprint
 
 PAGE = Path(__file__).parents[3] / "docs/steering.md"
 VERIFY = {"on_update": "verify", "max_runahead_groups": 1}
@@ -191,6 +192,19 @@ def test_a_limit_holds_at_once_and_in_a_resumed_run(tmp_path: Path) -> None:
     assert order.before == run.config.launcher.silence_seconds
     assert asyncio.run(run.set("monitoring.log_level", "debug")) is not None
     assert (G, tg.SetLogLevel("debug")) in run.hub.take()
+
+
+def test_a_generator_that_joins_later_has_the_level_of_the_log(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        run = Steered(tmp_path)
+        joined = fg.GeneratorReady(G, 2, 0, Fingerprint({}, ""), None)
+        level = (G, tg.SetLogLevel("debug"))
+        assert level not in await run.hear(G, joined)
+        await run.set("monitoring.log_level", "debug")
+        run.hub.take()
+        assert level in await run.hear(G, joined)
+
+    asyncio.run(scenario())
 
 
 def test_a_trainer_that_replaces_another_is_told_before_it_can_train(tmp_path: Path) -> None:
